@@ -1,0 +1,109 @@
+"""The verbs: each opens an object and hands it over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TextIO
+
+import torch
+from torch import nn
+
+from torchhook.captured import Capture
+from torchhook.core.selection import Query
+from torchhook.core.session import ScopeName
+from torchhook.costs import Overhead, compared
+from torchhook.sinks.memory import Copy
+from torchhook.tracing import Trace
+
+
+def capture(
+    model: nn.Module,
+    *queries: Query,
+    inputs: bool = False,
+    outputs: bool = True,
+    grads: bool = False,
+    params: bool = False,
+    keep: int | None = 1,
+    transform: Callable[[Any], Any] | None = None,
+    to: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    copy: Copy = "lazy",
+    max_bytes: int | None = None,
+    stop: bool = False,
+    scope: ScopeName = "thread",
+    group: str | None = None,
+) -> Capture:
+    """Record what flows at the places that `queries` select (none: every leaf), as it flowed.
+
+    Args:
+        inputs, outputs, grads, params: What to record of a selected module: what it is called with, what it
+            returns, the gradient of that, its parameters (by their own paths; with `grads`, theirs too).
+        keep: Hold every call of the newest `keep` passes, a pass being one forward of `model`. None holds
+            all, within `max_bytes`, which is then half of the free memory unless given.
+        transform: Called with each value before it is stored; what it returns is stored.
+        to, dtype: Where and as what to store. To the CPU, values travel while the device goes on.
+        copy: ``"lazy"`` copies on write, ``"clone"`` at once, ``"reference"`` never, and raises on reading
+            what was overwritten since.
+        max_bytes: The most to hold; the value that would exceed it raises `BudgetError`.
+        stop: End the forward, which then returns None, once every selected site was seen.
+        scope: ``"thread"`` sees the passes of the thread and context that attach; ``"all"`` everybody's.
+        group: A label, for `torchhook.hooks` and `torchhook.detach`.
+
+    >>> import torch
+    >>> from torchhook import capture
+    >>> model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(inplace=True))
+    >>> with capture(model, "0", nn.ReLU, grads=True) as acts:
+    ...     model(torch.ones(2, 4)).sum().backward()
+    >>> acts["0"].output.shape, acts["1"].grad.tolist()
+    (torch.Size([2, 3]), [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
+    >>> acts.order
+    [('0', 0), ('1', 0)]
+    """
+    return Capture(
+        model,
+        queries,
+        inputs=inputs,
+        outputs=outputs,
+        grads=grads,
+        params=params,
+        keep=keep,
+        transform=transform,
+        to=to,
+        dtype=dtype,
+        copy=copy,
+        max_bytes=max_bytes,
+        stop=stop,
+        scope=scope,
+        group=group,
+    )
+
+
+def trace(model: nn.Module, *queries: Query, file: TextIO | None = None, quiet: bool = False) -> Trace:
+    """Print a line for each call of the selected modules (none: every leaf) inside the block.
+
+    A line has the path, the class, the shapes of input and output, the dtype and the time on the host.
+    The same is in ``.calls``; `quiet` leaves it at that, `file` prints elsewhere than to stdout.
+
+    >>> import torch
+    >>> from torchhook import trace
+    >>> model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
+    >>> with trace(model, quiet=True) as calls:
+    ...     _ = model(torch.ones(2, 4))
+    >>> [(call.path, call.kind, call.input, call.output) for call in calls.calls]
+    [('0', 'Linear', '2×4', '2×3'), ('1', 'ReLU', '2×3', '2×3')]
+    """
+    return Trace(model, queries, file, quiet)
+
+
+def overhead(model: nn.Module, x: Any, *queries: Query, runs: int = 30, **options: Any) -> Overhead:
+    """What capturing costs on this model and input, against the plain forward in the same run.
+
+    `x` is the input, or a tuple of positional arguments; `queries` and `options` are those of `capture`.
+
+    >>> import torch
+    >>> from torchhook import overhead
+    >>> overhead(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), torch.ones(2, 4), runs=3)  # doctest: +ELLIPSIS
+    plain ... ms, hooked ... ms: ...× (median of 3)
+    """
+    args = x if isinstance(x, tuple) else (x,)
+    return compared(model, args, lambda: capture(model, *queries, **options), runs)

@@ -1,0 +1,259 @@
+"""What `capture` gives back: a mapping from path to what was recorded there, in execution order."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchhook.core.selection import Query, Selector, nearest, require_module
+from torchhook.core.session import ScopeName, Session
+from torchhook.core.site import Port
+from torchhook.core.snapshot import peek, read
+from torchhook.core.tap import Tap, require_count
+from torchhook.core.trees import Arguments, leaves, nbytes
+from torchhook.errors import NotRecordedError
+from torchhook.sinks.memory import Copy, Entry, Record, Ring
+from torchhook.sinks.transfer import free_memory
+from torchhook.text import html_table, in_units, shape_of, table
+
+
+class Calls:
+    """The recorded calls of one module (or parameter, or mark), oldest first."""
+
+    def __init__(self, path: str, kind: type[nn.Module] | None, ports: list[Port], entries: list[Entry]) -> None:
+        self.path = path
+        self.module_class = kind
+        self._ports = ports
+        self._entries = entries
+
+    @property
+    def output(self) -> Any:
+        """The output of the latest call."""
+        return self._latest("output")
+
+    @property
+    def outputs(self) -> list[Any]:
+        """The outputs of every call of the kept passes."""
+        return self._all("output")
+
+    @property
+    def input(self) -> Any:
+        """What the latest call was given: its one positional argument, or the tuple of them."""
+        return self._latest("input")
+
+    @property
+    def inputs(self) -> list[Any]:
+        """What every call of the kept passes was given."""
+        return self._all("input")
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """The keyword arguments of the latest call."""
+        value = read(self._of("input")[-1].value) if self._of("input") else self._latest("input")
+        return value.kwargs if isinstance(value, Arguments) else {}
+
+    @property
+    def grad(self) -> Any:
+        """The gradient of `output`, None where none has come."""
+        return self._latest(self._grad_port)
+
+    @property
+    def grads(self) -> list[Any]:
+        """The gradients of `outputs`, one for each."""
+        return self._all(self._grad_port)
+
+    @property
+    def param(self) -> Any:
+        """The parameter as the latest call used it."""
+        return self._latest("param")
+
+    @property
+    def params(self) -> list[Any]:
+        """The parameter as every call of the kept passes used it."""
+        return self._all("param")
+
+    def __len__(self) -> int:
+        """How many calls are kept."""
+        return len({(entry.pass_number, entry.call) for entry in self._entries if entry.site.port != "param_grad"})
+
+    def __repr__(self) -> str:
+        kind = self.module_class.__name__ if self.module_class else "value"
+        shapes = ", ".join(f"{port} {self._shape(port)}" for port in self._ports if self._of(port))
+        return f"Calls({self.path!r}, {kind}, {len(self)}×: {shapes or 'nothing'})"
+
+    @property
+    def _grad_port(self) -> Port:
+        return "grad_output" if "grad_output" in self._ports or "param_grad" not in self._ports else "param_grad"
+
+    def _of(self, port: Port) -> list[Entry]:
+        return [entry for entry in self._entries if entry.site.port == port]
+
+    def _all(self, port: Port) -> list[Any]:
+        self._require(port)
+        return [entry.read() for entry in self._of(port)]
+
+    def _latest(self, port: Port) -> Any:
+        self._require(port)
+        entries = self._of(port)
+        if not entries:
+            raise NotRecordedError(
+                f"{self.path!r} was not called in the kept passes, so there is no {port} of it (a branch not"
+                " taken, .forward() called instead of the module, or no forward inside the capture yet)"
+            )
+        return entries[-1].read()
+
+    def _require(self, port: Port) -> None:
+        if port not in self._ports:
+            option = {"input": "inputs", "output": "outputs", "param": "params"}.get(port, "grads")
+            raise NotRecordedError(f"the {port} of {self.path!r} was not asked for; pass {option}=True to capture")
+
+    def _shape(self, port: Port) -> str:
+        return shape_of(peek(self._of(port)[-1].value))
+
+
+class Capture(Mapping[str, Calls]):
+    """Values recorded at some places of a model; see `torchhook.capture`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        queries: tuple[Query, ...],
+        *,
+        inputs: bool,
+        outputs: bool,
+        grads: bool,
+        params: bool,
+        keep: int | None,
+        transform: Callable[[Any], Any] | None,
+        to: torch.device | str | None,
+        dtype: torch.dtype | None,
+        copy: Copy,
+        max_bytes: int | None,
+        stop: bool,
+        scope: ScopeName,
+        group: str | None,
+    ) -> None:
+        require_module(model)
+        if keep is not None:
+            require_count(keep, "keep")
+        if stop and grads:
+            raise ValueError("stop=True ends the forward, so there is no backward to take grads from; drop one")
+        ports = _ports(inputs, outputs, grads, params)
+        if keep is None and max_bytes is None:
+            max_bytes = free_memory(_home(model, to)) // 2
+        self._ports = ports
+        self._ring = Ring(max_passes=keep, max_bytes=max_bytes)
+        sink = Record(self._ring, copy=copy, to=to, dtype=dtype)
+        where = Selector.union(queries)
+        taps = [Tap(where, sink, port, transform=transform, group=group) for port in ports]
+        self._session = Session(model, taps, scope=scope, stop=stop)
+
+    def attach(self) -> Capture:
+        """Begin to record. (``with`` does this.)"""
+        self._session.attach()
+        return self
+
+    def detach(self) -> None:
+        """Take the hooks away; what was recorded stays. (The end of the ``with`` block does this.)"""
+        self._session.detach()
+
+    def __enter__(self) -> Capture:
+        return self.attach()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._session.__exit__(kind, error, trace)
+
+    @property
+    def order(self) -> list[tuple[str, int]]:
+        """Every kept call in execution order, as (path, call within its pass)."""
+        return [(entry.site.path, entry.call) for entry in self._in_order()]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all that is kept."""
+        return self._ring.nbytes
+
+    def __getitem__(self, path: str) -> Calls:
+        name = self._session.aliases.get(path, path)
+        known = {site.path: None for site in self._session.sites}
+        if name not in known:
+            raise NotRecordedError(f"{path!r} is not among the captured sites; {nearest(str(path), known)}")
+        ports = [site.port for site in self._session.sites if site.path == name]
+        return Calls(path, self._class_of(name), ports, [e for e in self._ring.entries() if e.site.path == name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys(path for path, _ in self.order))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __repr__(self) -> str:
+        if not len(self):
+            return f"Capture of {type(self._session.model).__name__}: nothing recorded yet"
+        return f"{self._title()}\n{table(_HEADER, self._rows())}"
+
+    def _repr_html_(self) -> str:
+        return f"<p>{html.escape(self._title())}</p>{html_table(_HEADER, self._rows())}"
+
+    def _in_order(self) -> list[Entry]:
+        """One entry a call: the output where that is recorded, else what is."""
+        kept = list(self._ring.entries())
+        for port in ("output", "input", "grad_output"):
+            if port in self._ports:
+                return [entry for entry in kept if entry.site.port == port]
+        return [entry for entry in kept if entry.site.port == "param"]
+
+    def _class_of(self, path: str) -> type[nn.Module] | None:
+        target = self._session.target(path)
+        return type(target) if isinstance(target, nn.Module) else None
+
+    def _title(self) -> str:
+        model = type(self._session.model).__name__
+        return f"Capture of {model}: {len(self)} sites, {in_units(self.nbytes)}, in execution order"
+
+    def _rows(self) -> list[list[Any]]:
+        latest: dict[str, Entry] = {}
+        calls: dict[str, int] = {}
+        for entry in self._in_order():
+            latest[entry.site.path] = entry
+            calls[entry.site.path] = calls.get(entry.site.path, 0) + 1
+        return [
+            [path, getattr(self._class_of(path), "__name__", ""), calls[path], *_look(peek(entry.value))]
+            for path, entry in latest.items()
+        ]
+
+
+_HEADER = ("site", "module", "calls", "shape", "dtype", "bytes")
+
+
+def _look(value: Any) -> tuple[str, str, str]:
+    dtypes = dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for _, tensor in leaves(value))
+    return shape_of(value), "/".join(dtypes), in_units(nbytes(value))
+
+
+def _ports(inputs: bool, outputs: bool, grads: bool, params: bool) -> list[Port]:
+    wanted: dict[Port, bool] = {
+        "input": inputs,
+        "output": outputs,
+        "grad_output": grads,
+        "param": params,
+        "param_grad": params and grads,
+    }
+    ports = [port for port, want in wanted.items() if want]
+    if not ports:
+        raise ValueError("nothing to capture: one of inputs, outputs, grads and params must be True")
+    return ports
+
+
+def _home(model: nn.Module, to: torch.device | str | None) -> torch.device:
+    """Where what is captured will lie."""
+    if to is not None:
+        return torch.device(to)
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

@@ -1,0 +1,1 @@
+"""The engine: select ▸ tap ▸ session ▸ hooks. Needs torch alone."""

@@ -1,0 +1,440 @@
+"""The torch hooks of a session: the only file that registers any.
+
+A `Point` is one hooked module; it installs at most one hook before and one after the forward, which
+serve all ports there. A hook holds its session weakly, and a copy or a pickle of it is an inert
+stand-in from the standard library: copies of a hooked model record nothing and load anywhere.
+
+Gradients come from tensor hooks that the forward hook puts on what flows. They see the gradient of
+the value as it was there and then, also if a later op overwrites it, in any container.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Iterable
+from contextlib import nullcontext
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from torchhook.core.passes import Pass, Scope, sessions_here
+from torchhook.core.site import Port, Site
+from torchhook.core.snapshot import snapshot
+from torchhook.core.tap import Act, Keep, Receive, Tap
+from torchhook.core.trees import Address, Arguments, leaves, mapped
+from torchhook.errors import TapError
+
+if TYPE_CHECKING:
+    from torchhook.core.session import Session
+
+_open_sessions = sessions_here.get
+_lazy_clone = torch._lazy_clone
+_registering = threading.Lock()  # torch numbers its handles without one
+
+
+Bound = tuple[Tap, Site, Act]
+"""One tap at one site, ready to act."""
+
+
+class Removable(Protocol):
+    """What torch hands back for a hook."""
+
+    def remove(self) -> None:
+        """Take the hook away."""
+
+
+class StopForward(BaseException):
+    """Ends a forward once all is seen. Not an Exception: a model's own handlers must not catch it."""
+
+    def __init__(self, token: object) -> None:
+        self.token = token
+
+
+class Hook:
+    """What torch calls: routes a call to its pass, then runs the acts bound to this place."""
+
+    __slots__ = ("act", "index", "point", "scope")
+    ports: ClassVar[tuple[Port, ...]] = ()
+
+    def __init__(self, point: Point, act: Act | None) -> None:
+        self.point = point
+        self.scope = point.scope
+        self.index = point.index
+        self.act: Act = act or _nothing
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # nullcontext().__exit__ takes anything and returns None: a hook that does nothing.
+        return getattr, (nullcontext(), "__exit__")
+
+
+class OutputHook(Hook):
+    """After a forward: outputs, and the hooks on them that catch their gradients."""
+
+    __slots__ = ()
+    ports = ("output", "grad_output")
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        scope = self.scope
+        pass_ = scope.current
+        if pass_ is None or scope.token not in _open_sessions():
+            pass_ = scope.route(module)
+            if pass_ is None:
+                return None
+        index = self.index
+        call = pass_.counts[index]
+        pass_.counts[index] = call + 1
+        try:
+            return self.act(pass_, call, output, args)
+        except Exception as error:
+            self.point.fail(error)
+            raise
+
+
+class KeepHook(Hook):
+    """After a forward whose output is kept and no more: `OutputHook` and `Keep` in one breath."""
+
+    __slots__ = ("page", "site")
+    ports = ("output",)
+
+    def __init__(self, point: Point, act: Keep) -> None:
+        super().__init__(point, act)
+        self.page = act.page
+        self.site = act.site
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        scope = self.scope
+        pass_ = scope.current
+        if pass_ is None or scope.token not in _open_sessions():
+            pass_ = scope.route(module)
+            if pass_ is None:
+                return
+        try:
+            value = _lazy_clone(output.data if output.requires_grad else output)
+        except (AttributeError, TypeError, RuntimeError):  # a container, or no copy on write for it
+            value = snapshot(output)
+        pass_.keep((self.site, None, value))  # its call is told by its place on the page
+
+
+class InputHook(Hook):
+    """Before a forward: inputs and parameters, and the views that catch the inputs' gradients."""
+
+    __slots__ = ("catches",)
+    ports = ("param", "input", "grad_input")
+
+    def __init__(self, point: Point, act: Act | None, catches: list[Act]) -> None:
+        super().__init__(point, act)
+        self.catches = catches
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        pass_ = self.scope.route(module)
+        if pass_ is None:
+            return None
+        call = pass_.count(self.index)
+        value = Arguments(args, kwargs)
+        views = None
+        try:
+            self.act(pass_, call, value, args)
+            if self.catches:
+                receives = [catch(pass_, call, value, args) for catch in self.catches]
+                views = Views(value, receives)
+        except Exception as error:
+            self.point.fail(error)
+            raise
+        pass_.stack.append((self.index, call, views))
+        return None if views is None else tuple(views.arguments)
+
+
+class PairedOutputHook(Hook):
+    """After a forward that an `InputHook` saw begin: the same call, whatever was called inside it."""
+
+    __slots__ = ()
+    ports = ("output", "grad_output")
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        pass_ = self.scope.route(module)
+        if pass_ is None:
+            return None
+        call, views = pass_.leave(self.index)
+        try:
+            if views is not None:
+                views.hook(self.point)
+            return self.act(pass_, call, output, args)
+        except Exception as error:
+            self.point.fail(error)
+            raise
+
+
+class Views:
+    """A call's inputs as identity views, so that a gradient through this module alone can be told.
+
+    The views are hooked after the forward. If it overwrote its input in place, the view is no longer
+    part of the graph, and the gradient is caught where the input came from instead.
+    """
+
+    __slots__ = ("arguments", "receives", "seen")
+
+    def __init__(self, arguments: Arguments, receives: list[Receive]) -> None:
+        self.receives = receives
+        self.seen: list[tuple[int, Address, Tensor, Tensor, int, Any]] = []
+        views: dict[int, Tensor] = {}
+        if torch.is_grad_enabled():
+            for number, (address, x) in enumerate(leaves(arguments)):
+                if x.requires_grad:
+                    view = views[id(x)] = x.view_as(x)
+                    self.seen.append((number, address, x, view, view._version, x.grad_fn))
+        self.arguments = mapped(lambda x: views.get(id(x), x), arguments) if views else arguments
+
+    def hook(self, point: Point) -> None:
+        """Catch the gradients of the views."""
+        for number, address, x, view, version, node in self.seen:
+            hook = GradHook(point, self.receives, number, address)
+            if view._version == version:
+                view.register_hook(hook)
+            elif node is not None and not x._is_view():
+                node.register_prehook(lambda grads, hook=hook, nr=view.output_nr: hook(grads[nr]))
+            else:
+                raise TapError(
+                    f"the grad_input of {point.path!r} cannot be told: the module overwrites its input in place,"
+                    " and that input is a view or a leaf; tap the grad_output of what comes before it"
+                )
+
+
+class GradHook:
+    """On a tensor that flowed: hands its gradient on, as long as the session is open."""
+
+    __slots__ = ("address", "number", "point", "receives")
+    __torch_unserializable__ = True  # torch.save of a tensor that carries it need not warn
+
+    def __init__(self, point: Point, receives: list[Receive], number: int, address: Address) -> None:
+        self.point = point
+        self.receives = receives
+        self.number = number
+        self.address = address
+
+    def __call__(self, gradient: Tensor | None) -> None:
+        if gradient is None or not self.point.scope.alive:
+            return
+        try:
+            for receive in self.receives:
+                receive(self.number, self.address, gradient)
+        except Exception as error:
+            self.point.fail(error)
+            raise
+
+
+class ParamGradHook(Hook):
+    """After a parameter's gradient was accumulated."""
+
+    __slots__ = ()
+    ports = ("param_grad",)
+
+    def __call__(self, parameter: Tensor) -> None:
+        pass_ = self.scope.route_backward()
+        if pass_ is None or parameter.grad is None:
+            return
+        try:
+            self.act(pass_, pass_.count(self.index), parameter.grad, ())
+        except Exception as error:
+            self.point.fail(error)
+            raise
+
+
+class Door:
+    """Around a model's call while sessions look on: tells them of its passes, and lets them stop one.
+
+    It sits in the slot of ``Module.compile``, which is asked before all hooks and left out of copies
+    and pickles. Unlike hooks it sees every end of a forward, a KeyboardInterrupt too.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.inner = model._compiled_call_impl
+        self.thread = threading.get_ident()
+        self.scopes: tuple[Scope, ...] = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model, inner = self.model, self.inner
+        if threading.get_ident() != self.thread:  # DataParallel's replicas have our slot too
+            model = sys._getframe(1).f_locals.get("self", model)
+        begun = [scope for scope in self.scopes if scope.begin(model, args)]
+        try:
+            return model._call_impl(*args, **kwargs) if inner is None else inner(*args, **kwargs)
+        except StopForward as stop:
+            if any(stop.token is scope.token for scope in begun):
+                return None
+            raise
+        finally:
+            for scope in begun:
+                scope.end()
+
+    @staticmethod
+    def open(model: nn.Module, scope: Scope) -> None:
+        """Let `scope` know of the model's passes."""
+        with _registering:
+            door = model._compiled_call_impl
+            if not isinstance(door, Door):
+                door = model._compiled_call_impl = Door(model)
+            door.scopes = (*door.scopes, scope)
+
+    @staticmethod
+    def close(model: nn.Module, scope: Scope) -> None:
+        """Undo `open`."""
+        with _registering:
+            door = model._compiled_call_impl
+            if not isinstance(door, Door):
+                return
+            door.scopes = tuple(known for known in door.scopes if known is not scope)
+            if not door.scopes:
+                del model._compiled_call_impl
+                if door.inner is not None:
+                    model._compiled_call_impl = door.inner
+
+
+class Point:
+    """One place of a session, a module, a parameter or a mark: the acts bound there, the hooks for them."""
+
+    __slots__ = ("bound", "handles", "index", "path", "ports", "scope", "session", "stops", "target")
+
+    def __init__(self, session: Session, path: str, target: nn.Module | nn.Parameter, stops: bool) -> None:
+        self.session = weakref.ref(session)
+        self.scope = session.scope
+        self.index = self.scope.new_site()
+        self.scope.awaited += stops
+        self.path = path
+        self.target = target
+        self.stops = stops
+        self.bound: list[Bound] = []
+        self.ports: set[Port] = set()  # those that something is bound to
+        self.handles: list[Removable] = []
+
+    def bind(self, tap: Tap, path: str, module: nn.Module, parameter: str | None = None) -> None:
+        """Let `tap` act here, on the site at `path`; `parameter` names the one of `module` that it is."""
+        site = Site(path, tap.port)
+        act = tap.bind(site, module, self.scope)
+        if parameter is not None:
+            act = _on_parameter(act, module, parameter)
+        self.bound.append((tap, site, act))
+        self.ports.add(tap.port)
+
+    def unbind(self, tap: Tap) -> bool:
+        """Let `tap` act here no more; whether it did."""
+        before = len(self.bound)
+        self.bound = [bound for bound in self.bound if bound[0] is not tap]
+        self.ports = {site.port for _, site, _ in self.bound}
+        return len(self.bound) < before
+
+    def install(self) -> None:
+        """Put exactly the hooks in place that the bound acts need."""
+        if self.handles:
+            self.remove()
+        if isinstance(self.target, nn.Module):
+            self._install_on_module(self.target)
+        else:
+            hook = ParamGradHook(self, chained(self._acts("param_grad")))
+            self.handles.append(self.target.register_post_accumulate_grad_hook(hook))
+
+    def remove(self) -> None:
+        """Take this point's hooks away."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
+    def output_act(self) -> Act | None:
+        """Outputs, then the hooks that catch their gradients, then, once all is seen, the stop."""
+        acts = self._acts("output")
+        if "grad_output" in self.ports:
+            acts.append(_catching(self._acts("grad_output"), self))
+        if self.stops:
+            acts.append(_stopping(self.scope.token))
+        return chained(acts)
+
+    def fail(self, error: Exception) -> None:
+        """A tap raised: end its session. The error goes on to whoever called the model."""
+        session = self.session()
+        if session is not None and session.detach_on_error:
+            session.abandon()
+        if hasattr(error, "add_note"):
+            error.add_note(f"(raised in a tap at {self.path!r})")
+
+    def _install_on_module(self, module: nn.Module) -> None:
+        act = self.output_act()
+        hook: Hook
+        if self.ports.issubset(OutputHook.ports):
+            hook = KeepHook(self, act) if type(act) is Keep else OutputHook(self, act)
+        else:
+            before = chained(self._acts("param") + self._acts("input"))
+            before_hook = InputHook(self, before, self._acts("grad_input"))
+            self.handles.append(module.register_forward_pre_hook(before_hook, with_kwargs=True))
+            hook = PairedOutputHook(self, act)
+        self.handles.append(module.register_forward_hook(hook))
+
+    def _acts(self, port: Port) -> list[Act]:
+        return [act for _, site, act in self.bound if site.port == port]
+
+
+def install(points: Iterable[Point]) -> None:
+    """Hook all `points`."""
+    with _registering:
+        for point in points:
+            point.install()
+
+
+def chained(acts: list[Act]) -> Act | None:
+    """The acts one after the other, each given the value that the one before let continue."""
+    if len(acts) < 2:
+        return acts[0] if acts else None
+
+    def chain(pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> Any:
+        changed = None
+        for act in acts:
+            continued = act(pass_, call, value, args)
+            if continued is not None:
+                value = changed = continued
+        return changed
+
+    return chain
+
+
+def _nothing(pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> None:
+    return None
+
+
+def _on_parameter(act: Act, module: nn.Module, name: str) -> Act:
+    """The act on a parameter of `module`, when that is called. It is looked up then: it may be another one."""
+    get = attrgetter(name)
+    return lambda pass_, call, value, args: act(pass_, call, get(module), args)
+
+
+def _catching(catches: list[Act], point: Point) -> Act:
+    """The act that hooks every tensor in an output for its gradient."""
+
+    def catch(pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> Any:
+        receives = [act(pass_, call, value, args) for act in catches]
+        views: dict[int, Tensor] = {}
+        for number, (address, tensor) in enumerate(leaves(value)):
+            if not tensor.requires_grad:
+                continue
+            if tensor.is_leaf:  # a hook on a parameter would outlive this call: it goes on a view
+                if not torch.is_grad_enabled():
+                    continue
+                tensor = views[id(tensor)] = tensor.view_as(tensor)
+            tensor.register_hook(GradHook(point, receives, number, address))
+        return mapped(lambda tensor: views.get(id(tensor), tensor), value) if views else None
+
+    return catch
+
+
+def _stopping(token: object) -> Act:
+    """The act that ends the pass once every site was seen."""
+
+    def stop(pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> None:
+        if call == 0 and not pass_.outside:
+            pass_.waiting -= 1
+            if not pass_.waiting:
+                raise StopForward(token)
+
+    return stop

@@ -1,0 +1,146 @@
+"""Values that are not at a module boundary: a forward names them with `mark`, taps select them by name.
+
+A mark's path is ``<module path>:<name>``. It is known only once the forward runs: `mark` asks the
+stack which module's forward called it, and the sessions that listen whether they want it.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import nn
+
+from torchhook.core.hooks import Point
+from torchhook.core.selection import Selector, nearest
+from torchhook.core.tap import Act, Tap
+from torchhook.errors import SelectionError
+
+if TYPE_CHECKING:
+    from torchhook.core.session import Session
+
+Value = TypeVar("Value")
+
+
+def mark(value: Value, name: str) -> Value:
+    """Name an intermediate value inside a forward; returns it, for taps on ``marked(name)`` to see.
+
+    Costs next to nothing while nobody listens.
+
+    >>> import torch
+    >>> from torchhook import capture, mark, marked
+    >>> class Block(nn.Module):
+    ...     def forward(self, x):
+    ...         return mark(x * 2, "doubled") + 1
+    >>> model = nn.Sequential(Block())
+    >>> with capture(model, marked("doubled")) as acts:
+    ...     _ = model(torch.ones(1))
+    >>> acts["0:doubled"].output
+    tensor([2.])
+    """
+    if not _listeners:
+        return value
+    module = _calling_module()
+    if module is not None:
+        for marks in _listeners:
+            value = marks(value, name, module)
+    return value
+
+
+class Marks:
+    """The marks that one session listens for: each becomes a point once its path is known."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = weakref.ref(session)
+        self.scope = session.scope
+        self.wanted: list[tuple[Tap, Selector]] = []
+        self.points: dict[str, Point] = {}
+        self.acts: dict[str, Act | None] = {}
+        self.owners: dict[int, str] = {}  # paths by id of module
+        self.met: set[Selector] = set()
+        self.names: set[str] = set()
+
+    def want(self, tap: Tap, selector: Selector, modules: dict[str, nn.Module]) -> None:
+        """Bind `tap` to every mark that `selector` matches."""
+        for path, module in modules.items():
+            self.owners.setdefault(id(module), path)
+        self.wanted.append((tap, selector))
+        self.points.clear()  # they are bound anew, the new tap included
+        _listen(self)
+
+    def forget(self, tap: Tap) -> None:
+        """Unbind `tap`."""
+        self.wanted = [pair for pair in self.wanted if pair[0] is not tap]
+        self.points.clear()
+
+    def close(self) -> None:
+        """Listen no more."""
+        _unlisten(self)
+
+    def check(self) -> None:
+        """Raise if something wanted never came."""
+        for _, selector in self.wanted:
+            if selector not in self.met:
+                raise SelectionError(
+                    f"no mark {selector.label} came in any pass; {nearest(selector.label, sorted(self.names))}"
+                    if self.names
+                    else f"no mark {selector.label} came in any pass: the forward calls torchhook.mark nowhere"
+                )
+
+    def __call__(self, value: Any, name: str, module: nn.Module) -> Any:
+        pass_ = self.scope.route(module)
+        owner = self.owners.get(id(module))
+        if pass_ is None or owner is None:
+            return value
+        path = f"{owner}:{name}"
+        point = self.points.get(path) or self._point(path, owner, name, module)
+        act = self.acts[path]
+        if act is None:
+            return value
+        try:
+            continued = act(pass_, pass_.count(point.index), value, (value,))
+        except Exception as error:
+            point.fail(error)
+            raise
+        return value if continued is None else continued
+
+    def _point(self, path: str, owner: str, name: str, module: nn.Module) -> Point:
+        session = self.session()
+        assert session is not None  # it listens only while it lives
+        point = self.points[path] = Point(session, path, module, stops=False)
+        self.names.add(path)
+        for tap, selector in self.wanted:
+            if selector.test(owner, module, name):
+                self.met.add(selector)
+                point.bind(tap, path, module)
+        self.acts[path] = point.output_act()
+        return point
+
+
+_listeners: tuple[Marks, ...] = ()
+
+
+def _listen(marks: Marks) -> None:
+    global _listeners
+    if marks not in _listeners:
+        _listeners = (*_listeners, marks)
+
+
+def _unlisten(marks: Marks) -> None:
+    global _listeners
+    _listeners = tuple(known for known in _listeners if known is not marks)
+
+
+def _calling_module() -> nn.Module | None:
+    """The module whose forward is the nearest caller of `mark`: the first argument of that frame."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "forward" and code.co_argcount:
+            owner = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(owner, nn.Module):
+                return owner
+        frame = frame.f_back
+    return None

@@ -1,0 +1,242 @@
+"""Which places of a model: everything friendly becomes a `Selector`, in one place (`Selector.of`).
+
+A selector is a predicate on (path, module) that combines with ``&``, ``|`` and ``~``. Paths are
+those of ``named_modules``; a module reachable under two names has two paths.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeAlias, Union
+
+from torch import nn
+
+from torchhook.errors import SelectionError
+
+Test = Callable[[str, nn.Module, "str | None"], bool]
+Query: TypeAlias = Union[
+    str, "re.Pattern[str]", type[nn.Module], nn.Module, Callable[[str, nn.Module], bool], "Selector"
+]
+
+_WILD = re.compile(r"[*?\[]")
+# "**" as a whole segment stands for any number of segments, elsewhere for any characters
+_GLOB = re.compile(r"((?<![^.])\*\*\.|\.\*\*$|\*\*|\*|\?|\[!?[^\]]+\])")
+_GLOB_TOKENS = {"**.": r"(?:.+\.)?", ".**": r"\..+", "**": ".*", "*": r"[^.]*", "?": r"[^.]"}
+
+
+class Selector:
+    """A predicate on (path, module), combined with ``&``, ``|`` and ``~``.
+
+    >>> linear_but_not_head = of_type(nn.Linear) & ~glob("head*")
+    >>> list(select(nn.ModuleDict({"fc": nn.Linear(1, 1), "head": nn.Linear(1, 1)}), linear_but_not_head))
+    ['fc']
+    """
+
+    __slots__ = ("label", "marks", "parts", "path", "test")
+
+    def __init__(self, test: Test, label: str, marks: bool = False, path: str | None = None) -> None:
+        self.test = test
+        self.label = label
+        self.marks = marks  # whether it speaks of marks inside a forward, not of modules
+        self.path = path  # what the user wrote, if it was a string: an exact path needs no search
+        self.parts: tuple[Selector, ...] = (self,)  # each of which must find something
+
+    @staticmethod
+    def of(query: Query) -> Selector:
+        """The selector that `query` means: a path, a glob, a regex, a class, a module, a predicate."""
+        if isinstance(query, Selector):
+            return query
+        if isinstance(query, str):
+            return _of_string(query)
+        if isinstance(query, re.Pattern):
+            return regex(query)
+        if isinstance(query, type) and issubclass(query, nn.Module):
+            return of_type(query)
+        if isinstance(query, nn.Module):
+            return Selector(lambda path, module, mark: module is query, f"the {type(query).__name__}")
+        if callable(query) and not isinstance(query, type):
+            return Selector(lambda path, module, mark: bool(query(path, module)), _name_of(query))
+        raise SelectionError(
+            f"query {query!r} is a {type(query).__name__}; pass a path, a glob, a compiled regex, a module"
+            " class, a module, a predicate on (path, module) or a Selector (a list: unpack it with *)"
+        )
+
+    @staticmethod
+    def union(queries: Iterable[Query]) -> Selector:
+        """All that any of `queries` selects, each of which must find something; none means every leaf."""
+        parts = tuple(Selector.of(query) for query in queries)
+        union = Selector(
+            lambda path, module, mark: any(part.test(path, module, mark) for part in parts),
+            ", ".join(part.label for part in parts) or "every leaf",
+        )
+        union.parts = parts
+        return union
+
+    def __and__(self, other: Query) -> Selector:
+        a, b = self, Selector.of(other)
+        return Selector(
+            lambda *place: a.test(*place) and b.test(*place), f"({a.label} & {b.label})", a.marks or b.marks
+        )
+
+    def __or__(self, other: Query) -> Selector:
+        a, b = self, Selector.of(other)
+        if a.marks != b.marks:
+            raise SelectionError(
+                f"{a.label} | {b.label} mixes modules and marks; pass them as two queries, which are a union"
+            )
+        return Selector(lambda *place: a.test(*place) or b.test(*place), f"({a.label} | {b.label})", a.marks)
+
+    def __invert__(self) -> Selector:
+        return Selector(lambda *place: not self.test(*place), f"~{self.label}", self.marks)
+
+    def __repr__(self) -> str:
+        return f"Selector({self.label})"
+
+
+def of_type(*types: type[nn.Module]) -> Selector:
+    """Modules that are instances of any of `types`.
+
+    >>> list(select(nn.Sequential(nn.Linear(1, 1), nn.ReLU()), of_type(nn.ReLU)))
+    ['1']
+    """
+    for kind in types or (None,):
+        if not isinstance(kind, type):
+            raise SelectionError(f"of_type takes module classes, not {kind!r}")
+    return Selector(lambda path, module, mark: isinstance(module, types), " | ".join(t.__name__ for t in types))
+
+
+def glob(pattern: str) -> Selector:
+    """Paths that match `pattern`: ``*`` and ``?`` stay within a dotted segment, ``**`` crosses them.
+
+    >>> net = nn.Sequential(nn.Sequential(nn.Linear(1, 1)), nn.ReLU())
+    >>> list(select(net, glob("*"))), list(select(net, glob("0.**")))
+    (['0', '1'], ['0.0'])
+    """
+    matches = _compiled(pattern).fullmatch
+    return Selector(lambda path, module, mark: bool(matches(path)), f"glob {pattern!r}")
+
+
+def regex(pattern: str | re.Pattern[str]) -> Selector:
+    """Paths in which the regular expression `pattern` is found (anchor it with ``^`` and ``$``).
+
+    >>> list(select(nn.Sequential(nn.ReLU(), nn.ReLU()), regex("^1$")))
+    ['1']
+    """
+    found = re.compile(pattern).search
+    return Selector(lambda path, module, mark: bool(found(path)), f"regex {re.compile(pattern).pattern!r}")
+
+
+def marked(name: str) -> Selector:
+    """Values that a forward marked with ``torchhook.mark(x, name)``; `name` may be a glob.
+
+    >>> marked("attention")
+    Selector(marked 'attention')
+    """
+    matches = _compiled(name).fullmatch
+    return Selector(lambda path, module, mark: mark is not None and bool(matches(mark)), f"marked {name!r}", marks=True)
+
+
+def select(model: nn.Module, *queries: Query) -> dict[str, nn.Module]:
+    """The modules that any of `queries` selects, by path, in the order of ``named_modules``.
+
+    No query means every leaf. The root is selected by ``""`` alone.
+
+    >>> net = nn.Sequential(nn.Linear(1, 1), nn.ReLU())
+    >>> select(net, nn.ReLU)
+    {'1': ReLU()}
+    >>> select(net, "relu")
+    Traceback (most recent call last):
+    torchhook.errors.SelectionError: no module matches 'relu'; nearest: '0', '1'
+    """
+    require_module(model)
+    parts = Selector.union(queries).parts
+    for part in parts:
+        if part.marks:
+            raise SelectionError(f"{part.label} speaks of marks, which exist only once the forward runs")
+    return find(dict(walk(model)), parts)
+
+
+def find(modules: dict[str, nn.Module], parts: tuple[Selector, ...]) -> dict[str, nn.Module]:
+    """Of `modules` (all of a model, by path) those that any of `parts` selects; each must select some."""
+    if not parts:
+        return {path: module for path, module in modules.items() if not module._modules}
+    found: dict[str, nn.Module] = {}
+    for part in parts:
+        hits = _hits(modules, part)
+        if not hits:
+            raise SelectionError(f"no module matches {part.label}; {nearest(part.path or part.label, modules)}")
+        found.update(hits)
+    if len(parts) > 1:  # a union is in the model's order, not in that of the queries
+        return {path: module for path, module in modules.items() if path in found}
+    return found
+
+
+def walk(model: nn.Module, path: str = "", above: tuple[nn.Module, ...] = ()) -> Iterator[tuple[str, nn.Module]]:
+    """Every (path, module), shared modules under each of their names, the root first.
+
+    Like ``named_modules(remove_duplicate=False)``, but a module that contains itself ends the descent.
+    """
+    yield path, model
+    above = (*above, model)
+    for name, child in model._modules.items():
+        if child is None or any(child is module for module in above):
+            continue
+        below = f"{path}.{name}" if path else name
+        if child._modules:
+            yield from walk(child, below, above)
+        else:
+            yield below, child
+
+
+def require_module(model: Any, argument: str = "model") -> None:
+    """Raise unless `model` is a module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{argument} must be a torch.nn.Module, not {type(model).__name__}: {model!r:.80}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The names in `known` that look most like `name`, as the end of an error message."""
+    known = [path for path in known if path]
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or known[:3]
+    return "nearest: " + ", ".join(map(repr, close)) if close else "the model has no submodules"
+
+
+def _of_string(query: str) -> Selector:
+    owner, colon, name = query.rpartition(":")
+    selector = marked(name) & _of_path(owner) if colon else _of_path(query)
+    return Selector(selector.test, repr(query), selector.marks, path=query)
+
+
+def _of_path(path: str) -> Selector:
+    if _WILD.search(path):
+        return glob(path)
+    return Selector(lambda other, module, mark: other == path, repr(path))
+
+
+def _hits(modules: dict[str, nn.Module], selector: Selector) -> dict[str, nn.Module]:
+    if selector.path is not None and selector.path in modules:
+        return {selector.path: modules[selector.path]}
+    test = selector.test
+    return {path: module for path, module in modules.items() if path and test(path, module, None)}
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return f"predicate {getattr(function, '__qualname__', type(function).__name__)}"
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile("".join(map(_glob_token, _GLOB.split(pattern))))
+    except re.error as error:
+        raise SelectionError(f"glob {pattern!r} is malformed: {error}") from error
+
+
+def _glob_token(token: str) -> str:
+    if token in _GLOB_TOKENS:
+        return _GLOB_TOKENS[token]
+    if token.startswith("[") and token.endswith("]"):
+        body = token[1:-1].replace("\\", r"\\")
+        return f"[^{body[1:]}]" if body.startswith("!") else f"[{body}]"
+    return re.escape(token)

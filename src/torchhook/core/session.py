@@ -1,0 +1,221 @@
+"""A session attaches taps to a model and takes away exactly what it added, however it ends."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any, Literal
+
+from torch import nn
+
+from torchhook.core.hooks import Door, Point, install
+from torchhook.core.marks import Marks
+from torchhook.core.passes import Scope
+from torchhook.core.selection import Selector, find, require_module, walk
+from torchhook.core.site import Site
+from torchhook.core.tap import Tap
+from torchhook.errors import SessionError
+
+ScopeName = Literal["thread", "all"]
+
+
+class Session:
+    """Owns the hooks of its taps on one model.
+
+    It sees the passes of the thread and context that attach it; ``scope="all"`` sees everybody's.
+    With ``stop=True`` a forward ends, and returns None, once every site was seen in it. A tap that
+    raises ends the session, unless ``detach_on_error=False``; the error goes on to the caller.
+
+    >>> import torch
+    >>> from torchhook import Record, Ring, Session, Tap
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    >>> ring = Ring(max_entries=10)
+    >>> with Session(model, [Tap(nn.ReLU, Record(ring))]):
+    ...     _ = model(torch.ones(1, 2))
+    >>> ring["1"][0].shape
+    torch.Size([1, 2])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        taps: Iterable[Tap] = (),
+        *,
+        scope: ScopeName = "thread",
+        stop: bool = False,
+        detach_on_error: bool = True,
+    ) -> None:
+        require_module(model)
+        if scope not in ("thread", "all"):
+            raise ValueError(f"scope must be 'thread' or 'all', not {scope!r}")
+        if stop and isinstance(model, nn.DataParallel):
+            raise ValueError("stop=True cannot end a DataParallel forward; pass its .module as model")
+        self.model = model
+        self.stop = stop
+        self.detach_on_error = detach_on_error
+        self.state: Literal["new", "attached", "detached"] = "new"
+        self.taps = list(taps)
+        for tap in self.taps:
+            _require_tap(tap)
+        self.aliases: dict[str, str] = {}  # other names of a shared module → the name it goes by
+        self._shared = scope == "all"
+        self._points: dict[int, Point] = {}  # by id of the module or parameter
+        self._modules: dict[str, nn.Module] = {}
+
+    def attach(self) -> Session:
+        """Attach the taps: all of them, or none if one finds nothing."""
+        if self.state != "new":
+            raise SessionError(f"this session is {self.state} already; make a new one")
+        self.state = "attached"
+        self.scope = Scope(self._shared)
+        self._marks = Marks(self)
+        self._release = weakref.finalize(self, _release, self.model, self.scope, self._points, self._marks)
+        self._release.atexit = False
+        try:
+            self._plan(self.taps)
+            Door.open(self.model, self.scope)
+        except BaseException:
+            self.abandon()
+            raise
+        return self
+
+    def detach(self) -> None:
+        """Take all hooks away. Raises if a mark never came, which shows only now."""
+        if self.state == "attached":
+            self.abandon()
+            self._marks.check()
+
+    def abandon(self) -> None:
+        """Take all hooks away, and ask nothing."""
+        self.state = "detached"
+        self._release()
+
+    def add(self, tap: Tap) -> None:
+        """One more tap, after those that are there."""
+        _require_tap(tap)
+        if self.state != "attached":
+            raise SessionError(f"cannot add a tap to a {self.state} session; attach a new one first")
+        self._plan([tap])
+        self.taps.append(tap)
+
+    def remove(self, tap: Tap) -> None:
+        """Take one tap away, and the hooks that only it needed."""
+        if tap not in self.taps:
+            raise SessionError("this tap is not one of this session's")
+        self.taps.remove(tap)
+        self._marks.forget(tap)
+        for key, point in list(self._points.items()):
+            if point.unbind(tap):
+                if point.bound:
+                    install([point])
+                else:
+                    self._points.pop(key).remove()
+
+    @property
+    def sites(self) -> list[Site]:
+        """What is tapped, in the order of the taps and then of the model; of the marks, those seen."""
+        points = [*self._points.values(), *self._marks.points.values()] if self.state != "new" else []
+        return list(dict.fromkeys(site for point in points for _, site, _ in point.bound))
+
+    def target(self, path: str) -> nn.Module | nn.Parameter | None:
+        """What is hooked at `path`."""
+        points = (*self._points.values(), *self._marks.points.values())
+        return next((point.target for point in points if point.path == path), None)
+
+    def __enter__(self) -> Session:
+        return self.attach()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.detach()
+        else:  # another error is on its way
+            self.abandon()
+
+    def __repr__(self) -> str:
+        return f"Session({type(self.model).__name__}, {len(self.taps)} taps, {self.state})"
+
+    def _plan(self, taps: list[Tap]) -> None:
+        """Bind `taps` to their places, and hook those."""
+        touched: dict[int, Point] = {}
+        for tap in taps:
+            seen: set[int] = set()
+            bind = self._bind_parameters if tap.port in ("param", "param_grad") else self._bind
+            for path, module in self._selected(tap):
+                for point in bind(tap, path, module, seen):
+                    touched[id(point.target)] = point
+        install(touched.values())
+
+    def _selected(self, tap: Tap) -> Iterable[tuple[str, nn.Module]]:
+        parts = Selector.of(tap.selector).parts
+        if len(parts) == 1 and (module := _at(self.model, parts[0].path)) is not None:
+            return [(str(parts[0].path), module)]  # no need to walk the model for an exact path
+        if not self._modules:
+            self._modules = dict(walk(self.model))
+        modules = self._modules
+        marked = [part for part in parts if part.marks and part.path not in modules]
+        if marked and self.stop:
+            raise ValueError("stop=True cannot wait for marks, which exist only once the forward runs")
+        for part in marked:
+            self._marks.want(tap, part, modules)
+        rest = tuple(part for part in parts if part not in marked)
+        return find(modules, rest).items() if rest or not parts else ()
+
+    def _bind(self, tap: Tap, path: str, module: nn.Module, seen: set[int]) -> Sequence[Point]:
+        """Bind `tap` to `module`, unless it was `seen` under another name."""
+        point = self._point(path, module)
+        if id(module) in seen:
+            self.aliases[path] = point.path
+            return ()
+        seen.add(id(module))
+        point.bind(tap, path, module)
+        return (point,)
+
+    def _bind_parameters(self, tap: Tap, path: str, module: nn.Module, seen: set[int]) -> Sequence[Point]:
+        """Bind `tap` to the parameters of `module` and below, unless `seen` in another module's."""
+        points = []
+        for name, parameter in module.named_parameters():
+            if id(parameter) in seen or (tap.port == "param_grad" and not parameter.requires_grad):
+                continue
+            seen.add(id(parameter))
+            below = f"{path}.{name}" if path else name
+            if tap.port == "param":  # seen when the module is called
+                points.append(self._point(path, module))
+                points[-1].bind(tap, below, module, parameter=name)
+            else:
+                points.append(self._point(below, parameter))
+                points[-1].bind(tap, below, module)
+        return points
+
+    def _point(self, path: str, target: nn.Module | nn.Parameter) -> Point:
+        point = self._points.get(id(target))
+        if point is None:
+            stops = self.stop and isinstance(target, nn.Module)
+            point = self._points[id(target)] = Point(self, path, target, stops)
+        return point
+
+
+def _at(model: nn.Module, path: str | None) -> nn.Module | None:
+    """The module at exactly `path`, if there is one."""
+    if path is None:
+        return None
+    module: nn.Module | None = model
+    for name in path.split(".") if path else ():
+        module = module._modules.get(name) if module is not None else None
+    return module
+
+
+def _require_tap(tap: Any) -> None:
+    if not isinstance(tap, Tap):
+        raise TypeError(f"taps must be Tap objects, not {tap!r:.80}; write Tap(selector, action)")
+
+
+def _release(model: nn.Module, scope: Scope, points: dict[int, Point], marks: Marks) -> None:
+    """Undo everything. A function of what was added, not of the session: that may be gone already."""
+    scope.close()
+    marks.close()
+    for point in points.values():
+        point.remove()
+    Door.close(model, scope)

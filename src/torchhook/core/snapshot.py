@@ -1,0 +1,107 @@
+"""Values as they were at one moment, at the price of a reference.
+
+`Tensor._lazy_clone` is torch's copy on write: it costs about a microsecond, and memory only once
+somebody writes to the original or to the copy. Tensors it does not support (sparse, nested, shared
+or foreign memory) are cloned.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchhook.core.trees import leaves, mapped, nbytes
+from torchhook.errors import OverwrittenError
+
+_lazy_clone = torch._lazy_clone
+
+
+def lazily_copied(tensor: Tensor) -> Tensor:
+    """A copy on write of `tensor`, in its graph if it has one."""
+    try:
+        return _lazy_clone(tensor)
+    except RuntimeError:  # NotImplementedError is one
+        return tensor.clone()
+
+
+def frozen(tensor: Tensor) -> Tensor:
+    """A detached copy on write of `tensor`."""
+    return lazily_copied(tensor.detach())
+
+
+def cloned(tensor: Tensor) -> Tensor:
+    """A detached real copy of `tensor`."""
+    return tensor.detach().clone()
+
+
+def snapshot(value: Any) -> Any:
+    """`value` with every tensor in it as it is now, whatever is done to the original later.
+
+    >>> x = torch.zeros(2)
+    >>> before = snapshot((x,))
+    >>> x += 1
+    >>> before
+    (tensor([0., 0.]),)
+    """
+    return mapped(frozen, value)
+
+
+class Held(ABC):
+    """A recorded value that has to be asked before it is used."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def read(self) -> Any:
+        """The value, once it is there and if it is still right."""
+
+    @abstractmethod
+    def peek(self) -> Any:
+        """What is held now, to be weighed and not to be read."""
+
+
+class Alias(Held):
+    """A value kept by reference; reading it raises if any tensor in it was written to since."""
+
+    __slots__ = ("site", "value", "versions")
+
+    def __init__(self, value: Any, site: object) -> None:
+        self.value = mapped(Tensor.detach, value)  # shares memory and version counter
+        self.site = site
+        try:
+            self.versions = [tensor._version for _, tensor in leaves(self.value)]
+        except RuntimeError as error:
+            raise OverwrittenError(
+                f"copy='reference' cannot tell whether the {site} is overwritten, since tensors made"
+                " in inference_mode count no versions; use copy='lazy' or torch.no_grad()"
+            ) from error
+
+    def peek(self) -> Any:
+        return self.value
+
+    def read(self) -> Any:
+        for version, (_, tensor) in zip(self.versions, leaves(self.value), strict=True):
+            if tensor._version != version:
+                raise OverwrittenError(
+                    f"the {self.site} was overwritten in place after it was recorded with"
+                    " copy='reference'; record it with copy='lazy' to keep the value that flowed"
+                )
+        return self.value
+
+
+def read(value: Any) -> Any:
+    """What a store holds, as the user sees it."""
+    return value.read() if isinstance(value, Held) else value
+
+
+def peek(value: Any) -> Any:
+    """What a store holds, to be looked at from outside: shapes, not values."""
+    return value.peek() if isinstance(value, Held) else value
+
+
+def weight(value: Any) -> int:
+    """The bytes of what a store holds."""
+    return nbytes(peek(value))

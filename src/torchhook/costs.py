@@ -1,0 +1,52 @@
+"""What hooks cost on this model: the same forward with and without, turn about."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from torchhook.core.tap import require_count
+
+
+class Overhead(NamedTuple):
+    """Milliseconds of one forward, the median of `runs`, without hooks and with."""
+
+    plain: float
+    hooked: float
+    runs: int
+
+    @property
+    def ratio(self) -> float:
+        """How many times the plain forward the hooked one takes."""
+        return self.hooked / self.plain
+
+    def __repr__(self) -> str:
+        return f"plain {self.plain:.3f} ms, hooked {self.hooked:.3f} ms: {self.ratio:.2f}× (median of {self.runs})"
+
+
+def compared(
+    model: nn.Module, args: tuple[Any, ...], hooked: Callable[[], AbstractContextManager[Any]], runs: int
+) -> Overhead:
+    """Time `model(*args)` bare and inside `hooked()`, in turn, so that a change of the machine hits both."""
+    require_count(runs, "runs")
+    times: dict[bool, list[float]] = {False: [], True: []}
+    for number in range(2 * (runs + 1)):
+        with_hooks = bool(number % 2)
+        with hooked() if with_hooks else nullcontext():
+            started = time.perf_counter()
+            model(*args)
+            _finish()
+            times[with_hooks].append((time.perf_counter() - started) * 1e3)
+    plain, with_ = (statistics.median(times[key][1:]) for key in (False, True))  # the first warms up
+    return Overhead(plain, with_, runs)
+
+
+def _finish() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()

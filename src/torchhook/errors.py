@@ -1,0 +1,42 @@
+"""Every error torchhook raises on purpose.
+
+TorchhookError
+├── SelectionError (ValueError)     a query is malformed, or nothing in the model answers to it
+├── SessionError (RuntimeError)     a session was used in a state that does not allow it
+├── TapError (RuntimeError)         a tap did what it must not, or its transform failed at a site
+├── BudgetError (RuntimeError)      storing one more value would exceed ``max_bytes``
+├── OverwrittenError (RuntimeError) a value kept by reference was overwritten before it was read
+└── NotRecordedError (KeyError)     a value is read that was not recorded
+"""
+
+from __future__ import annotations
+
+
+class TorchhookError(Exception):
+    """Base of all errors of this library."""
+
+
+class SelectionError(TorchhookError, ValueError):
+    """A query is malformed, or nothing in the model answers to it."""
+
+
+class SessionError(TorchhookError, RuntimeError):
+    """A session was used in a state that does not allow it."""
+
+
+class TapError(TorchhookError, RuntimeError):
+    """A tap did what it must not, or its transform failed at a site."""
+
+
+class BudgetError(TorchhookError, RuntimeError):
+    """Storing one more value would exceed the budget in bytes."""
+
+
+class OverwrittenError(TorchhookError, RuntimeError):
+    """A value kept by reference was overwritten in place before it was read."""
+
+
+class NotRecordedError(TorchhookError, KeyError):
+    """A value is read that was not recorded."""
+
+    __str__ = Exception.__str__  # a KeyError shows its message in quotes

@@ -1,0 +1,49 @@
+"""A model cut down to the features of some of its layers, as a module that returns them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from torchhook.core.event import Event
+from torchhook.core.selection import Query, Selector, select
+from torchhook.core.session import Session
+from torchhook.core.snapshot import lazily_copied
+from torchhook.core.tap import Tap
+from torchhook.core.trees import mapped
+
+
+class FeatureExtractor(nn.Module):
+    """A module that runs `model` and returns a dict of the outputs of `layers`, in their graph.
+
+    With `stop` the forward ends once all layers were seen. A layer called several times gives a
+    list; note that `stop` may end before its later calls.
+
+    >>> import torch
+    >>> backbone = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1))
+    >>> features = FeatureExtractor(backbone, ["0", "1"])(torch.ones(2, 4))
+    >>> {path: tuple(feature.shape) for path, feature in features.items()}
+    {'0': (2, 3), '1': (2, 3)}
+    """
+
+    def __init__(self, model: nn.Module, layers: Iterable[Query], stop: bool = True) -> None:
+        super().__init__()
+        self.layers = [layers] if isinstance(layers, str) else list(layers)
+        if not self.layers:
+            raise ValueError("layers is empty; name at least one layer of the model")
+        select(model, *self.layers)  # a wrong name shows now, not at the first forward
+        self.model = model
+        self.stop = stop
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Run the model; the features by path, in execution order."""
+        seen: dict[str, list[Any]] = {}
+
+        def keep(event: Event) -> None:
+            seen.setdefault(event.path, []).append(mapped(lazily_copied, event.live))
+
+        with Session(self.model, [Tap(Selector.union(self.layers), keep)], stop=self.stop):
+            self.model(*args, **kwargs)
+        return {path: outputs[0] if len(outputs) == 1 else outputs for path, outputs in seen.items()}

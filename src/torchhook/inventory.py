@@ -1,0 +1,98 @@
+"""Which hooks a model carries, whose they are, and taking ours away by group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from torchhook.core.hooks import Hook
+from torchhook.core.selection import require_module, walk
+from torchhook.core.session import Session
+from torchhook.core.tap import Tap
+
+
+class HookInfo(NamedTuple):
+    """One hook on a model: where, which kind, whose, and in which group if it is ours."""
+
+    path: str
+    port: str
+    owner: str
+    group: str | None
+
+
+# torch's dictionaries of hooks and the port that each of them serves
+_FOREIGN = {
+    "_forward_pre_hooks": "input",
+    "_forward_hooks": "output",
+    "_backward_hooks": "grad_input",
+    "_backward_pre_hooks": "grad_output",
+}
+
+
+def hooks(model: nn.Module) -> list[HookInfo]:
+    """Every hook on `model` and its submodules, torchhook's and others', in the order they are called.
+
+    >>> from torchhook import capture
+    >>> model = nn.Sequential(nn.ReLU())
+    >>> with capture(model, "0", group="analysis"):
+    ...     hooks(model)
+    [HookInfo(path='0', port='output', owner='torchhook.Record', group='analysis')]
+    """
+    require_module(model)
+    found = []
+    for path, hook, port in _all_hooks(model):
+        if isinstance(hook, Hook):
+            found += [
+                HookInfo(site.path, site.port, f"torchhook.{_name(tap.action)}", tap.group)
+                for tap, site, _ in hook.point.bound
+                if site.port in hook.ports
+            ]
+        else:
+            found.append(HookInfo(path, port, f"{getattr(hook, '__module__', '?')}.{_name(hook)}", None))
+    return found
+
+
+def detach(model: nn.Module, group: str | None = None) -> int:
+    """Take torchhook's taps off `model`, those of `group` or all; others' hooks are never touched.
+
+    Returns how many taps went.
+
+    >>> from torchhook import capture
+    >>> model = nn.Sequential(nn.ReLU())
+    >>> acts = capture(model, group="monitoring").attach()
+    >>> detach(model, group="monitoring")
+    1
+    """
+    require_module(model)
+    taps: dict[Tap, Session] = {}
+    for _, hook, _ in _all_hooks(model):
+        session = hook.point.session() if isinstance(hook, Hook) else None
+        if session is not None:
+            taps.update({tap: session for tap, _, _ in hook.point.bound if group in (None, tap.group)})
+    for tap, session in taps.items():
+        session.remove(tap)
+        if not session.taps:
+            session.abandon()
+    return len(taps)
+
+
+def _all_hooks(model: nn.Module) -> Iterator[tuple[str, Any, str]]:
+    seen: set[int] = set()
+    for path, module in walk(model):
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        for name, port in _FOREIGN.items():
+            for hook in list(getattr(module, name).values()):
+                yield path, hook, port
+        for name, parameter in module.named_parameters(path, recurse=False):
+            for hook in list((parameter._backward_hooks or {}).values()):
+                yield name, hook, "param_grad"
+            for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+                yield name, hook, "param_grad"
+
+
+def _name(thing: Any) -> str:
+    return getattr(thing, "__qualname__", type(thing).__qualname__)

@@ -1,0 +1,1 @@
+"""Where events go: into memory."""

@@ -1,0 +1,310 @@
+"""Recording into memory, bounded: `Record` is the sink, `Ring` the store it writes to.
+
+A ring has a page for each pass, and on it an entry for each recorded value, in execution order.
+Beginning a page drops those that are too old, before the new pass needs the room.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchhook.core.event import Event
+from torchhook.core.passes import Page, Pass, Scope
+from torchhook.core.site import Site
+from torchhook.core.snapshot import Alias, Held, cloned, frozen, peek, read, weight
+from torchhook.core.tap import Act, Keep, Receive, Sink, Tap, require_count
+from torchhook.core.trees import Address, Arguments, mapped
+from torchhook.errors import BudgetError, NotRecordedError
+from torchhook.sinks.transfer import Transfer
+from torchhook.text import in_units
+
+Copy = Literal["lazy", "reference", "clone"]
+
+
+class Entry(NamedTuple):
+    """One recorded value with its address."""
+
+    pass_number: int
+    site: Site
+    call: int
+    value: Any
+
+    def read(self) -> Any:
+        """The value as the user sees it: there, still right, and unwrapped."""
+        value = read(self.value)
+        return value.unwrapped() if isinstance(value, Arguments) else value
+
+
+class OutsidePage(Page):
+    """Calls that no pass contains come one by one: of each site the newest `limit` stay."""
+
+    __slots__ = ("limit",)
+
+    def __init__(self, number: int, limit: int) -> None:
+        super().__init__(number, outside=True)
+        self.limit = limit
+
+    def append(self, entry: Any) -> None:
+        """Add `entry`, and drop the oldest of its site if that makes too many."""
+        super().append(entry)
+        same = [position for position, known in enumerate(self) if known[0] == entry[0]]
+        if len(same) > self.limit:
+            del self[same[0]]
+
+
+class Ring(Mapping[Any, list[Any]]):
+    """A bounded store in memory: a mapping of site to the recorded values, oldest first.
+
+    It keeps the newest `max_passes` passes and the newest `max_entries` values; the oldest make
+    room. `max_bytes` never evicts: the value that would exceed it raises `BudgetError` instead.
+    A key is a `Site`, a path (meaning its output) or a pair of path and port.
+
+    >>> from torch import nn
+    >>> from torchhook import Record, Ring, Session, Tap
+    >>> ring, relu = Ring(max_entries=2), nn.ReLU()
+    >>> with Session(relu, [Tap("", Record(ring))]):
+    ...     for number in range(3):
+    ...         _ = relu(torch.tensor(number))
+    >>> ring[""]
+    [tensor(1), tensor(2)]
+    """
+
+    def __init__(
+        self, *, max_passes: int | None = None, max_entries: int | None = None, max_bytes: int | None = None
+    ) -> None:
+        for name, cap in (("max_passes", max_passes), ("max_entries", max_entries), ("max_bytes", max_bytes)):
+            if cap is not None:
+                require_count(cap, name)
+        self.max_passes = max_passes
+        self.max_entries = max_entries
+        self.max_bytes = max_bytes
+        self._pages: deque[Page] = deque()
+        self._sites: dict[Site, int] = {}
+        self._passes = 0  # pages that are not outside
+        self._at_most = 0  # bytes kept, an upper bound
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all that is kept."""
+        return sum(weight(value) for page in self._pages for _, _, value in page)
+
+    def entries(self) -> Iterator[Entry]:
+        """All that is kept, in execution order, each value with its address."""
+        sites = list(self._sites)
+        for page in list(self._pages):
+            calls: dict[int, int] = {}
+            for site, call, value in list(page):
+                calls[site] = calls.get(site, -1) + 1
+                yield Entry(page.number, sites[site], calls[site] if call is None else call, value)
+
+    def clear(self) -> None:
+        """Forget all that is kept."""
+        for page in self._pages:
+            page.clear()
+
+    def page(self, number: int, outside: bool) -> Page:
+        """Begin the page of a pass, or of the calls outside after it, and drop those now too old."""
+        limit = self.max_passes
+        page = OutsidePage(number, limit) if outside and limit else Page(number, outside)
+        self._pages.append(page)
+        if limit and not outside:
+            self._passes += 1
+            while self._passes > limit or self._pages[0].outside:
+                self._passes -= not self._pages.popleft().outside
+        return page
+
+    def newest_page(self, number: int) -> Page:
+        """The page of pass `number`, begun now if it is a new one."""
+        if self._pages and self._pages[-1].number == number:
+            return self._pages[-1]
+        return self.page(number, outside=False)
+
+    def site_number(self, site: Site) -> int:
+        """The number that stands for `site` on the pages."""
+        return self._sites.setdefault(site, len(self._sites))
+
+    def put(self, page: Page, site: int, call: int, value: Any) -> None:
+        """Keep `value`, within the caps."""
+        self.require_room(site, value)
+        page.append((site, call, value))
+        if self.max_entries is not None:
+            for _ in range(sum(map(len, self._pages)) - self.max_entries):
+                while not self._pages[0]:
+                    self._pages.popleft()
+                self._pages[0].popleft()
+
+    def require_room(self, site: int, value: Any) -> None:
+        """Raise `BudgetError` unless `value` can be kept beside what is there."""
+        if self.max_bytes is None:
+            return
+        size = weight(value)
+        if self._at_most + size > self.max_bytes:
+            self._at_most = self.nbytes  # what was evicted since had not been taken off
+            if self._at_most + size > self.max_bytes:
+                raise self._budget_error(site, size)
+        self._at_most += size
+
+    def __getitem__(self, key: Any) -> list[Any]:
+        site = key if isinstance(key, Site) else Site(key) if isinstance(key, str) else Site(*key)
+        values = [entry.read() for entry in self.entries() if entry.site == site]
+        if not values:
+            raise NotRecordedError(f"no {site} is kept; there are {len(self)} other sites")
+        return values
+
+    def __iter__(self) -> Iterator[Site]:
+        return iter(dict.fromkeys(entry.site for entry in self.entries()))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in iter(self))
+
+    def _budget_error(self, site: int, size: int) -> BudgetError:
+        by_site: dict[Site, int] = {}
+        for entry in self.entries():
+            by_site[entry.site] = by_site.get(entry.site, 0) + weight(entry.value)
+        largest = sorted(by_site.items(), key=lambda item: -item[1])[:3]
+        taken = "; ".join(f"{in_units(held)} by the {place}" for place, held in largest) or "by nothing yet"
+        return BudgetError(
+            f"keeping {in_units(size)} more for the {list(self._sites)[site]} would exceed"
+            f" max_bytes={self.max_bytes} ({in_units(self._at_most)} are taken: {taken}); select fewer sites,"
+            " keep fewer passes, shrink values with transform= or dtype=, or raise max_bytes"
+        )
+
+
+class Gradients(Held):
+    """The gradients of one recorded value, leaf by leaf as they come; None where none came."""
+
+    __slots__ = ("__weakref__", "found", "shape")
+
+    def __init__(self, value: Any) -> None:
+        self.found: list[Any] = []
+        self.shape = mapped(self._slot, value)
+
+    def _slot(self, _: Tensor) -> Slot:
+        self.found.append(None)
+        return Slot(len(self.found) - 1)
+
+    def peek(self) -> Any:
+        return mapped(lambda slot: peek(self.found[slot.number]), self.shape, kind=Slot)
+
+    def read(self) -> Any:
+        return mapped(lambda slot: read(self.found[slot.number]), self.shape, kind=Slot)
+
+
+class Slot:
+    """Stands where a tensor was in the container."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class Record(Sink):
+    """Writes the values at its sites into a store, each as it flowed.
+
+    `copy` is ``"lazy"`` (copy on write), ``"clone"``, or ``"reference"``, which keeps the tensor itself
+    and raises on reading if it was overwritten since. `to` and `dtype` move and cast what is kept.
+    """
+
+    def __init__(
+        self,
+        store: Ring | None = None,
+        *,
+        copy: Copy = "lazy",
+        to: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if store is not None and not isinstance(store, Ring):
+            raise TypeError(f"store must be a Ring, not {store!r}")
+        if copy not in ("lazy", "reference", "clone"):
+            raise ValueError(f"copy must be 'lazy', 'reference' or 'clone', not {copy!r}")
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype, not {dtype!r}")
+        if copy == "reference" and (to is not None or dtype is not None):
+            raise ValueError("copy='reference' keeps the tensor itself: leave out to= and dtype=")
+        self.store = Ring(max_passes=1) if store is None else store
+        self.copy = copy
+        self.transfer = None
+        if to is not None or dtype is not None:
+            self.transfer = Transfer(None if to is None else torch.device(to), dtype)
+        capped = self.store.max_bytes is not None or self.store.max_entries is not None
+        self.plain = copy == "lazy" and self.transfer is None and not capped
+
+    def receive(self, event: Event) -> None:
+        """Keep one event's value. (In a session, acts bound for each site do this without events.)"""
+        page = self.store.newest_page(event.pass_number)
+        self.store.put(page, self.store.site_number(event.site), event.call, event.value)
+
+    def bind(self, tap: Tap, site: Site, module: nn.Module, scope: Scope) -> Act:
+        """The act that records at one site."""
+        number = self.store.site_number(site)
+        position = scope.keep(self.store)
+        if self.plain and site.port == "output" and tap.transform is None:
+            return Keep(position, number)
+        if self.copy == "reference" and tap.transform is not None:
+            raise ValueError("copy='reference' keeps the tensor itself: leave out transform=")
+        if site.port in ("grad_input", "grad_output"):
+            return self._gradients_act(tap, site, number, position)
+        keep = self._keeper(tap, site)
+        put = self.store.put
+
+        def record(pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> None:
+            put(pass_.pages[position], number, call, keep(value))
+
+        return record
+
+    def _gradients_act(self, tap: Tap, site: Site, number: int, position: int) -> Act:
+        keep = self._keeper(tap, site)
+        store = self.store
+
+        def record(pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> Receive:
+            gradients = Gradients(value)
+            store.put(pass_.pages[position], number, call, gradients)
+            kept_gradients = weakref.ref(gradients)  # a graph that lives on must not keep evicted ones
+
+            def receive(leaf: int, address: Address, gradient: Tensor) -> None:
+                gradients = kept_gradients()
+                if gradients is not None:
+                    gradients.found[leaf] = None  # a second backward replaces the first
+                    kept = keep(gradient)
+                    store.require_room(number, kept)
+                    gradients.found[leaf] = kept
+
+            return receive
+
+        return record
+
+    def _keeper(self, tap: Tap, site: Site) -> Callable[[Any], Any]:
+        """From a live value to what is stored of it."""
+        if self.copy == "reference":
+            return lambda value: Alias(value, site)
+        # A parameter's memory must not move, as a copy on write would make it when it is next
+        # written to: captured graphs and other processes may point to it.
+        copied = cloned if self.copy == "clone" or site.port in ("param", "param_grad") else frozen
+        transfer = self.transfer
+
+        def keep(value: Any) -> Any:
+            if tap.transform is not None and isinstance(value, Arguments):
+                value = value.unwrapped()
+            value = mapped(copied, value)
+            if tap.transform is not None:
+                value = mapped(_compact, tap.transformed(value, site))
+            return value if transfer is None else transfer(value)
+
+        return keep
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    """A small view must not keep the memory of what it was taken from."""
+    tensor = tensor.detach()
+    try:
+        whole = tensor.untyped_storage().nbytes()
+    except NotImplementedError:  # sparse and the like have no storage
+        return tensor
+    return tensor.clone() if whole > tensor.nbytes else tensor

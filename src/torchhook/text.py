@@ -1,0 +1,68 @@
+"""Plain text for people: sizes, shapes, aligned tables."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+
+def in_units(size: float) -> str:
+    """A number of bytes as people say it.
+
+    >>> in_units(1536), in_units(80)
+    ('1.5 KiB', '80 B')
+    """
+    if size < 1024:
+        return f"{size:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        size /= 1024
+        if size < 1024:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1024:.1f} TiB"
+
+
+def shape_of(value: Any) -> str:
+    """The shape of a tensor, or of the tensors in a container, in one short line.
+
+    >>> import torch
+    >>> shape_of((torch.ones(2, 3), {"h": torch.ones(4)}, None))
+    '(2×3, {h: 4}, None)'
+    """
+    if isinstance(value, Tensor):
+        return "×".join(map(str, value.shape)) or "scalar"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {shape_of(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (tuple, list)):
+        return "(" + ", ".join(map(shape_of, value)) + ")"
+    return "None" if value is None else type(value).__name__
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Rows under a header, columns aligned, numbers to the right.
+
+    >>> print(table(["site", "calls"], [["conv1", 1], ["fc", 12]]))
+    site   calls
+    conv1      1
+    fc        12
+    """
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
+    right = [bool(rows) and isinstance(cell, (int, float)) for cell in (rows[0] if rows else header)]
+    lines = [
+        "  ".join(cell.rjust(w) if r else cell.ljust(w) for cell, w, r in zip(row, widths, right, strict=True))
+        for row in [list(header), *cells]
+    ]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def html_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """The same for a notebook; every cell is escaped."""
+
+    def line(tag: str, row: Sequence[Any]) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in row) + "</tr>"
+
+    body = "".join(line("td", row) for row in rows)
+    return f"<table><thead>{line('th', header)}</thead><tbody>{body}</tbody></table>"
