@@ -179,28 +179,39 @@ class Views:
 
     def __init__(self, arguments: Arguments, receives: list[Receive]) -> None:
         self.receives = receives
-        self.seen: list[tuple[int, Address, Tensor, Tensor, int, Any]] = []
+        self.seen: list[tuple[int, Address, Tensor, int, Any]] = []
         views: dict[int, Tensor] = {}
         if torch.is_grad_enabled():
             for number, (address, x) in enumerate(leaves(arguments)):
                 if x.requires_grad:
                     view = views[id(x)] = x.view_as(x)
-                    self.seen.append((number, address, x, view, view._version, x.grad_fn))
+                    self.seen.append((number, address, view, view._version, _origin(x)))
         self.arguments = mapped(lambda x: views.get(id(x), x), arguments) if views else arguments
 
     def hook(self, point: Point) -> None:
         """Catch the gradients of the views."""
-        for number, address, x, view, version, node in self.seen:
+        for number, address, view, version, origin in self.seen:
             hook = GradHook(point, self.receives, number, address)
             if view._version == version:
                 view.register_hook(hook)
-            elif node is not None and not x._is_view():
-                node.register_prehook(lambda grads, hook=hook, nr=view.output_nr: hook(grads[nr]))
+            elif origin is not None:
+                node, output = origin
+                node.register_prehook(lambda grads, hook=hook, output=output: hook(grads[output]))
             else:
                 raise TapError(
                     f"the grad_input of {point.path!r} cannot be told: the module overwrites its input in place,"
-                    " and that input is a view or a leaf; tap the grad_output of what comes before it"
+                    " and that input is a part of another tensor; tap the grad_output of what comes before it"
                 )
+
+
+def _origin(x: Tensor) -> tuple[Any, int] | None:
+    """The node that made `x`, and which of its outputs `x` is. A whole view is as good as its base."""
+    base = x._base
+    if base is not None:
+        if base.shape != x.shape or base.stride() != x.stride():
+            return None
+        x = base
+    return None if x.grad_fn is None else (x.grad_fn, x.output_nr)
 
 
 class GradHook:
@@ -421,8 +432,8 @@ def _catching(catches: list[Act], point: Point) -> Act:
             if tensor.is_leaf:  # a hook on a parameter would outlive this call: it goes on a view
                 if not torch.is_grad_enabled():
                     continue
-                tensor = views[id(tensor)] = tensor.view_as(tensor)
-            tensor.register_hook(GradHook(point, receives, number, address))
+                views[id(tensor)] = tensor.view_as(tensor)
+            views.get(id(tensor), tensor).register_hook(GradHook(point, receives, number, address))
         return mapped(lambda tensor: views.get(id(tensor), tensor), value) if views else None
 
     return catch

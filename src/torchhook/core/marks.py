@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 
 from torchhook.core.hooks import Point
-from torchhook.core.selection import Selector, nearest
+from torchhook.core.selection import Selector
 from torchhook.core.tap import Act, Tap
 from torchhook.errors import SelectionError
 
@@ -60,7 +60,7 @@ class Marks:
         self.acts: dict[str, Act | None] = {}
         self.owners: dict[int, str] = {}  # paths by id of module
         self.met: set[Selector] = set()
-        self.names: set[str] = set()
+        self.seen: set[str] = set()
 
     def want(self, tap: Tap, selector: Selector, modules: dict[str, nn.Module]) -> None:
         """Bind `tap` to every mark that `selector` matches."""
@@ -82,12 +82,10 @@ class Marks:
     def check(self) -> None:
         """Raise if something wanted never came."""
         for _, selector in self.wanted:
-            if selector not in self.met:
-                raise SelectionError(
-                    f"no mark {selector.label} came in any pass; {nearest(selector.label, sorted(self.names))}"
-                    if self.names
-                    else f"no mark {selector.label} came in any pass: the forward calls torchhook.mark nowhere"
-                )
+            if selector in self.met:
+                continue
+            seen = ", ".join(map(repr, sorted(self.seen)[:5])) or "none: the forward calls torchhook.mark nowhere"
+            raise SelectionError(f"nothing {selector.label} came in any pass; the marks that came: {seen}")
 
     def __call__(self, value: Any, name: str, module: nn.Module) -> Any:
         pass_ = self.scope.route(module)
@@ -110,7 +108,7 @@ class Marks:
         session = self.session()
         assert session is not None  # it listens only while it lives
         point = self.points[path] = Point(session, path, module, stops=False)
-        self.names.add(path)
+        self.seen.add(path)
         for tap, selector in self.wanted:
             if selector.test(owner, module, name):
                 self.met.add(selector)

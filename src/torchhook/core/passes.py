@@ -155,8 +155,8 @@ class Scope:
         return mine
 
     def route_backward(self) -> Pass | None:
-        """The pass that a parameter's gradient belongs to. Autograd's own threads serve everybody."""
-        if self.alive and (self.shared or self._is_home() or _is_foreign_thread()):
+        """The pass that a parameter's gradient belongs to."""
+        if self.alive and (self.shared or self._is_home() or self._is_behind_backward()):
             return self.last or self._new_pass(outside=True)
         return None
 
@@ -168,6 +168,14 @@ class Scope:
             return True
         # A notebook may run each cell in a task of its own: what an earlier cell opened is still ours.
         return self.task is not None and self.task.done() and self.home == threading.get_ident()
+
+    def _is_behind_backward(self) -> bool:
+        """Whether one of autograd's own threads works for ours: from torch 2.13 it has the caller's context."""
+        if not isinstance(threading.current_thread(), threading._DummyThread):
+            return False
+        if not torch._C._is_key_in_tls("context"):
+            return True  # nobody can tell: better to see too much than to miss it
+        return self.token in torch._C._get_obj_in_tls("context").get(sessions_here, ())
 
     def _mine(self) -> Pass | None:
         if self.current is not None and self._is_home():
@@ -211,7 +219,3 @@ def _running_task() -> asyncio.Task[Any] | None:
 
 def _is_replica(module: nn.Module) -> bool:
     return bool(module.__dict__.get("_is_replica", False))
-
-
-def _is_foreign_thread() -> bool:
-    return isinstance(threading.current_thread(), threading._DummyThread)

@@ -152,10 +152,11 @@ def select(model: nn.Module, *queries: Query) -> dict[str, nn.Module]:
     """
     require_module(model)
     parts = Selector.union(queries).parts
+    modules = dict(walk(model))
     for part in parts:
-        if part.marks:
+        if part.marks and part.path not in modules:
             raise SelectionError(f"{part.label} speaks of marks, which exist only once the forward runs")
-    return find(dict(walk(model)), parts)
+    return find(modules, parts)
 
 
 def find(modules: dict[str, nn.Module], parts: tuple[Selector, ...]) -> dict[str, nn.Module]:

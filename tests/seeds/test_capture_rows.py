@@ -1,0 +1,308 @@
+"""C09–C14, C24, C26, C30–C32, C44–C46 and B01: one test a row of the capabilities."""
+
+import gc
+import re
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from torchhook import (
+    FeatureExtractor,
+    Record,
+    Ring,
+    Session,
+    Tap,
+    capture,
+    detach,
+    glob,
+    hooks,
+    mark,
+    marked,
+    of_type,
+    overhead,
+    regex,
+    select,
+    trace,
+)
+from zoo import hooks_of, resnet18
+
+
+class TestForHook(nn.Module):
+    """The net of seed 001: its forward returns what a hook should have seen."""
+
+    __test__ = False
+
+    def __init__(self):
+        super().__init__()
+        self.linear_1 = nn.Linear(2, 2)
+        self.linear_2 = nn.Linear(2, 1)
+        self.relu = nn.ReLU()
+        self.relu6 = nn.ReLU6()
+        for parameter in self.parameters():
+            nn.init.ones_(parameter)
+
+    def forward(self, x):
+        linear_1 = self.linear_1(x)
+        linear_2 = self.linear_2(linear_1)
+        relu = self.relu(linear_2)
+        return self.relu6(relu), (x, linear_1, linear_2), (linear_1, linear_2, relu)
+
+
+def test_c09_inputs_and_outputs_of_children_in_execution_order_with_their_class():
+    net = TestForHook()
+    x = torch.full((2, 2), 0.1)
+    with capture(net, ~of_type(nn.ReLU6), inputs=True) as acts:
+        _, inputs, outputs = net(x)
+    assert list(acts) == ["linear_1", "linear_2", "relu"]
+    assert [acts[path].module_class for path in acts] == [nn.Linear, nn.Linear, nn.ReLU]
+    for path, seen_in, seen_out in zip(acts, inputs, outputs, strict=True):
+        assert torch.equal(acts[path].input, seen_in)
+        assert torch.equal(acts[path].output, seen_out)
+    assert acts["linear_1"].output.tolist() == [[pytest.approx(1.2)] * 2] * 2
+
+
+def test_c10_gradients_of_intermediate_values_without_retain_grad():
+    net = TestForHook()
+    x = torch.rand(3, 2)
+    with capture(net, grads=True) as acts:
+        out, _, seen = net(x)
+        for value in seen:
+            value.retain_grad()
+        out.sum().backward()
+    for path, value in zip(["linear_1", "linear_2", "relu"], seen, strict=True):
+        assert torch.equal(acts[path].grad, value.grad)
+
+
+def test_c11_one_layer_of_a_large_net_by_its_name():
+    from torchvision.models import vgg16
+
+    net = vgg16().eval()
+    x = torch.randn(1, 3, 32, 32)
+    with torch.no_grad(), capture(net, "features.0", stop=True) as acts:
+        assert net(x) is None
+        expected = net.features[0](x)
+    assert acts["features.0"].outputs[0].shape == (1, 64, 32, 32)
+    assert torch.equal(acts["features.0"].outputs[0], expected)
+
+
+def test_c12_a_hook_object_over_a_whole_loader_with_unwrapped_inputs():
+    net = nn.Sequential(nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(inplace=True)), nn.Flatten(), nn.Linear(72, 2))
+    loader = torch.utils.data.DataLoader(torch.randn(10, 1, 8, 8), batch_size=4)
+
+    class Hook:
+        def __init__(self):
+            self.classes, self.inputs, self.outputs = [], [], []
+
+        def __call__(self, event):
+            self.classes.append(type(event.module))
+            (self.inputs if event.port == "input" else self.outputs).append(event.value)
+
+    hook = Hook()
+    with (
+        Session(net, [Tap("0", hook, port="input"), Tap("0", hook)]),
+        capture(net, "0", inputs=True, keep=None) as acts,
+    ):
+        batches = list(loader)
+        for images in batches:
+            net(images)
+    assert set(hook.classes) == {nn.Sequential}
+    assert [tuple(value.shape) for value in hook.outputs] == [(4, 2, 6, 6), (4, 2, 6, 6), (2, 2, 6, 6)]
+    for one, other, third in zip(hook.inputs, acts["0"].inputs, batches, strict=True):
+        assert torch.equal(one, other) and torch.equal(one, third)
+    for one, other in zip(hook.outputs, acts["0"].outputs, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_c13_every_kind_of_torch_hook_through_one_interface():
+    class Net(nn.Sequential):
+        def forward(self, x):
+            return mark(super().forward(x), "end")
+
+    net = Net(nn.Linear(4, 3), nn.Linear(3, 2))
+    ring = Ring(max_passes=1)
+    ports = ("input", "output", "grad_input", "grad_output", "param", "param_grad")
+    taps = [Tap("1", Record(ring), port=port) for port in ports]
+    taps += [Tap(marked("end"), Record(ring)), Tap(marked("end"), Record(ring), port="grad_output")]
+    seen = {}
+
+    def backward(module, grad_input, grad_output):
+        seen["grad_input"], seen["grad_output"] = grad_input[0], grad_output[0]
+
+    net[1].register_forward_hook(lambda module, args, out: seen.update(input=args[0].detach(), output=out.detach()))
+    net[1].register_full_backward_hook(backward)
+    with Session(net, taps):
+        (net(torch.randn(5, 4)) ** 2).sum().backward()
+    for port in ("input", "output", "grad_input", "grad_output"):
+        assert torch.equal(ring["1", port][0], seen[port]), port
+    assert torch.equal(ring["1.weight", "param"][0], net[1].weight)
+    assert torch.equal(ring["1.bias", "param_grad"][0], net[1].bias.grad)
+    assert torch.equal(ring[":end"][0], seen["output"])
+    assert torch.equal(ring[":end", "grad_output"][0], seen["grad_output"])
+
+
+def test_c14_registration_in_bulk_by_type_glob_regex_and_predicate():
+    net = resnet18()
+    convolutions = {path for path, module in net.named_modules() if isinstance(module, nn.Conv2d)}
+    assert select(net, nn.Conv2d).keys() == convolutions
+    assert list(select(net, "layer1.*")) == ["layer1.0", "layer1.1"]
+    assert list(select(net, "layer[12].0.conv?")) == [f"layer{i}.0.conv{j}" for i in (1, 2) for j in (1, 2)]
+    assert select(net, "**.conv1").keys() == {path for path in convolutions if path.endswith("conv1")}
+    assert list(select(net, re.compile(r"^layer4\.1\.bn\d$"))) == ["layer4.1.bn1", "layer4.1.bn2"]
+    assert list(select(net, lambda path, module: getattr(module, "stride", 0) == (2, 2) and "down" in path)) == [
+        f"layer{i}.0.downsample.0" for i in (2, 3, 4)
+    ]
+    assert list(select(net, of_type(nn.Conv2d) & glob("layer1.**") & ~regex("conv2$"))) == [
+        "layer1.0.conv1",
+        "layer1.1.conv1",
+    ]
+
+
+def test_c24_handles_are_managed_by_the_context():
+    net = resnet18()
+    before = hooks_of(net)
+    with capture(net, nn.Conv2d):
+        assert sum(len(module._forward_hooks) for module in net.modules()) == 20
+    assert hooks_of(net) == before
+    acts = capture(net, nn.Conv2d).attach()
+    acts.detach()
+    acts.detach()
+    assert hooks_of(net) == before
+
+
+def test_c26_four_threads_on_one_model_see_their_own_passes():
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
+    wrong = []
+
+    def work(number):
+        torch.set_grad_enabled(False)
+        x = torch.full((1, 4), float(number))
+        with capture(net) as acts:
+            expected = {"0": net[0](x), "1": net[0](x).relu_(), "2": net(x)}
+            for _ in range(1000):
+                net(x)
+                for path, value in expected.items():
+                    outputs = acts[path].outputs
+                    if len(outputs) != 1 or not torch.equal(outputs[0], value):
+                        wrong.append((number, path, len(outputs)))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_c30_order_is_that_of_execution_and_the_same_every_time():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.late, self.early = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.relu = nn.ReLU()
+
+        def forward(self, x):
+            return self.relu(self.late(self.relu(self.early(x))))
+
+    net = Net()
+    expected = [("early", 0), ("relu", 0), ("late", 0), ("relu", 1)]
+    for _ in range(3):
+        with capture(net) as acts:
+            net(torch.ones(1, 4))
+        assert acts.order == expected
+        assert list(acts) == ["early", "relu", "late"]
+
+
+def test_c31_nothing_leaks():
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    with capture(net, grads=True) as acts:
+        net(torch.ones(1, 4)).sum().backward()
+    value = weakref.ref(acts["0"].output)
+    del acts
+    gc.collect()
+    assert value() is None
+    assert hooks_of(net) == hooks_of(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+
+
+def test_c32_what_hooks_cost_on_this_model():
+    net = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
+    cost = overhead(net, torch.randn(8, 64), runs=5)
+    assert cost.plain > 0 and cost.hooked > 0 and cost.ratio == cost.hooked / cost.plain
+    assert re.fullmatch(r"plain [\d.]+ ms, hooked [\d.]+ ms: [\d.]+× \(median of 5\)", repr(cost))
+    slow = overhead(
+        net,
+        torch.randn(8, 64),
+        "0",
+        runs=3,
+        transform=lambda value: (torch.randn(500, 500) @ value.new_ones(500, 500)).sum(),
+    )
+    assert slow.hooked > slow.plain
+    assert hooks_of(net) == hooks_of(nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]))
+
+
+def test_c44_groups_are_listed_and_removed_by_name():
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+    def foreign(module, args, output):
+        return None
+
+    net[0].register_forward_hook(foreign)
+    diagnostic = capture(net, "0", group="diagnostic").attach()
+    monitoring = capture(net, nn.ReLU, grads=True, group="monitoring").attach()
+    listed = hooks(net)
+    assert [(info.path, info.port, info.group) for info in listed] == [
+        ("0", "output", None),
+        ("0", "output", "diagnostic"),
+        ("1", "output", "monitoring"),
+        ("1", "grad_output", "monitoring"),
+    ]
+    assert listed[0].owner.endswith("foreign") and listed[1].owner == "torchhook.Record"
+    assert detach(net, group="monitoring") == 2
+    net(torch.ones(1, 4))
+    assert len(diagnostic) == 1 and len(monitoring) == 0
+    assert detach(net) == 1
+    assert [info.owner for info in hooks(net)] == [listed[0].owner]
+
+
+def test_c45_verbose_execution_a_line_a_layer(capsys):
+    net = resnet18()
+    with trace(net, lambda path, module: "." not in path) as calls:
+        net(torch.ones(2, 3, 64, 64))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == [name for name, _ in net.named_children()]
+    assert re.fullmatch(r"conv1: Conv2d +2×3×64×64 → 2×64×32×32  float32  [\d.]+ ms", lines[0])
+    assert [call.output for call in calls.calls][-2:] == ["2×512×1×1", "2×1000"]
+    assert all(call.milliseconds > 0 for call in calls.calls)
+    assert "milliseconds" in repr(calls).splitlines()[0]
+
+
+def test_c46_feature_extractor_returns_a_dict():
+    net = resnet18()
+    extractor = FeatureExtractor(net, ["layer4", "avgpool"])
+    features = extractor(torch.ones(2, 3, 64, 64))
+    assert {path: tuple(value.shape) for path, value in features.items()} == {
+        "layer4": (2, 512, 2, 2),
+        "avgpool": (2, 512, 1, 1),
+    }
+    features["layer4"].sum().backward()
+    assert net.conv1.weight.grad is not None and net.fc.weight.grad is None
+    assert len(extractor.state_dict()) == len(net.state_dict())
+
+
+def test_b01_correct_under_in_place_ops_at_the_price_of_a_reference():
+    net = resnet18().eval()
+    x = torch.randn(2, 3, 64, 64)
+    with torch.no_grad(), capture(net) as acts:
+        net(x)
+        conv1 = net.conv1(x)
+        bn1 = net.bn1(conv1)
+    for path, value in (("conv1", conv1), ("bn1", bn1), ("relu", bn1.relu())):
+        assert torch.equal(acts[path].output, value), path
+    # a reference's price: what nobody overwrites shares its memory with the original
+    big = nn.Sequential(nn.Identity(), nn.Identity())
+    x = torch.randn(1000, 1000)
+    with capture(big, "0") as acts:
+        big(x)
+    assert torch._C._is_cow_tensor(acts["0"].output) and torch._C._is_cow_tensor(x)
