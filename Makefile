@@ -3,7 +3,9 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+BENCH := .bench/venv/bin
+INSTALL := -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP := $(BIN)/python $(INSTALL)
 
 .PHONY: demo test check bench clean
 
@@ -18,6 +20,9 @@ check: .venv/check
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+bench: .bench/installed
+	$(BENCH)/python benchmarks/capture.py
 
 clean:
 	rm -rf .venv .bench
@@ -41,4 +46,13 @@ clean:
 
 .venv/check: .venv/test
 	$(PIP) --no-build-isolation --editable '.[check]'
+	touch $@
+
+# The peers live apart from the library's own environment. TorchHook 0.2.7 has our import name: it gets a folder.
+.bench/installed: pyproject.toml constraints.txt benchmarks/requirements.txt
+	$(PYTHON) -m venv .bench/venv
+	$(BENCH)/python $(INSTALL) torch setuptools
+	$(BENCH)/python $(INSTALL) --no-build-isolation --no-deps --editable .
+	$(BENCH)/python $(INSTALL) --requirement benchmarks/requirements.txt
+	$(BENCH)/python $(INSTALL) --no-deps --upgrade --target .bench/torchhook-0.2.7 TorchHook==0.2.7
 	touch $@

@@ -64,9 +64,7 @@ def look_inside(net: nn.Module, images: Tensor, labels: Tensor) -> None:
 
     before, after = acts["conv1"].output[0], acts["relu"].outputs[0][0]
     print(f"\nA {labels[0]} and two of the features that conv1 finds in it. The ReLU overwrites conv1's output in")
-    print(
-        f"place; it was recorded as it flowed: the lowest value is {before.min():.2f}, after the ReLU {after.min():.2f}.\n"
-    )
+    print(f"place; it was recorded as it flowed: the lowest value is {before.min():.2f}, later {after.min():.2f}.\n")
     strongest = before.flatten(1).std(1).topk(2).indices
     print(side_by_side(images[0, 0], *before[strongest]))
 

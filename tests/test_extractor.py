@@ -15,6 +15,13 @@ def test_features_are_right_under_in_place_ops_and_carry_their_graph():
     assert net.conv.weight.grad is not None
 
 
+def test_one_feature_depends_on_another():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    features = FeatureExtractor(net, ["0", "1"])(torch.ones(1, 2))
+    (grad,) = torch.autograd.grad(features["1"].sum(), features["0"])
+    assert torch.equal(grad, net[1].weight.sum(0, keepdim=True))
+
+
 def test_equal_to_torchvisions_extractor():
     from torchvision.models.feature_extraction import create_feature_extractor
 
@@ -27,8 +34,11 @@ def test_equal_to_torchvisions_extractor():
 
 def test_queries_several_calls_and_bad_layers():
     net = Shared()
-    assert set(FeatureExtractor(net, [nn.Linear, "relu"], stop=False)(torch.ones(1, 4))) == {"first", "relu"}
-    assert len(FeatureExtractor(net, "relu", stop=False)(torch.ones(1, 4))["relu"]) == 2
+    features = FeatureExtractor(net, [nn.Linear, "relu"], stop=False)(torch.ones(1, 4))
+    assert list(features) == ["first", "relu", "second"] and features["second"] is features["first"]
+    assert len(FeatureExtractor(net, ["relu"], stop=False)(torch.ones(1, 4))["relu"]) == 2
+    with pytest.raises(TypeError, match="layers must be a list"):
+        FeatureExtractor(net, "relu")
     with pytest.raises(SelectionError, match="'reluu'; nearest: 'relu'"):
         FeatureExtractor(net, ["reluu"])
     with pytest.raises(ValueError, match="layers is empty"):

@@ -43,7 +43,9 @@ def capture(
         transform: Called with each value before it is stored; what it returns is stored.
         to, dtype: Where and as what to store. To the CPU, values travel while the device goes on.
         copy: ``"lazy"`` copies on write, ``"clone"`` at once, ``"reference"`` never, and raises on reading
-            what was overwritten since.
+            what was overwritten since. Copy on write knows of every write through torch; where another
+            library writes to the same memory (a numpy view of a tensor), use ``"clone"``. Objects other
+            than tensors and their containers, such as a cache of keys and values, are kept as they are.
         max_bytes: The most to hold; the value that would exceed it raises `BudgetError`.
         stop: End the forward, which then returns None, once every selected site was seen.
         scope: ``"thread"`` sees the passes of the thread and context that attach; ``"all"`` everybody's.
@@ -82,7 +84,7 @@ def trace(model: nn.Module, *queries: Query, file: TextIO | None = None, quiet: 
     """Print a line for each call of the selected modules (none: every leaf) inside the block.
 
     A line has the path, the class, the shapes of input and output, the dtype and the time on the host.
-    The same is in ``.calls``; `quiet` leaves it at that, `file` prints elsewhere than to stdout.
+    The newest 100,000 are in ``.calls``; `quiet` leaves it at that, `file` prints elsewhere than to stdout.
 
     >>> import torch
     >>> from torchhook import trace
@@ -105,5 +107,5 @@ def overhead(model: nn.Module, x: Any, *queries: Query, runs: int = 30, **option
     >>> overhead(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), torch.ones(2, 4), runs=3)  # doctest: +ELLIPSIS
     plain ... ms, hooked ... ms: ...× (median of 3)
     """
-    args = x if isinstance(x, tuple) else (x,)
+    args: tuple[Any, ...] = x if isinstance(x, tuple) else (x,)
     return compared(model, args, lambda: capture(model, *queries, **options), runs)

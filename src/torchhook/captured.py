@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,16 +16,18 @@ from torchhook.core.site import Port
 from torchhook.core.snapshot import peek, read
 from torchhook.core.tap import Tap, require_count
 from torchhook.core.trees import Arguments, leaves, nbytes
-from torchhook.errors import NotRecordedError
+from torchhook.errors import NotRecordedError, SessionError
 from torchhook.sinks.memory import Copy, Entry, Record, Ring
 from torchhook.sinks.transfer import free_memory
 from torchhook.text import html_table, in_units, shape_of, table
+
+Made = TypeVar("Made")
 
 
 class Calls:
     """The recorded calls of one module (or parameter, or mark), oldest first."""
 
-    def __init__(self, path: str, kind: type[nn.Module] | None, ports: list[Port], entries: list[Entry]) -> None:
+    def __init__(self, path: str, kind: type | None, ports: list[Port], entries: list[Entry]) -> None:
         self.path = path
         self.module_class = kind
         self._ports = ports
@@ -54,7 +56,8 @@ class Calls:
     @property
     def kwargs(self) -> dict[str, Any]:
         """The keyword arguments of the latest call."""
-        value = read(self._of("input")[-1].value) if self._of("input") else self._latest("input")
+        self._latest("input")
+        value = read(self._of("input")[-1].value)
         return value.kwargs if isinstance(value, Arguments) else {}
 
     @property
@@ -101,6 +104,8 @@ class Calls:
         self._require(port)
         entries = self._of(port)
         if not entries:
+            if port == "param_grad":
+                raise NotRecordedError(f"no gradient reached {self.path!r} inside the capture")
             raise NotRecordedError(
                 f"{self.path!r} was not called in the kept passes, so there is no {port} of it (a branch not"
                 " taken, .forward() called instead of the module, or no forward inside the capture yet)"
@@ -143,10 +148,13 @@ class Capture(Mapping[str, Calls]):
             require_count(keep, "keep")
         if stop and grads:
             raise ValueError("stop=True ends the forward, so there is no backward to take grads from; drop one")
-        ports = _ports(inputs, outputs, grads, params)
+        ports = _ports(inputs=inputs, outputs=outputs, grads=grads, params=params)
+        if not isinstance(stop, bool):
+            raise TypeError(f"stop must be True or False, not {stop!r}")
         if keep is None and max_bytes is None:
             max_bytes = free_memory(_home(model, to)) // 2
         self._ports = ports
+        self._cache: dict[str, Any] = {}
         self._ring = Ring(max_passes=keep, max_bytes=max_bytes)
         sink = Record(self._ring, copy=copy, to=to, dtype=dtype)
         where = Selector.union(queries)
@@ -181,12 +189,13 @@ class Capture(Mapping[str, Calls]):
         return self._ring.nbytes
 
     def __getitem__(self, path: str) -> Calls:
+        if self._session.state == "new":
+            raise SessionError("nothing is captured yet: use it in a with block, or call attach()")
+        sites = self._sites()
         name = self._session.aliases.get(path, path)
-        known = {site.path: None for site in self._session.sites}
-        if name not in known:
-            raise NotRecordedError(f"{path!r} is not among the captured sites; {nearest(str(path), known)}")
-        ports = [site.port for site in self._session.sites if site.path == name]
-        return Calls(path, self._class_of(name), ports, [e for e in self._ring.entries() if e.site.path == name])
+        if name not in sites:
+            raise NotRecordedError(f"{path!r} is not among the captured sites; {nearest(str(path), sites)}")
+        return Calls(path, self._classes().get(name), sites[name], self._by_path().get(name, []))
 
     def __iter__(self) -> Iterator[str]:
         return iter(dict.fromkeys(path for path, _ in self.order))
@@ -202,6 +211,23 @@ class Capture(Mapping[str, Calls]):
     def _repr_html_(self) -> str:
         return f"<p>{html.escape(self._title())}</p>{html_table(_HEADER, self._rows())}"
 
+    def _sites(self) -> dict[str, list[Port]]:
+        """The ports that are recorded, by path."""
+        return self._cached("sites", lambda: _grouped((site.path, site.port) for site in self._session.sites))
+
+    def _by_path(self) -> dict[str, list[Entry]]:
+        """What is kept, by path."""
+        return self._cached("entries", lambda: _grouped((entry.site.path, entry) for entry in self._ring.entries()))
+
+    def _cached(self, name: str, make: Callable[[], dict[str, list[Made]]]) -> dict[str, list[Made]]:
+        """What `make` makes: once, after the end, when nothing is added any more."""
+        if self._session.state != "detached":
+            return make()
+        if name not in self._cache:
+            self._cache[name] = make()
+        made: dict[str, list[Made]] = self._cache[name]
+        return made
+
     def _in_order(self) -> list[Entry]:
         """One entry a call: the output where that is recorded, else what is."""
         kept = list(self._ring.entries())
@@ -210,9 +236,9 @@ class Capture(Mapping[str, Calls]):
                 return [entry for entry in kept if entry.site.port == port]
         return [entry for entry in kept if entry.site.port == "param"]
 
-    def _class_of(self, path: str) -> type[nn.Module] | None:
-        target = self._session.target(path)
-        return type(target) if isinstance(target, nn.Module) else None
+    def _classes(self) -> dict[str, type]:
+        """The classes of the modules, by path."""
+        return {site.path: kind for site, kind in self._session.places.items() if "param" not in site.port}
 
     def _title(self) -> str:
         model = type(self._session.model).__name__
@@ -224,8 +250,9 @@ class Capture(Mapping[str, Calls]):
         for entry in self._in_order():
             latest[entry.site.path] = entry
             calls[entry.site.path] = calls.get(entry.site.path, 0) + 1
+        classes = self._classes()
         return [
-            [path, getattr(self._class_of(path), "__name__", ""), calls[path], *_look(peek(entry.value))]
+            [path, getattr(classes.get(path), "__name__", ""), calls[path], *_look(peek(entry.value))]
             for path, entry in latest.items()
         ]
 
@@ -238,13 +265,23 @@ def _look(value: Any) -> tuple[str, str, str]:
     return shape_of(value), "/".join(dtypes), in_units(nbytes(value))
 
 
-def _ports(inputs: bool, outputs: bool, grads: bool, params: bool) -> list[Port]:
+def _grouped(pairs: Iterable[tuple[str, Any]]) -> dict[str, list[Any]]:
+    groups: dict[str, list[Any]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
+
+
+def _ports(**flags: bool) -> list[Port]:
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be True or False, not {flag!r}")
     wanted: dict[Port, bool] = {
-        "input": inputs,
-        "output": outputs,
-        "grad_output": grads,
-        "param": params,
-        "param_grad": params and grads,
+        "input": flags["inputs"],
+        "output": flags["outputs"],
+        "grad_output": flags["grads"],
+        "param": flags["params"],
+        "param_grad": flags["params"] and flags["grads"],
     }
     ports = [port for port, want in wanted.items() if want]
     if not ports:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from torchhook.core.selection import require_module
 from torchhook.core.tap import require_count
 
 
@@ -33,8 +34,24 @@ class Overhead(NamedTuple):
 def compared(
     model: nn.Module, args: tuple[Any, ...], hooked: Callable[[], AbstractContextManager[Any]], runs: int
 ) -> Overhead:
-    """Time `model(*args)` bare and inside `hooked()`, in turn, so that a change of the machine hits both."""
+    """Time `model(*args)` bare and inside `hooked()`, in turn, so that a change of the machine hits both.
+
+    Buffers (a BatchNorm counts its batches) and random states are afterwards as before.
+    """
+    require_module(model)
     require_count(runs, "runs")
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        with torch.random.fork_rng():
+            return _timed(model, args, hooked, runs)
+    finally:
+        for buffer, before in buffers:
+            buffer.copy_(before)
+
+
+def _timed(
+    model: nn.Module, args: tuple[Any, ...], hooked: Callable[[], AbstractContextManager[Any]], runs: int
+) -> Overhead:
     times: dict[bool, list[float]] = {False: [], True: []}
     for number in range(2 * (runs + 1)):
         with_hooks = bool(number % 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from torchhook.core.event import Event
 from torchhook.core.selection import Query, Selector, select
@@ -30,7 +30,9 @@ class FeatureExtractor(nn.Module):
 
     def __init__(self, model: nn.Module, layers: Iterable[Query], stop: bool = True) -> None:
         super().__init__()
-        self.layers = [layers] if isinstance(layers, str) else list(layers)
+        if isinstance(layers, str) or not isinstance(layers, Iterable):
+            raise TypeError(f"layers must be a list of names or other queries, not {layers!r}")
+        self.layers = list(layers)
         if not self.layers:
             raise ValueError("layers is empty; name at least one layer of the model")
         select(model, *self.layers)  # a wrong name shows now, not at the first forward
@@ -42,8 +44,27 @@ class FeatureExtractor(nn.Module):
         seen: dict[str, list[Any]] = {}
 
         def keep(event: Event) -> None:
-            seen.setdefault(event.path, []).append(mapped(lazily_copied, event.live))
+            seen.setdefault(event.path, []).append(mapped(Feature, event.live))
 
-        with Session(self.model, [Tap(Selector.union(self.layers), keep)], stop=self.stop):
+        with Session(self.model, [Tap(Selector.union(self.layers), keep)], stop=self.stop) as session:
             self.model(*args, **kwargs)
-        return {path: outputs[0] if len(outputs) == 1 else outputs for path, outputs in seen.items()}
+        features = {
+            path: [mapped(Feature.get, output, Feature) for output in outputs] for path, outputs in seen.items()
+        }
+        features |= {name: features[path] for name, path in session.aliases.items() if path in features}
+        return {path: outputs[0] if len(outputs) == 1 else outputs for path, outputs in features.items()}
+
+
+class Feature:
+    """A tensor as it was: itself, as long as nobody overwrites it, so that later features depend on it."""
+
+    __slots__ = ("copy", "live", "version")
+
+    def __init__(self, live: Tensor) -> None:
+        self.live = live
+        self.copy = lazily_copied(live)
+        self.version = None if live.is_inference() else live._version
+
+    def get(self) -> Tensor:
+        """The tensor, or, if it was overwritten since, the copy that was not."""
+        return self.live if self.version is not None and self.live._version == self.version else self.copy

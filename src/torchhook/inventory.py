@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from torchhook.core.hooks import Hook
+from torchhook.core.marks import Marks, listening
 from torchhook.core.selection import require_module, walk
 from torchhook.core.session import Session
 from torchhook.core.tap import Tap
@@ -51,6 +52,11 @@ def hooks(model: nn.Module) -> list[HookInfo]:
             ]
         else:
             found.append(HookInfo(path, port, f"{getattr(hook, '__module__', '?')}.{_name(hook)}", None))
+    for marks in _marks_of(model):
+        found += [
+            HookInfo(selector.label, tap.port, f"torchhook.{_name(tap.action)}", tap.group)
+            for tap, selector in marks.wanted
+        ]
     return found
 
 
@@ -71,6 +77,9 @@ def detach(model: nn.Module, group: str | None = None) -> int:
         session = hook.point.session() if isinstance(hook, Hook) else None
         if session is not None:
             taps.update({tap: session for tap, _, _ in hook.point.bound if group in (None, tap.group)})
+    for marks in _marks_of(model):
+        if (session := marks.session()) is not None:
+            taps.update({tap: session for tap, _ in marks.wanted if group in (None, tap.group)})
     for tap, session in taps.items():
         session.remove(tap)
         if not session.taps:
@@ -92,6 +101,12 @@ def _all_hooks(model: nn.Module) -> Iterator[tuple[str, Any, str]]:
                 yield name, hook, "param_grad"
             for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
                 yield name, hook, "param_grad"
+
+
+def _marks_of(model: nn.Module) -> list[Marks]:
+    """Who listens for the marks of `model` or of a part of it."""
+    modules = {id(module) for module in model.modules()}
+    return [marks for marks in listening() if (session := marks.session()) and id(session.model) in modules]
 
 
 def _name(thing: Any) -> str:

@@ -49,7 +49,7 @@ class HookManager:
         self.max_size = max_size
         self.hooks: dict[str, Handle] = {}
         self.features: dict[str, list[Tensor]] = {}
-        self._session = Session(model, scope="all", detach_on_error=False).attach()
+        self._session = self._new_session()
         self._paths: dict[nn.Module, str] = {}
 
     def register_forward_hook(
@@ -75,6 +75,8 @@ class HookManager:
             raise ValueError(f"a hook for key {key!r} exists; remove it first, or give another layer_name")
         features: list[Tensor] = []
         tap = Tap(path, Features(key, features, self.max_size, custom_hook, output_transform))
+        if self._session.state == "detached":  # by torchhook.detach
+            self._session = self._new_session()
         self._session.add(tap)
         self.features[key] = features
         self.hooks[key] = Handle(self._session, tap)
@@ -152,6 +154,9 @@ class HookManager:
             raise ValueError(f"layer {type(layer).__name__} is not part of the model; pass one of its modules")
         return self._paths[layer]
 
+    def _new_session(self) -> Session:
+        return Session(self.model, scope="all", detach_on_error=False).attach()
+
     def _new_key(self, kind: str) -> str:
         number = 0
         while f"{kind}_{number}" in self.hooks:
@@ -177,6 +182,12 @@ class Handle:
         session = self._session()
         if session is not None and self._tap in session.taps:
             session.remove(self._tap)
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
 
 
 class Features(Sink):

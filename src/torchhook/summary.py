@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from torchhook.core.selection import require_module
+from torchhook.core.selection import require_module, walk
 
 
 def count_parameters(model: nn.Module, trainable_only: bool = False) -> int:
@@ -41,7 +41,7 @@ def get_layerwise_parameter_count(
     require_module(model)
     return {
         path: sum(p.numel() for p in layer.parameters(recurse=False) if p.requires_grad or not trainable_only)
-        for path, layer in model.named_modules()
+        for path, layer in walk(model)
         if path and (max_depth == -1 or path.count(".") <= max_depth)
     }
 

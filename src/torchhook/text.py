@@ -32,7 +32,7 @@ def shape_of(value: Any) -> str:
     '(2×3, {h: 4}, None)'
     """
     if isinstance(value, Tensor):
-        return "×".join(map(str, value.shape)) or "scalar"
+        return "nested" if value.is_nested else "×".join(map(str, value.shape)) or "scalar"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {shape_of(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (tuple, list)):

@@ -16,6 +16,8 @@ from torchhook.core.tap import Tap
 from torchhook.core.trees import leaves
 from torchhook.text import shape_of, table
 
+_MOST = 100_000  # calls that are kept
+
 
 class TracedCall(NamedTuple):
     """One call of one module. The time is the host's: an accelerator may still be at work."""
@@ -66,10 +68,14 @@ class Log:
         self.file = file
         self.quiet = quiet
         self.calls: list[TracedCall] = []
+        self.pass_number = -1
         self.under_way: dict[tuple[str, int, int], tuple[str, float]] = {}
 
     def begin(self, event: Event) -> None:
         """A call begins."""
+        if event.pass_number != self.pass_number:  # calls that raised never end
+            self.pass_number = event.pass_number
+            self.under_way.clear()
         self.under_way[event.path, event.pass_number, event.call] = shape_of(event.live), time.perf_counter()
 
     def end(self, event: Event) -> None:
@@ -87,6 +93,7 @@ class Log:
             milliseconds=(elapsed - began) * 1e3,
         )
         self.calls.append(call)
+        del self.calls[:-_MOST]
         if not self.quiet:
             print(_line(call), file=self.file or sys.stdout)
 

@@ -167,6 +167,13 @@ def test_bad_input_names_the_argument_and_leaves_nothing():
     cases = [
         (TypeError, "model", lambda: Session("model")),
         (TypeError, "taps", lambda: Session(model, ["0"])),
+        (TypeError, "taps must be a list", lambda: Session(model, Tap("0", print))),
+        (TypeError, "inputs", lambda: capture(model, inputs="no")),
+        (TypeError, "stop", lambda: capture(model, stop=1)),
+        (ValueError, "to='nonsense'", lambda: capture(model, to="nonsense")),
+        (SelectionError, "has parameters", lambda: capture(model, nn.ReLU, params=True).attach()),
+        (SessionError, "attach", lambda: capture(model)["0"]),
+        (TypeError, "a key is", lambda: Ring()[3]),
         (ValueError, "scope", lambda: Session(model, scope="process")),
         (SelectionError, "nearest: '0'", lambda: Session(model, [Tap("1", print), Tap("9", print)]).attach()),
         (TypeError, "action", lambda: Tap("0", 3)),
@@ -210,7 +217,7 @@ def test_a_closed_session_says_so():
         session.add(Tap("0", print))
     with pytest.raises(SessionError, match="detached already; make a new one"):
         session.attach()
-    with pytest.raises(SessionError, match="not one of"):
+    with pytest.raises(SessionError, match="not attached by this session"):
         session.remove(Tap("0", print))
 
 
@@ -239,5 +246,5 @@ def test_sites_are_listed_in_order():
             Site("first"),
             Site("relu"),
         ]
-        assert session.aliases == {"second": "first"}
+        assert session.aliases["second"] == "first" and session.aliases["second.bias"] == "first.bias"
         assert repr(session) == "Session(Shared, 2 taps, attached)"

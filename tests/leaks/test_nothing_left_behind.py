@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from torchhook import FeatureExtractor, HookManager, Record, Ring, Session, Tap, capture, trace
+from torchhook import FeatureExtractor, HookManager, Record, Ring, SelectionError, Session, Tap, capture, trace
 from torchhook.core import marks
 from torchhook.core.passes import sessions_here
 from zoo import hooks_of
@@ -83,6 +83,8 @@ def test_fuzzed_over_trees_taps_and_failure_points(tree, ports, error, where, af
                 passes += 1
             if error is not None and where == "block":
                 raise error
+    except SelectionError:  # no parameters there
+        assert "param" in ports and passes == 0
     except (Boom, KeyboardInterrupt) as caught:
         assert error is not None and isinstance(caught, error)
     assert hooks_of(model) == before and sessions_here.get() == listening and marks._listeners == ()

@@ -83,6 +83,23 @@ def test_copies_keep_what_flowed(copy):
     assert torch.equal(acts["norm"].output, model.norm(model.conv(x)))
 
 
+def test_a_graph_inside_of_no_grad_is_not_handed_out():
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x):
+            with torch.enable_grad():
+                return self.layer(x).detach()
+
+    model = Inner()
+    with torch.no_grad(), capture(model) as acts:
+        model(torch.ones(1, 2))
+    assert not acts["layer"].output.requires_grad
+    assert torch.equal(acts["layer"].output, model(torch.ones(1, 2)))
+
+
 def test_a_reference_raises_if_it_was_overwritten():
     model = InPlace().eval()
     with capture(model, copy="reference") as acts:

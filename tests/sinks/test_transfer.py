@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+
 from torchhook import capture
 from torchhook.sinks.transfer import free_memory
 

@@ -21,19 +21,20 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from torchhook.core.passes import Pass, Scope, sessions_here
+from torchhook.core.passes import Pass, Scope
 from torchhook.core.site import Port, Site
 from torchhook.core.snapshot import snapshot
 from torchhook.core.tap import Act, Keep, Receive, Tap
-from torchhook.core.trees import Address, Arguments, leaves, mapped
-from torchhook.errors import TapError
+from torchhook.core.trees import Address, Arguments, leaves, replaced
+from torchhook.errors import SessionError, TapError
 
 if TYPE_CHECKING:
     from torchhook.core.session import Session
 
-_open_sessions = sessions_here.get
+_thread = threading.get_ident
 _lazy_clone = torch._lazy_clone
-_registering = threading.Lock()  # torch numbers its handles without one
+# torch numbers its handles without a lock. Reentrant, for a collected session may be released at any time.
+_registering = threading.RLock()
 
 
 Bound = tuple[Tap, Site, Act]
@@ -66,6 +67,13 @@ class Hook:
         self.index = point.index
         self.act: Act = act or _nothing
 
+    def pass_of(self, module: nn.Module) -> Pass | None:
+        """The pass that this call belongs to, None if another thread's."""
+        scope = self.scope
+        if scope.current is None or _thread() != scope.home:
+            return scope.route(module)
+        return scope.current
+
     def __reduce__(self) -> tuple[Any, ...]:
         # nullcontext().__exit__ takes anything and returns None: a hook that does nothing.
         return getattr, (nullcontext(), "__exit__")
@@ -78,45 +86,51 @@ class OutputHook(Hook):
     ports = ("output", "grad_output")
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        scope = self.scope
-        pass_ = scope.current
-        if pass_ is None or scope.token not in _open_sessions():
-            pass_ = scope.route(module)
-            if pass_ is None:
-                return None
-        index = self.index
-        call = pass_.counts[index]
-        pass_.counts[index] = call + 1
+        pass_ = self.pass_of(module)
+        if pass_ is None:
+            return None
         try:
-            return self.act(pass_, call, output, args)
+            return self.act(pass_, pass_.count(self.index), output, args)
         except Exception as error:
             self.point.fail(error)
             raise
 
 
 class KeepHook(Hook):
-    """After a forward whose output is kept and no more: `OutputHook` and `Keep` in one breath."""
+    """After a forward whose newest output is kept and no more: `OutputHook` and `Keep` in one breath.
 
-    __slots__ = ("page", "site")
+    The hook holds the value itself and is what the page lists. A pass's value takes the place of the
+    one before, because memory that was freed just now is the fastest to have.
+    """
+
+    __slots__ = ("number", "site", "value")
     ports = ("output",)
+    value: Any
 
     def __init__(self, point: Point, act: Keep) -> None:
-        super().__init__(point, act)
-        self.page = act.page
+        self.point = point
+        self.scope = point.scope
         self.site = act.site
+        self.number = -1  # of the pass that the value is from
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         scope = self.scope
         pass_ = scope.current
-        if pass_ is None or scope.token not in _open_sessions():
+        if pass_ is None or _thread() != scope.home:
             pass_ = scope.route(module)
-            if pass_ is None:
-                return
+            if pass_ is not None:
+                pass_.keep((self.site, None, snapshot(output)))
+            return
         try:
-            value = _lazy_clone(output.data if output.requires_grad else output)
+            value = _lazy_clone(output.data if pass_.graded else output)
         except (AttributeError, TypeError, RuntimeError):  # a container, or no copy on write for it
             value = snapshot(output)
-        pass_.keep((self.site, None, value))  # its call is told by its place on the page
+        if self.number == pass_.number:  # called before in this pass
+            pass_.keep((self.site, None, value))
+        else:
+            self.number = pass_.number
+            self.value = value
+            pass_.keep(self)
 
 
 class InputHook(Hook):
@@ -130,7 +144,7 @@ class InputHook(Hook):
         self.catches = catches
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        pass_ = self.scope.route(module)
+        pass_ = self.pass_of(module)
         if pass_ is None:
             return None
         call = pass_.count(self.index)
@@ -144,7 +158,7 @@ class InputHook(Hook):
         except Exception as error:
             self.point.fail(error)
             raise
-        pass_.stack.append((self.index, call, views))
+        pass_.enter(self.index, call, views, args if views is None else views.arguments.args)
         return None if views is None else tuple(views.arguments)
 
 
@@ -155,10 +169,13 @@ class PairedOutputHook(Hook):
     ports = ("output", "grad_output")
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        pass_ = self.scope.route(module)
+        pass_ = self.pass_of(module)
         if pass_ is None:
             return None
-        call, views = pass_.leave(self.index)
+        entered = pass_.leave(self.index, args)
+        if entered is None:
+            return None
+        call, views = entered
         try:
             if views is not None:
                 views.hook(self.point)
@@ -172,7 +189,8 @@ class Views:
     """A call's inputs as identity views, so that a gradient through this module alone can be told.
 
     The views are hooked after the forward. If it overwrote its input in place, the view is no longer
-    part of the graph, and the gradient is caught where the input came from instead.
+    part of the graph, and the gradient is caught where the input came from instead (with that of
+    whatever used the input before).
     """
 
     __slots__ = ("arguments", "receives", "seen")
@@ -180,13 +198,13 @@ class Views:
     def __init__(self, arguments: Arguments, receives: list[Receive]) -> None:
         self.receives = receives
         self.seen: list[tuple[int, Address, Tensor, int, Any]] = []
-        views: dict[int, Tensor] = {}
+        views: dict[int, Tensor] = {}  # by number of the leaf: a tensor may be given twice
         if torch.is_grad_enabled():
             for number, (address, x) in enumerate(leaves(arguments)):
                 if x.requires_grad:
-                    view = views[id(x)] = x.view_as(x)
+                    view = views[number] = x.view_as(x)
                     self.seen.append((number, address, view, view._version, _origin(x)))
-        self.arguments = mapped(lambda x: views.get(id(x), x), arguments) if views else arguments
+        self.arguments = replaced(arguments, views) if views else arguments
 
     def hook(self, point: Point) -> None:
         """Catch the gradients of the views."""
@@ -264,16 +282,21 @@ class Door:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.inner = model._compiled_call_impl
-        self.thread = threading.get_ident()
         self.scopes: tuple[Scope, ...] = ()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # for modules that copy or pickle all they have
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        model, inner = self.model, self.inner
-        if threading.get_ident() != self.thread:  # DataParallel's replicas have our slot too
-            model = sys._getframe(1).f_locals.get("self", model)
+        model, call = self.model, self.inner or self.model._call_impl
+        caller = sys._getframe(1).f_locals.get("self", model)
+        if caller is not model:  # a replica of DataParallel's, or a copy made by hand, has our slot too
+            if not caller.__dict__.get("_is_replica"):
+                return caller._call_impl(*args, **kwargs)
+            model, call = caller, caller._call_impl
         begun = [scope for scope in self.scopes if scope.begin(model, args)]
         try:
-            return model._call_impl(*args, **kwargs) if inner is None else inner(*args, **kwargs)
+            return call(*args, **kwargs)
         except StopForward as stop:
             if any(stop.token is scope.token for scope in begun):
                 return None
@@ -286,9 +309,9 @@ class Door:
     def open(model: nn.Module, scope: Scope) -> None:
         """Let `scope` know of the model's passes."""
         with _registering:
-            door = model._compiled_call_impl
-            if not isinstance(door, Door):
-                door = model._compiled_call_impl = Door(model)
+            if not isinstance(model._compiled_call_impl, Door):
+                model._compiled_call_impl = Door(model)
+            door: Door = model._compiled_call_impl
             door.scopes = (*door.scopes, scope)
 
     @staticmethod
@@ -308,7 +331,7 @@ class Door:
 class Point:
     """One place of a session, a module, a parameter or a mark: the acts bound there, the hooks for them."""
 
-    __slots__ = ("bound", "handles", "index", "path", "ports", "scope", "session", "stops", "target")
+    __slots__ = ("bound", "handles", "index", "path", "scope", "session", "stops", "target")
 
     def __init__(self, session: Session, path: str, target: nn.Module | nn.Parameter, stops: bool) -> None:
         self.session = weakref.ref(session)
@@ -318,9 +341,9 @@ class Point:
         self.path = path
         self.target = target
         self.stops = stops
-        self.bound: list[Bound] = []
-        self.ports: set[Port] = set()  # those that something is bound to
-        self.handles: list[Removable] = []
+        # Tuples, since a model has many points and a tuple is the least to make.
+        self.bound: tuple[Bound, ...] = ()
+        self.handles: tuple[Removable, ...] = ()
 
     def bind(self, tap: Tap, path: str, module: nn.Module, parameter: str | None = None) -> None:
         """Let `tap` act here, on the site at `path`; `parameter` names the one of `module` that it is."""
@@ -328,37 +351,50 @@ class Point:
         act = tap.bind(site, module, self.scope)
         if parameter is not None:
             act = _on_parameter(act, module, parameter)
-        self.bound.append((tap, site, act))
-        self.ports.add(tap.port)
+        self.bound += ((tap, site, act),)
 
-    def unbind(self, tap: Tap) -> bool:
-        """Let `tap` act here no more; whether it did."""
-        before = len(self.bound)
-        self.bound = [bound for bound in self.bound if bound[0] is not tap]
-        self.ports = {site.port for _, site, _ in self.bound}
-        return len(self.bound) < before
+    def unbind(self, tap: Tap) -> None:
+        """Let `tap` act here no more."""
+        self.bound = tuple(bound for bound in self.bound if bound[0] is not tap)
+
+    def close(self) -> None:
+        """Nothing is bound here any more."""
+        self.remove()
+        self.scope.awaited -= self.stops
+        self.stops = False
 
     def install(self) -> None:
         """Put exactly the hooks in place that the bound acts need."""
         if self.handles:
             self.remove()
         if isinstance(self.target, nn.Module):
-            self._install_on_module(self.target)
+            try:
+                self._install_on_module(self.target)
+            except RuntimeError as error:
+                raise SessionError(
+                    f"{self.path or 'the model'!r} is a {type(self.target).__name__}, which takes no hooks"
+                    f" ({error}); hook the module that it was made from"
+                ) from error
         else:
             hook = ParamGradHook(self, chained(self._acts("param_grad")))
-            self.handles.append(self.target.register_post_accumulate_grad_hook(hook))
+            self.handles = (self.target.register_post_accumulate_grad_hook(hook),)
 
     def remove(self) -> None:
         """Take this point's hooks away."""
         for handle in self.handles:
             handle.remove()
-        self.handles.clear()
+        self.handles = ()
+
+    def mark_act(self) -> Act | None:
+        """For a mark, which is an identity: what comes in, then as for an output."""
+        return chained([*map(_as_input, self._acts("input")), *filter(None, [self.output_act()])])
 
     def output_act(self) -> Act | None:
         """Outputs, then the hooks that catch their gradients, then, once all is seen, the stop."""
         acts = self._acts("output")
-        if "grad_output" in self.ports:
-            acts.append(_catching(self._acts("grad_output"), self))
+        catches = self._acts("grad_output")
+        if catches:
+            acts.append(_catching(catches, self))
         if self.stops:
             acts.append(_stopping(self.scope.token))
         return chained(acts)
@@ -372,16 +408,18 @@ class Point:
             error.add_note(f"(raised in a tap at {self.path!r})")
 
     def _install_on_module(self, module: nn.Module) -> None:
-        act = self.output_act()
         hook: Hook
-        if self.ports.issubset(OutputHook.ports):
-            hook = KeepHook(self, act) if type(act) is Keep else OutputHook(self, act)
-        else:
+        act = self.bound[0][2]
+        if len(self.bound) == 1 and isinstance(act, Keep) and act.newest and not self.stops:
+            hook = KeepHook(self, act)
+        elif any(site.port in InputHook.ports for _, site, _ in self.bound):
             before = chained(self._acts("param") + self._acts("input"))
             before_hook = InputHook(self, before, self._acts("grad_input"))
-            self.handles.append(module.register_forward_pre_hook(before_hook, with_kwargs=True))
-            hook = PairedOutputHook(self, act)
-        self.handles.append(module.register_forward_hook(hook))
+            self.handles = (module.register_forward_pre_hook(before_hook, with_kwargs=True),)
+            hook = PairedOutputHook(self, self.output_act())
+        else:
+            hook = OutputHook(self, self.output_act())
+        self.handles += (module.register_forward_hook(hook),)
 
     def _acts(self, port: Port) -> list[Act]:
         return [act for _, site, act in self.bound if site.port == port]
@@ -414,6 +452,10 @@ def _nothing(pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> None:
     return None
 
 
+def _as_input(act: Act) -> Act:
+    return lambda pass_, call, value, args: act(pass_, call, Arguments((value,), {}), args)
+
+
 def _on_parameter(act: Act, module: nn.Module, name: str) -> Act:
     """The act on a parameter of `module`, when that is called. It is looked up then: it may be another one."""
     get = attrgetter(name)
@@ -432,9 +474,9 @@ def _catching(catches: list[Act], point: Point) -> Act:
             if tensor.is_leaf:  # a hook on a parameter would outlive this call: it goes on a view
                 if not torch.is_grad_enabled():
                     continue
-                views[id(tensor)] = tensor.view_as(tensor)
-            views.get(id(tensor), tensor).register_hook(GradHook(point, receives, number, address))
-        return mapped(lambda tensor: views.get(id(tensor), tensor), value) if views else None
+                views[number] = tensor.view_as(tensor)
+            views.get(number, tensor).register_hook(GradHook(point, receives, number, address))
+        return replaced(value, views) if views else None
 
     return catch
 

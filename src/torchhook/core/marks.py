@@ -7,6 +7,7 @@ stack which module's forward called it, and the sessions that listen whether the
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -64,6 +65,10 @@ class Marks:
 
     def want(self, tap: Tap, selector: Selector, modules: dict[str, nn.Module]) -> None:
         """Bind `tap` to every mark that `selector` matches."""
+        if tap.port not in ("input", "output", "grad_output"):
+            raise SelectionError(
+                f"{selector.label} has no {tap.port}: a mark is a value, tap its output or grad_output"
+            )
         for path, module in modules.items():
             self.owners.setdefault(id(module), path)
         self.wanted.append((tap, selector))
@@ -113,22 +118,32 @@ class Marks:
             if selector.test(owner, module, name):
                 self.met.add(selector)
                 point.bind(tap, path, module)
-        self.acts[path] = point.output_act()
+        self.acts[path] = point.mark_act()
         return point
 
 
 _listeners: tuple[Marks, ...] = ()
 
 
+_lock = threading.RLock()
+
+
 def _listen(marks: Marks) -> None:
     global _listeners
-    if marks not in _listeners:
-        _listeners = (*_listeners, marks)
+    with _lock:
+        if marks not in _listeners:
+            _listeners = (*_listeners, marks)
 
 
 def _unlisten(marks: Marks) -> None:
     global _listeners
-    _listeners = tuple(known for known in _listeners if known is not marks)
+    with _lock:
+        _listeners = tuple(known for known in _listeners if known is not marks)
+
+
+def listening() -> tuple[Marks, ...]:
+    """Who listens for marks now."""
+    return _listeners
 
 
 def _calling_module() -> nn.Module | None:

@@ -1,8 +1,8 @@
 """Passes, and which of them a session sees.
 
 A pass is one outermost forward of the session's model. A session sees the passes of the thread and
-context that opened it, or, with ``scope="all"``, everybody's. Routing is one look at a context
-variable, so that several sessions in several threads share a model without a lock.
+context that opened it, or, with ``scope="all"``, everybody's. Who runs a forward is asked once, as it
+begins; inside it a hook only has to know its thread.
 """
 
 from __future__ import annotations
@@ -19,22 +19,31 @@ from torch import nn
 from torchhook.core.event import recomputing
 from torchhook.core.trees import leaves
 
-# The tokens of the sessions that this context has opened. Tokens, not sessions: a context must not
-# keep a session alive, or dropping it could not take its hooks away.
-sessions_here: ContextVar[frozenset[object]] = ContextVar("torchhook_sessions_here", default=frozenset())
+
+class Token:
+    """Stands for a session in the contexts that opened it, which must not keep the session alive."""
+
+    __slots__ = ("alive",)
+
+    def __init__(self) -> None:
+        self.alive = True
+
+
+sessions_here: ContextVar[frozenset[Token]] = ContextVar("torchhook_sessions_here", default=frozenset())
 
 
 class Page(deque[Any]):
-    """What is kept of one pass: (number of the site, call, value), in execution order.
+    """What is kept of one pass, in execution order: (number of the site, call, value), or what has these.
 
     The call may be None, and is then told by the place on the page.
     """
 
-    __slots__ = ("number", "outside")
+    __slots__ = ("listed", "number", "outside")
 
-    def __init__(self, number: int, outside: bool) -> None:
+    def __init__(self, number: int, outside: bool, listed: bool) -> None:
         self.number = number
         self.outside = outside  # calls of submodules that no forward of the model contains
+        self.listed = listed  # whether the store knows it already, or will when there is something on it
 
 
 class Keeper(Protocol):
@@ -47,17 +56,19 @@ class Keeper(Protocol):
 class Pass:
     """One forward of the model under way: how often each module was called so far, and what is kept."""
 
-    __slots__ = ("counts", "device", "keep", "number", "outside", "pages", "stack", "waiting")
+    __slots__ = ("counts", "device", "graded", "keep", "loose", "number", "outside", "pages", "stack", "waiting")
 
     def __init__(self, number: int, scope: Scope, pages: list[Page], outside: bool = False) -> None:
         self.number = number
         self.counts = [0] * scope.sites
-        if pages:
-            self.keep = pages[0].append  # for the hooks in a hurry
         self.waiting = scope.awaited  # sites that must be seen before the pass can stop
         self.pages = pages
+        if pages:  # for the hooks in a hurry
+            self.keep = pages[0].append
+            self.graded = torch.is_grad_enabled()  # whether what flows may have a graph
         self.outside = outside
-        self.stack: list[tuple[int, int, Any]] = []  # calls under way: module's index, call, luggage
+        self.loose = outside  # nobody will say that it ended; the next pass ends it
+        self.stack: list[tuple[int, int, Any, Any]] = []  # calls under way: index, call, luggage, arguments
         self.device: torch.device | None = None
 
     def count(self, index: int) -> int:
@@ -66,12 +77,24 @@ class Pass:
         self.counts[index] = call + 1
         return call
 
-    def leave(self, index: int) -> tuple[int, Any]:
-        """End the call of module `index` that began last; calls inside it that raised never ended."""
-        while True:
-            module, call, luggage = self.stack.pop()
-            if module == index:
-                return call, luggage
+    def enter(self, index: int, call: int, luggage: Any, args: Any) -> None:
+        """A call begins that `leave` ends."""
+        if len(self.stack) > _DEEP:  # calls that raised outside of any pass never end
+            del self.stack[: _DEEP // 2]
+        self.stack.append((index, call, luggage, args))
+
+    def leave(self, index: int, args: Any) -> tuple[int, Any] | None:
+        """The call of module `index` with `args` ends; calls inside it that raised never did.
+
+        None if it began before there was a hook to see it.
+        """
+        mine = [depth for depth, (module, *_) in enumerate(self.stack) if module == index]
+        if not mine:
+            return None
+        depth = next((depth for depth in reversed(mine) if self.stack[depth][3] is args), mine[-1])
+        _, call, luggage, _ = self.stack[depth]
+        del self.stack[depth:]
+        return call, luggage
 
 
 class Scope:
@@ -80,22 +103,22 @@ class Scope:
     __slots__ = ("alive", "awaited", "current", "home", "keepers", "last", "passes", "shared", "sites", "task", "token")
 
     def __init__(self, shared: bool) -> None:
-        self.token = object()
+        self.token = Token()
         self.alive = True
         self.shared = shared
         self.home = threading.get_ident()
         self.task = _running_task()
-        self.current: Pass | None = None  # the opener's pass, read by every hook; None if shared
-        self.passes: dict[int, Pass] = {}  # all others, by thread
+        self.passes: dict[int, Pass] = {}  # by thread
+        self.current: Pass | None = None  # the one of the home thread, for the hooks; None if shared
         self.last: Pass | None = None
         self.sites = 0
         self.awaited = 0
         self.keepers: list[Keeper] = []
-        sessions_here.set(sessions_here.get() | {self.token})
+        sessions_here.set(frozenset(token for token in sessions_here.get() if token.alive) | {self.token})
 
     def close(self) -> None:
         """See nothing any more."""
-        self.alive = False
+        self.alive = self.token.alive = False
         self.current = None
         self.passes.clear()
         sessions_here.set(sessions_here.get() - {self.token})
@@ -104,70 +127,74 @@ class Scope:
         """The index of one more hooked module."""
         self.sites += 1
         if self.last is not None:
-            for pass_ in self._under_way():
+            for pass_ in {self.last, *self.passes.values()}:
                 pass_.counts.append(0)
         return self.sites - 1
 
     def keep(self, keeper: Keeper) -> int:
         """Where in ``Pass.pages`` the page of `keeper` lies."""
-        if keeper not in self.keepers:
-            self.keepers.append(keeper)
-            for pass_ in self._under_way():
+        for position, known in enumerate(self.keepers):
+            if known is keeper:
+                return position
+        self.keepers.append(keeper)
+        if self.last is not None:
+            for pass_ in {self.last, *self.passes.values()}:
                 pass_.pages.append(keeper.page(pass_.number, pass_.outside))
-        return self.keepers.index(keeper)
+        return len(self.keepers) - 1
 
     def begin(self, module: nn.Module, args: tuple[Any, ...]) -> bool:
         """A forward of the model begins; whether it is a pass, which `end` must end.
 
-        Inside another forward of the model, by this thread, it belongs to that pass.
+        Inside another forward of the model, by the same thread, it belongs to that pass.
         """
-        if self.current is None and not self.shared and self.token in sessions_here.get():
-            self.current = self._new_pass()  # the common case, in short
-            self.passes.clear()  # calls outside of any pass and replicas' threads, all older
-            return True
-        mine = self._mine()
-        if not self._sees(module) or (mine is not None and not mine.outside):
+        thread = threading.get_ident()
+        if not self._sees(module, thread):
             return False
-        pass_ = self._joined(args) if _is_replica(module) else self._new_pass()
-        if self.shared or not self._is_home():
-            self.passes[threading.get_ident()] = pass_
-        else:
+        mine = self.passes.get(thread)
+        if mine is not None and not mine.loose:
+            return False
+        pass_ = self.passes[thread] = self._joined(args) if _is_replica(module) else self._new_pass()
+        if thread == self.home and not self.shared:
             self.current = pass_
         return True
 
     def end(self) -> None:
         """The pass that this thread began is over, whether or not it raised."""
-        if self.shared or not self._is_home():
-            self.passes.pop(threading.get_ident(), None)
-        else:
+        thread = threading.get_ident()
+        self.passes.pop(thread, None)
+        if thread == self.home:
             self.current = None
 
     def route(self, module: nn.Module) -> Pass | None:
         """The pass that a call of `module` belongs to, or None if it is not this session's to see."""
-        if not self._sees(module) or recomputing():
+        thread = threading.get_ident()
+        if not self._sees(module, thread) or recomputing():
             return None
-        mine = self._mine()
-        if mine is not None and not (mine.outside and self._is_past(mine)):
+        mine = self.passes.get(thread)
+        if mine is not None and not (mine.loose and self._is_past(mine)):
             return mine
-        above = self.current if _is_replica(module) else None  # the session's model holds the replicas
-        mine = self._twin(above) if above else self._new_pass(outside=True)
-        self.passes[threading.get_ident()] = mine
+        if self.current is not None and _is_replica(module):  # the session's model holds the replicas
+            mine = self._twin(self.current)
+            mine.loose = True
+        else:
+            mine = self._new_pass(outside=True)
+        self.passes[thread] = mine
         return mine
 
     def route_backward(self) -> Pass | None:
         """The pass that a parameter's gradient belongs to."""
-        if self.alive and (self.shared or self._is_home() or self._is_behind_backward()):
+        if self.alive and (self.shared or self._is_home(threading.get_ident()) or self._is_behind_backward()):
             return self.last or self._new_pass(outside=True)
         return None
 
-    def _sees(self, module: nn.Module) -> bool:
-        return self.alive and (self.shared or self._is_home() or _is_replica(module))
+    def _sees(self, module: nn.Module, thread: int) -> bool:
+        return self.alive and (self.shared or self._is_home(thread) or _is_replica(module))
 
-    def _is_home(self) -> bool:
-        if self.token in sessions_here.get():
-            return True
+    def _is_home(self, thread: int) -> bool:
+        if thread != self.home:
+            return False
         # A notebook may run each cell in a task of its own: what an earlier cell opened is still ours.
-        return self.task is not None and self.task.done() and self.home == threading.get_ident()
+        return self.token in sessions_here.get() or (self.task is not None and self.task.done())
 
     def _is_behind_backward(self) -> bool:
         """Whether one of autograd's own threads works for ours: from torch 2.13 it has the caller's context."""
@@ -177,19 +204,17 @@ class Scope:
             return True  # nobody can tell: better to see too much than to miss it
         return self.token in torch._C._get_obj_in_tls("context").get(sessions_here, ())
 
-    def _mine(self) -> Pass | None:
-        if self.current is not None and self._is_home():
-            return self.current
-        return self.passes.get(threading.get_ident())
-
     def _is_past(self, pass_: Pass) -> bool:
         return self.last is not None and self.last.number > pass_.number
 
     def _new_pass(self, outside: bool = False) -> Pass:
         with _lock:
-            number = (-1 if self.last is None else self.last.number) + (not outside)
-            self.last = Pass(number, self, [keeper.page(number, outside) for keeper in self.keepers], outside)
-            return self.last
+            number = -1 if self.last is None else self.last.number
+            if not outside:
+                number += 1
+            pages = [keeper.page(number, outside) for keeper in self.keepers]
+            pass_ = self.last = Pass(number, self, pages, outside)
+        return pass_
 
     def _joined(self, args: tuple[Any, ...]) -> Pass:
         """Replicas of one DataParallel forward run on different devices, each in a thread of its own."""
@@ -203,18 +228,13 @@ class Scope:
     def _twin(self, pass_: Pass) -> Pass:
         return Pass(pass_.number, self, pass_.pages)
 
-    def _under_way(self) -> set[Pass]:
-        return {pass_ for pass_ in (self.current, self.last, *self.passes.values()) if pass_ is not None}
 
-
-_lock = threading.Lock()
+_lock = threading.RLock()
+_DEEP = 10_000
 
 
 def _running_task() -> asyncio.Task[Any] | None:
-    try:
-        return asyncio.current_task()
-    except RuntimeError:  # no event loop runs in this thread
-        return None
+    return None if asyncio._get_running_loop() is None else asyncio.current_task()
 
 
 def _is_replica(module: nn.Module) -> bool:

@@ -124,8 +124,11 @@ def regex(pattern: str | re.Pattern[str]) -> Selector:
     >>> list(select(nn.Sequential(nn.ReLU(), nn.ReLU()), regex("^1$")))
     ['1']
     """
-    found = re.compile(pattern).search
-    return Selector(lambda path, module, mark: bool(found(path)), f"regex {re.compile(pattern).pattern!r}")
+    try:
+        compiled = re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise SelectionError(f"regex {pattern!r} is malformed: {error}") from error
+    return Selector(lambda path, module, mark: bool(compiled.search(path)), f"regex {compiled.pattern!r}")
 
 
 def marked(name: str) -> Selector:
@@ -182,13 +185,13 @@ def walk(model: nn.Module, path: str = "", above: tuple[nn.Module, ...] = ()) ->
     yield path, model
     above = (*above, model)
     for name, child in model._modules.items():
-        if child is None or any(child is module for module in above):
+        if child is None:
             continue
         below = f"{path}.{name}" if path else name
-        if child._modules:
-            yield from walk(child, below, above)
-        else:
+        if not child._modules:
             yield below, child
+        elif not any(child is module for module in above):
+            yield from walk(child, below, above)
 
 
 def require_module(model: Any, argument: str = "model") -> None:
@@ -201,7 +204,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """The names in `known` that look most like `name`, as the end of an error message."""
     known = [path for path in known if path]
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or known[:3]
-    return "nearest: " + ", ".join(map(repr, close)) if close else "the model has no submodules"
+    return "nearest: " + ", ".join(map(repr, close)) if close else "there is nothing else"
 
 
 def _of_string(query: str) -> Selector:
@@ -228,6 +231,8 @@ def _name_of(function: Callable[..., Any]) -> str:
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
+    if not isinstance(pattern, str):
+        raise SelectionError(f"a glob must be a string, not {pattern!r}")
     try:
         return re.compile("".join(map(_glob_token, _GLOB.split(pattern))))
     except re.error as error:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from torchhook.core.hooks import Door, Point, install
@@ -16,7 +17,7 @@ from torchhook.core.passes import Scope
 from torchhook.core.selection import Selector, find, require_module, walk
 from torchhook.core.site import Site
 from torchhook.core.tap import Tap
-from torchhook.errors import SessionError
+from torchhook.errors import SelectionError, SessionError
 
 ScopeName = Literal["thread", "all"]
 
@@ -56,12 +57,16 @@ class Session:
         self.stop = stop
         self.detach_on_error = detach_on_error
         self.state: Literal["new", "attached", "detached"] = "new"
+        if isinstance(taps, Tap):
+            raise TypeError("taps must be a list of Tap objects; put the one you have into a list")
         self.taps = list(taps)
         for tap in self.taps:
             _require_tap(tap)
         self.aliases: dict[str, str] = {}  # other names of a shared module → the name it goes by
         self._shared = scope == "all"
+        self._past: dict[Site, type] = {}  # what was tapped and is no more
         self._points: dict[int, Point] = {}  # by id of the module or parameter
+        self._points_of: dict[Tap, list[Point]] = {}
         self._modules: dict[str, nn.Module] = {}
 
     def attach(self) -> Session:
@@ -74,8 +79,8 @@ class Session:
         self._release = weakref.finalize(self, _release, self.model, self.scope, self._points, self._marks)
         self._release.atexit = False
         try:
-            _require_eager(self.model, "")
-            self._plan(self.taps)
+            with _no_collection():
+                self._plan(self.taps)
             Door.open(self.model, self.scope)
         except BaseException:
             self.abandon()
@@ -90,8 +95,9 @@ class Session:
 
     def abandon(self) -> None:
         """Take all hooks away, and ask nothing."""
-        self.state = "detached"
-        self._release()
+        if self.state == "attached":
+            self.state = "detached"
+            self._release()
 
     def add(self, tap: Tap) -> None:
         """One more tap, after those that are there."""
@@ -103,27 +109,30 @@ class Session:
 
     def remove(self, tap: Tap) -> None:
         """Take one tap away, and the hooks that only it needed."""
-        if tap not in self.taps:
-            raise SessionError("this tap is not one of this session's")
+        if tap not in self.taps or self.state == "new":
+            raise SessionError("this tap is not attached by this session")
         self.taps.remove(tap)
         self._marks.forget(tap)
-        for key, point in list(self._points.items()):
-            if point.unbind(tap):
-                if point.bound:
-                    install([point])
-                else:
-                    self._points.pop(key).remove()
+        self._past |= self.places
+        for point in self._points_of.pop(tap, ()):
+            point.unbind(tap)
+            if point.bound:
+                install([point])
+            else:
+                self._points.pop(id(point.target)).close()
 
     @property
     def sites(self) -> list[Site]:
-        """What is tapped, in the order of the taps and then of the model; of the marks, those seen."""
-        points = [*self._points.values(), *self._marks.points.values()] if self.state != "new" else []
-        return list(dict.fromkeys(site for point in points for _, site, _ in point.bound))
+        """What is or was tapped, in the order of the taps and then of the model; of the marks, those seen."""
+        return list(self.places)
 
-    def target(self, path: str) -> nn.Module | nn.Parameter | None:
-        """What is hooked at `path`."""
+    @property
+    def places(self) -> dict[Site, type]:
+        """The same, with the class of the module there."""
+        if self.state == "new":
+            return {}
         points = (*self._points.values(), *self._marks.points.values())
-        return next((point.target for point in points if point.path == path), None)
+        return self._past | {site: type(point.target) for point in points for _, site, _ in point.bound}
 
     def __enter__(self) -> Session:
         return self.attach()
@@ -141,14 +150,17 @@ class Session:
 
     def _plan(self, taps: list[Tap]) -> None:
         """Bind `taps` to their places, and hook those."""
-        touched: dict[int, Point] = {}
+        touched: dict[Point, None] = {}
         for tap in taps:
-            seen: set[int] = set()
             bind = self._bind_parameters if tap.port in ("param", "param_grad") else self._bind
+            seen: dict[int, str] = {}
+            points = self._points_of[tap] = []
             for path, module in self._selected(tap):
-                for point in bind(tap, path, module, seen):
-                    touched[id(point.target)] = point
-        install(touched.values())
+                points += bind(tap, path, module, seen)
+            if tap.port == "param" and not points:
+                raise SelectionError(f"nothing that {Selector.of(tap.selector).label} selects has parameters")
+            touched.update(dict.fromkeys(points))
+        install(touched)
 
     def _selected(self, tap: Tap) -> Iterable[tuple[str, nn.Module]]:
         parts = Selector.of(tap.selector).parts
@@ -165,24 +177,26 @@ class Session:
         rest = tuple(part for part in parts if part not in marked)
         return find(modules, rest).items() if rest or not parts else ()
 
-    def _bind(self, tap: Tap, path: str, module: nn.Module, seen: set[int]) -> Sequence[Point]:
+    def _bind(self, tap: Tap, path: str, module: nn.Module, seen: dict[int, str]) -> Sequence[Point]:
         """Bind `tap` to `module`, unless it was `seen` under another name."""
-        point = self._point(path, module)
         if id(module) in seen:
-            self.aliases[path] = point.path
+            self.aliases[path] = seen[id(module)]
             return ()
-        seen.add(id(module))
+        seen[id(module)] = path
+        point = self._point(path, module)
         point.bind(tap, path, module)
         return (point,)
 
-    def _bind_parameters(self, tap: Tap, path: str, module: nn.Module, seen: set[int]) -> Sequence[Point]:
-        """Bind `tap` to the parameters of `module` and below, unless `seen` in another module's."""
-        points = []
-        for name, parameter in module.named_parameters():
-            if id(parameter) in seen or (tap.port == "param_grad" and not parameter.requires_grad):
-                continue
-            seen.add(id(parameter))
+    def _bind_parameters(self, tap: Tap, path: str, module: nn.Module, seen: dict[int, str]) -> Sequence[Point]:
+        """Bind `tap` to the parameters of `module` and below, unless `seen` under another name."""
+        points: list[Point] = []
+        for name, parameter in module.named_parameters(remove_duplicate=False):
             below = f"{path}.{name}" if path else name
+            if seen.setdefault(id(parameter), below) != below:
+                self.aliases[below] = seen[id(parameter)]
+                continue
+            if tap.port == "param_grad" and not parameter.requires_grad:
+                continue
             if tap.port == "param":  # seen when the module is called
                 points.append(self._point(path, module))
                 points[-1].bind(tap, below, module, parameter=name)
@@ -194,10 +208,21 @@ class Session:
     def _point(self, path: str, target: nn.Module | nn.Parameter) -> Point:
         point = self._points.get(id(target))
         if point is None:
-            _require_eager(target, path)
             stops = self.stop and isinstance(target, nn.Module)
             point = self._points[id(target)] = Point(self, path, target, stops)
         return point
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Thousands of small objects that all stay are no reason to look for garbage, which takes longer."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _at(model: nn.Module, path: str | None) -> nn.Module | None:
@@ -206,14 +231,8 @@ def _at(model: nn.Module, path: str | None) -> nn.Module | None:
         return None
     module: nn.Module | None = model
     for name in path.split(".") if path else ():
-        module = module._modules.get(name) if module is not None else None
+        module = module._modules[name] if module is not None and name in module._modules else None
     return module
-
-
-def _require_eager(target: Any, path: str) -> None:
-    if isinstance(target, torch.jit.ScriptModule):
-        name = repr(path) if path else "the model"
-        raise SessionError(f"{name} is a TorchScript module, which runs no hooks; hook the module it was made from")
 
 
 def _require_tap(tap: Any) -> None:

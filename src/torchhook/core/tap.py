@@ -10,6 +10,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -38,14 +39,16 @@ returns the `Receive` for that call."""
 class Keep:
     """The act of keeping a snapshot on the page of its pass, and nothing more.
 
-    It is what most taps do, so a hook that has nothing else to do does it itself.
+    It is what most taps do. Where it is the only act, on the first page, and the `newest` pass is all
+    that is kept, the hook does it itself.
     """
 
-    __slots__ = ("page", "site")
+    __slots__ = ("newest", "page", "site")
 
-    def __init__(self, page: int, site: int) -> None:
+    def __init__(self, page: int, site: int, newest: bool) -> None:
         self.page = page
         self.site = site
+        self.newest = newest and page == 0
 
     def __call__(self, pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> None:
         pass_.pages[self.page].append((self.site, call, snapshot(value)))
@@ -68,6 +71,22 @@ class Sink(ABC):
     def bind(self, tap: Tap, site: Site, module: nn.Module, scope: Scope) -> Act:
         """The act for one site. Sinks in a hurry override it, to do without events."""
         return observing(self.receive, tap, site, module)
+
+
+class Observer(Sink):
+    """A plain callable, which is told of every event and must not answer."""
+
+    def __init__(self, observe: Callable[[Event], Any]) -> None:
+        self.observe = observe
+
+    def receive(self, event: Event) -> None:
+        """Tell the callable."""
+        returned = self.observe(event)
+        if returned is not None:
+            raise TapError(
+                f"the callable tapped to the {event.site} returned a {type(returned).__name__}; a plain callable"
+                " observes and returns None (to change what flows, use an edit)"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,11 +127,13 @@ class Tap:
 
     def bind(self, site: Site, module: nn.Module, scope: Scope) -> Act:
         """The act of this tap at one site."""
-        if isinstance(self.action, Sink):
-            act = self.action.bind(self, site, module, scope)
-        else:
-            act = observing(_returning_nothing(self.action, site), self, site, module)
+        act = self.sink.bind(self, site, module, scope)
         return act if self.when is None else _scheduled(act, self.when, site.port)
+
+    @cached_property
+    def sink(self) -> Sink:
+        """The action as a sink, which a plain callable becomes."""
+        return self.action if isinstance(self.action, Sink) else Observer(self.action)
 
     def transformed(self, value: Any, site: Site) -> Any:
         """`value` as the user wants it; an error in the transform names itself and the site."""
@@ -153,7 +174,7 @@ def sample(fraction: float, seed: int = 0) -> Schedule:
     >>> sum(map(sample(0.25), range(1000)))
     240
     """
-    if isinstance(fraction, bool) or not 0 < fraction <= 1:
+    if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
         raise ValueError(f"fraction must lie in (0, 1], not {fraction!r}")
     return lambda number: random.Random(f"{seed}:{number}").random() < fraction
 
@@ -186,18 +207,6 @@ def observing(receive: Callable[[Event], None], tap: Tap, site: Site, module: nn
         return receive_gradient
 
     return observe_gradient if site.port in ("grad_input", "grad_output") else observe
-
-
-def _returning_nothing(observer: Callable[[Event], Any], site: Site) -> Callable[[Event], None]:
-    def observe(event: Event) -> None:
-        returned = observer(event)
-        if returned is not None:
-            raise TapError(
-                f"the callable tapped to the {site} returned a {type(returned).__name__}; a plain callable"
-                " observes and returns None (to change what flows, use an edit)"
-            )
-
-    return observe
 
 
 def _scheduled(act: Act, when: Schedule, port: Port) -> Act:

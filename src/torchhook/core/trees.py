@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import count
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -49,49 +51,80 @@ def leaves(value: Any, kind: type = Tensor) -> Iterator[tuple[Address, Any]]:
 def mapped(change: Callable[[Any], Any], value: Any, kind: type = Tensor) -> Any:
     """`value` with every leaf of type `kind` replaced by ``change(leaf)``, containers kept in type.
 
+    `value` itself is never written to. A mapping of a kind that cannot be copied safely becomes a dict.
+
     >>> import torch
     >>> mapped(lambda t: t.shape, [torch.ones(2), "text"])
     [torch.Size([2]), 'text']
     """
     if isinstance(value, kind):
         return change(value)
-    if isinstance(value, tuple):
-        items = (mapped(change, item, kind) for item in value)
-        make = getattr(type(value), "_make", type(value))  # namedtuples have _make
-        return make(items)
-    if type(value) is list:
-        return [mapped(change, item, kind) for item in value]
-    if type(value) is dict:
-        return {key: mapped(change, item, kind) for key, item in value.items()}
-    if not _is_container(value):
+    if not (items := list(_items(value))):
         return value
-    twin = copy.copy(value)
-    put: Callable[[Any, Any], None]
-    if dataclasses.is_dataclass(value) and not isinstance(value, Mapping):
-        put = lambda key, item: object.__setattr__(twin, key, item)  # noqa: E731 (frozen ones too)
-    else:
-        put = twin.__setitem__
-    for key, item in _items(value):
-        put(key, mapped(change, item, kind))
+    changed = [(key, mapped(change, item, kind)) for key, item in items]
+    if isinstance(value, tuple):
+        return _tuple_like(value, [item for _, item in changed])
+    if isinstance(value, list):
+        twin = copy.copy(value)
+        twin[:] = [item for _, item in changed]
+        return twin
+    if isinstance(value, Mapping):
+        return _mapping_like(value, dict(changed))
+    twin = copy.copy(value)  # a dataclass, perhaps a frozen one
+    for key, item in changed:
+        object.__setattr__(twin, key, item)
     return twin
+
+
+def replaced(value: Any, leaf_by_number: dict[int, Tensor]) -> Any:
+    """`value` with some of its tensors, counted in the order of `leaves`, replaced by others.
+
+    Where the container cannot be kept in type, it is left as it is: this is for values that flow on.
+    """
+    numbers = count()
+
+    def change(tensor: Tensor) -> Tensor:
+        return leaf_by_number.get(next(numbers), tensor)
+
+    twin = mapped(change, value)
+    return twin if isinstance(value, Tensor) or type(twin) is type(value) else value
 
 
 def nbytes(value: Any) -> int:
     """The bytes that the tensors in `value` hold."""
-    return sum(tensor.nbytes for _, tensor in leaves(value))
+    return sum(_bytes_of(tensor) for _, tensor in leaves(value))
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    try:
+        return tensor.nbytes
+    except RuntimeError:  # sparse: what it is made of
+        return tensor._indices().nbytes + tensor._values().nbytes if tensor.is_sparse else 0
 
 
 def _items(value: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(value, Mapping):
-        return list(value.items())
+        return value.items()
     if isinstance(value, (tuple, list)):
         return enumerate(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
+        return [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if hasattr(value, f.name)]
     return ()
 
 
-def _is_container(value: Any) -> bool:
-    if isinstance(value, (list, Mapping)):
-        return hasattr(value, "__setitem__")
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+def _tuple_like(value: tuple[Any, ...], items: list[Any]) -> Any:
+    try:
+        return tuple.__new__(type(value), items)  # whatever arguments its own constructor wants
+    except TypeError:  # torch.return_types
+        return type(value)(items)
+
+
+def _mapping_like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    if type(value) is dict or not isinstance(value, (dict, UserDict)):
+        return items
+    twin = copy.copy(value)
+    for key, item in items.items():
+        twin[key] = item
+    own = getattr(twin, "__dict__", {})
+    own.update({key: items[key] for key in own if key in items})  # those that are attributes as well
+    return twin

@@ -6,6 +6,7 @@ Beginning a page drops those that are too old, before the new pass needs the roo
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +22,7 @@ from torchhook.core.snapshot import Alias, Held, cloned, frozen, peek, read, wei
 from torchhook.core.tap import Act, Keep, Receive, Sink, Tap, require_count
 from torchhook.core.trees import Address, Arguments, mapped
 from torchhook.errors import BudgetError, NotRecordedError
-from torchhook.sinks.transfer import Transfer
+from torchhook.sinks.transfer import Transfer, free_memory
 from torchhook.text import in_units
 
 Copy = Literal["lazy", "reference", "clone"]
@@ -36,8 +37,10 @@ class Entry(NamedTuple):
     value: Any
 
     def read(self) -> Any:
-        """The value as the user sees it: there, still right, and unwrapped."""
+        """The value as the user sees it: there, still right, without a graph, and unwrapped."""
         value = read(self.value)
+        if isinstance(value, Tensor):
+            return value.detach() if value.requires_grad else value  # enable_grad inside of no_grad
         return value.unwrapped() if isinstance(value, Arguments) else value
 
 
@@ -47,7 +50,7 @@ class OutsidePage(Page):
     __slots__ = ("limit",)
 
     def __init__(self, number: int, limit: int) -> None:
-        super().__init__(number, outside=True)
+        super().__init__(number, outside=True, listed=True)
         self.limit = limit
 
     def append(self, entry: Any) -> None:
@@ -62,8 +65,9 @@ class Ring(Mapping[Any, list[Any]]):
     """A bounded store in memory: a mapping of site to the recorded values, oldest first.
 
     It keeps the newest `max_passes` passes and the newest `max_entries` values; the oldest make
-    room. `max_bytes` never evicts: the value that would exceed it raises `BudgetError` instead.
-    A key is a `Site`, a path (meaning its output) or a pair of path and port.
+    room. `max_bytes` never evicts: the value that would exceed it raises `BudgetError` instead. With
+    no cap at all, the budget is half of the memory that is free. A key is a `Site`, a path (meaning
+    its output) or a pair of path and port.
 
     >>> from torch import nn
     >>> from torchhook import Record, Ring, Session, Tap
@@ -78,45 +82,60 @@ class Ring(Mapping[Any, list[Any]]):
     def __init__(
         self, *, max_passes: int | None = None, max_entries: int | None = None, max_bytes: int | None = None
     ) -> None:
-        for name, cap in (("max_passes", max_passes), ("max_entries", max_entries), ("max_bytes", max_bytes)):
+        caps = {"max_passes": max_passes, "max_entries": max_entries, "max_bytes": max_bytes}
+        for name, cap in caps.items():
             if cap is not None:
                 require_count(cap, name)
+        if all(cap is None for cap in caps.values()):
+            max_bytes = free_memory(torch.device("cpu")) // 2
         self.max_passes = max_passes
         self.max_entries = max_entries
         self.max_bytes = max_bytes
         self._pages: deque[Page] = deque()
         self._sites: dict[Site, int] = {}
         self._passes = 0  # pages that are not outside
+        self._count = 0  # entries, where they are capped
         self._at_most = 0  # bytes kept, an upper bound
+        self._lock = threading.RLock()  # for threads that share a session
+
+    __eq__ = object.__eq__  # two stores are two, also while both are empty
+    __hash__ = object.__hash__
 
     @property
     def nbytes(self) -> int:
         """The bytes of all that is kept."""
-        return sum(weight(value) for page in self._pages for _, _, value in page)
+        return sum(weight(entry.value) for entry in self.entries())
 
     def entries(self) -> Iterator[Entry]:
         """All that is kept, in execution order, each value with its address."""
         sites = list(self._sites)
         for page in list(self._pages):
             calls: dict[int, int] = {}
-            for site, call, value in list(page):
+            for item in list(page):
+                site, call, value = item if isinstance(item, tuple) else (item.site, None, item.value)
                 calls[site] = calls.get(site, -1) + 1
                 yield Entry(page.number, sites[site], calls[site] if call is None else call, value)
 
     def clear(self) -> None:
         """Forget all that is kept."""
-        for page in self._pages:
-            page.clear()
+        with self._lock:
+            self._count = 0
+            for page in self._pages:
+                page.clear()
 
     def page(self, number: int, outside: bool) -> Page:
         """Begin the page of a pass, or of the calls outside after it, and drop those now too old."""
         limit = self.max_passes
-        page = OutsidePage(number, limit) if outside and limit else Page(number, outside)
+        if limit is None:  # nothing makes room but what is put: an empty page need not be known
+            return Page(number, outside, listed=False)
+        page = OutsidePage(number, limit) if outside else Page(number, outside, listed=True)
         self._pages.append(page)
-        if limit and not outside:
+        if not outside:
             self._passes += 1
             while self._passes > limit or self._pages[0].outside:
-                self._passes -= not self._pages.popleft().outside
+                old = self._pages.popleft()
+                self._passes -= not old.outside
+                self._count -= len(old)
         return page
 
     def newest_page(self, number: int) -> Page:
@@ -131,30 +150,35 @@ class Ring(Mapping[Any, list[Any]]):
 
     def put(self, page: Page, site: int, call: int, value: Any) -> None:
         """Keep `value`, within the caps."""
-        self.require_room(site, value)
-        page.append((site, call, value))
-        if self.max_entries is not None:
-            for _ in range(sum(map(len, self._pages)) - self.max_entries):
-                while not self._pages[0]:
-                    self._pages.popleft()
-                self._pages[0].popleft()
+        with self._lock:
+            self.require_room(site, value)
+            if not page.listed:
+                page.listed = True
+                self._pages.append(page)
+            page.append((site, call, value))
+            if self.max_entries is not None:
+                self._count += 1
+                while self._count > self.max_entries:
+                    self._drop_oldest()
 
     def require_room(self, site: int, value: Any) -> None:
         """Raise `BudgetError` unless `value` can be kept beside what is there."""
         if self.max_bytes is None:
             return
         size = weight(value)
-        if self._at_most + size > self.max_bytes:
-            self._at_most = self.nbytes  # what was evicted since had not been taken off
+        with self._lock:
             if self._at_most + size > self.max_bytes:
-                raise self._budget_error(site, size)
-        self._at_most += size
+                self._at_most = self.nbytes  # what was evicted since had not been taken off
+                if self._at_most + size > self.max_bytes:
+                    raise self._budget_error(site, size)
+            self._at_most += size
 
     def __getitem__(self, key: Any) -> list[Any]:
-        site = key if isinstance(key, Site) else Site(key) if isinstance(key, str) else Site(*key)
+        site = _site_of(key)
         values = [entry.read() for entry in self.entries() if entry.site == site]
         if not values:
-            raise NotRecordedError(f"no {site} is kept; there are {len(self)} other sites")
+            kept = ", ".join(map(str, list(self)[:5])) or "nothing"
+            raise NotRecordedError(f"no {site} is kept; there is: {kept}")
         return values
 
     def __iter__(self) -> Iterator[Site]:
@@ -162,6 +186,12 @@ class Ring(Mapping[Any, list[Any]]):
 
     def __len__(self) -> int:
         return sum(1 for _ in iter(self))
+
+    def _drop_oldest(self) -> None:
+        while not self._pages[0]:
+            self._pages.popleft().listed = False
+        self._pages[0].popleft()
+        self._count -= 1
 
     def _budget_error(self, site: int, size: int) -> BudgetError:
         by_site: dict[Site, int] = {}
@@ -174,6 +204,14 @@ class Ring(Mapping[Any, list[Any]]):
             f" max_bytes={self.max_bytes} ({in_units(self._at_most)} are taken: {taken}); select fewer sites,"
             " keep fewer passes, shrink values with transform= or dtype=, or raise max_bytes"
         )
+
+
+def _site_of(key: Any) -> Site:
+    if isinstance(key, str):
+        return Site(key)
+    if isinstance(key, tuple) and len(key) == 2:
+        return Site(*key)
+    raise TypeError(f"a key is a Site, a path or a pair of path and port, not {key!r}")
 
 
 class Gradients(Held):
@@ -232,8 +270,8 @@ class Record(Sink):
         self.copy = copy
         self.transfer = None
         if to is not None or dtype is not None:
-            self.transfer = Transfer(None if to is None else torch.device(to), dtype)
-        capped = self.store.max_bytes is not None or self.store.max_entries is not None
+            self.transfer = Transfer(_device(to), dtype)
+        capped = self.store.max_passes is None or self.store.max_bytes or self.store.max_entries
         self.plain = copy == "lazy" and self.transfer is None and not capped
 
     def receive(self, event: Event) -> None:
@@ -246,7 +284,7 @@ class Record(Sink):
         number = self.store.site_number(site)
         position = scope.keep(self.store)
         if self.plain and site.port == "output" and tap.transform is None:
-            return Keep(position, number)
+            return Keep(position, number, newest=self.store.max_passes == 1)
         if self.copy == "reference" and tap.transform is not None:
             raise ValueError("copy='reference' keeps the tensor itself: leave out transform=")
         if site.port in ("grad_input", "grad_output"):
@@ -288,13 +326,14 @@ class Record(Sink):
         # written to: captured graphs and other processes may point to it.
         copied = cloned if self.copy == "clone" or site.port in ("param", "param_grad") else frozen
         transfer = self.transfer
+        compact = tap.transform is not None or self.store.max_bytes is not None
 
         def keep(value: Any) -> Any:
             if tap.transform is not None and isinstance(value, Arguments):
                 value = value.unwrapped()
-            value = mapped(copied, value)
-            if tap.transform is not None:
-                value = mapped(_compact, tap.transformed(value, site))
+            value = tap.transformed(mapped(copied, value), site)
+            if compact:
+                value = mapped(_compact, value)
             return value if transfer is None else transfer(value)
 
         return keep
@@ -304,7 +343,16 @@ def _compact(tensor: Tensor) -> Tensor:
     """A small view must not keep the memory of what it was taken from."""
     tensor = tensor.detach()
     try:
-        whole = tensor.untyped_storage().nbytes()
-    except NotImplementedError:  # sparse and the like have no storage
+        is_small = tensor.untyped_storage().nbytes() > tensor.nbytes
+    except RuntimeError:  # sparse and the like have no storage
         return tensor
-    return tensor.clone() if whole > tensor.nbytes else tensor
+    return tensor.clone() if is_small else tensor
+
+
+def _device(to: Any) -> torch.device | None:
+    if to is None:
+        return None
+    try:
+        return torch.empty(0, device=to).device
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise ValueError(f"to={to!r} is no device that this machine has: {error}") from error
