@@ -62,7 +62,10 @@ class Calls:
 
     @property
     def grad(self) -> Any:
-        """The gradient of `output`, None where none has come."""
+        """The gradient of `output`, None where none has come.
+
+        It is that of the tensor: a module that returns its very input shares it with all who use that.
+        """
         return self._latest(self._grad_port)
 
     @property

@@ -115,6 +115,29 @@ def test_containers_of_ones_own_are_never_written_to(make):
     assert kept.tolist() == [2, 2] and not kept.requires_grad
 
 
+def test_what_flows_on_keeps_its_type():
+    """A parameter as output, and inputs whose gradient is tapped, are replaced by views: not so their containers."""
+    weight = nn.Parameter(torch.ones(2))
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.make = Returning(lambda x: (Wrapped({"a": weight}), Two(weight, x)))
+            self.use = Returning(lambda both: (type(both[0]), type(both[1]), both[0]["a"] * both[1][0]))
+
+        def forward(self, x):
+            return self.use(self.make(x))
+
+    net, ring = Net(), Ring(max_passes=1)
+    taps = [Tap("make", Record(ring), port="grad_output"), Tap("use", Record(ring), port="grad_input")]
+    with Session(net, taps):
+        one, two, product = net(torch.ones(2, requires_grad=True))
+        product.sum().backward()
+    assert one is Wrapped and two is Two and weight.grad.tolist() == [2, 2]
+    assert ring["make", "grad_output"][0][1][0].tolist() == [1, 1]
+    assert not weight._backward_hooks
+
+
 def test_a_copy_made_by_hand_runs_itself_and_records_nothing():
     class Net(nn.Module):
         def __init__(self):

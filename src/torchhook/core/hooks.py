@@ -31,6 +31,7 @@ from torchhook.errors import SessionError, TapError
 if TYPE_CHECKING:
     from torchhook.core.session import Session
 
+_CALL = nn.Module._wrapped_call_impl.__code__
 _thread = threading.get_ident
 _lazy_clone = torch._lazy_clone
 # torch numbers its handles without a lock. Reentrant, for a collected session may be released at any time.
@@ -289,7 +290,8 @@ class Door:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model, call = self.model, self.inner or self.model._call_impl
-        caller = sys._getframe(1).f_locals.get("self", model)
+        frame = sys._getframe(1)
+        caller = frame.f_locals["self"] if frame.f_code is _CALL else model
         if caller is not model:  # a replica of DataParallel's, or a copy made by hand, has our slot too
             if not caller.__dict__.get("_is_replica"):
                 return caller._call_impl(*args, **kwargs)
@@ -352,6 +354,10 @@ class Point:
         if parameter is not None:
             act = _on_parameter(act, module, parameter)
         self.bound += ((tap, site, act),)
+
+    def places(self) -> dict[Site, type]:
+        """The sites that something is bound to, with the class of what is there."""
+        return {site: type(self.target) for _, site, _ in self.bound}
 
     def unbind(self, tap: Tap) -> None:
         """Let `tap` act here no more."""

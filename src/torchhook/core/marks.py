@@ -75,10 +75,12 @@ class Marks:
         self.points.clear()  # they are bound anew, the new tap included
         _listen(self)
 
-    def forget(self, tap: Tap) -> None:
-        """Unbind `tap`."""
+    def forget(self, tap: Tap) -> list[Point]:
+        """Unbind `tap`; the points that were, which are bound anew as they come again."""
         self.wanted = [pair for pair in self.wanted if pair[0] is not tap]
+        points = list(self.points.values())
         self.points.clear()
+        return points
 
     def close(self) -> None:
         """Listen no more."""
@@ -123,8 +125,6 @@ class Marks:
 
 
 _listeners: tuple[Marks, ...] = ()
-
-
 _lock = threading.RLock()
 
 

@@ -112,14 +112,15 @@ class Session:
         if tap not in self.taps or self.state == "new":
             raise SessionError("this tap is not attached by this session")
         self.taps.remove(tap)
-        self._marks.forget(tap)
-        self._past |= self.places
+        for point in self._marks.forget(tap):
+            self._past |= point.places()
         for point in self._points_of.pop(tap, ()):
+            self._past |= point.places()
             point.unbind(tap)
             if point.bound:
                 install([point])
-            else:
-                self._points.pop(id(point.target)).close()
+            elif self._points.pop(id(point.target), None):  # several parameters of one module are one point
+                point.close()
 
     @property
     def sites(self) -> list[Site]:
@@ -131,8 +132,10 @@ class Session:
         """The same, with the class of the module there."""
         if self.state == "new":
             return {}
-        points = (*self._points.values(), *self._marks.points.values())
-        return self._past | {site: type(point.target) for point in points for _, site, _ in point.bound}
+        places = dict(self._past)
+        for point in (*self._points.values(), *self._marks.points.values()):
+            places |= point.places()
+        return places
 
     def __enter__(self) -> Session:
         return self.attach()

@@ -48,10 +48,11 @@ def leaves(value: Any, kind: type = Tensor) -> Iterator[tuple[Address, Any]]:
             yield (key, *address), leaf
 
 
-def mapped(change: Callable[[Any], Any], value: Any, kind: type = Tensor) -> Any:
+def mapped(change: Callable[[Any], Any], value: Any, kind: type = Tensor, *, faithful: bool = False) -> Any:
     """`value` with every leaf of type `kind` replaced by ``change(leaf)``, containers kept in type.
 
-    `value` itself is never written to. A mapping of a kind that cannot be copied safely becomes a dict.
+    `value` itself is never written to. A mapping of a kind that cannot be copied safely becomes a dict,
+    or, if the result has to be `faithful`, stays as it is.
 
     >>> import torch
     >>> mapped(lambda t: t.shape, [torch.ones(2), "text"])
@@ -61,7 +62,7 @@ def mapped(change: Callable[[Any], Any], value: Any, kind: type = Tensor) -> Any
         return change(value)
     if not (items := list(_items(value))):
         return value
-    changed = [(key, mapped(change, item, kind)) for key, item in items]
+    changed = [(key, mapped(change, item, kind, faithful=faithful)) for key, item in items]
     if isinstance(value, tuple):
         return _tuple_like(value, [item for _, item in changed])
     if isinstance(value, list):
@@ -69,7 +70,8 @@ def mapped(change: Callable[[Any], Any], value: Any, kind: type = Tensor) -> Any
         twin[:] = [item for _, item in changed]
         return twin
     if isinstance(value, Mapping):
-        return _mapping_like(value, dict(changed))
+        known = isinstance(value, (dict, UserDict))
+        return _mapping_like(value, dict(changed)) if known else value if faithful else dict(changed)
     twin = copy.copy(value)  # a dataclass, perhaps a frozen one
     for key, item in changed:
         object.__setattr__(twin, key, item)
@@ -77,17 +79,13 @@ def mapped(change: Callable[[Any], Any], value: Any, kind: type = Tensor) -> Any
 
 
 def replaced(value: Any, leaf_by_number: dict[int, Tensor]) -> Any:
-    """`value` with some of its tensors, counted in the order of `leaves`, replaced by others.
-
-    Where the container cannot be kept in type, it is left as it is: this is for values that flow on.
-    """
+    """`value` with some of its tensors, counted in the order of `leaves`, replaced by others: to flow on."""
     numbers = count()
 
     def change(tensor: Tensor) -> Tensor:
         return leaf_by_number.get(next(numbers), tensor)
 
-    twin = mapped(change, value)
-    return twin if isinstance(value, Tensor) or type(twin) is type(value) else value
+    return mapped(change, value, faithful=True)
 
 
 def nbytes(value: Any) -> int:
@@ -114,15 +112,18 @@ def _items(value: Any) -> Iterable[tuple[Any, Any]]:
 
 def _tuple_like(value: tuple[Any, ...], items: list[Any]) -> Any:
     try:
-        return tuple.__new__(type(value), items)  # whatever arguments its own constructor wants
+        twin = tuple.__new__(type(value), items)  # whatever arguments its own constructor wants
     except TypeError:  # torch.return_types
         return type(value)(items)
+    if hasattr(value, "__dict__"):
+        twin.__dict__.update(value.__dict__)
+    return twin
 
 
 def _mapping_like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    if type(value) is dict or not isinstance(value, (dict, UserDict)):
+    if type(value) is dict:
         return items
-    twin = copy.copy(value)
+    twin: Any = copy.copy(value)
     for key, item in items.items():
         twin[key] = item
     own = getattr(twin, "__dict__", {})
