@@ -72,7 +72,7 @@ def capture(
         transform=transform,
         to=to,
         dtype=dtype,
-        copy=copy,
+        copy_mode=copy,
         max_bytes=max_bytes,
         stop=stop,
         scope=scope,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import html
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,17 +22,21 @@ from torchhook.sinks.memory import Copy, Entry, Record, Ring
 from torchhook.sinks.transfer import free_memory
 from torchhook.text import html_table, in_units, shape_of, table
 
-Made = TypeVar("Made")
-
 
 class Calls:
     """The recorded calls of one module (or parameter, or mark), oldest first."""
 
-    def __init__(self, path: str, kind: type | None, ports: list[Port], entries: list[Entry]) -> None:
+    def __init__(self, path: str) -> None:
         self.path = path
-        self.module_class = kind
-        self._ports = ports
-        self._entries = entries
+        self.module_class: type | None = None
+        self._ports: list[Port] = []
+        self._entries: list[Entry] = []
+
+    def under(self, path: str) -> Calls:
+        """The same by another name of a shared module."""
+        twin = copy.copy(self)
+        twin.path = path
+        return twin
 
     @property
     def output(self) -> Any:
@@ -140,7 +145,7 @@ class Capture(Mapping[str, Calls]):
         transform: Callable[[Any], Any] | None,
         to: torch.device | str | None,
         dtype: torch.dtype | None,
-        copy: Copy,
+        copy_mode: Copy,
         max_bytes: int | None,
         stop: bool,
         scope: ScopeName,
@@ -157,9 +162,9 @@ class Capture(Mapping[str, Calls]):
         if keep is None and max_bytes is None:
             max_bytes = free_memory(_home(model, to)) // 2
         self._ports = ports
-        self._cache: dict[str, Any] = {}
+        self._final: dict[str, Calls] | None = None
         self._ring = Ring(max_passes=keep, max_bytes=max_bytes)
-        sink = Record(self._ring, copy=copy, to=to, dtype=dtype)
+        sink = Record(self._ring, copy=copy_mode, to=to, dtype=dtype)
         where = Selector.union(queries)
         taps = [Tap(where, sink, port, transform=transform, group=group) for port in ports]
         self._session = Session(model, taps, scope=scope, stop=stop)
@@ -194,11 +199,11 @@ class Capture(Mapping[str, Calls]):
     def __getitem__(self, path: str) -> Calls:
         if self._session.state == "new":
             raise SessionError("nothing is captured yet: use it in a with block, or call attach()")
-        sites = self._sites()
+        calls = self._calls()
         name = self._session.aliases.get(path, path)
-        if name not in sites:
-            raise NotRecordedError(f"{path!r} is not among the captured sites; {nearest(str(path), sites)}")
-        return Calls(path, self._classes().get(name), sites[name], self._by_path().get(name, []))
+        if name not in calls:
+            raise NotRecordedError(f"{path!r} is not among the captured sites; {nearest(str(path), calls)}")
+        return calls[name] if name == path else calls[name].under(path)
 
     def __iter__(self) -> Iterator[str]:
         return iter(dict.fromkeys(path for path, _ in self.order))
@@ -214,22 +219,21 @@ class Capture(Mapping[str, Calls]):
     def _repr_html_(self) -> str:
         return f"<p>{html.escape(self._title())}</p>{html_table(_HEADER, self._rows())}"
 
-    def _sites(self) -> dict[str, list[Port]]:
-        """The ports that are recorded, by path."""
-        return self._cached("sites", lambda: _grouped((site.path, site.port) for site in self._session.sites))
-
-    def _by_path(self) -> dict[str, list[Entry]]:
-        """What is kept, by path."""
-        return self._cached("entries", lambda: _grouped((entry.site.path, entry) for entry in self._ring.entries()))
-
-    def _cached(self, name: str, make: Callable[[], dict[str, list[Made]]]) -> dict[str, list[Made]]:
-        """What `make` makes: once, after the end, when nothing is added any more."""
-        if self._session.state != "detached":
-            return make()
-        if name not in self._cache:
-            self._cache[name] = make()
-        made: dict[str, list[Made]] = self._cache[name]
-        return made
+    def _calls(self) -> dict[str, Calls]:
+        """What is kept, by path; put together once, after the end, when nothing is added any more."""
+        if self._final is not None:
+            return self._final
+        calls: dict[str, Calls] = {}
+        for site, kind in self._session.places.items():
+            of_path = calls.setdefault(site.path, Calls(site.path))
+            of_path._ports.append(site.port)
+            if "param" not in site.port:
+                of_path.module_class = kind
+        for entry in self._ring.entries():
+            calls[entry.site.path]._entries.append(entry)
+        if self._session.state == "detached":
+            self._final = calls
+        return calls
 
     def _in_order(self) -> list[Entry]:
         """One entry a call: the output where that is recorded, else what is."""
@@ -238,10 +242,6 @@ class Capture(Mapping[str, Calls]):
             if port in self._ports:
                 return [entry for entry in kept if entry.site.port == port]
         return [entry for entry in kept if entry.site.port == "param"]
-
-    def _classes(self) -> dict[str, type]:
-        """The classes of the modules, by path."""
-        return {site.path: kind for site, kind in self._session.places.items() if "param" not in site.port}
 
     def _title(self) -> str:
         model = type(self._session.model).__name__
@@ -253,9 +253,9 @@ class Capture(Mapping[str, Calls]):
         for entry in self._in_order():
             latest[entry.site.path] = entry
             calls[entry.site.path] = calls.get(entry.site.path, 0) + 1
-        classes = self._classes()
+        kinds = {path: known.module_class for path, known in self._calls().items()}
         return [
-            [path, getattr(classes.get(path), "__name__", ""), calls[path], *_look(peek(entry.value))]
+            [path, getattr(kinds[path], "__name__", ""), calls[path], *_look(peek(entry.value))]
             for path, entry in latest.items()
         ]
 
@@ -266,13 +266,6 @@ _HEADER = ("site", "module", "calls", "shape", "dtype", "bytes")
 def _look(value: Any) -> tuple[str, str, str]:
     dtypes = dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for _, tensor in leaves(value))
     return shape_of(value), "/".join(dtypes), in_units(nbytes(value))
-
-
-def _grouped(pairs: Iterable[tuple[str, Any]]) -> dict[str, list[Any]]:
-    groups: dict[str, list[Any]] = {}
-    for key, value in pairs:
-        groups.setdefault(key, []).append(value)
-    return groups
 
 
 def _ports(**flags: bool) -> list[Port]:
