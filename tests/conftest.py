@@ -4,6 +4,8 @@ import os
 import sys
 from pathlib import Path
 
+collect_ignore = ["site"]  # no tests: what their child processes import
+
 SITE = str(Path(__file__).parent / "site")
 sys.path.insert(0, SITE)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [SITE, os.environ.get("PYTHONPATH")]))
