@@ -5,6 +5,8 @@ import tracemalloc
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from torchhook import BudgetError, NotRecordedError, OverwrittenError, Record, Ring, Session, Site, Tap, capture
@@ -31,6 +33,41 @@ def test_a_cap_in_entries_evicts_the_oldest():
     assert len(ring) == 0 and ring.nbytes == 0
     with pytest.raises(NotRecordedError, match="no output of '0' is kept"):
         ring["0"]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.integers(0, 4), max_size=8),
+    st.one_of(st.none(), st.integers(1, 3)),
+    st.one_of(st.none(), st.integers(1, 6)),
+    st.sampled_from(["lazy", "clone"]),
+)
+def test_caps_keep_exactly_the_newest(calls_of_passes, max_passes, max_entries, copy):
+    class Repeat(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Identity()
+
+        def forward(self, first, times):
+            for number in range(first, first + times):
+                self.layer(torch.tensor(number))
+
+    model, ring, flowed = Repeat(), Ring(max_passes=max_passes, max_entries=max_entries), []
+    with Session(model, [Tap("layer", Record(ring, copy=copy))]):
+        for number, times in enumerate(calls_of_passes):
+            model(len(flowed), times)
+            flowed += [(number, call, len(flowed) + call) for call in range(times)]
+            kept = [entry for entry in flowed if max_passes is None or entry[0] > number - max_passes]
+            kept = kept if max_entries is None else kept[-max_entries:]
+            assert [(e.pass_number, e.call, int(e.value)) for e in ring.entries()] == kept
+
+
+def test_a_cap_in_entries_and_passes_with_calls_outside():
+    model, ring = nn.Sequential(nn.Identity()), Ring(max_passes=2, max_entries=3)
+    with Session(model, [Tap("0", Record(ring))]):
+        for number in range(20):
+            (model if number % 3 == 0 else model[0])(torch.tensor(number))
+            assert 1 <= len(ring["0"]) <= 3 and int(ring["0"][-1]) == number
 
 
 def test_a_budget_never_evicts_and_raises_before_it_is_exceeded():

@@ -94,7 +94,7 @@ class Ring(Mapping[Any, list[Any]]):
         self._pages: deque[Page] = deque()
         self._sites: dict[Site, int] = {}
         self._passes = 0  # pages that are not outside
-        self._count = 0  # entries, where they are capped
+        self._count = 0  # entries, where `put` puts them
         self._at_most = 0  # bytes kept, an upper bound
         self._lock = threading.RLock()  # for threads that share a session
 
@@ -155,11 +155,12 @@ class Ring(Mapping[Any, list[Any]]):
             if not page.listed:
                 page.listed = True
                 self._pages.append(page)
+                self._passes += not page.outside
+            before = len(page)
             page.append((site, call, value))
-            if self.max_entries is not None:
-                self._count += 1
-                while self._count > self.max_entries:
-                    self._drop_oldest()
+            self._count += len(page) - before
+            while self.max_entries is not None and self._count > self.max_entries:
+                self._drop_oldest()
 
     def require_room(self, site: int, value: Any) -> None:
         """Raise `BudgetError` unless `value` can be kept beside what is there."""
@@ -189,7 +190,9 @@ class Ring(Mapping[Any, list[Any]]):
 
     def _drop_oldest(self) -> None:
         while not self._pages[0]:
-            self._pages.popleft().listed = False
+            empty = self._pages.popleft()
+            empty.listed = False
+            self._passes -= not empty.outside
         self._pages[0].popleft()
         self._count -= 1
 
