@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
 import torch
 from torch import nn
 
 from torchhook.captured import Capture
-from torchhook.core.selection import Query
+from torchhook.core.selection import Query, require_module
 from torchhook.core.session import ScopeName
 from torchhook.costs import Overhead, compared
 from torchhook.sinks.memory import Copy
@@ -100,12 +100,14 @@ def trace(model: nn.Module, *queries: Query, file: TextIO | None = None, quiet: 
 def overhead(model: nn.Module, x: Any, *queries: Query, runs: int = 30, **options: Any) -> Overhead:
     """What capturing costs on this model and input, against the plain forward in the same run.
 
-    `x` is the input, or a tuple of positional arguments; `queries` and `options` are those of `capture`.
+    `x` is the input, a tuple of positional arguments or a dict of keyword arguments; `queries` and `options`
+    are those of `capture`.
 
     >>> import torch
     >>> from torchhook import overhead
     >>> overhead(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), torch.ones(2, 4), runs=3)  # doctest: +ELLIPSIS
     plain ... ms, hooked ... ms: ...× (median of 3)
     """
-    args: tuple[Any, ...] = x if isinstance(x, tuple) else (x,)
-    return compared(model, args, lambda: capture(model, *queries, **options), runs)
+    require_module(model)
+    args, kwargs = (x, {}) if isinstance(x, tuple) else ((), x) if isinstance(x, Mapping) else ((x,), {})
+    return compared(model, lambda: model(*args, **kwargs), lambda: capture(model, *queries, **options), runs)

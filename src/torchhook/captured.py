@@ -63,7 +63,9 @@ class Calls:
         """The keyword arguments of the latest call."""
         self._latest("input")
         value = read(self._of("input")[-1].value)
-        return value.kwargs if isinstance(value, Arguments) else {}
+        if not isinstance(value, Arguments):
+            raise NotRecordedError(f"of the input of {self.path!r} only what transform= made of it is kept")
+        return value.kwargs
 
     @property
     def grad(self) -> Any:
@@ -75,7 +77,7 @@ class Calls:
 
     @property
     def grads(self) -> list[Any]:
-        """The gradients of `outputs`, one for each."""
+        """The gradients of `outputs`, one for each; of a parameter, what it had accumulated after each backward."""
         return self._all(self._grad_port)
 
     @property
@@ -99,7 +101,11 @@ class Calls:
 
     @property
     def _grad_port(self) -> Port:
-        return "grad_output" if "grad_output" in self._ports or "param_grad" not in self._ports else "param_grad"
+        return "param_grad" if self._is_parameter else "grad_output"
+
+    @property
+    def _is_parameter(self) -> bool:
+        return "param" in self._ports or "param_grad" in self._ports
 
     def _of(self, port: Port) -> list[Entry]:
         return [entry for entry in self._entries if entry.site.port == port]
@@ -121,12 +127,17 @@ class Calls:
         return entries[-1].read()
 
     def _require(self, port: Port) -> None:
-        if port not in self._ports:
-            option = {"input": "inputs", "output": "outputs", "param": "params"}.get(port, "grads")
-            raise NotRecordedError(f"the {port} of {self.path!r} was not asked for; pass {option}=True to capture")
+        if port in self._ports:
+            return
+        if self._is_parameter:
+            how = "pass grads=True to capture, and let it require one" if port == "param_grad" else "read its .param"
+            raise NotRecordedError(f"{self.path!r} is a parameter and has no {port} here: {how}")
+        option = {"input": "inputs", "output": "outputs", "param": "params"}.get(port, "grads")
+        raise NotRecordedError(f"the {port} of {self.path!r} was not asked for; pass {option}=True to capture")
 
     def _shape(self, port: Port) -> str:
-        return shape_of(peek(self._of(port)[-1].value))
+        value = peek(self._of(port)[-1].value)
+        return shape_of(value.unwrapped() if isinstance(value, Arguments) else value)
 
 
 class Capture(Mapping[str, Calls]):
@@ -213,7 +224,7 @@ class Capture(Mapping[str, Calls]):
 
     def __repr__(self) -> str:
         if not len(self):
-            return f"Capture of {type(self._session.model).__name__}: nothing recorded yet"
+            return f"Capture of {type(self._session.model).__name__}: no selected site was called yet"
         return f"{self._title()}\n{table(_HEADER, self._rows())}"
 
     def _repr_html_(self) -> str:
@@ -255,7 +266,7 @@ class Capture(Mapping[str, Calls]):
             calls[entry.site.path] = calls.get(entry.site.path, 0) + 1
         kinds = {path: known.module_class for path, known in self._calls().items()}
         return [
-            [path, getattr(kinds[path], "__name__", ""), calls[path], *_look(peek(entry.value))]
+            [path or "''", getattr(kinds[path], "__name__", ""), calls[path], *_look(peek(entry.value))]
             for path, entry in latest.items()
         ]
 

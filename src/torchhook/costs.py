@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from torchhook.core.selection import require_module
 from torchhook.core.tap import require_count
 
 
@@ -32,32 +31,29 @@ class Overhead(NamedTuple):
 
 
 def compared(
-    model: nn.Module, args: tuple[Any, ...], hooked: Callable[[], AbstractContextManager[Any]], runs: int
+    model: nn.Module, forward: Callable[[], Any], hooked: Callable[[], AbstractContextManager[Any]], runs: int
 ) -> Overhead:
-    """Time `model(*args)` bare and inside `hooked()`, in turn, so that a change of the machine hits both.
+    """Time a `forward` of `model` bare and inside `hooked()`, in turn, so that a change of the machine hits both.
 
     Buffers (a BatchNorm counts its batches) and random states are afterwards as before.
     """
-    require_module(model)
     require_count(runs, "runs")
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         with torch.random.fork_rng():
-            return _timed(model, args, hooked, runs)
+            return _timed(forward, hooked, runs)
     finally:
         for buffer, before in buffers:
             buffer.copy_(before)
 
 
-def _timed(
-    model: nn.Module, args: tuple[Any, ...], hooked: Callable[[], AbstractContextManager[Any]], runs: int
-) -> Overhead:
+def _timed(forward: Callable[[], Any], hooked: Callable[[], AbstractContextManager[Any]], runs: int) -> Overhead:
     times: dict[bool, list[float]] = {False: [], True: []}
     for number in range(2 * (runs + 1)):
         with_hooks = bool(number % 2)
         with hooked() if with_hooks else nullcontext():
             started = time.perf_counter()
-            model(*args)
+            forward()
             _finish()
             times[with_hooks].append((time.perf_counter() - started) * 1e3)
     plain, with_ = (statistics.median(times[key][1:]) for key in (False, True))  # the first warms up

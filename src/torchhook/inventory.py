@@ -46,17 +46,14 @@ def hooks(model: nn.Module) -> list[HookInfo]:
     for path, hook, port in _all_hooks(model):
         if isinstance(hook, Hook):
             found += [
-                HookInfo(site.path, site.port, f"torchhook.{_name(tap.action)}", tap.group)
+                HookInfo(site.path, site.port, _owner(tap.action), tap.group)
                 for tap, site, _ in hook.point.bound
                 if site.port in hook.ports
             ]
         else:
-            found.append(HookInfo(path, port, f"{getattr(hook, '__module__', '?')}.{_name(hook)}", None))
+            found.append(HookInfo(path, port, _owner(hook), None))
     for marks in _marks_of(model):
-        found += [
-            HookInfo(selector.label, tap.port, f"torchhook.{_name(tap.action)}", tap.group)
-            for tap, selector in marks.wanted
-        ]
+        found += [HookInfo(selector.label, tap.port, _owner(tap.action), tap.group) for tap, selector in marks.wanted]
     return found
 
 
@@ -109,5 +106,8 @@ def _marks_of(model: nn.Module) -> list[Marks]:
     return [marks for marks in listening() if (session := marks.session()) and id(session.model) in modules]
 
 
-def _name(thing: Any) -> str:
-    return getattr(thing, "__qualname__", type(thing).__qualname__)
+def _owner(thing: Any) -> str:
+    """The full name of a function, or of the class of an object; ours are known by their public names."""
+    named = thing if hasattr(thing, "__qualname__") else type(thing)
+    package = "torchhook" if named.__module__.startswith("torchhook.") else named.__module__
+    return f"{package}.{named.__qualname__}"

@@ -128,6 +128,8 @@ def test_calls_outside_of_a_forward_are_kept_one_by_one_and_bounded():
         assert values(acts["0"].outputs) == [4, 7] and values(acts["1"].inputs) == [9, 7]
         net(torch.tensor(8))
         net(torch.tensor(8))
+        assert values(acts["0"].outputs) == [4, 7, 8, 8]  # until a pass has to go
+        net(torch.tensor(8))
         assert values(acts["0"].outputs) == [8, 8]
 
 

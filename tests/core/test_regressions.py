@@ -27,6 +27,7 @@ from torchhook import (
     hooks,
     mark,
     marked,
+    overhead,
     trace,
 )
 from torchhook.core import marks
@@ -396,3 +397,123 @@ def test_removing_many_taps_is_linear(monkeypatch):
     )
     manager.clear_hooks()
     assert len(calls) == 300
+
+
+@dataclass
+class WithData:
+    data: torch.Tensor
+    mask: torch.Tensor
+
+
+def test_objects_that_have_data_are_kept_whole():
+    net = nn.Sequential(Returning(lambda x: WithData(x * 2, x > 0)))
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad), capture(net, "0") as acts:
+            net(torch.ones(2, requires_grad=True))
+        assert type(acts["0"].output) is WithData and acts["0"].output.mask.all()
+    lstm = nn.Sequential(nn.LSTM(2, 3), Returning(lambda both: both[0]))
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+    with capture(lstm, "1") as acts:
+        out = lstm(packed)
+    assert type(acts["1"].output) is type(out) and torch.equal(acts["1"].output.batch_sizes, out.batch_sizes)
+
+
+def test_calls_before_the_first_pass_stay_as_long_as_it():
+    net = nn.Sequential(nn.Identity(), nn.Identity())
+    with capture(net, keep=3) as acts:
+        net[0](torch.tensor(7))
+        for number in range(3):
+            net(torch.tensor(number))
+        assert [int(value) for value in acts["0"].outputs] == [7, 0, 1, 2]
+        net(torch.tensor(3))
+        assert [int(value) for value in acts["0"].outputs] == [1, 2, 3]
+
+
+def test_a_transform_gives_gradients_of_the_same_shape_as_outputs():
+    net = nn.Sequential(nn.LSTM(4, 3, batch_first=True))
+    with capture(net, "0", grads=True, transform=lambda output: output[0]) as acts:
+        out, _ = net(torch.randn(2, 5, 4))
+        out.sum().backward()
+    assert acts["0"].grad.shape == acts["0"].output.shape == (2, 5, 3) and acts["0"].grad.eq(1).all()
+
+
+def test_a_mark_that_two_queries_match_is_recorded_once():
+    net = nn.Sequential(Marking())
+    with capture(net, marked("d"), "0:d") as acts:
+        net(torch.ones(1))
+    assert acts.order == [("0:d", 0)]
+
+
+def test_what_is_no_tensor_has_no_gradient():
+    opaque = object()
+    net = nn.Sequential(Returning(lambda x: (x * 2, 7, opaque, [])))
+    with capture(net, grads=True) as acts:
+        net(torch.ones(1, requires_grad=True))[0].sum().backward()
+    assert acts["0"].grad[1:] == (None, None, []) and acts["0"].grad[0].item() == 1
+    assert acts["0"].output[1:3] == (7, opaque)
+
+
+def test_reading_says_what_is_wrong_with_it():
+    net = nn.Sequential(nn.Linear(2, 2))
+    net.requires_grad_(False)
+    with capture(net, params=True, grads=True, inputs=True, transform=lambda value: value * 1) as acts:
+        net(torch.ones(1, 2))
+    with pytest.raises(NotRecordedError, match="'0.weight' is a parameter and has no param_grad.*let it require one"):
+        _ = acts["0.weight"].grad
+    with pytest.raises(NotRecordedError, match="'0.weight' is a parameter.*read its .param"):
+        _ = acts["0.weight"].output
+    with pytest.raises(NotRecordedError, match="only what transform= made of it"):
+        _ = acts["0"].kwargs
+    with pytest.raises(SelectionError, match="'0.weight'; it is a parameter: select '0' with params=True"):
+        capture(net, "0.weight").attach()
+    with pytest.raises(SelectionError, match="must take a path and a module"):
+        capture(net, lambda path: True)
+    with pytest.raises(TypeError, match="name must be a string"), capture(net, marked("x")):
+        mark(torch.ones(1), 3)
+
+
+def test_a_bare_except_does_not_undo_a_stop():
+    class Guarded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Identity()
+
+        def forward(self, x):
+            try:
+                return self.layer(x)
+            except:  # noqa: E722
+                return x
+
+    net = Guarded()
+    with capture(net, "layer", stop=True) as acts:
+        assert net(torch.ones(1)) is None
+    assert acts["layer"].output.item() == 1 and net(torch.ones(1)) is not None
+
+
+def test_owners_of_hooks_are_named_truly():
+    net = nn.Sequential(nn.ReLU())
+
+    def mine(event):
+        return None
+
+    with Session(net, [Tap("0", mine), Tap("0", Record())]):
+        owners = [info.owner for info in hooks(net)]
+    assert owners[0].endswith("test_owners_of_hooks_are_named_truly.<locals>.mine")
+    assert not owners[0].startswith("torchhook.") and owners[1] == "torchhook.Record"
+
+
+def test_overhead_takes_keywords_and_leaves_buffers_alone():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(2)
+
+        def forward(self, *, x):
+            return self.norm(x)
+
+    net = Net()
+    state = torch.get_rng_state()
+    assert overhead(net, {"x": torch.ones(4, 2)}, runs=2).ratio > 0
+    assert net.norm.num_batches_tracked == 0 and torch.equal(torch.get_rng_state(), state)
+    with pytest.raises(TypeError, match="model"):
+        overhead(3, torch.ones(1))

@@ -243,7 +243,7 @@ def test_shared_modules_read_under_both_names():
 def test_the_table_is_legible_and_escaped():
     model = nn.ModuleDict({"<script>": nn.Linear(4, 2)})
     with capture(model, inputs=True) as acts:
-        assert "nothing recorded yet" in repr(acts)
+        assert "no selected site was called yet" in repr(acts)
         model["<script>"](torch.ones(3, 4))
     assert repr(acts) == (
         "Capture of ModuleDict: 1 sites, 72 B, in execution order\n"

@@ -13,10 +13,10 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from torchhook.core.site import Port, Site
 from torchhook.core.snapshot import snapshot
 from torchhook.core.tap import Act, Keep, Receive, Tap
 from torchhook.core.trees import Address, Arguments, leaves, replaced
-from torchhook.errors import SessionError, TapError
+from torchhook.errors import SessionError
 
 if TYPE_CHECKING:
     from torchhook.core.session import Session
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 _CALL = nn.Module._wrapped_call_impl.__code__
 _thread = threading.get_ident
 _lazy_clone = torch._lazy_clone
+# tensor.data, and a TypeError for whatever else has such an attribute
+_data: Callable[[Tensor], Tensor] = vars(torch._C.TensorBase)["data"].__get__
 # torch numbers its handles without a lock. Reentrant, for a collected session may be released at any time.
 _registering = threading.RLock()
 
@@ -123,8 +125,8 @@ class KeepHook(Hook):
                 pass_.keep((self.site, None, snapshot(output)))
             return
         try:
-            value = _lazy_clone(output.data if pass_.graded else output)
-        except (AttributeError, TypeError, RuntimeError):  # a container, or no copy on write for it
+            value = _lazy_clone(_data(output) if pass_.graded else output)
+        except (TypeError, RuntimeError):  # a container, or no copy on write for it
             value = snapshot(output)
         if self.number == pass_.number:  # called before in this pass
             pass_.keep((self.site, None, value))
@@ -190,21 +192,20 @@ class Views:
     """A call's inputs as identity views, so that a gradient through this module alone can be told.
 
     The views are hooked after the forward. If it overwrote its input in place, the view is no longer
-    part of the graph, and the gradient is caught where the input came from instead (with that of
-    whatever used the input before).
+    part of the graph, and the gradient is caught at the input's origin instead.
     """
 
     __slots__ = ("arguments", "receives", "seen")
 
     def __init__(self, arguments: Arguments, receives: list[Receive]) -> None:
         self.receives = receives
-        self.seen: list[tuple[int, Address, Tensor, int, Any]] = []
+        self.seen: list[tuple[int, Address, Tensor, int, Origin | None]] = []
         views: dict[int, Tensor] = {}  # by number of the leaf: a tensor may be given twice
         if torch.is_grad_enabled():
             for number, (address, x) in enumerate(leaves(arguments)):
                 if x.requires_grad:
                     view = views[number] = x.view_as(x)
-                    self.seen.append((number, address, view, view._version, _origin(x)))
+                    self.seen.append((number, address, view, view._version, Origin.of(x)))
         self.arguments = replaced(arguments, views) if views else arguments
 
     def hook(self, point: Point) -> None:
@@ -213,24 +214,41 @@ class Views:
             hook = GradHook(point, self.receives, number, address)
             if view._version == version:
                 view.register_hook(hook)
-            elif origin is not None:
-                node, output = origin
-                node.register_prehook(lambda grads, hook=hook, output=output: hook(grads[output]))
-            else:
-                raise TapError(
-                    f"the grad_input of {point.path!r} cannot be told: the module overwrites its input in place,"
-                    " and that input is a part of another tensor; tap the grad_output of what comes before it"
-                )
+            elif origin is not None:  # always, for autograd lets no leaf be overwritten
+                origin.hook(hook)
 
 
-def _origin(x: Tensor) -> tuple[Any, int] | None:
-    """The node that made `x`, and which of its outputs `x` is. A whole view is as good as its base."""
-    base = x._base
-    if base is not None:
-        if base.shape != x.shape or base.stride() != x.stride():
+class Origin(NamedTuple):
+    """The node that made a tensor, or made what it is a view of.
+
+    It knows the tensor's gradient even after that was overwritten in place (with whatever used the
+    same memory before).
+    """
+
+    node: Any
+    output: int
+    whole: tuple[torch.Size, tuple[int, ...]]
+    part: tuple[torch.Size, tuple[int, ...], int]
+
+    @staticmethod
+    def of(x: Tensor) -> Origin | None:
+        """Where `x` comes from, None if it is a leaf or a part of one."""
+        base = x if x._base is None else x._base
+        if base.grad_fn is None:
             return None
-        x = base
-    return None if x.grad_fn is None else (x.grad_fn, x.output_nr)
+        part = (x.shape, x.stride(), int(x.storage_offset() - base.storage_offset()))
+        return Origin(base.grad_fn, base.output_nr, (base.shape, base.stride()), part)
+
+    def hook(self, hook: Callable[[Tensor], None], when: Callable[[], bool] = lambda: True) -> None:
+        """Have `hook` told of the tensor's gradient, if then `when` holds."""
+
+        def told(grads: tuple[Tensor | None, ...]) -> None:
+            gradient = grads[self.output]
+            if gradient is not None and when():
+                whole = gradient.new_empty_strided(*self.whole).copy_(gradient)
+                hook(whole.as_strided(*self.part))
+
+        self.node.register_prehook(told)
 
 
 class GradHook:
@@ -298,7 +316,8 @@ class Door:
             model, call = caller, caller._call_impl
         begun = [scope for scope in self.scopes if scope.begin(model, args)]
         try:
-            return call(*args, **kwargs)
+            result = call(*args, **kwargs)
+            return None if any(scope.has_stopped() for scope in begun) else result  # a bare except may eat the stop
         except StopForward as stop:
             if any(stop.token is scope.token for scope in begun):
                 return None
@@ -481,10 +500,21 @@ def _catching(catches: list[Act], point: Point) -> Act:
                 if not torch.is_grad_enabled():
                     continue
                 views[number] = tensor.view_as(tensor)
-            views.get(number, tensor).register_hook(GradHook(point, receives, number, address))
+            hook = GradHook(point, receives, number, address)
+            views.get(number, tensor).register_hook(hook)
+            if tensor._base is not None and not tensor.is_leaf:
+                _catch_if_overwritten(tensor, hook)
         return replaced(value, views) if views else None
 
     return catch
+
+
+def _catch_if_overwritten(view: Tensor, hook: GradHook) -> None:
+    """A view that is overwritten leaves the graph, and its hook with it: then its origin is asked."""
+    origin = Origin.of(view)
+    if origin is not None:
+        alias, version = view.detach(), view._version  # not the view: a graph must not hold itself
+        origin.hook(hook, when=lambda: alias._version != version)
 
 
 def _stopping(token: object) -> Act:

@@ -43,6 +43,8 @@ def mark(value: Value, name: str) -> Value:
     """
     if not _listeners:
         return value
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a string, not {name!r}")
     module = _calling_module()
     if module is not None:
         for marks in _listeners:
@@ -116,10 +118,13 @@ class Marks:
         assert session is not None  # it listens only while it lives
         point = self.points[path] = Point(session, path, module, stops=False)
         self.seen.add(path)
+        wanting: dict[Tap, None] = {}  # a tap whose queries overlap is bound once
         for tap, selector in self.wanted:
             if selector.test(owner, module, name):
                 self.met.add(selector)
-                point.bind(tap, path, module)
+                wanting[tap] = None
+        for tap in wanting:
+            point.bind(tap, path, module)
         self.acts[path] = point.mark_act()
         return point
 

@@ -165,6 +165,10 @@ class Scope:
         if thread == self.home:
             self.current = None
 
+    def has_stopped(self) -> bool:
+        """Whether the pass that this thread began has seen all that it waited for."""
+        return self.awaited > 0 and self.passes[threading.get_ident()].waiting == 0
+
     def route(self, module: nn.Module) -> Pass | None:
         """The pass that a call of `module` belongs to, or None if it is not this session's to see."""
         thread = threading.get_ident()

@@ -7,6 +7,7 @@ those of ``named_modules``; a module reachable under two names has two paths.
 from __future__ import annotations
 
 import difflib
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias, Union
@@ -57,7 +58,7 @@ class Selector:
         if isinstance(query, nn.Module):
             return Selector(lambda path, module, mark: module is query, f"the {type(query).__name__}")
         if callable(query) and not isinstance(query, type):
-            return Selector(lambda path, module, mark: bool(query(path, module)), _name_of(query))
+            return _predicate(query)
         raise SelectionError(
             f"query {query!r} is a {type(query).__name__}; pass a path, a glob, a compiled regex, a module"
             " class, a module, a predicate on (path, module) or a Selector (a list: unpack it with *)"
@@ -170,7 +171,7 @@ def find(modules: dict[str, nn.Module], parts: tuple[Selector, ...]) -> dict[str
     for part in parts:
         hits = _hits(modules, part)
         if not hits:
-            raise SelectionError(f"no module matches {part.label}; {nearest(part.path or part.label, modules)}")
+            raise SelectionError(f"no module matches {part.label}; {_remedy(part, modules)}")
         found.update(hits)
     if len(parts) > 1:  # a union is in the model's order, not in that of the queries
         return {path: module for path, module in modules.items() if path in found}
@@ -226,8 +227,22 @@ def _hits(modules: dict[str, nn.Module], selector: Selector) -> dict[str, nn.Mod
     return {path: module for path, module in modules.items() if path and test(path, module, None)}
 
 
-def _name_of(function: Callable[..., Any]) -> str:
-    return f"predicate {getattr(function, '__qualname__', type(function).__name__)}"
+def _predicate(query: Callable[[str, nn.Module], bool]) -> Selector:
+    name = getattr(query, "__qualname__", type(query).__name__)
+    try:
+        inspect.signature(query).bind("path", "module")
+    except TypeError as error:
+        raise SelectionError(f"predicate {name} must take a path and a module: {error}") from error
+    except ValueError:  # a builtin that does not say what it takes
+        pass
+    return Selector(lambda path, module, mark: bool(query(path, module)), f"predicate {name}")
+
+
+def _remedy(part: Selector, modules: dict[str, nn.Module]) -> str:
+    owner, _, name = (part.path or "").rpartition(".")
+    if owner in modules and name in modules[owner]._parameters:
+        return f"it is a parameter: select {owner!r} with params=True, or tap its port 'param'"
+    return nearest(part.path or part.label, modules)
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:

@@ -48,11 +48,14 @@ def leaves(value: Any, kind: type = Tensor) -> Iterator[tuple[Address, Any]]:
             yield (key, *address), leaf
 
 
-def mapped(change: Callable[[Any], Any], value: Any, kind: type = Tensor, *, faithful: bool = False) -> Any:
+def mapped(
+    change: Callable[[Any], Any], value: Any, kind: type = Tensor, *, faithful: bool = False, others: bool = True
+) -> Any:
     """`value` with every leaf of type `kind` replaced by ``change(leaf)``, containers kept in type.
 
     `value` itself is never written to. A mapping of a kind that cannot be copied safely becomes a dict,
-    or, if the result has to be `faithful`, stays as it is.
+    or, if the result has to be `faithful`, stays as it is. Without `others`, what else there is in the
+    containers becomes None.
 
     >>> import torch
     >>> mapped(lambda t: t.shape, [torch.ones(2), "text"])
@@ -61,8 +64,8 @@ def mapped(change: Callable[[Any], Any], value: Any, kind: type = Tensor, *, fai
     if isinstance(value, kind):
         return change(value)
     if not (items := list(_items(value))):
-        return value
-    changed = [(key, mapped(change, item, kind, faithful=faithful)) for key, item in items]
+        return value if others or isinstance(value, (tuple, list, Mapping)) else None
+    changed = [(key, mapped(change, item, kind, faithful=faithful, others=others)) for key, item in items]
     if isinstance(value, tuple):
         return _tuple_like(value, [item for _, item in changed])
     if isinstance(value, list):

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -132,7 +133,7 @@ class Ring(Mapping[Any, list[Any]]):
         self._pages.append(page)
         if not outside:
             self._passes += 1
-            while self._passes > limit or self._pages[0].outside:
+            while self._passes > limit:  # calls outside go with the pass before them
                 old = self._pages.popleft()
                 self._passes -= not old.outside
                 self._count -= len(old)
@@ -188,6 +189,10 @@ class Ring(Mapping[Any, list[Any]]):
     def __len__(self) -> int:
         return sum(1 for _ in iter(self))
 
+    def __repr__(self) -> str:
+        values = sum(1 for _ in self.entries())
+        return f"Ring({values} values of {len(self)} sites, {in_units(self.nbytes)})"
+
     def _drop_oldest(self) -> None:
         while not self._pages[0]:
             empty = self._pages.popleft()
@@ -220,11 +225,12 @@ def _site_of(key: Any) -> Site:
 class Gradients(Held):
     """The gradients of one recorded value, leaf by leaf as they come; None where none came."""
 
-    __slots__ = ("__weakref__", "found", "shape")
+    __slots__ = ("__weakref__", "finish", "found", "shape")
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, finish: Callable[[Any], Any] | None = None) -> None:
         self.found: list[Any] = []
-        self.shape = mapped(self._slot, value)
+        self.shape = mapped(self._slot, value, others=False)
+        self.finish = finish  # a transform of the whole, which is there only when it is read
 
     def _slot(self, _: Tensor) -> Slot:
         self.found.append(None)
@@ -234,7 +240,8 @@ class Gradients(Held):
         return mapped(lambda slot: peek(self.found[slot.number]), self.shape, kind=Slot)
 
     def read(self) -> Any:
-        return mapped(lambda slot: read(self.found[slot.number]), self.shape, kind=Slot)
+        value = mapped(lambda slot: read(self.found[slot.number]), self.shape, kind=Slot)
+        return value if self.finish is None else self.finish(value)
 
 
 class Slot:
@@ -301,11 +308,16 @@ class Record(Sink):
         return record
 
     def _gradients_act(self, tap: Tap, site: Site, number: int, position: int) -> Act:
-        keep = self._keeper(tap, site)
+        keep_leaf, keep_part = self._keeper(tap, site), self._keeper(replace(tap, transform=None), site)
         store = self.store
 
+        def finish(value: Any) -> Any:
+            return tap.transformed(value, site)
+
         def record(pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> Receive:
-            gradients = Gradients(value)
+            is_leaf = isinstance(value, Tensor)
+            keep = keep_leaf if is_leaf else keep_part
+            gradients = Gradients(value, None if is_leaf or tap.transform is None else finish)
             store.put(pass_.pages[position], number, call, gradients)
             kept_gradients = weakref.ref(gradients)  # a graph that lives on must not keep evicted ones
 
