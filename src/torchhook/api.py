@@ -9,10 +9,13 @@ import torch
 from torch import nn
 
 from torchhook.captured import Capture
-from torchhook.core.selection import Query, require_module
-from torchhook.core.session import ScopeName
+from torchhook.core.selection import Query, Selector, require_module
+from torchhook.core.session import ScopeName, Session
+from torchhook.core.site import Port
+from torchhook.core.tap import Tap, require_count
 from torchhook.costs import Overhead, compared
-from torchhook.sinks.memory import Copy
+from torchhook.sinks.memory import Copy, Record, Ring
+from torchhook.sinks.transfer import free_memory
 from torchhook.tracing import Trace
 
 
@@ -61,23 +64,21 @@ def capture(
     >>> acts.order
     [('0', 0), ('1', 0)]
     """
-    return Capture(
-        model,
-        queries,
-        inputs=inputs,
-        outputs=outputs,
-        grads=grads,
-        params=params,
-        keep=keep,
-        transform=transform,
-        to=to,
-        dtype=dtype,
-        copy_mode=copy,
-        max_bytes=max_bytes,
-        stop=stop,
-        scope=scope,
-        group=group,
-    )
+    require_module(model)
+    ports = _ports(inputs=inputs, outputs=outputs, grads=grads, params=params)
+    if not isinstance(stop, bool):
+        raise TypeError(f"stop must be True or False, not {stop!r}")
+    if stop and grads:
+        raise ValueError("stop=True ends the forward, so there is no backward to take grads from; drop one")
+    if keep is not None:
+        require_count(keep, "keep")
+    elif max_bytes is None:
+        max_bytes = free_memory(_home(model, to)) // 2
+    ring = Ring(max_passes=keep, max_bytes=max_bytes)
+    sink = Record(ring, copy=copy, to=to, dtype=dtype)
+    where = Selector.union(queries)
+    taps = [Tap(where, sink, port, transform=transform, group=group) for port in ports]
+    return Capture(Session(model, taps, scope=scope, stop=stop), ring, ports)
 
 
 def trace(model: nn.Module, *queries: Query, file: TextIO | None = None, quiet: bool = False) -> Trace:
@@ -111,3 +112,27 @@ def overhead(model: nn.Module, x: Any, *queries: Query, runs: int = 30, **option
     require_module(model)
     args, kwargs = (x, {}) if isinstance(x, tuple) else ((), x) if isinstance(x, Mapping) else ((x,), {})
     return compared(model, lambda: model(*args, **kwargs), lambda: capture(model, *queries, **options), runs)
+
+
+def _ports(**flags: bool) -> list[Port]:
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be True or False, not {flag!r}")
+    wanted: dict[Port, bool] = {
+        "input": flags["inputs"],
+        "output": flags["outputs"],
+        "grad_output": flags["grads"],
+        "param": flags["params"],
+        "param_grad": flags["params"] and flags["grads"],
+    }
+    ports = [port for port, want in wanted.items() if want]
+    if not ports:
+        raise ValueError("nothing to capture: one of inputs, outputs, grads and params must be True")
+    return ports
+
+
+def _home(model: nn.Module, to: torch.device | str | None) -> torch.device:
+    """Where what is captured will lie."""
+    if to is not None:
+        return torch.device(to)
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import copy
 import html
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
-import torch
-from torch import nn
-
-from torchhook.core.selection import Query, Selector, nearest, require_module
-from torchhook.core.session import ScopeName, Session
+from torchhook.core.selection import nearest
+from torchhook.core.session import Session
 from torchhook.core.site import Port
 from torchhook.core.snapshot import peek, read
-from torchhook.core.tap import Tap, require_count
 from torchhook.core.trees import Arguments, leaves, nbytes
 from torchhook.errors import NotRecordedError, SessionError
-from torchhook.sinks.memory import Copy, Entry, Record, Ring
-from torchhook.sinks.transfer import free_memory
+from torchhook.sinks.memory import Entry, Ring
 from torchhook.text import html_table, in_units, shape_of, table
 
 
@@ -143,42 +138,11 @@ class Calls:
 class Capture(Mapping[str, Calls]):
     """Values recorded at some places of a model; see `torchhook.capture`."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        queries: tuple[Query, ...],
-        *,
-        inputs: bool,
-        outputs: bool,
-        grads: bool,
-        params: bool,
-        keep: int | None,
-        transform: Callable[[Any], Any] | None,
-        to: torch.device | str | None,
-        dtype: torch.dtype | None,
-        copy_mode: Copy,
-        max_bytes: int | None,
-        stop: bool,
-        scope: ScopeName,
-        group: str | None,
-    ) -> None:
-        require_module(model)
-        if keep is not None:
-            require_count(keep, "keep")
-        if stop and grads:
-            raise ValueError("stop=True ends the forward, so there is no backward to take grads from; drop one")
-        ports = _ports(inputs=inputs, outputs=outputs, grads=grads, params=params)
-        if not isinstance(stop, bool):
-            raise TypeError(f"stop must be True or False, not {stop!r}")
-        if keep is None and max_bytes is None:
-            max_bytes = free_memory(_home(model, to)) // 2
+    def __init__(self, session: Session, ring: Ring, ports: list[Port]) -> None:
+        self._session = session
+        self._ring = ring
         self._ports = ports
         self._final: dict[str, Calls] | None = None
-        self._ring = Ring(max_passes=keep, max_bytes=max_bytes)
-        sink = Record(self._ring, copy=copy_mode, to=to, dtype=dtype)
-        where = Selector.union(queries)
-        taps = [Tap(where, sink, port, transform=transform, group=group) for port in ports]
-        self._session = Session(model, taps, scope=scope, stop=stop)
 
     def attach(self) -> Capture:
         """Begin to record. (``with`` does this.)"""
@@ -277,27 +241,3 @@ _HEADER = ("site", "module", "calls", "shape", "dtype", "bytes")
 def _look(value: Any) -> tuple[str, str, str]:
     dtypes = dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for _, tensor in leaves(value))
     return shape_of(value), "/".join(dtypes), in_units(nbytes(value))
-
-
-def _ports(**flags: bool) -> list[Port]:
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} must be True or False, not {flag!r}")
-    wanted: dict[Port, bool] = {
-        "input": flags["inputs"],
-        "output": flags["outputs"],
-        "grad_output": flags["grads"],
-        "param": flags["params"],
-        "param_grad": flags["params"] and flags["grads"],
-    }
-    ports = [port for port, want in wanted.items() if want]
-    if not ports:
-        raise ValueError("nothing to capture: one of inputs, outputs, grads and params must be True")
-    return ports
-
-
-def _home(model: nn.Module, to: torch.device | str | None) -> torch.device:
-    """Where what is captured will lie."""
-    if to is not None:
-        return torch.device(to)
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

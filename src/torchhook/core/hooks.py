@@ -92,11 +92,7 @@ class OutputHook(Hook):
         pass_ = self.pass_of(module)
         if pass_ is None:
             return None
-        try:
-            return self.act(pass_, pass_.count(self.index), output, args)
-        except Exception as error:
-            self.point.fail(error)
-            raise
+        return self.point.guarded(self.act, pass_, pass_.count(self.index), output, args)
 
 
 class KeepHook(Hook):
@@ -151,18 +147,16 @@ class InputHook(Hook):
         if pass_ is None:
             return None
         call = pass_.count(self.index)
-        value = Arguments(args, kwargs)
-        views = None
-        try:
-            self.act(pass_, call, value, args)
-            if self.catches:
-                receives = [catch(pass_, call, value, args) for catch in self.catches]
-                views = Views(value, receives)
-        except Exception as error:
-            self.point.fail(error)
-            raise
+        views = self.point.guarded(self.begin, pass_, call, Arguments(args, kwargs), args)
         pass_.enter(self.index, call, views, args if views is None else views.arguments.args)
         return None if views is None else tuple(views.arguments)
+
+    def begin(self, pass_: Pass, call: int, value: Arguments, args: tuple[Any, ...]) -> Views | None:
+        """Run the acts, and make the views if gradients are wanted."""
+        self.act(pass_, call, value, args)
+        if not self.catches:
+            return None
+        return Views(value, [catch(pass_, call, value, args) for catch in self.catches])
 
 
 class PairedOutputHook(Hook):
@@ -179,13 +173,9 @@ class PairedOutputHook(Hook):
         if entered is None:
             return None
         call, views = entered
-        try:
-            if views is not None:
-                views.hook(self.point)
-            return self.act(pass_, call, output, args)
-        except Exception as error:
-            self.point.fail(error)
-            raise
+        if views is not None:
+            views.hook(self.point)
+        return self.point.guarded(self.act, pass_, call, output, args)
 
 
 class Views:
@@ -264,14 +254,9 @@ class GradHook:
         self.address = address
 
     def __call__(self, gradient: Tensor | None) -> None:
-        if gradient is None or not self.point.scope.alive:
-            return
-        try:
+        if gradient is not None and self.point.scope.alive:
             for receive in self.receives:
-                receive(self.number, self.address, gradient)
-        except Exception as error:
-            self.point.fail(error)
-            raise
+                self.point.guarded(receive, self.number, self.address, gradient)
 
 
 class ParamGradHook(Hook):
@@ -282,13 +267,8 @@ class ParamGradHook(Hook):
 
     def __call__(self, parameter: Tensor) -> None:
         pass_ = self.scope.route_backward()
-        if pass_ is None or parameter.grad is None:
-            return
-        try:
-            self.act(pass_, pass_.count(self.index), parameter.grad, ())
-        except Exception as error:
-            self.point.fail(error)
-            raise
+        if pass_ is not None and parameter.grad is not None:
+            self.point.guarded(self.act, pass_, pass_.count(self.index), parameter.grad, ())
 
 
 class Door:
@@ -424,13 +404,17 @@ class Point:
             acts.append(_stopping(self.scope.token))
         return chained(acts)
 
-    def fail(self, error: Exception) -> None:
-        """A tap raised: end its session. The error goes on to whoever called the model."""
-        session = self.session()
-        if session is not None and session.detach_on_error:
-            session.abandon()
-        if hasattr(error, "add_note"):
-            error.add_note(f"(raised in a tap at {self.path!r})")
+    def guarded(self, action: Callable[..., Any], *args: Any) -> Any:
+        """Run a tap. One that raises ends its session; the error goes on to whoever called the model."""
+        try:
+            return action(*args)
+        except Exception as error:
+            session = self.session()
+            if session is not None and session.detach_on_error:
+                session.abandon()
+            if hasattr(error, "add_note"):
+                error.add_note(f"(raised in a tap at {self.path!r})")
+            raise
 
     def _install_on_module(self, module: nn.Module) -> None:
         hook: Hook

@@ -106,11 +106,7 @@ class Marks:
         act = self.acts[path]
         if act is None:
             return value
-        try:
-            continued = act(pass_, pass_.count(point.index), value, (value,))
-        except Exception as error:
-            point.fail(error)
-            raise
+        continued = point.guarded(act, pass_, pass_.count(point.index), value, (value,))
         return value if continued is None else continued
 
     def _point(self, path: str, owner: str, name: str, module: nn.Module) -> Point:
