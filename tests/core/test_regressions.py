@@ -339,6 +339,21 @@ def test_attaching_in_the_middle_of_a_forward():
     assert hooks_of(net)["inner", "_forward_hooks"] == {}
 
 
+def test_a_tap_added_in_the_middle_of_a_forward():
+    class Adds(nn.Module):
+        def forward(self, x):
+            if len(session.taps) == 0:
+                session.add(Tap("1", Record(ring)))
+            return x
+
+    net, ring = nn.Sequential(Adds(), nn.Identity()), Ring(max_passes=1)
+    with Session(net, []) as session:
+        net(torch.tensor(1))
+        assert [int(value) for value in ring["1"]] == [1]
+        net(torch.tensor(2))
+        assert [int(value) for value in ring["1"]] == [2]
+
+
 def test_a_recursive_call_that_raised_does_not_take_the_outer_calls_place():
     class Recursive(nn.Module):
         def forward(self, depth):

@@ -63,13 +63,17 @@ class Pass:
         self.counts = [0] * scope.sites
         self.waiting = scope.awaited  # sites that must be seen before the pass can stop
         self.pages = pages
-        if pages:  # for the hooks in a hurry
-            self.keep = pages[0].append
-            self.graded = torch.is_grad_enabled()  # whether what flows may have a graph
         self.outside = outside
         self.loose = outside  # nobody will say that it ended; the next pass ends it
         self.stack: list[tuple[int, int, Any, Any]] = []  # calls under way: index, call, luggage, arguments
         self.device: torch.device | None = None
+        if pages:
+            self.prepare()
+
+    def prepare(self) -> None:
+        """For the hooks in a hurry, which write to the first page."""
+        self.keep = self.pages[0].append
+        self.graded = torch.is_grad_enabled()  # whether what flows may have a graph
 
     def count(self, index: int) -> int:
         """The number of this call of module `index`, from 0."""
@@ -140,6 +144,7 @@ class Scope:
         if self.last is not None:
             for pass_ in {self.last, *self.passes.values()}:
                 pass_.pages.append(keeper.page(pass_.number, pass_.outside))
+                pass_.prepare()
         return len(self.keepers) - 1
 
     def begin(self, module: nn.Module, args: tuple[Any, ...]) -> bool:
