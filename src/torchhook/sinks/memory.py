@@ -258,6 +258,13 @@ class Record(Sink):
 
     `copy` is ``"lazy"`` (copy on write), ``"clone"``, or ``"reference"``, which keeps the tensor itself
     and raises on reading if it was overwritten since. `to` and `dtype` move and cast what is kept.
+
+    >>> from torchhook import Record, Session, Tap
+    >>> model, record = nn.Sequential(nn.ReLU()), Record(dtype=torch.float16)
+    >>> with Session(model, [Tap("0", record)]):
+    ...     _ = model(torch.ones(2))
+    >>> record.store["0"]
+    [tensor([1., 1.], dtype=torch.float16)]
     """
 
     def __init__(
