@@ -26,6 +26,7 @@ from torchhook.extractor import FeatureExtractor
 from torchhook.inventory import HookInfo, detach, hooks
 from torchhook.manager import HookManager
 from torchhook.sinks.memory import Record, Ring
+from torchhook.sinks.store import Store
 from torchhook.summary import (
     count_parameters,
     format_parameter_count,
@@ -53,6 +54,7 @@ __all__ = [
     "SessionError",
     "Sink",
     "Site",
+    "Store",
     "Tap",
     "TapError",
     "TorchhookError",

@@ -14,7 +14,7 @@ from torchhook.core.site import Port
 from torchhook.core.snapshot import peek, read
 from torchhook.core.trees import Arguments, leaves, nbytes
 from torchhook.errors import NotRecordedError, SessionError
-from torchhook.sinks.memory import Entry, Ring
+from torchhook.sinks.store import Entry, Store
 from torchhook.text import html_table, in_units, shape_of, table
 
 
@@ -138,9 +138,9 @@ class Calls:
 class Capture(Mapping[str, Calls]):
     """Values recorded at some places of a model; see `torchhook.capture`."""
 
-    def __init__(self, session: Session, ring: Ring, ports: list[Port]) -> None:
+    def __init__(self, session: Session, store: Store, ports: list[Port]) -> None:
         self._session = session
-        self._ring = ring
+        self._store = store
         self._ports = ports
         self._final: dict[str, Calls] | None = None
 
@@ -169,7 +169,7 @@ class Capture(Mapping[str, Calls]):
     @property
     def nbytes(self) -> int:
         """The bytes of all that is kept."""
-        return self._ring.nbytes
+        return self._store.nbytes
 
     def __getitem__(self, path: str) -> Calls:
         if self._session.state == "new":
@@ -204,7 +204,7 @@ class Capture(Mapping[str, Calls]):
             of_path._ports.append(site.port)
             if "param" not in site.port:
                 of_path.module_class = kind
-        for entry in self._ring.entries():
+        for entry in self._store.entries():
             calls[entry.site.path]._entries.append(entry)
         if self._session.state == "detached":
             self._final = calls
@@ -212,7 +212,7 @@ class Capture(Mapping[str, Calls]):
 
     def _in_order(self) -> list[Entry]:
         """One entry a call: the output where that is recorded, else what is."""
-        kept = list(self._ring.entries())
+        kept = list(self._store.entries())
         for port in ("output", "input", "grad_output"):
             if port in self._ports:
                 return [entry for entry in kept if entry.site.port == port]

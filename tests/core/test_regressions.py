@@ -191,7 +191,7 @@ def test_threads_that_inherit_the_context_do_not_mix():
     mine, everybodys = asyncio.run(main())
     assert len(mine) == 0
     by_pass = {}
-    for entry in everybodys._ring.entries():
+    for entry in everybodys._store.entries():
         by_pass.setdefault(entry.pass_number, []).append(int(entry.value))
     assert len(by_pass) == 40 and all(len(values) == 2 and len(set(values)) == 1 for values in by_pass.values())
 

@@ -105,9 +105,9 @@ def test_gradients_count_too():
 
 
 def test_keeping_all_passes_has_a_default_budget():
-    ring = capture(net(), keep=None)._ring
+    ring = capture(net(), keep=None)._store
     assert 2**28 < ring.max_bytes < 2**50
-    assert capture(net(), keep=1)._ring.max_bytes is None
+    assert capture(net(), keep=1)._store.max_bytes is None
 
 
 @pytest.mark.parametrize("copy", ["lazy", "clone"])

@@ -105,4 +105,4 @@ def test_parameter_gradients_are_routed_from_autograds_threads_to_their_session(
 def test_a_budget_of_the_devices_memory():
     model = nn.Sequential(nn.Linear(8, 8)).cuda()
     free, _ = torch.cuda.mem_get_info()
-    assert abs(capture(model, keep=None)._ring.max_bytes - free // 2) < 2**28
+    assert abs(capture(model, keep=None)._store.max_bytes - free // 2) < 2**28

@@ -9,9 +9,9 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,27 +22,12 @@ from torchhook.core.site import Site
 from torchhook.core.snapshot import Alias, Held, cloned, frozen, peek, read, weight
 from torchhook.core.tap import Act, Keep, Receive, Sink, Tap, require_count
 from torchhook.core.trees import Address, Arguments, mapped
-from torchhook.errors import BudgetError, NotRecordedError
+from torchhook.errors import BudgetError
+from torchhook.sinks.store import Entry, Store
 from torchhook.sinks.transfer import Transfer, free_memory
 from torchhook.text import in_units
 
 Copy = Literal["lazy", "reference", "clone"]
-
-
-class Entry(NamedTuple):
-    """One recorded value with its address."""
-
-    pass_number: int
-    site: Site
-    call: int
-    value: Any
-
-    def read(self) -> Any:
-        """The value as the user sees it: there, still right, without a graph, and unwrapped."""
-        value = read(self.value)
-        if isinstance(value, Tensor):
-            return value.detach() if value.requires_grad else value  # enable_grad inside of no_grad
-        return value.unwrapped() if isinstance(value, Arguments) else value
 
 
 class OutsidePage(Page):
@@ -62,13 +47,12 @@ class OutsidePage(Page):
             del self[same[0]]
 
 
-class Ring(Mapping[Any, list[Any]]):
+class Ring(Store):
     """A bounded store in memory: a mapping of site to the recorded values, oldest first.
 
     It keeps the newest `max_passes` passes and the newest `max_entries` values; the oldest make
     room. `max_bytes` never evicts: the value that would exceed it raises `BudgetError` instead. With
-    no cap at all, the budget is half of the memory that is free. A key is a `Site`, a path (meaning
-    its output) or a pair of path and port.
+    no cap at all, the budget is half of the memory that is free.
 
     >>> from torch import nn
     >>> from torchhook import Record, Ring, Session, Tap
@@ -98,14 +82,6 @@ class Ring(Mapping[Any, list[Any]]):
         self._count = 0  # entries, where `put` puts them
         self._at_most = 0  # bytes kept, an upper bound
         self._lock = threading.RLock()  # for threads that share a session
-
-    __eq__ = object.__eq__  # two stores are two, also while both are empty
-    __hash__ = object.__hash__
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all that is kept."""
-        return sum(weight(entry.value) for entry in self.entries())
 
     def entries(self) -> Iterator[Entry]:
         """All that is kept, in execution order, each value with its address."""
@@ -138,6 +114,10 @@ class Ring(Mapping[Any, list[Any]]):
                 self._passes -= not old.outside
                 self._count -= len(old)
         return page
+
+    def takes_anything(self) -> bool:
+        """Only passes make room here."""
+        return self.max_passes is not None and self.max_bytes is None and self.max_entries is None
 
     def newest_page(self, number: int) -> Page:
         """The page of pass `number`, begun now if it is a new one."""
@@ -175,24 +155,6 @@ class Ring(Mapping[Any, list[Any]]):
                     raise self._budget_error(site, size)
             self._at_most += size
 
-    def __getitem__(self, key: Any) -> list[Any]:
-        site = _site_of(key)
-        values = [entry.read() for entry in self.entries() if entry.site == site]
-        if not values:
-            kept = ", ".join(map(str, list(self)[:5])) or "nothing"
-            raise NotRecordedError(f"no {site} is kept; there is: {kept}")
-        return values
-
-    def __iter__(self) -> Iterator[Site]:
-        return iter(dict.fromkeys(entry.site for entry in self.entries()))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in iter(self))
-
-    def __repr__(self) -> str:
-        values = sum(1 for _ in self.entries())
-        return f"Ring({values} values of {len(self)} sites, {in_units(self.nbytes)})"
-
     def _drop_oldest(self) -> None:
         while not self._pages[0]:
             empty = self._pages.popleft()
@@ -212,14 +174,6 @@ class Ring(Mapping[Any, list[Any]]):
             f" max_bytes={self.max_bytes} ({in_units(self._at_most)} are taken: {taken}); select fewer sites,"
             " keep fewer passes, shrink values with transform= or dtype=, or raise max_bytes"
         )
-
-
-def _site_of(key: Any) -> Site:
-    if isinstance(key, str):
-        return Site(key)
-    if isinstance(key, tuple) and len(key) == 2:
-        return Site(*key)
-    raise TypeError(f"a key is a Site, a path or a pair of path and port, not {key!r}")
 
 
 class Gradients(Held):
@@ -269,27 +223,26 @@ class Record(Sink):
 
     def __init__(
         self,
-        store: Ring | None = None,
+        store: Store | None = None,
         *,
         copy: Copy = "lazy",
         to: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if store is not None and not isinstance(store, Ring):
-            raise TypeError(f"store must be a Ring, not {store!r}")
+        if store is not None and not isinstance(store, Store):
+            raise TypeError(f"store must be a Store such as Ring(...), not {store!r}")
         if copy not in ("lazy", "reference", "clone"):
             raise ValueError(f"copy must be 'lazy', 'reference' or 'clone', not {copy!r}")
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype, not {dtype!r}")
         if copy == "reference" and (to is not None or dtype is not None):
             raise ValueError("copy='reference' keeps the tensor itself: leave out to= and dtype=")
-        self.store = Ring(max_passes=1) if store is None else store
+        self.store: Store = Ring(max_passes=1) if store is None else store
         self.copy = copy
         self.transfer = None
         if to is not None or dtype is not None:
             self.transfer = Transfer(_device(to), dtype)
-        capped = self.store.max_passes is None or self.store.max_bytes or self.store.max_entries
-        self.plain = copy == "lazy" and self.transfer is None and not capped
+        self.plain = copy == "lazy" and self.transfer is None and self.store.takes_anything()
 
     def receive(self, event: Event) -> None:
         """Keep one event's value. (In a session, acts bound for each site do this without events.)"""
