@@ -134,7 +134,8 @@ def test_stop_waits_for_every_site_and_only_the_first_call_of_each():
     assert acts["0"].input.item() == 1
 
 
-def test_stop_is_not_caught_by_the_models_own_handlers():
+@pytest.mark.parametrize("caught", [Exception, BaseException])
+def test_a_models_own_handlers_do_not_undo_a_stop(caught):
     class Guarded(nn.Module):
         def __init__(self):
             super().__init__()
@@ -143,11 +144,13 @@ def test_stop_is_not_caught_by_the_models_own_handlers():
         def forward(self, x):
             try:
                 return self.layer(x)
-            except Exception:
+            except caught:
                 return "caught"
 
-    with capture(Guarded(), "layer", stop=True) as acts:
-        assert acts._session.model(torch.ones(1)) is None
+    model = Guarded()
+    with capture(model, "layer", stop=True) as acts:
+        assert model(torch.ones(1)) is None
+    assert acts["layer"].output.item() == 1 and model(torch.ones(1)).item() == 1
 
 
 def test_stop_of_one_session_beside_another():

@@ -172,7 +172,8 @@ class Scope:
 
     def has_stopped(self) -> bool:
         """Whether the pass that this thread began has seen all that it waited for."""
-        return self.awaited > 0 and self.passes[threading.get_ident()].waiting == 0
+        pass_ = self.passes.get(threading.get_ident())  # gone if the session was closed meanwhile
+        return self.awaited > 0 and pass_ is not None and pass_.waiting == 0
 
     def route(self, module: nn.Module) -> Pass | None:
         """The pass that a call of `module` belongs to, or None if it is not this session's to see."""
@@ -235,7 +236,7 @@ class Scope:
         return pass_
 
     def _twin(self, pass_: Pass) -> Pass:
-        return Pass(pass_.number, self, pass_.pages)
+        return Pass(pass_.number, self, list(pass_.pages))
 
 
 _lock = threading.RLock()
