@@ -401,9 +401,9 @@ def test_a_stopping_session_still_stops_after_a_tap_went():
 
 
 def test_a_stopping_session_that_is_detached_in_the_middle_of_a_forward():
-    net = nn.Sequential(nn.Identity(), Returning(lambda x: (detach(net), x)[1]), nn.Identity())
-    with capture(net, "0", "2", stop=True) as acts:
-        assert net(torch.tensor(3)).item() == 3
+    net = nn.Sequential(nn.Identity(), Returning(lambda x: (acts.detach(), x)[1]), nn.Identity())
+    acts = capture(net, "0", "2", stop=True).attach()
+    assert net(torch.tensor(3)).item() == 3
     assert acts["0"].output.item() == 3 and acts["2"].outputs == []
 
 
