@@ -5,20 +5,24 @@ with torchhook.capture(model, "layer4.*", nn.ReLU, grads=True) as acts:
 acts["layer4.1"].output, acts["layer4.1"].grad
 """
 
+from torchhook import edits as edits
 from torchhook.api import capture, overhead, trace
 from torchhook.captured import Calls, Capture
+from torchhook.core.edit import Edit
 from torchhook.core.event import Event
 from torchhook.core.marks import mark
 from torchhook.core.selection import Selector, glob, marked, of_type, regex, select
 from torchhook.core.session import Session
 from torchhook.core.site import Site
 from torchhook.core.tap import Sink, Tap, every, first, sample
+from torchhook.editing import arm, clip_gradients, edit, skip
 from torchhook.errors import (
     BudgetError,
     NotRecordedError,
     OverwrittenError,
     SelectionError,
     SessionError,
+    SilentError,
     TapError,
     TorchhookError,
 )
@@ -33,6 +37,7 @@ from torchhook.summary import (
     get_layerwise_parameter_count,
     model_summary,
 )
+from torchhook.sweeping import Sweep, sweep
 
 __version__ = "1.0.0.dev0"
 
@@ -40,6 +45,7 @@ __all__ = [
     "BudgetError",
     "Calls",
     "Capture",
+    "Edit",
     "Event",
     "FeatureExtractor",
     "HookInfo",
@@ -52,15 +58,20 @@ __all__ = [
     "Selector",
     "Session",
     "SessionError",
+    "SilentError",
     "Sink",
     "Site",
     "Store",
+    "Sweep",
     "Tap",
     "TapError",
     "TorchhookError",
+    "arm",
     "capture",
+    "clip_gradients",
     "count_parameters",
     "detach",
+    "edit",
     "every",
     "first",
     "format_parameter_count",
@@ -75,5 +86,7 @@ __all__ = [
     "regex",
     "sample",
     "select",
+    "skip",
+    "sweep",
     "trace",
 ]

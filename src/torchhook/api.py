@@ -11,10 +11,12 @@ from torch import nn
 from torchhook.captured import Capture
 from torchhook.core.selection import Query, Selector, require_module
 from torchhook.core.session import ScopeName, Session
+from torchhook.core.silence import OnSilent
 from torchhook.core.site import Port
-from torchhook.core.tap import Tap, require_count
+from torchhook.core.tap import Sink, Tap, require_count
 from torchhook.costs import Overhead, compared
 from torchhook.sinks.memory import Copy, Record, Ring
+from torchhook.sinks.static import StaticRecord
 from torchhook.sinks.transfer import free_memory
 from torchhook.tracing import Trace
 
@@ -34,6 +36,10 @@ def capture(
     max_bytes: int | None = None,
     stop: bool = False,
     scope: ScopeName = "thread",
+    recomputed: bool = False,
+    full: bool = False,
+    static: bool = False,
+    on_silent: OnSilent | None = None,
     group: str | None = None,
 ) -> Capture:
     """Record what flows at the places that `queries` select (none: every leaf), as it flowed.
@@ -51,7 +57,14 @@ def capture(
             than tensors and their containers, such as a cache of keys and values, are kept as they are.
         max_bytes: The most to hold; the value that would exceed it raises `BudgetError`.
         stop: End the forward, which then returns None, once every selected site was seen.
-        scope: ``"thread"`` sees the passes of the thread and context that attach; ``"all"`` everybody's.
+        scope: ``"thread"`` sees the passes of the thread and context that attach; ``"all"`` everybody's, as
+            do taps inside a compiled graph.
+        recomputed: Keep what a checkpoint computes again in the backward, too (``.recomputed`` tells which).
+        full: Of a sharded tensor keep the whole, which all ranks gather together: every rank has to capture.
+            Otherwise the local shard is kept.
+        static: Write into buffers that stay where they are, which a CUDA graph fills when it is replayed.
+        on_silent: What to do about sites that saw nothing: ``"raise"``, ``"warn"`` or ``"ignore"``. None
+            raises for a site named by its path and for a query none of whose sites fired, and warns of others.
         group: A label, for `torchhook.hooks` and `torchhook.detach`.
 
     >>> import torch
@@ -75,10 +88,17 @@ def capture(
     elif max_bytes is None:
         max_bytes = free_memory(_home(model, to)) // 2
     ring = Ring(max_passes=keep, max_bytes=max_bytes)
-    sink = Record(ring, copy=copy, to=to, dtype=dtype)
+    sink: Sink
+    if static:
+        if (keep, transform, to, dtype, copy, params, full) != (1, None, None, None, "lazy", False, False):
+            raise ValueError("static=True fills buffers: leave out keep, transform, to, dtype, copy, params and full")
+        sink = StaticRecord(ring)
+    else:
+        sink = Record(ring, copy=copy, to=to, dtype=dtype, full=full)
     where = Selector.union(queries)
     taps = [Tap(where, sink, port, transform=transform, group=group) for port in ports]
-    return Capture(Session(model, taps, scope=scope, stop=stop), ring, ports)
+    session = Session(model, taps, scope=scope, stop=stop, recomputed=recomputed, full=full, on_silent=on_silent)
+    return Capture(session, ring, ports)
 
 
 def trace(model: nn.Module, *queries: Query, file: TextIO | None = None, quiet: bool = False) -> Trace:
@@ -111,6 +131,7 @@ def overhead(model: nn.Module, x: Any, *queries: Query, runs: int = 30, **option
     """
     require_module(model)
     args, kwargs = (x, {}) if isinstance(x, tuple) else ((), x) if isinstance(x, Mapping) else ((x,), {})
+    options = {"on_silent": "ignore", **options}
     return compared(model, lambda: model(*args, **kwargs), lambda: capture(model, *queries, **options), runs)
 
 

@@ -85,6 +85,11 @@ class Calls:
         """The parameter as every call of the kept passes used it."""
         return self._all("param")
 
+    @property
+    def recomputed(self) -> list[bool]:
+        """Of every call of the kept passes, whether a checkpoint computed it again."""
+        return [entry.recomputed for entry in self._entries if entry.site.port == self._ports[0]]
+
     def __len__(self) -> int:
         """How many calls are kept."""
         return len({(entry.pass_number, entry.call) for entry in self._entries if entry.site.port != "param_grad"})
@@ -170,6 +175,11 @@ class Capture(Mapping[str, Calls]):
     def nbytes(self) -> int:
         """The bytes of all that is kept."""
         return self._store.nbytes
+
+    @property
+    def silent(self) -> dict[str, str]:
+        """The sites at which nothing was seen, by path, each with the likely reason; known at the end."""
+        return {site.path: reason for site, reason in reversed(self._session.silent.items())}
 
     def __getitem__(self, path: str) -> Calls:
         if self._session.state == "new":

@@ -3,6 +3,7 @@
 TorchhookError
 ├── SelectionError (ValueError)     a query is malformed, or nothing in the model answers to it
 ├── SessionError (RuntimeError)     a session was used in a state that does not allow it
+├── SilentError (RuntimeError)      what was asked for never came
 ├── TapError (RuntimeError)         a tap did what it must not, or its transform failed at a site
 ├── BudgetError (RuntimeError)      storing one more value would exceed ``max_bytes``
 ├── OverwrittenError (RuntimeError) a value kept by reference was overwritten before it was read
@@ -22,6 +23,10 @@ class SelectionError(TorchhookError, ValueError):
 
 class SessionError(TorchhookError, RuntimeError):
     """A session was used in a state that does not allow it."""
+
+
+class SilentError(TorchhookError, RuntimeError):
+    """A place was tapped by its name, or a whole query, and nothing was ever seen there."""
 
 
 class TapError(TorchhookError, RuntimeError):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from torchhook.core.hooks import Hook
+from torchhook.core.hooks import Hook, Sentinel
 from torchhook.core.marks import Marks, listening
 from torchhook.core.selection import require_module, walk
 from torchhook.core.session import Session
@@ -37,7 +37,7 @@ def hooks(model: nn.Module) -> list[HookInfo]:
 
     >>> from torchhook import capture
     >>> model = nn.Sequential(nn.ReLU())
-    >>> with capture(model, "0", group="analysis"):
+    >>> with capture(model, "0", group="analysis", on_silent="ignore"):
     ...     hooks(model)
     [HookInfo(path='0', port='output', owner='torchhook.Record', group='analysis')]
     """
@@ -50,7 +50,7 @@ def hooks(model: nn.Module) -> list[HookInfo]:
                 for tap, site, _ in hook.point.bound
                 if site.port in hook.ports
             ]
-        else:
+        elif not isinstance(hook, Sentinel):
             found.append(HookInfo(path, port, _owner(hook), None))
     for marks in _marks_of(model):
         found += [HookInfo(selector.label, tap.port, _owner(tap.action), tap.group) for tap, selector in marks.wanted]

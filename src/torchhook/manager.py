@@ -155,7 +155,7 @@ class HookManager:
         return self._paths[layer]
 
     def _new_session(self) -> Session:
-        return Session(self.model, scope="all", detach_on_error=False).attach()
+        return Session(self.model, scope="all", detach_on_error=False, on_silent="ignore").attach()
 
     def _new_key(self, kind: str) -> str:
         number = 0

@@ -1,8 +1,10 @@
-"""Plain text for people: sizes, shapes, aligned tables."""
+"""Plain text for people: sizes, shapes, aligned tables, warnings."""
 
 from __future__ import annotations
 
 import html
+import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,3 +68,11 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
     body = "".join(line("td", row) for row in rows)
     return f"<table><thead>{line('th', header)}</thead><tbody>{body}</tbody></table>"
+
+
+def warn(message: str) -> None:
+    """Warn the line of the user's that led here, however deep inside this package it shows."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith("torchhook"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)

@@ -38,7 +38,11 @@ class Trace:
         log = Log(file, quiet)  # apart from this object: hooks that held it would keep it alive
         where = Selector.union(queries)
         self.calls = log.calls
-        self._session = Session(model, [Tap(where, log.begin, "input"), Tap(where, log.end)])
+        self._session = Session(
+            model,
+            [Tap(where, log.begin, "input"), Tap(where, log.end)],
+            on_silent=None if queries else "ignore",  # what ran is what it tells
+        )
 
     def attach(self) -> Trace:
         """Begin to trace. (``with`` does this.)"""

@@ -20,6 +20,7 @@ from torchhook import (
     Ring,
     SelectionError,
     Session,
+    SilentError,
     Tap,
     capture,
     detach,
@@ -155,7 +156,7 @@ def test_a_copy_made_by_hand_runs_itself_and_records_nothing():
             return twin
 
     net = Net()
-    with capture(net) as acts:
+    with capture(net, on_silent="ignore") as acts:
         twin = copy.deepcopy(net)
         nn.init.constant_(twin.layer.weight, 100.0)
         assert twin(torch.ones(1, 1)).item() == 100
@@ -184,7 +185,10 @@ def test_threads_that_inherit_the_context_do_not_mix():
     net = nn.Sequential(nn.Identity(), nn.Identity())
 
     async def main():
-        with capture(net, keep=None) as mine, capture(net, keep=None, scope="all") as everybodys:
+        with (
+            capture(net, keep=None, on_silent="ignore") as mine,
+            capture(net, keep=None, scope="all") as everybodys,
+        ):
             await asyncio.gather(*[asyncio.to_thread(net, torch.tensor(number)) for number in range(40)])
         return mine, everybodys
 
@@ -334,7 +338,8 @@ def test_attaching_in_the_middle_of_a_forward():
     net = Net()
     with capture(net, "inner") as outer:
         net(torch.ones(1))
-    net.inner.acts.detach()
+    with pytest.raises(SilentError):
+        net.inner.acts.detach()
     assert len(outer) == 1 and len(net.inner.acts) == 0
     assert hooks_of(net)["inner", "_forward_hooks"] == {}
 
@@ -402,7 +407,7 @@ def test_a_stopping_session_still_stops_after_a_tap_went():
 
 def test_a_stopping_session_that_is_detached_in_the_middle_of_a_forward():
     net = nn.Sequential(nn.Identity(), Returning(lambda x: (acts.detach(), x)[1]), nn.Identity())
-    acts = capture(net, "0", "2", stop=True).attach()
+    acts = capture(net, "0", "2", stop=True, on_silent="ignore").attach()
     assert net(torch.tensor(3)).item() == 3
     assert acts["0"].output.item() == 3 and acts["2"].outputs == []
 
@@ -500,7 +505,7 @@ def test_owners_of_hooks_are_named_truly():
     def mine(event):
         return None
 
-    with Session(net, [Tap("0", mine), Tap("0", Record())]):
+    with Session(net, [Tap("0", mine), Tap("0", Record())], on_silent="ignore"):
         owners = [info.owner for info in hooks(net)]
     assert owners[0].endswith("test_owners_of_hooks_are_named_truly.<locals>.mine")
     assert not owners[0].startswith("torchhook.") and owners[1] == "torchhook.Record"

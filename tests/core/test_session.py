@@ -155,7 +155,7 @@ def test_a_models_own_handlers_do_not_undo_a_stop(caught):
 
 def test_stop_of_one_session_beside_another():
     model = net()
-    with capture(model) as whole, capture(model, "0", stop=True) as part:
+    with capture(model, on_silent="ignore") as whole, capture(model, "0", stop=True) as part:
         assert model(torch.ones(1, 4)) is None
     assert list(whole) == ["0"] and list(part) == ["0"]
     with pytest.raises(ValueError, match="stop=True.*grads"):
@@ -242,7 +242,7 @@ def test_an_error_of_a_tap_in_the_backward():
 
 def test_sites_are_listed_in_order():
     model = Shared()
-    with Session(model, [Tap(nn.Linear, print, port="param_grad"), Tap("**", Record())]) as session:
+    with Session(model, [Tap(nn.Linear, print, port="param_grad"), Tap("**", Record())], on_silent="ignore") as session:
         assert session.sites == [
             Site("first.weight", "param_grad"),
             Site("first.bias", "param_grad"),

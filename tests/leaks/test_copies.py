@@ -35,7 +35,8 @@ def test_a_copy_of_a_hooked_model_records_nothing(copied):
     ring = Ring()
     manager = HookManager(model)
     manager.add("0")
-    with capture(model, grads=True) as acts, Session(model, [Tap("*", Record(ring), port=port) for port in PORTS]):
+    taps = [Tap("*", Record(ring), port=port) for port in PORTS]
+    with capture(model, grads=True, on_silent="ignore") as acts, Session(model, taps, on_silent="ignore"):
         twin = copied(model)
         x = torch.ones(2, 3)
         torch.manual_seed(0)
@@ -73,7 +74,7 @@ def test_a_state_dict_is_as_ever():
 
 def test_a_shallow_copy_runs_itself():
     model = nn.Sequential(nn.Linear(3, 3))
-    with capture(model):
+    with capture(model, on_silent="ignore"):
         twin = copy.copy(model)
         twin._modules = {"0": nn.Linear(3, 7)}
         assert twin(torch.ones(1, 3)).shape == (1, 7)

@@ -5,14 +5,18 @@ serve all ports there. A hook holds its session weakly, and a copy or a pickle o
 stand-in from the standard library: copies of a hooked model record nothing and load anywhere.
 
 Gradients come from tensor hooks that the forward hook puts on what flows. They see the gradient of
-the value as it was there and then, also if a later op overwrites it, in any container.
+the value as it was there and then, also if a later op overwrites it, in any container. Where a forward
+is computed again in the backward (checkpointing), edits act again, and gradients that only the second
+run can tell are caught there.
+
+A hook that ``torch.compile`` traces leaves its `steps` in the graph instead (see `core.compiled`).
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from operator import attrgetter
@@ -21,23 +25,27 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from torchhook.core.passes import Pass, Scope
+from torchhook.core.compiled import Impossible, Inlay, Regrading, Retracing, Step, followed, leave, tracing
+from torchhook.core.edit import Editing, GradientEditing
+from torchhook.core.event import recomputing
+from torchhook.core.passes import Pass, StopForward
 from torchhook.core.site import Port, Site
 from torchhook.core.snapshot import snapshot
 from torchhook.core.tap import Act, Keep, Receive, Tap
 from torchhook.core.trees import Address, Arguments, leaves, replaced
-from torchhook.errors import SessionError
+from torchhook.errors import SessionError, TapError
 
 if TYPE_CHECKING:
     from torchhook.core.session import Session
 
-_CALL = nn.Module._wrapped_call_impl.__code__
 _thread = threading.get_ident
 _lazy_clone = torch._lazy_clone
 # tensor.data, and a TypeError for whatever else has such an attribute
 _data: Callable[[Tensor], Tensor] = vars(torch._C.TensorBase)["data"].__get__
 # torch numbers its handles without a lock. Reentrant, for a collected session may be released at any time.
 _registering = threading.RLock()
+_NEVER = -2  # the number of no pass
+_MOST_AWAITED = 1_000
 
 
 Bound = tuple[Tap, Site, Act]
@@ -51,24 +59,18 @@ class Removable(Protocol):
         """Take the hook away."""
 
 
-class StopForward(BaseException):
-    """Ends a forward once all is seen. Not an Exception: a model's own handlers must not catch it."""
-
-    def __init__(self, token: object) -> None:
-        self.token = token
-
-
 class Hook:
     """What torch calls: routes a call to its pass, then runs the acts bound to this place."""
 
-    __slots__ = ("act", "index", "point", "scope")
+    __slots__ = ("act", "index", "point", "scope", "steps")
     ports: ClassVar[tuple[Port, ...]] = ()
 
-    def __init__(self, point: Point, act: Act | None) -> None:
+    def __init__(self, point: Point, act: Act | None, steps: tuple[Step, ...] = ()) -> None:
         self.point = point
         self.scope = point.scope
         self.index = point.index
         self.act: Act = act or _nothing
+        self.steps = steps  # what it leaves in a compiled graph
 
     def pass_of(self, module: nn.Module) -> Pass | None:
         """The pass that this call belongs to, None if another thread's."""
@@ -89,9 +91,12 @@ class OutputHook(Hook):
     ports = ("output", "grad_output")
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if tracing():
+            return followed(self.steps, output)
         pass_ = self.pass_of(module)
         if pass_ is None:
-            return None
+            return self.point.repeated(output)
+        self.point.fired = True
         return self.point.guarded(self.act, pass_, pass_.count(self.index), output, args)
 
 
@@ -109,15 +114,20 @@ class KeepHook(Hook):
     def __init__(self, point: Point, act: Keep) -> None:
         self.point = point
         self.scope = point.scope
+        self.index = point.index
         self.site = act.site
-        self.number = -1  # of the pass that the value is from
+        self.number = _NEVER  # of the pass that the value is from
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if tracing():
+            leave(output, self.scope.key, self.index, 0)
+            return
         scope = self.scope
         pass_ = scope.current
         if pass_ is None or _thread() != scope.home:
             pass_ = scope.route(module)
             if pass_ is not None:
+                self.point.fired = True
                 pass_.keep((self.site, None, snapshot(output)))
             return
         try:
@@ -138,25 +148,41 @@ class InputHook(Hook):
     __slots__ = ("catches",)
     ports = ("param", "input", "grad_input")
 
-    def __init__(self, point: Point, act: Act | None, catches: list[Act]) -> None:
-        super().__init__(point, act)
+    def __init__(self, point: Point, act: Act | None, catches: list[Act], steps: tuple[Step, ...]) -> None:
+        super().__init__(point, act, steps)
         self.catches = catches
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if tracing():
+            return tuple(followed(self.steps, Arguments(args, kwargs)))
         pass_ = self.pass_of(module)
         if pass_ is None:
-            return None
+            return self.point.repeated_input(Arguments(args, kwargs))
+        self.point.fired = True
         call = pass_.count(self.index)
-        views = self.point.guarded(self.begin, pass_, call, Arguments(args, kwargs), args)
-        pass_.enter(self.index, call, views, args if views is None else views.arguments.args)
-        return None if views is None else tuple(views.arguments)
+        begun = self.point.guarded(self.begin, pass_, call, Arguments(args, kwargs), args)
+        pass_.enter(self.index, call, begun.views, begun.arguments.args)
+        return tuple(begun.arguments) if begun.arguments.args is not args or begun.changed else None
 
-    def begin(self, pass_: Pass, call: int, value: Arguments, args: tuple[Any, ...]) -> Views | None:
+    def begin(self, pass_: Pass, call: int, value: Arguments, args: tuple[Any, ...]) -> Begun:
         """Run the acts, and make the views if gradients are wanted."""
-        self.act(pass_, call, value, args)
+        changed = self.act(pass_, call, value, args)
+        value = value if changed is None else changed
         if not self.catches:
-            return None
-        return Views(value, [catch(pass_, call, value, args) for catch in self.catches])
+            return Begun(value, None, changed is not None)
+        receives = [catch(pass_, call, value, args) for catch in self.catches]
+        if pass_.graded and not torch.is_grad_enabled():
+            self.point.input_awaited.put(value, receives)
+        views = Views(value, receives)
+        return Begun(views.arguments, views, True)
+
+
+class Begun(NamedTuple):
+    """A call that begins: what the module is given, and what waits for its gradients."""
+
+    arguments: Arguments
+    views: Views | None
+    changed: bool
 
 
 class PairedOutputHook(Hook):
@@ -166,9 +192,11 @@ class PairedOutputHook(Hook):
     ports = ("output", "grad_output")
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if tracing():
+            return followed(self.steps, output)
         pass_ = self.pass_of(module)
         if pass_ is None:
-            return None
+            return self.point.repeated(output)
         entered = pass_.leave(self.index, args)
         if entered is None:
             return None
@@ -229,14 +257,18 @@ class Origin(NamedTuple):
         part = (x.shape, x.stride(), int(x.storage_offset() - base.storage_offset()))
         return Origin(base.grad_fn, base.output_nr, (base.shape, base.stride()), part)
 
-    def hook(self, hook: Callable[[Tensor], None], when: Callable[[], bool] = lambda: True) -> None:
+    def hook(self, hook: GradHook, when: Callable[[], bool] = lambda: True) -> None:
         """Have `hook` told of the tensor's gradient, if then `when` holds."""
 
         def told(grads: tuple[Tensor | None, ...]) -> None:
             gradient = grads[self.output]
             if gradient is not None and when():
                 whole = gradient.new_empty_strided(*self.whole).copy_(gradient)
-                hook(whole.as_strided(*self.part))
+                if hook(whole.as_strided(*self.part)) is not None:
+                    raise TapError(
+                        f"the gradient at {hook.point.path!r} cannot be edited, since a later op overwrote that value"
+                        " in place; make that op out of place, or edit the gradient one module further on"
+                    )
 
         self.node.register_prehook(told)
 
@@ -253,10 +285,10 @@ class GradHook:
         self.number = number
         self.address = address
 
-    def __call__(self, gradient: Tensor | None) -> None:
-        if gradient is not None and self.point.scope.alive:
-            for receive in self.receives:
-                self.point.guarded(receive, self.number, self.address, gradient)
+    def __call__(self, gradient: Tensor | None) -> Tensor | None:
+        if gradient is None or not self.point.scope.alive:
+            return None
+        return self.point.receive(self.receives, self.number, self.address, gradient)
 
 
 class ParamGradHook(Hook):
@@ -268,87 +300,53 @@ class ParamGradHook(Hook):
     def __call__(self, parameter: Tensor) -> None:
         pass_ = self.scope.route_backward()
         if pass_ is not None and parameter.grad is not None:
-            self.point.guarded(self.act, pass_, pass_.count(self.index), parameter.grad, ())
-
-
-class Door:
-    """Around a model's call while sessions look on: tells them of its passes, and lets them stop one.
-
-    It sits in the slot of ``Module.compile``, which is asked before all hooks and left out of copies
-    and pickles. Unlike hooks it sees every end of a forward, a KeyboardInterrupt too.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.inner = model._compiled_call_impl
-        self.scopes: tuple[Scope, ...] = ()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # for modules that copy or pickle all they have
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        model, call = self.model, self.inner or self.model._call_impl
-        frame = sys._getframe(1)
-        caller = frame.f_locals["self"] if frame.f_code is _CALL else model
-        if caller is not model:  # a replica of DataParallel's, or a copy made by hand, has our slot too
-            if not caller.__dict__.get("_is_replica"):
-                return caller._call_impl(*args, **kwargs)
-            model, call = caller, caller._call_impl
-        begun = [scope for scope in self.scopes if scope.begin(model, args)]
-        try:
-            result = call(*args, **kwargs)
-            return None if any(scope.has_stopped() for scope in begun) else result  # a bare except may eat the stop
-        except StopForward as stop:
-            if any(stop.token is scope.token for scope in begun):
-                return None
-            raise
-        finally:
-            for scope in begun:
-                scope.end()
-
-    @staticmethod
-    def open(model: nn.Module, scope: Scope) -> None:
-        """Let `scope` know of the model's passes."""
-        with _registering:
-            if not isinstance(model._compiled_call_impl, Door):
-                model._compiled_call_impl = Door(model)
-            door: Door = model._compiled_call_impl
-            door.scopes = (*door.scopes, scope)
-
-    @staticmethod
-    def close(model: nn.Module, scope: Scope) -> None:
-        """Undo `open`."""
-        with _registering:
-            door = model._compiled_call_impl
-            if not isinstance(door, Door):
-                return
-            door.scopes = tuple(known for known in door.scopes if known is not scope)
-            if not door.scopes:
-                del model._compiled_call_impl
-                if door.inner is not None:
-                    model._compiled_call_impl = door.inner
+            self.point.graded = True
+            changed = self.point.guarded(self.act, pass_, pass_.count(self.index), parameter.grad, ())
+            if changed is not None:
+                parameter.grad = changed
 
 
 class Point:
     """One place of a session, a module, a parameter or a mark: the acts bound there, the hooks for them."""
 
-    __slots__ = ("bound", "handles", "index", "path", "scope", "session", "stops", "target")
+    __slots__ = (
+        "awaited",
+        "bound",
+        "fired",
+        "first",
+        "graded",
+        "handles",
+        "hook",
+        "index",
+        "inlays",
+        "input_awaited",
+        "path",
+        "scope",
+        "session",
+        "stops",
+        "target",
+    )
 
     def __init__(self, session: Session, path: str, target: nn.Module | nn.Parameter, stops: bool) -> None:
         self.session = weakref.ref(session)
         self.scope = session.scope
-        self.index = self.scope.new_site()
+        self.index = self.scope.add(self)
         self.scope.awaited += stops
         self.path = path
         self.target = target
         self.stops = stops
+        self.first = session.full  # before others' hooks, which may hand on a part of the value alone
         # Tuples, since a model has many points and a tuple is the least to make.
         self.bound: tuple[Bound, ...] = ()
         self.handles: tuple[Removable, ...] = ()
+        self.inlays: tuple[Inlay, ...] = ()
+        self.hook: Hook | None = None  # the one after the forward
+        self.fired = False
+        self.graded = False  # whether a gradient came
 
-    def bind(self, tap: Tap, path: str, module: nn.Module, parameter: str | None = None) -> None:
-        """Let `tap` act here, on the site at `path`; `parameter` names the one of `module` that it is."""
-        site = Site(path, tap.port)
+    def bind(self, tap: Tap, path: str, module: nn.Module, port: Port, parameter: str | None = None) -> None:
+        """Let `tap` act here, on the `port` of `path`; `parameter` names the one of `module` that it is."""
+        site = Site(path, port)
         act = tap.bind(site, module, self.scope)
         if parameter is not None:
             act = _on_parameter(act, module, parameter)
@@ -416,22 +414,153 @@ class Point:
                 error.add_note(f"(raised in a tap at {self.path!r})")
             raise
 
+    def receive(self, receives: list[Receive], number: int, address: Address, gradient: Tensor) -> Tensor | None:
+        """A gradient came; the one that continues, if somebody changed it."""
+        self.graded = True
+        changed = None
+        for receive in receives:
+            continued = self.guarded(receive, number, address, gradient)
+            if continued is not None:
+                gradient = changed = continued
+        return changed
+
+    def repeated(self, output: Any) -> Any:
+        """A forward that is computed again: edits act again, and gradients are caught that only now can be."""
+        if not self._repeats():
+            return None
+        changed = self._edited("output", output)
+        receives = self.awaited.take(output if changed is None else changed)
+        if receives is None:
+            return changed
+        views = _hooked(output if changed is None else changed, receives, self)
+        return changed if views is None else views
+
+    def repeated_input(self, value: Arguments) -> Any:
+        """The same before it."""
+        if not self._repeats():
+            return None
+        changed = self._edited("input", value)
+        receives = self.input_awaited.take(value if changed is None else changed)
+        if receives is None:
+            return None if changed is None else tuple(changed)
+        views = Views(value if changed is None else changed, receives)
+        views.hook(self)
+        return tuple(views.arguments)
+
+    def silent(self) -> list[tuple[Tap, Site]]:
+        """What is bound here and saw nothing."""
+        fired = self.fired or (isinstance(self.hook, KeepHook) and self.hook.number != _NEVER)
+        seen = {"grad_input": self.graded, "grad_output": self.graded, "param_grad": self.graded}
+        return [(tap, site) for tap, site, _ in self.bound if not seen.get(site.port, fired)]
+
+    def inlay(self, number: int) -> Inlay:
+        """What a compiled graph knows by this number."""
+        if not self.inlays:
+            self.inlays = (Inlay(self, 0, self._acts("output"), []),)
+        return self.inlays[number]
+
+    def _repeats(self) -> bool:
+        return recomputing() and self.scope.sees_backward()
+
+    def _edited(self, port: Port, value: Any) -> Any:
+        edits = [act for act in self._acts(port) if isinstance(act, Editing)]
+        act = chained([_once_more(edit) for edit in edits])
+        return None if act is None else self.guarded(act, None, 0, value, ())
+
     def _install_on_module(self, module: nn.Module) -> None:
-        hook: Hook
         act = self.bound[0][2]
         if len(self.bound) == 1 and isinstance(act, Keep) and act.newest and not self.stops:
-            hook = KeepHook(self, act)
-        elif any(site.port in InputHook.ports for _, site, _ in self.bound):
-            before = chained(self._acts("param") + self._acts("input"))
-            before_hook = InputHook(self, before, self._acts("grad_input"))
-            self.handles = (module.register_forward_pre_hook(before_hook, with_kwargs=True),)
-            hook = PairedOutputHook(self, self.output_act())
+            self.hook = KeepHook(self, act)
         else:
-            hook = OutputHook(self, self.output_act())
-        self.handles += (module.register_forward_hook(hook),)
+            self._install_all(module)
+        hook: Any = self.hook
+        self.handles += (module.register_forward_hook(hook, prepend=self.first),)
+
+    def _install_all(self, module: nn.Module) -> None:
+        """The hooks for any mixture of ports."""
+        self.awaited, self.input_awaited, self.inlays = Awaited(), Awaited(), ()
+        before = any(site.port in InputHook.ports for _, site, _ in self.bound)
+        if before:
+            act = chained(self._acts("param") + self._acts("input"))
+            steps = self._steps(("param", "input"), "grad_input")
+            hook = InputHook(self, act, self._acts("grad_input"), steps)
+            self.handles = (module.register_forward_pre_hook(hook, with_kwargs=True, prepend=self.first),)
+        after = PairedOutputHook if before else OutputHook
+        self.hook = after(self, self.output_act(), self._steps(("output",), "grad_output"))
 
     def _acts(self, port: Port) -> list[Act]:
         return [act for _, site, act in self.bound if site.port == port]
+
+    def _steps(self, ports: tuple[Port, ...], graded: Port) -> tuple[Step, ...]:
+        """What a compiled graph gets of the acts at `ports`, and of those at `graded` after them."""
+        steps: list[Step] = []
+        for tap, site, act in self.bound:
+            if site.port not in ports:
+                continue
+            if not tap.edits:
+                steps.append(self._new_inlay([act], []))
+            elif isinstance(act, Editing):
+                steps.append(Retracing(act))
+            else:
+                steps.append(Impossible(f"the edit at the {site} has a schedule, which a compiled graph cannot follow"))
+        catches = [act for tap, site, act in self.bound if site.port == graded and not tap.edits]
+        if catches:
+            steps.append(self._new_inlay([], catches))
+        steps += [Regrading(act.editing) for act in self._acts(graded) if isinstance(act, GradientEditing)]
+        return tuple(steps)
+
+    def _new_inlay(self, acts: list[Act], catches: list[Act]) -> Inlay:
+        inlay = Inlay(self, len(self.inlays), acts, catches)
+        self.inlays += (inlay,)
+        return inlay
+
+
+class Awaited:
+    """Calls in the first run of a reentrant checkpoint, which has no graph: the second run has the gradients.
+
+    A second run is told from others of the same place by a sample of its values.
+    """
+
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls: deque[tuple[Tensor | None, list[Receive]]] = deque(maxlen=_MOST_AWAITED)
+
+    def put(self, value: Any, receives: list[Receive]) -> None:
+        """A call was run for the first time."""
+        self.calls.append((_sample(value), receives))
+
+    def take(self, value: Any) -> list[Receive] | None:
+        """Who waits for the gradients of the call that is run again with `value`."""
+        if not self.calls:
+            return None
+        sample = _sample(value)
+        for position, (known, receives) in enumerate(self.calls):
+            only_one = len(self.calls) == 1  # no need to compare, for which an accelerator would be waited for
+            if only_one or (known is not None and sample is not None and torch.equal(known, sample)):
+                del self.calls[position]
+                return receives
+        return None
+
+
+class Sentinel:
+    """On a module that is armed: does nothing, but a compiler that saw it notices hooks that come later."""
+
+    def __call__(self, *_: Any) -> None:
+        return None
+
+    __reduce__ = Hook.__reduce__
+
+
+def armed(module: nn.Module) -> list[Removable]:
+    """Put sentinels onto `module`."""
+    return [module.register_forward_hook(Sentinel()), module.register_forward_pre_hook(Sentinel())]
+
+
+def on_gradient(parameter: Tensor, change: Callable[[Tensor], Tensor]) -> Removable:
+    """Let `change` change every gradient of `parameter` before it is accumulated."""
+    handle: Removable = parameter.register_hook(change)
+    return handle
 
 
 def install(points: Iterable[Point]) -> None:
@@ -471,26 +600,51 @@ def _on_parameter(act: Act, module: nn.Module, name: str) -> Act:
     return lambda pass_, call, value, args: act(pass_, call, get(module), args)
 
 
+def _once_more(editing: Editing) -> Act:
+    """The act of an edit where a checkpoint computes again; which call it is, nobody knows."""
+    if not editing.edit.by_call:
+        return editing
+    raise TapError(
+        f"the {editing.edit} at the {editing.site} differs from call to call, and which call a checkpoint computes"
+        " again cannot be told; give it one tensor for all calls, or turn checkpointing off"
+    )
+
+
 def _catching(catches: list[Act], point: Point) -> Act:
     """The act that hooks every tensor in an output for its gradient."""
 
     def catch(pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> Any:
         receives = [act(pass_, call, value, args) for act in catches]
-        views: dict[int, Tensor] = {}
-        for number, (address, tensor) in enumerate(leaves(value)):
-            if not tensor.requires_grad:
-                continue
-            if tensor.is_leaf:  # a hook on a parameter would outlive this call: it goes on a view
-                if not torch.is_grad_enabled():
-                    continue
-                views[number] = tensor.view_as(tensor)
-            hook = GradHook(point, receives, number, address)
-            views.get(number, tensor).register_hook(hook)
-            if tensor._base is not None and not tensor.is_leaf:
-                _catch_if_overwritten(tensor, hook)
-        return replaced(value, views) if views else None
+        if pass_.graded and not torch.is_grad_enabled():
+            point.awaited.put(value, receives)
+        return _hooked(value, receives, point)
 
     return catch
+
+
+def _hooked(value: Any, receives: list[Receive], point: Point) -> Any:
+    """Hook every tensor in `value` for its gradient; the value that continues, if it is another one."""
+    views: dict[int, Tensor] = {}
+    for number, (address, tensor) in enumerate(leaves(value)):
+        if not tensor.requires_grad:
+            continue
+        if tensor.is_leaf:  # a hook on a parameter would outlive this call: it goes on a view
+            if not torch.is_grad_enabled():
+                continue
+            views[number] = tensor.view_as(tensor)
+        hook = GradHook(point, receives, number, address)
+        views.get(number, tensor).register_hook(hook)
+        if tensor._base is not None and not tensor.is_leaf:
+            _catch_if_overwritten(tensor, hook)
+    return replaced(value, views) if views else None
+
+
+def _sample(value: Any) -> Tensor | None:
+    """A few of the numbers in `value`."""
+    row: Tensor | None = next((tensor.detach() for _, tensor in leaves(value)), None)
+    while row is not None and row.dim() > 1 and row.numel():
+        row = row[0]
+    return row if row is None or not row.dim() else row[:64].clone()
 
 
 def _catch_if_overwritten(view: Tensor, hook: GradHook) -> None:

@@ -120,7 +120,7 @@ class Marks:
                 self.met.add(selector)
                 wanting[tap] = None
         for tap in wanting:
-            point.bind(tap, path, module)
+            point.bind(tap, path, module, tap.port)
         self.acts[path] = point.mark_act()
         return point
 

@@ -9,15 +9,27 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections import deque
 from contextvars import ContextVar
-from typing import Any, Protocol
+from itertools import count
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
 from torchhook.core.event import recomputing
 from torchhook.core.trees import leaves
+
+if TYPE_CHECKING:
+    from torchhook.core.hooks import Point
+
+
+class StopForward(BaseException):
+    """Ends a forward once all is seen. Not an Exception: a model's own handlers must not catch it."""
+
+    def __init__(self, token: object) -> None:
+        self.token = token
 
 
 class Token:
@@ -38,10 +50,11 @@ class Page(deque[Any]):
     The call may be None, and is then told by the place on the page.
     """
 
-    __slots__ = ("listed", "number", "outside")
+    __slots__ = ("listed", "number", "outside", "recomputed")
 
     def __init__(self, number: int, outside: bool, listed: bool) -> None:
         self.number = number
+        self.recomputed = False  # calls that a checkpoint repeated in the backward
         self.outside = outside  # calls of submodules that no forward of the model contains
         self.listed = listed  # whether the store knows it already, or will when there is something on it
 
@@ -56,24 +69,37 @@ class Keeper(Protocol):
 class Pass:
     """One forward of the model under way: how often each module was called so far, and what is kept."""
 
-    __slots__ = ("counts", "device", "graded", "keep", "loose", "number", "outside", "pages", "stack", "waiting")
+    __slots__ = (
+        "counts",
+        "device",
+        "graded",
+        "in_graph",
+        "keep",
+        "loose",
+        "number",
+        "outside",
+        "pages",
+        "stack",
+        "waiting",
+    )
 
     def __init__(self, number: int, scope: Scope, pages: list[Page], outside: bool = False) -> None:
         self.number = number
-        self.counts = [0] * scope.sites
+        self.counts = [0] * len(scope.points)
         self.waiting = scope.awaited  # sites that must be seen before the pass can stop
         self.pages = pages
         self.outside = outside
+        self.in_graph = False  # whether a compiled graph began it
         self.loose = outside  # nobody will say that it ended; the next pass ends it
         self.stack: list[tuple[int, int, Any, Any]] = []  # calls under way: index, call, luggage, arguments
         self.device: torch.device | None = None
+        self.graded = torch.is_grad_enabled()  # whether what flows may have a graph
         if pages:
             self.prepare()
 
     def prepare(self) -> None:
         """For the hooks in a hurry, which write to the first page."""
         self.keep = self.pages[0].append
-        self.graded = torch.is_grad_enabled()  # whether what flows may have a graph
 
     def count(self, index: int) -> int:
         """The number of this call of module `index`, from 0."""
@@ -104,18 +130,40 @@ class Pass:
 class Scope:
     """The passes that one session sees."""
 
-    __slots__ = ("alive", "awaited", "current", "home", "keepers", "last", "passes", "shared", "sites", "task", "token")
+    __slots__ = (
+        "__weakref__",
+        "again",
+        "alive",
+        "awaited",
+        "current",
+        "home",
+        "keepers",
+        "key",
+        "last",
+        "missed",
+        "passes",
+        "points",
+        "recomputed",
+        "shared",
+        "task",
+        "token",
+    )
 
-    def __init__(self, shared: bool) -> None:
+    def __init__(self, shared: bool, recomputed: bool = False) -> None:
         self.token = Token()
         self.alive = True
         self.shared = shared
+        self.recomputed = recomputed  # whether what a checkpoint runs again is wanted too
+        self.again: Pass | None = None  # where that goes
+        self.missed = ""  # why calls were not seen
         self.home = threading.get_ident()
         self.task = _running_task()
         self.passes: dict[int, Pass] = {}  # by thread
         self.current: Pass | None = None  # the one of the home thread, for the hooks; None if shared
         self.last: Pass | None = None
-        self.sites = 0
+        self.points: list[Point] = []  # all that were made, by their index
+        self.key = next(_keys)  # by which compiled graphs know it
+        scopes[self.key] = self
         self.awaited = 0
         self.keepers: list[Keeper] = []
         sessions_here.set(frozenset(token for token in sessions_here.get() if token.alive) | {self.token})
@@ -123,17 +171,18 @@ class Scope:
     def close(self) -> None:
         """See nothing any more."""
         self.alive = self.token.alive = False
-        self.current = None
+        self.current = self.again = None
         self.passes.clear()
+        self.points.clear()
         sessions_here.set(sessions_here.get() - {self.token})
 
-    def new_site(self) -> int:
-        """The index of one more hooked module."""
-        self.sites += 1
+    def add(self, point: Point) -> int:
+        """The index of one more place that is hooked."""
+        self.points.append(point)
         if self.last is not None:
             for pass_ in {self.last, *self.passes.values()}:
                 pass_.counts.append(0)
-        return self.sites - 1
+        return len(self.points) - 1
 
     def keep(self, keeper: Keeper) -> int:
         """Where in ``Pass.pages`` the page of `keeper` lies."""
@@ -154,6 +203,8 @@ class Scope:
         """
         thread = threading.get_ident()
         if not self._sees(module, thread):
+            if self.alive:
+                self.missed = "in another thread or context than the one that attached; pass scope='all' to see those"
             return False
         mine = self.passes.get(thread)
         if mine is not None and not mine.loose:
@@ -170,6 +221,20 @@ class Scope:
         if thread == self.home:
             self.current = None
 
+    def begin_in_graph(self) -> None:
+        """The same, told by a compiled graph, whose taps see every thread."""
+        thread = threading.get_ident()
+        mine = self.passes.get(thread)
+        if mine is None or mine.loose or mine.in_graph:  # one that was in a graph and never ended has raised
+            self.passes[thread] = pass_ = self._new_pass()
+            pass_.in_graph = True
+
+    def end_in_graph(self) -> None:
+        """It is over; one that was begun outside of the graph goes on."""
+        mine = self.passes.get(threading.get_ident())
+        if mine is not None and mine.in_graph:
+            self.end()
+
     def has_stopped(self) -> bool:
         """Whether the pass that this thread began has seen all that it waited for."""
         pass_ = self.passes.get(threading.get_ident())  # gone if the session was closed meanwhile
@@ -177,13 +242,19 @@ class Scope:
 
     def route(self, module: nn.Module) -> Pass | None:
         """The pass that a call of `module` belongs to, or None if it is not this session's to see."""
-        thread = threading.get_ident()
-        if not self._sees(module, thread) or recomputing():
+        if recomputing():
+            return self._repeated()
+        if not self._sees(module, threading.get_ident()):
             return None
+        return self.under_way(_is_replica(module))
+
+    def under_way(self, in_replica: bool = False) -> Pass:
+        """The pass that this thread is in, or one for the calls outside of any."""
+        thread = threading.get_ident()
         mine = self.passes.get(thread)
         if mine is not None and not (mine.loose and self._is_past(mine)):
             return mine
-        if self.current is not None and _is_replica(module):  # the session's model holds the replicas
+        if self.current is not None and in_replica:  # the session's model holds the replicas
             mine = self._twin(self.current)
             mine.loose = True
         else:
@@ -193,9 +264,26 @@ class Scope:
 
     def route_backward(self) -> Pass | None:
         """The pass that a parameter's gradient belongs to."""
-        if self.alive and (self.shared or self._is_home(threading.get_ident()) or self._is_behind_backward()):
+        if self.sees_backward():
             return self.last or self._new_pass(outside=True)
         return None
+
+    def sees_backward(self) -> bool:
+        """Whether the backward that is running is this session's to see."""
+        return self.alive and (self.shared or self._is_home(threading.get_ident()) or self._is_behind_backward())
+
+    def _repeated(self) -> Pass | None:
+        """The pass for calls that a checkpoint runs again, None if nobody wants them."""
+        if not self.recomputed:
+            self.missed = self.missed or "while a checkpoint computed again; pass recomputed=True to see that"
+            return None
+        if not self.sees_backward():
+            return None
+        if self.again is None or self._is_past(self.again):
+            self.again = self._new_pass(outside=True)
+            for page in self.again.pages:
+                page.recomputed = True
+        return self.again
 
     def _sees(self, module: nn.Module, thread: int) -> bool:
         return self.alive and (self.shared or self._is_home(thread) or _is_replica(module))
@@ -239,6 +327,10 @@ class Scope:
         return Pass(pass_.number, self, list(pass_.pages))
 
 
+scopes: weakref.WeakValueDictionary[int, Scope] = weakref.WeakValueDictionary()
+"""Those of the sessions that live, by their keys."""
+
+_keys = count()
 _lock = threading.RLock()
 _DEEP = 10_000
 

@@ -1,7 +1,8 @@
 """Which places of a model: everything friendly becomes a `Selector`, in one place (`Selector.of`).
 
 A selector is a predicate on (path, module) that combines with ``&``, ``|`` and ``~``. Paths are
-those of ``named_modules``; a module reachable under two names has two paths.
+those of ``named_modules``; a module reachable under two names has two paths. What only wraps another
+module (``torch.compile``, DDP, FSDP, a checkpoint) is seen through: names are as without it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ Test = Callable[[str, nn.Module, "str | None"], bool]
 Query: TypeAlias = Union[
     str, "re.Pattern[str]", type[nn.Module], nn.Module, Callable[[str, nn.Module], bool], "Selector"
 ]
+
+_WRAPPED = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
+_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 _WILD = re.compile(r"[*?\[]")
 # "**" as a whole segment stands for any number of segments, elsewhere for any characters
@@ -178,11 +182,50 @@ def find(modules: dict[str, nn.Module], parts: tuple[Selector, ...]) -> dict[str
     return found
 
 
+def layers(module: nn.Module) -> Iterator[nn.Module]:
+    """`module`, and what it wraps, down to what is no wrapper."""
+    yield module
+    while (name := wrapped_name(module)) is not None and (inner := module._modules[name]) is not None:
+        module = inner
+        yield module
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module itself, where it is wrapped in others.
+
+    >>> model = nn.Linear(1, 1)
+    >>> unwrapped(nn.DataParallel(model)) is model
+    True
+    """
+    return list(layers(module))[-1]
+
+
+def wrapped_name(module: nn.Module) -> str | None:
+    """The name under which a wrapper has what it wraps, None if `module` is no wrapper."""
+    if len(module._modules) == 1 and isinstance(module._modules, dict):  # TorchScript has a class of its own
+        (name,) = module._modules
+        if name in _WRAPPED or (name == "module" and isinstance(module, _PARALLEL)):
+            return name
+    return None
+
+
+def plain(path: str) -> str:
+    """`path` as it reads without wrappers.
+
+    >>> plain("module._orig_mod.fc")
+    'module.fc'
+    """
+    return ".".join(name for name in path.split(".") if name not in _WRAPPED)
+
+
 def walk(model: nn.Module, path: str = "", above: tuple[nn.Module, ...] = ()) -> Iterator[tuple[str, nn.Module]]:
     """Every (path, module), shared modules under each of their names, the root first.
 
-    Like ``named_modules(remove_duplicate=False)``, but a module that contains itself ends the descent.
+    Like ``named_modules(remove_duplicate=False)``, but wrappers are seen through, and a module that
+    contains itself ends the descent.
     """
+    if wrapped_name(model) is not None:
+        model = unwrapped(model)
     yield path, model
     above = (*above, model)
     for name, child in model._modules.items():
@@ -221,8 +264,10 @@ def _of_path(path: str) -> Selector:
 
 
 def _hits(modules: dict[str, nn.Module], selector: Selector) -> dict[str, nn.Module]:
-    if selector.path is not None and selector.path in modules:
-        return {selector.path: modules[selector.path]}
+    if selector.path is not None:
+        for path in (selector.path, plain(selector.path), plain(selector.path).removeprefix("module.")):
+            if path in modules:
+                return {path: modules[path]}
     test = selector.test
     return {path: module for path, module in modules.items() if path and test(path, module, None)}
 

@@ -3,23 +3,41 @@
 from __future__ import annotations
 
 import gc
+import sys
+import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal
 
+import torch
+import torch.fx
 from torch import nn
 
-from torchhook.core.hooks import Door, Point, install
+from torchhook.core.doors import Door, Gate, is_armed
+from torchhook.core.edit import Edit
+from torchhook.core.fastpaths import Detours
+from torchhook.core.hooks import Point, install
 from torchhook.core.marks import Marks
 from torchhook.core.passes import Scope
-from torchhook.core.selection import Selector, find, require_module, walk
+from torchhook.core.selection import Selector, find, layers, plain, require_module, unwrapped, walk
+from torchhook.core.silence import OnSilent, complaint, refusal, silences
 from torchhook.core.site import Site
 from torchhook.core.tap import Tap
 from torchhook.errors import SelectionError, SessionError
 
 ScopeName = Literal["thread", "all"]
+
+# Modules inside of which hooks fire only with some help, or not at all.
+_SPECIAL = (
+    nn.MultiheadAttention,
+    nn.TransformerEncoder,
+    nn.TransformerEncoderLayer,
+    torch.jit.ScriptModule,
+    torch.fx.GraphModule,
+)
 
 
 class Session:
@@ -28,6 +46,11 @@ class Session:
     It sees the passes of the thread and context that attach it; ``scope="all"`` sees everybody's.
     With ``stop=True`` a forward ends, and returns None, once every site was seen in it. A tap that
     raises ends the session, unless ``detach_on_error=False``; the error goes on to the caller.
+    ``recomputed=True`` also shows the calls that a checkpoint repeats in the backward, ``full=True``
+    sees sharded values before they are taken apart.
+
+    At its end a site that was named by its path and never fired raises `SilentError`, as does a query
+    none of whose sites did; `on_silent` (``"raise"``, ``"warn"``, ``"ignore"``) says otherwise.
 
     >>> import torch
     >>> from torchhook import Record, Ring, Session, Tap
@@ -47,15 +70,23 @@ class Session:
         scope: ScopeName = "thread",
         stop: bool = False,
         detach_on_error: bool = True,
+        recomputed: bool = False,
+        full: bool = False,
+        on_silent: OnSilent | None = None,
     ) -> None:
         require_module(model)
         if scope not in ("thread", "all"):
             raise ValueError(f"scope must be 'thread' or 'all', not {scope!r}")
+        if on_silent not in (None, "raise", "warn", "ignore"):
+            raise ValueError(f"on_silent must be 'raise', 'warn', 'ignore' or None, not {on_silent!r}")
         if stop and isinstance(model, nn.DataParallel):
             raise ValueError("stop=True cannot end a DataParallel forward; pass its .module as model")
         self.model = model
         self.stop = stop
         self.detach_on_error = detach_on_error
+        self.recomputed = recomputed
+        self.full = full
+        self.on_silent = on_silent
         self.state: Literal["new", "attached", "detached"] = "new"
         if isinstance(taps, Tap):
             raise TypeError("taps must be a list of Tap objects; put the one you have into a list")
@@ -63,7 +94,10 @@ class Session:
         for tap in self.taps:
             _require_tap(tap)
         self.aliases: dict[str, str] = {}  # other names of a shared module → the name it goes by
+        self.silent: dict[Site, str] = {}  # what saw nothing, and why; known at the end
         self._shared = scope == "all"
+        self._gates: list[nn.Module] = []
+        self._above: list[nn.Module] = []  # what lies between the model and a site that was found without a walk
         self._past: dict[Site, type] = {}  # what was tapped and is no more
         self._points: dict[int, Point] = {}  # by id of the module or parameter
         self._points_of: dict[Tap, list[Point]] = {}
@@ -74,9 +108,12 @@ class Session:
         if self.state != "new":
             raise SessionError(f"this session is {self.state} already; make a new one")
         self.state = "attached"
-        self.scope = Scope(self._shared)
+        self.scope = Scope(self._shared, self.recomputed)
         self._marks = Marks(self)
-        self._release = weakref.finalize(self, _release, self.model, self.scope, self._points, self._marks)
+        self._detours = Detours()
+        self._release = weakref.finalize(
+            self, _release, self.model, self.scope, self._points, self._marks, self._detours, self._gates
+        )
         self._release.atexit = False
         try:
             with _no_collection():
@@ -88,15 +125,18 @@ class Session:
         return self
 
     def detach(self) -> None:
-        """Take all hooks away. Raises if a mark never came, which shows only now."""
+        """Take all hooks away. Raises if something that was asked for never came, which shows only now."""
         if self.state == "attached":
             self.abandon()
             self._marks.check()
+            if self.silent:
+                complaint(self)
 
     def abandon(self) -> None:
         """Take all hooks away, and ask nothing."""
         if self.state == "attached":
             self.state = "detached"
+            self.silent = silences(self)
             self._release()
 
     def add(self, tap: Tap) -> None:
@@ -151,9 +191,19 @@ class Session:
     def __repr__(self) -> str:
         return f"Session({type(self.model).__name__}, {len(self.taps)} taps, {self.state})"
 
+    @property
+    def points(self) -> list[Point]:
+        """The hooked modules and parameters."""
+        return list(self._points.values())
+
+    def selected(self, part: Selector) -> dict[str, nn.Module]:
+        """What one query of a tap selects."""
+        return find(self._all_modules(), (part,))
+
     def _plan(self, taps: list[Tap]) -> None:
         """Bind `taps` to their places, and hook those."""
         touched: dict[Point, None] = {}
+        self._above.clear()
         for tap in taps:
             bind = self._bind_parameters if tap.port in ("param", "param_grad") else self._bind
             seen: dict[int, str] = {}
@@ -163,22 +213,54 @@ class Session:
             if tap.port == "param" and not points:
                 raise SelectionError(f"nothing that {Selector.of(tap.selector).label} selects has parameters")
             touched.update(dict.fromkeys(points))
+        targets = {id(point.target): point for point in touched}
+        around = self._modules.values() or self._above
+        if any(issubclass(kind, _SPECIAL) for kind in {type(module) for module in around}):
+            refusal(around, targets)
+            self._detours.take(around, targets.keys())
         install(touched)
+        if "torch._dynamo" in sys.modules:
+            self._open_gates(self.model.modules() if self._modules else self._above, targets.keys())
+
+    def _open_gates(self, modules: Iterable[nn.Module], targets: AbstractSet[int]) -> None:
+        """Parts that were compiled and have a tap inside are compiled anew; they see every thread."""
+        gates = [module for module in modules if Gate.stands_at(module)]
+        gates = [gate for gate in gates if any(id(module) in targets for module in gate.modules())]
+        door = Door.of(self.model)
+        if (gates or is_armed(unwrapped(self.model))) and door is not None:
+            here = threading.get_ident()
+            if any(scope.home != here for scope in door.scopes):
+                raise SessionError(
+                    "another thread has a session open on this compiled model, whose taps see every thread; end that"
+                    " one first, or tap a copy of the model"
+                )
+        for gate in gates:
+            Gate.open(gate)
+            self._gates.append(gate)
 
     def _selected(self, tap: Tap) -> Iterable[tuple[str, nn.Module]]:
         parts = Selector.of(tap.selector).parts
-        if len(parts) == 1 and (module := _at(self.model, parts[0].path)) is not None:
-            return [(str(parts[0].path), module)]  # no need to walk the model for an exact path
-        if not self._modules:
-            self._modules = dict(walk(self.model))
-        modules = self._modules
+        if len(parts) == 1 and (way := _along(self.model, parts[0].path)):
+            self._above += way
+            return [(str(parts[0].path), way[-1])]  # no need to walk the model for an exact path
+        modules = self._all_modules()
         marked = [part for part in parts if part.marks and part.path not in modules]
         if marked and self.stop:
             raise ValueError("stop=True cannot wait for marks, which exist only once the forward runs")
         for part in marked:
             self._marks.want(tap, part, modules)
         rest = tuple(part for part in parts if part not in marked)
-        return find(modules, rest).items() if rest or not parts else ()
+        found = find(modules, rest) if rest or not parts else {}
+        for path in (part.path for part in rest if part.path is not None and part.path not in found):
+            name = plain(path) if plain(path) in found else plain(path).removeprefix("module.")
+            if name in found:  # written with the name of a wrapper in it
+                self.aliases[path] = name
+        return found.items()
+
+    def _all_modules(self) -> dict[str, nn.Module]:
+        if not self._modules:
+            self._modules = dict(walk(self.model))
+        return self._modules
 
     def _bind(self, tap: Tap, path: str, module: nn.Module, seen: dict[int, str]) -> Sequence[Point]:
         """Bind `tap` to `module`, unless it was `seen` under another name."""
@@ -186,15 +268,20 @@ class Session:
             self.aliases[path] = seen[id(module)]
             return ()
         seen[id(module)] = path
-        point = self._point(path, module)
-        point.bind(tap, path, module)
+        if isinstance(tap.action, Edit):
+            path, module, port = tap.action.moved(path, module, tap.port, self.model)
+            point = self._point(path, module)
+            point.bind(tap, path, module, port)
+        else:
+            point = self._point(path, module)
+            point.bind(tap, path, module, tap.port)
         return (point,)
 
     def _bind_parameters(self, tap: Tap, path: str, module: nn.Module, seen: dict[int, str]) -> Sequence[Point]:
         """Bind `tap` to the parameters of `module` and below, unless `seen` under another name."""
         points: list[Point] = []
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            below = f"{path}.{name}" if path else name
+            below = plain(f"{path}.{name}" if path else name)
             if seen.setdefault(id(parameter), below) != below:
                 self.aliases[below] = seen[id(parameter)]
                 continue
@@ -202,10 +289,10 @@ class Session:
                 continue
             if tap.port == "param":  # seen when the module is called
                 points.append(self._point(path, module))
-                points[-1].bind(tap, below, module, parameter=name)
+                points[-1].bind(tap, below, module, tap.port, parameter=name)
             else:
                 points.append(self._point(below, parameter))
-                points[-1].bind(tap, below, module)
+                points[-1].bind(tap, below, module, tap.port)
         return points
 
     def _point(self, path: str, target: nn.Module | nn.Parameter) -> Point:
@@ -228,14 +315,18 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _at(model: nn.Module, path: str | None) -> nn.Module | None:
-    """The module at exactly `path`, if there is one."""
+def _along(model: nn.Module, path: str | None) -> list[nn.Module]:
+    """The modules on the way to the one at exactly `path`, which is the last; empty if there is none."""
     if path is None:
-        return None
-    module: nn.Module | None = model
+        return []
+    modules = list(layers(model))
     for name in path.split(".") if path else ():
-        module = module._modules[name] if module is not None and name in module._modules else None
-    return module
+        inside = modules[-1]._modules
+        child = inside[name] if name in inside else None  # noqa: SIM401 (TorchScript's has no get)
+        if child is None:
+            return []
+        modules += layers(child)
+    return modules
 
 
 def _require_tap(tap: Any) -> None:
@@ -243,10 +334,21 @@ def _require_tap(tap: Any) -> None:
         raise TypeError(f"taps must be Tap objects, not {tap!r:.80}; write Tap(selector, action)")
 
 
-def _release(model: nn.Module, scope: Scope, points: dict[int, Point], marks: Marks) -> None:
+def _release(
+    model: nn.Module,
+    scope: Scope,
+    points: dict[int, Point],
+    marks: Marks,
+    detours: Detours,
+    gates: list[nn.Module],
+) -> None:
     """Undo everything. A function of what was added, not of the session: that may be gone already."""
     scope.close()
     marks.close()
     for point in points.values():
         point.remove()
+    detours.leave()
     Door.close(model, scope)
+    for gate in gates:
+        Gate.close(gate)
+    gates.clear()

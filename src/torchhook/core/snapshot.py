@@ -29,12 +29,33 @@ def lazily_copied(tensor: Tensor) -> Tensor:
 
 def frozen(tensor: Tensor) -> Tensor:
     """A detached copy on write of `tensor`."""
-    return lazily_copied(tensor.detach())
+    return lazily_copied(local(tensor.detach()))
 
 
 def cloned(tensor: Tensor) -> Tensor:
     """A detached real copy of `tensor`."""
-    return tensor.detach().clone()
+    return local(tensor.detach()).clone()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A detached real copy of `tensor`, of all its shards if it has any: then a collective of all ranks."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if is_sharded(tensor) else cloned(tensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What of `tensor` is here: its local shard, once it has arrived."""
+    if type(tensor) is Tensor:
+        return tensor
+    if is_sharded(tensor):
+        tensor = tensor.to_local()
+    arriving: Any = tensor
+    return arriving.wait() if type(tensor).__name__ == "AsyncCollectiveTensor" else tensor
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether `tensor` is a DTensor (by name: its module takes long to import)."""
+    return any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__[:-2])
 
 
 def snapshot(value: Any) -> Any:

@@ -1,6 +1,6 @@
 """A tap says where, what and when: selector + port + schedule + transform + the action to take.
 
-An action is a `Sink`, or a plain callable that observes `Event`s. Before a session attaches, every
+An action is a `Sink`, an `Edit`, or a plain callable that observes `Event`s. Before a session attaches, every
 (tap, site) is bound once into an `Act`, a function with nothing left to look up; hooks call acts.
 """
 
@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torchhook.core.edit import Edit, Editing, GradientEditing
 from torchhook.core.event import Event, recomputing
 from torchhook.core.passes import Pass, Scope
 from torchhook.core.selection import Query, Selector
@@ -26,8 +27,10 @@ from torchhook.errors import TapError
 Schedule = Callable[[int], bool]
 """Which passes: a predicate on their number."""
 
-Receive = Callable[[int, Address, Tensor], None]
-"""Takes the gradient of one leaf: its number among the leaves, its address, the gradient."""
+Receive = Callable[[int, Address, Tensor], "Tensor | None"]
+"""Takes the gradient of one leaf: its number among the leaves, its address, the gradient.
+
+Returns None, or the gradient that continues."""
 
 Act = Callable[[Pass, int, Any, "tuple[Any, ...]"], Any]
 """(pass, call, value, positional arguments) → None, or the value that continues.
@@ -93,7 +96,7 @@ class Observer(Sink):
 class Tap:
     """What to do with the values at some places of a model.
 
-    `action` is a `Sink`, or a callable that is given each `Event` and returns None.
+    `action` is a `Sink`, an `Edit`, or a callable that is given each `Event` and returns None.
 
     >>> import torch
     >>> from torchhook import Session
@@ -105,7 +108,7 @@ class Tap:
     """
 
     selector: Query
-    action: Sink | Callable[[Event], None]
+    action: Sink | Edit | Callable[[Event], None]
     port: Port = "output"
     when: Schedule | None = None
     transform: Callable[[Any], Any] | None = None
@@ -113,8 +116,8 @@ class Tap:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "selector", Selector.of(self.selector))
-        if not (isinstance(self.action, Sink) or callable(self.action)):
-            raise TypeError(f"action must be a Sink or a callable on events, not {self.action!r}")
+        if not (isinstance(self.action, (Sink, Edit)) or callable(self.action)):
+            raise TypeError(f"action must be a Sink, an Edit or a callable on events, not {self.action!r}")
         if isinstance(self.action, type):
             raise TypeError(f"action must be an object: make one, {self.action.__name__}(...)")
         if self.port not in PORTS:
@@ -124,15 +127,29 @@ class Tap:
                 raise TypeError(f"{name} must be callable or None, not {getattr(self, name)!r}")
         if self.group is not None and not isinstance(self.group, str):
             raise TypeError(f"group must be a name or None, not {self.group!r}")
+        if self.edits and self.transform is not None:
+            raise ValueError("transform changes what is recorded, and an edit records nothing: put it into the edit")
+        if self.edits and self.port == "param":
+            raise ValueError("an edit changes what flows; to change parameters, assign them")
+
+    @property
+    def edits(self) -> bool:
+        """Whether it changes what flows."""
+        return isinstance(self.action, Edit)
 
     def bind(self, site: Site, module: nn.Module, scope: Scope) -> Act:
         """The act of this tap at one site."""
-        act = self.sink.bind(self, site, module, scope)
+        if isinstance(self.action, Edit):
+            editing = Editing(self.action, site, module)
+            act: Act = GradientEditing(editing) if site.port in ("grad_input", "grad_output") else editing
+        else:
+            act = self.sink.bind(self, site, module, scope)
         return act if self.when is None else _scheduled(act, self.when, site.port)
 
     @cached_property
     def sink(self) -> Sink:
         """The action as a sink, which a plain callable becomes."""
+        assert not isinstance(self.action, Edit)
         return self.action if isinstance(self.action, Sink) else Observer(self.action)
 
     def transformed(self, value: Any, site: Site) -> Any:

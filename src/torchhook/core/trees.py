@@ -66,12 +66,8 @@ def mapped(
     if not (items := list(_items(value))):
         return value if others or isinstance(value, (tuple, list, Mapping)) else None
     changed = [(key, mapped(change, item, kind, faithful=faithful, others=others)) for key, item in items]
-    if isinstance(value, tuple):
-        return _tuple_like(value, [item for _, item in changed])
-    if isinstance(value, list):
-        twin = copy.copy(value)
-        twin[:] = [item for _, item in changed]
-        return twin
+    if isinstance(value, (tuple, list)):
+        return _sequence_like(value, [item for _, item in changed])
     if isinstance(value, Mapping):
         known = isinstance(value, (dict, UserDict))
         return _mapping_like(value, dict(changed)) if known else value if faithful else dict(changed)
@@ -89,6 +85,38 @@ def replaced(value: Any, leaf_by_number: dict[int, Tensor]) -> Any:
         return leaf_by_number.get(next(numbers), tensor)
 
     return mapped(change, value, faithful=True)
+
+
+def taken(value: Any, address: Address) -> Any:
+    """What lies at `address` in `value`; LookupError if nothing does.
+
+    >>> taken({"a": (1, 2)}, ("a", 1))
+    2
+    """
+    for key in address:
+        value = value[key] if isinstance(value, (Mapping, tuple, list)) else _attribute(value, key)
+    return value
+
+
+def put(value: Any, address: Address, item: Any) -> Any:
+    """`value` with `item` at `address`: containers are rebuilt in their own types, never written to.
+
+    >>> put((1, [2, 3]), (1, 0), "two")
+    (1, ['two', 3])
+    """
+    if not address:
+        return item
+    key, *rest = address
+    item = put(taken(value, (key,)), tuple(rest), item)
+    if isinstance(value, (tuple, list)):
+        items = [*value[:key], item, *value[key + 1 :]]
+        # spelt out for the plain ones, which is what a compiler can follow
+        return tuple(items) if type(value) is tuple else items if type(value) is list else _sequence_like(value, items)
+    if isinstance(value, Mapping):
+        return {**value, key: item} if type(value) is dict else _mapping_like(value, {key: item})
+    twin = copy.copy(value)
+    object.__setattr__(twin, key, item)
+    return twin
 
 
 def nbytes(value: Any) -> int:
@@ -113,7 +141,17 @@ def _items(value: Any) -> Iterable[tuple[Any, Any]]:
     return ()
 
 
-def _tuple_like(value: tuple[Any, ...], items: list[Any]) -> Any:
+def _attribute(value: Any, name: Any) -> Any:
+    if not (dataclasses.is_dataclass(value) and isinstance(name, str) and hasattr(value, name)):
+        raise LookupError(name)
+    return getattr(value, name)
+
+
+def _sequence_like(value: Any, items: list[Any]) -> Any:
+    if isinstance(value, list):
+        same = copy.copy(value)
+        same[:] = items
+        return same
     try:
         twin = tuple.__new__(type(value), items)  # whatever arguments its own constructor wants
     except TypeError:  # torch.return_types

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torchhook.core.event import Event
 from torchhook.core.passes import Page, Pass, Scope
 from torchhook.core.site import Site
-from torchhook.core.snapshot import Alias, Held, cloned, frozen, peek, read, weight
+from torchhook.core.snapshot import Alias, Held, cloned, frozen, peek, read, weight, whole
 from torchhook.core.tap import Act, Keep, Receive, Sink, Tap, require_count
 from torchhook.core.trees import Address, Arguments, mapped
 from torchhook.errors import BudgetError
@@ -91,7 +91,8 @@ class Ring(Store):
             for item in list(page):
                 site, call, value = item if isinstance(item, tuple) else (item.site, None, item.value)
                 calls[site] = calls.get(site, -1) + 1
-                yield Entry(page.number, sites[site], calls[site] if call is None else call, value)
+                number = calls[site] if call is None else call
+                yield Entry(page.number, sites[site], number, value, page.recomputed)
 
     def clear(self) -> None:
         """Forget all that is kept."""
@@ -211,7 +212,8 @@ class Record(Sink):
     """Writes the values at its sites into a store, each as it flowed.
 
     `copy` is ``"lazy"`` (copy on write), ``"clone"``, or ``"reference"``, which keeps the tensor itself
-    and raises on reading if it was overwritten since. `to` and `dtype` move and cast what is kept.
+    and raises on reading if it was overwritten since. `to` and `dtype` move and cast what is kept. Of a
+    sharded tensor the local shard is kept, or with `full` the whole.
 
     >>> from torchhook import Record, Session, Tap
     >>> model, record = nn.Sequential(nn.ReLU()), Record(dtype=torch.float16)
@@ -228,6 +230,7 @@ class Record(Sink):
         copy: Copy = "lazy",
         to: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        full: bool = False,
     ) -> None:
         if store is not None and not isinstance(store, Store):
             raise TypeError(f"store must be a Store such as Ring(...), not {store!r}")
@@ -239,10 +242,11 @@ class Record(Sink):
             raise ValueError("copy='reference' keeps the tensor itself: leave out to= and dtype=")
         self.store: Store = Ring(max_passes=1) if store is None else store
         self.copy = copy
+        self.full = full
         self.transfer = None
         if to is not None or dtype is not None:
             self.transfer = Transfer(_device(to), dtype)
-        self.plain = copy == "lazy" and self.transfer is None and self.store.takes_anything()
+        self.plain = copy == "lazy" and not full and self.transfer is None and self.store.takes_anything()
 
     def receive(self, event: Event) -> None:
         """Keep one event's value. (In a session, acts bound for each site do this without events.)"""
@@ -300,6 +304,8 @@ class Record(Sink):
         # A parameter's memory must not move, as a copy on write would make it when it is next
         # written to: captured graphs and other processes may point to it.
         copied = cloned if self.copy == "clone" or site.port in ("param", "param_grad") else frozen
+        if self.full:
+            copied = whole
         transfer = self.transfer
         compact = tap.transform is not None or self.store.max_bytes is not None
 

@@ -23,6 +23,7 @@ class Entry(NamedTuple):
     site: Site
     call: int
     value: Any
+    recomputed: bool = False
 
     def read(self) -> Any:
         """The value as the user sees it: there, still right, without a graph, and unwrapped."""

@@ -1,0 +1,304 @@
+"""Taps inside the graphs that ``torch.compile`` makes.
+
+A hook that is traced must not touch anything that changes: a list that grows or a counter would compile
+anew at every call. So it leaves an op in the graph, which at run time hands the tensors over to the acts
+of its place: in order, once a call, and never optimised away. Edits are traced like the model itself.
+Gradients go through an identity whose backward has such an op.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import sys
+from collections import OrderedDict
+from collections.abc import Mapping
+from functools import cache, lru_cache
+from itertools import count
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._library.effects import EffectType
+from torch._library.simple_registry import singleton
+
+from torchhook.core.edit import Editing
+from torchhook.core.passes import Pass, scopes
+from torchhook.core.tap import Act, Receive
+from torchhook.core.trees import Address, leaves, put
+from torchhook.errors import TapError
+
+if TYPE_CHECKING:
+    from torchhook.core.hooks import Point
+
+tracing = torch.compiler.is_dynamo_compiling
+
+_ops = torch.library.Library("torchhook", "DEF")
+_numbers = count()
+_tickets: OrderedDict[int, tuple[Point, list[Receive], list[Address]]] = OrderedDict()
+_MOST_TICKETS = 10_000  # forwards that may wait for their backward
+
+
+class Inlay:
+    """What a hook leaves in a compiled graph: the acts of its place, and who wants the gradients there.
+
+    The graph knows it by the key of its scope, the index of its point, and its number there.
+    """
+
+    __slots__ = ("acts", "address", "catches", "graded", "point")
+
+    def __init__(self, point: Point, number: int, acts: list[Act], catches: list[Act]) -> None:
+        self.point = point
+        self.address = point.scope.key, point.index, number
+        self.acts = acts
+        self.catches = catches
+        self.graded = bool(catches)
+
+    def traced(self, value: Any) -> Any:
+        """Put the op into the graph that is being made; the value that continues."""
+        ticket = leave(value, *self.address)
+        if not self.graded:
+            return value
+        for number, (address, tensor) in enumerate(list(leaves(value))):
+            if tensor.requires_grad:
+                value = put(value, address, Graded.apply(tensor, ticket, number))  # type: ignore[no-untyped-call]
+        return value
+
+    def run(self, value: Any) -> int:
+        """What the op does: the acts. The number is that of the ticket for the gradients."""
+        point = self.point
+        pass_ = point.scope.under_way()
+        is_first = self.address[2] == 0  # which counts the calls
+        call = pass_.count(point.index) if is_first else pass_.counts[point.index] - 1
+        point.fired = True
+        ticket: int = point.guarded(self._act, pass_, call, value)
+        return ticket
+
+    def _act(self, pass_: Pass, call: int, value: Any) -> int:
+        for act in self.acts:
+            act(pass_, call, value, ())
+        if not self.catches:
+            return -1
+        receives = [catch(pass_, call, value, ()) for catch in self.catches]
+        ticket = next(_numbers)
+        _tickets[ticket] = self.point, receives, [address for address, _ in leaves(value)]
+        if len(_tickets) > _MOST_TICKETS:
+            _tickets.popitem(last=False)
+        return ticket
+
+
+def leave(value: Any, scope: int, index: int, number: int) -> Tensor:
+    """Leave the op in the graph that is being made."""
+    tensors: list[Tensor] = []
+    text = tensors_in(value, tensors)
+    ticket: Tensor = torch.ops.torchhook.see(text, tensors, scope, index, number)
+    return ticket
+
+
+class Regrading:
+    """An edit of gradients as a step of a compiled graph."""
+
+    __slots__ = ("editing",)
+
+    def __init__(self, editing: Editing) -> None:
+        self.editing = editing
+
+    def traced(self, value: Any) -> Any:
+        """The value that continues, whose gradient is edited."""
+        for address, tensor in list(leaves(value)):
+            if tensor.requires_grad:
+                value = put(value, address, Regraded.apply(tensor, self.editing, address))  # type: ignore[no-untyped-call]
+        return value
+
+
+class Retracing:
+    """An edit as a step of a compiled graph."""
+
+    __slots__ = ("editing",)
+
+    def __init__(self, editing: Editing) -> None:
+        self.editing = editing
+
+    def traced(self, value: Any) -> Any:
+        """The value that continues."""
+        if self.editing.edit.by_call:
+            raise TapError("an edit that differs from call to call cannot be in a compiled graph")
+        return self.editing.changed(value, 0)
+
+
+class Impossible:
+    """A step that cannot be in a compiled graph."""
+
+    __slots__ = ("reason",)
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    def traced(self, value: Any) -> Any:
+        """Refuse."""
+        raise TapError(self.reason)
+
+
+Step = Inlay | Regrading | Retracing | Impossible
+
+
+def followed(steps: tuple[Step, ...], value: Any) -> Any:
+    """Trace `steps` one after the other; the value that continues."""
+    for step in steps:
+        value = step.traced(value)
+    return value
+
+
+class Graded(torch.autograd.Function):
+    """An identity that tells of the gradient. A copy, which the compiler leaves out where nobody overwrites it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ticket: Tensor, leaf: int) -> Tensor:
+        ctx.save_for_backward(ticket)
+        ctx.leaf = leaf
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (ticket,) = ctx.saved_tensors
+        torch.ops.torchhook.see_gradient(gradient, ticket, ctx.leaf)
+        return gradient, None, None
+
+
+class Regraded(torch.autograd.Function):
+    """An identity that edits the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, editing: Editing, address: Address) -> Tensor:
+        ctx.editing = editing
+        ctx.address = address
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        changed = ctx.editing.gradient(ctx.address, gradient, 0)
+        return gradient if changed is None else changed, None, None
+
+
+def fresh(function: Any) -> Any:
+    """`function` with a code object of its own, under which nothing was compiled yet."""
+    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
+    return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+
+
+def tensors_in(value: Any, found: list[Tensor]) -> str:
+    """The shape of `value` as text, which may stand in a graph; its tensors are appended to `found`.
+
+    >>> tensors_in((torch.ones(1), None), [])
+    "('builtins:tuple', [(0, 0), (1, None)])"
+    """
+    if isinstance(value, Tensor):
+        found.append(value)
+        return str(len(found) - 1)
+    if isinstance(value, Mapping):
+        items = [f"({key!r}, {tensors_in(item, found)})" for key, item in value.items()]
+    elif isinstance(value, (tuple, list)):
+        items = [f"({key}, {tensors_in(item, found)})" for key, item in enumerate(value)]
+    elif dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+        items = [f"({name!r}, {tensors_in(getattr(value, name), found)})" for name in names]
+    else:
+        return "None"
+    return f"('{type(value).__module__}:{type(value).__qualname__}', [{', '.join(items)}])"
+
+
+def rebuilt(text: str, tensors: list[Tensor]) -> Any:
+    """The value whose shape is `text`, with `tensors`; what was no tensor is None.
+
+    >>> rebuilt("('builtins:dict', [('a', 0), ('b', None)])", ["tensor"])
+    {'a': 'tensor', 'b': None}
+    """
+    return _built(_parsed(text), tensors)
+
+
+_parsed = lru_cache(maxsize=None)(ast.literal_eval)  # a program has as many as its graphs have places
+
+
+def _built(shape: Any, tensors: list[Tensor]) -> Any:
+    if shape is None or isinstance(shape, int):
+        return None if shape is None else tensors[shape]
+    name, fields = shape
+    items = {key: _built(item, tensors) for key, item in fields}
+    kind = _class(name)
+    if kind is None:
+        return items
+    if issubclass(kind, tuple):
+        return tuple.__new__(kind, items.values())
+    if issubclass(kind, list):
+        return kind(items.values())
+    with_fields = dataclasses.is_dataclass(kind)
+    return kind(**items) if with_fields else kind(items)
+
+
+@cache
+def _class(name: str) -> Any:
+    """The class called `name`, None if it lives inside of a function."""
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _see(text: str, tensors: list[Tensor], scope: int, index: int, number: int) -> Tensor:
+    known = scopes.get(scope)
+    if known is None or not known.alive:  # a graph from before, in which nobody is interested now
+        return torch.tensor(-1)
+    inlay = known.points[index].inlay(number)
+    # The graph goes on using this memory for something else.
+    return torch.tensor(inlay.run(rebuilt(text, [tensor.detach().clone() for tensor in tensors])))
+
+
+def _see_gradient(gradient: Tensor, ticket: Tensor, leaf: int) -> None:
+    waiting = _tickets.get(int(ticket))
+    if waiting is not None:
+        point, receives, addresses = waiting
+        point.receive(receives, leaf, addresses[leaf], gradient.clone())
+
+
+def _begin(key: int) -> None:
+    scope = scopes.get(key)
+    if scope is not None and scope.alive:
+        scope.begin_in_graph()
+
+
+def _end(key: int) -> None:
+    scope = scopes.get(key)
+    if scope is not None:
+        scope.end_in_graph()
+
+
+def _define(schema: str, run: Any, fake: Any) -> None:
+    name = schema.partition("(")[0]
+    _ops.define(schema)
+    _ops.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"torchhook::{name}", fake, lib=_ops)
+    # What torch.library says in public, without importing the compiler.
+    singleton.find(f"torchhook::{name}").effect.register(EffectType.ORDERED)
+
+
+_define(
+    "see(str text, Tensor[] tensors, int scope, int index, int number) -> Tensor",
+    _see,
+    lambda *_: torch.empty((), dtype=torch.int64),
+)
+_define("see_gradient(Tensor gradient, Tensor ticket, int leaf) -> ()", _see_gradient, lambda *_: None)
+_define("begin(int key) -> ()", _begin, lambda key: None)
+_define("end(int key) -> ()", _end, lambda key: None)
+
+
+def _noise(like: Tensor, seed: int) -> Tensor:
+    generator = torch.Generator(like.device).manual_seed(seed)
+    return torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=generator)
+
+
+# No compiler can follow a generator; a pure function of a seed it need not follow.
+_ops.define("noise(Tensor like, int seed) -> Tensor")
+_ops.impl("noise", _noise, "CompositeExplicitAutograd")
+torch.library.register_fake("torchhook::noise", lambda like, seed: torch.empty_like(like), lib=_ops)

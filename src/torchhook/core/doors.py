@@ -1,0 +1,221 @@
+"""Doors: what stands around a model's call while sessions look on.
+
+A `Door` sits in the slot of ``Module.compile``, which is asked before all hooks and left out of copies and
+pickles. It tells the sessions of the model's passes and lets them stop one; unlike hooks it sees every end
+of a forward, a KeyboardInterrupt too.
+
+A `Gate` stands where a part of the model was compiled. Its graphs know nothing of hooks that came later,
+nor does torch notice them, so while taps lie behind the gate the part is compiled anew, with them.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchhook.core.compiled import fresh, tracing
+from torchhook.core.hooks import Sentinel, armed
+from torchhook.core.passes import Scope, StopForward
+from torchhook.errors import SessionError
+
+_CALL = nn.Module._wrapped_call_impl.__code__
+_SLOT = "_compiled_call_impl"
+_lock = threading.RLock()
+_gates: weakref.WeakKeyDictionary[nn.Module, Gate] = weakref.WeakKeyDictionary()
+
+REMEDIES = (
+    "attach before the first call of what was compiled, call torchhook.arm(model) before compiling it, or"
+    " torch.compiler.reset() before calling it again"
+)
+
+
+class Door:
+    """Around the call of a session's model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.inner: Callable[..., Any] | None = vars(model).get(_SLOT)
+        self.scopes: tuple[Scope, ...] = ()
+        self.keys: tuple[int, ...] = ()  # of the scopes, for compiled graphs
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # for modules that copy or pickle all they have
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if tracing():
+            return self.traced(args, kwargs)
+        model, call = self.model, self.inner or self.model._call_impl
+        frame = sys._getframe(1)
+        caller = frame.f_locals["self"] if frame.f_code is _CALL else model
+        if caller is not model:  # a replica of DataParallel's, or a copy made by hand, has our slot too
+            if not caller.__dict__.get("_is_replica"):
+                return caller._call_impl(*args, **kwargs)
+            model, call = caller, caller._call_impl
+        begun = [scope for scope in self.scopes if scope.begin(model, args)]
+        try:
+            result = call(*args, **kwargs)
+            return None if any(scope.has_stopped() for scope in begun) else result  # a bare except may eat the stop
+        except StopForward as stop:
+            if any(stop.token is scope.token for scope in begun):
+                return None
+            raise
+        finally:
+            for scope in begun:
+                scope.end()
+
+    def traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The same inside a graph that is being compiled."""
+        for key in self.keys:
+            torch.ops.torchhook.begin(key)
+        result = self.model._call_impl(*args, **kwargs)
+        for key in self.keys:
+            torch.ops.torchhook.end(key)
+        return result
+
+    @staticmethod
+    def of(model: nn.Module) -> Door | None:
+        """The door around `model`, if there is one."""
+        door = vars(model).get(_SLOT)
+        return door if isinstance(door, Door) else None
+
+    @staticmethod
+    def open(model: nn.Module, scope: Scope) -> None:
+        """Let `scope` know of the model's passes."""
+        with _lock:
+            door = Door.of(model)
+            if door is None:
+                kind: Any = Door
+                if "torch._dynamo" in sys.modules:  # then a class of its own: nothing was compiled under its code yet
+                    kind = type("Door", (Door,), {"__call__": fresh(Door.__call__)})
+                door = kind(model)
+                vars(model)[_SLOT] = door
+            door.scopes = (*door.scopes, scope)
+            door.keys = tuple(known.key for known in door.scopes)
+
+    @staticmethod
+    def close(model: nn.Module, scope: Scope) -> None:
+        """Undo `open`."""
+        with _lock:
+            door = Door.of(model)
+            if door is None:
+                return
+            door.scopes = tuple(known for known in door.scopes if known is not scope)
+            door.keys = tuple(known.key for known in door.scopes)
+            if not door.scopes:
+                _fill(model, door.inner)
+
+
+class Gate:
+    """Around a part that was compiled, by ``module.compile()`` or ``torch.compile(module)``."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = weakref.ref(module)
+        self.users = 0
+        self.slot = "forward" if _is_optimized(module) else _SLOT
+        door = Door.of(module)
+        self.before: Any = vars(module)[self.slot] if door is None or self.slot == "forward" else door.inner
+
+    @staticmethod
+    def stands_at(module: nn.Module) -> bool:
+        """Whether `module` was compiled."""
+        door = Door.of(module)
+        call = vars(module).get(_SLOT) if door is None else door.inner
+        return _is_optimized(module) or hasattr(call, "_torchdynamo_orig_callable")
+
+    @staticmethod
+    def open(module: nn.Module) -> None:
+        """Compile what is behind the gate anew, since more taps lie there now."""
+        with _lock:
+            gate = _gates.get(module) or Gate(module)
+            _gates[module] = gate
+            gate.users += 1
+            gate._put(gate._compiled(module))
+
+    @staticmethod
+    def close(module: nn.Module) -> None:
+        """Undo `open`."""
+        with _lock:
+            gate = _gates.get(module)
+            if gate is not None:
+                gate.users -= 1
+                if not gate.users:
+                    del _gates[module]
+                    gate._put(gate.before)
+
+    def _compiled(self, module: nn.Module) -> Any:
+        """The module's call, compiled by the same backend with the same options, but without a past."""
+        if self.slot == "forward":
+            optimized: Any = module
+            return optimized.dynamo_ctx(fresh(_calling(optimized._orig_mod)))
+        try:
+            cells = dict(zip(self.before.__code__.co_freevars, self.before.__closure__, strict=True))
+            context = cells["self"].cell_contents
+        except (AttributeError, KeyError, TypeError) as error:
+            raise SessionError(f"a {type(module).__name__} was compiled without these taps; {REMEDIES}") from error
+        return context(fresh(_calling_inside(module)))
+
+    def _put(self, call: Any) -> None:
+        module = self.module()
+        if module is None:
+            return
+        door = Door.of(module)
+        if self.slot == _SLOT and door is not None:
+            door.inner = call
+        else:
+            vars(module)[self.slot] = call
+
+
+class Armed:
+    """Makes a model notice taps that come after it was compiled; see `torchhook.arm`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._handles = [handle for module in model.modules() for handle in armed(module)]
+
+    def remove(self) -> None:
+        """Take the sentinels away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def __enter__(self) -> Armed:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+
+def is_armed(model: nn.Module) -> bool:
+    """Whether `model` notices taps that come after it was compiled."""
+    return any(isinstance(hook, Sentinel) for hook in model._forward_hooks.values())
+
+
+def _fill(model: nn.Module, call: Any) -> None:
+    """Put `call` into the slot, or leave that as if nothing ever was in it."""
+    if call is None:
+        del vars(model)[_SLOT]
+    else:
+        vars(model)[_SLOT] = call
+
+
+def _is_optimized(module: nn.Module) -> bool:
+    return type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules
+
+
+def _calling(module: nn.Module) -> Callable[..., Any]:
+    def enter(*args: Any, **kwargs: Any) -> Any:
+        return module(*args, **kwargs)
+
+    return enter
+
+
+def _calling_inside(module: nn.Module) -> Callable[..., Any]:
+    def enter(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    return enter

@@ -1,0 +1,175 @@
+"""An edit returns the value that continues: here what all edits share, in `torchhook.edits` what there is.
+
+An edit changes one tensor. Where it sits inside a nested value, ``at`` says; the containers around it
+keep their types. Whatever it returns must fit where the old tensor was, in shape, dtype and device.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from torchhook.core.site import Port, Site
+from torchhook.core.trees import Address, Arguments, leaves, put, taken
+from torchhook.errors import TapError
+
+if TYPE_CHECKING:
+    from torchhook.core.passes import Pass
+
+Key = int | str
+At = Key | tuple[Key, ...] | None
+"""Which leaf: a position or a name, or, deeper down, several of them; None where there is only one."""
+
+
+class Edit(ABC):
+    """Changes one tensor of what flows. An edit of your own needs `change` alone.
+
+    >>> class Sign(Edit):
+    ...     def change(self, x, call):
+    ...         return x.sign()
+    """
+
+    whole = False  # whether it is given the whole value, containers and all
+    by_call = False  # whether it does something else at each call of a pass
+
+    def __init__(self, at: At = None) -> None:
+        self.at: Address | None = at if at is None or isinstance(at, tuple) else (at,)
+
+    @abstractmethod
+    def change(self, x: Any, call: int) -> Any:
+        """The value that continues in the place of `x`, at the `call`-th call of a pass."""
+
+    def moved(self, path: str, module: nn.Module, port: Port, model: nn.Module) -> tuple[str, nn.Module, Port]:
+        """Where to act for a selected `module`: there, unless the edit knows a better place."""
+        return path, module, port
+
+    def bound(self, site: Site, module: nn.Module) -> Edit:
+        """This edit for one site, with all looked up that it needs there."""
+        return self
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__.lower()} edit"
+
+
+class Editing:
+    """The act of one edit at one site."""
+
+    __slots__ = ("edit", "site")
+
+    def __init__(self, edit: Edit, site: Site, module: nn.Module) -> None:
+        self.edit = edit.bound(site, module)
+        self.site = site
+
+    def __call__(self, pass_: Pass | None, call: int, value: Any, args: tuple[Any, ...]) -> Any:
+        """The value that continues."""
+        return self.changed(value, call)
+
+    def changed(self, value: Any, call: int) -> Any:
+        """`value` with what the edit changes in it."""
+        if self.edit.whole:
+            return self._whole(value, call)
+        if isinstance(value, Tensor):
+            if self.edit.at:
+                raise self._no_leaf(value)
+            return self.fitting(value, self.edit.change(value, call))
+        address = self._address(value)
+        leaf = taken(value, address)
+        return put(value, address, self.fitting(leaf, self.edit.change(leaf, call)))
+
+    def gradient(self, address: Address, gradient: Tensor, call: int) -> Tensor | None:
+        """The gradient that continues from the leaf at `address`, None if the edit is not for that leaf."""
+        at = self.edit.at
+        if at is not None and address != (_in_arguments(at) if self.site.port == "grad_input" else at):
+            return None
+        changed: Tensor = self.fitting(gradient, self.edit.change(gradient, call))
+        return changed
+
+    def fitting(self, x: Tensor, new: Any) -> Any:
+        """`new`, if it can take the place of `x`."""
+        if not isinstance(new, Tensor):
+            raise TapError(
+                f"the {self.edit} at the {self.site} returned a {type(new).__name__} for a tensor of"
+                f" {_looks(x)}; return the tensor that continues"
+            )
+        if new.shape != x.shape or new.dtype != x.dtype or new.device != x.device:
+            raise TapError(
+                f"the {self.edit} at the {self.site} returned {_looks(new)} for {_looks(x)}; make them agree"
+            )
+        return new
+
+    def _whole(self, value: Any, call: int) -> Any:
+        if not isinstance(value, Arguments):
+            return self._alike(value, self.edit.change(value, call))
+        seen = value.unwrapped()
+        new = self._alike(seen, self.edit.change(seen, call))
+        if len(value.args) == 1:
+            return Arguments((new,), value.kwargs)
+        return Arguments(new, value.kwargs) if value.args else Arguments((), new)
+
+    def _alike(self, old: Any, new: Any) -> Any:
+        """`new`, if it has a fitting tensor wherever `old` has one."""
+        if isinstance(old, Tensor):
+            return self.fitting(old, new)
+        olds, news = dict(leaves(old)), dict(leaves(new))
+        if type(old) is not type(new) or olds.keys() != news.keys():
+            raise TapError(
+                f"the {self.edit} at the {self.site} returned a {type(new).__name__} with tensors at {_listed(news)}"
+                f" for a {type(old).__name__} with tensors at {_listed(olds)}; return the same container"
+            )
+        for address, leaf in olds.items():
+            self.fitting(leaf, news[address])
+        return new
+
+    def _address(self, value: Any) -> Address:
+        at = self.edit.at
+        found = [address for address, _ in leaves(value)]
+        if at is None:
+            if len(found) == 1:
+                return found[0]
+            raise self._no_leaf(value)
+        if isinstance(value, Arguments):
+            at = _in_arguments(at)
+        elif at not in found and isinstance(at[0], int) and not isinstance(value, (tuple, list)):
+            firsts = list(dict.fromkeys(address[0] for address in found))  # the n-th field that has one
+            at = (firsts[at[0]], *at[1:]) if at[0] < len(firsts) else at
+        if at not in found:
+            raise self._no_leaf(value)
+        return at
+
+    def _no_leaf(self, value: Any) -> TapError:
+        at = "no at=" if self.edit.at is None else f"at={self.edit.at[0] if len(self.edit.at) == 1 else self.edit.at!r}"
+        return TapError(
+            f"the {self.edit} at the {self.site} says {at}, but the value there is a {type(value).__name__} with"
+            f" tensors at {_listed(address[isinstance(value, Arguments) :] for address, _ in leaves(value))};"
+            " say which one with at="
+        )
+
+
+class GradientEditing:
+    """The act of an edit of gradients: called in the forward, it hands out who changes them in the backward."""
+
+    __slots__ = ("editing",)
+
+    def __init__(self, editing: Editing) -> None:
+        self.editing = editing
+
+    def __call__(self, pass_: Pass | None, call: int, value: Any, args: tuple[Any, ...]) -> Any:
+        """Who changes the gradients of `value`."""
+        return lambda _, leaf, gradient: self.editing.gradient(leaf, gradient, call)
+
+
+def _in_arguments(at: Address) -> Address:
+    """Positions mean arguments, names mean keywords."""
+    return (0 if isinstance(at[0], int) else 1, *at)
+
+
+def _looks(x: Tensor) -> str:
+    return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} on {x.device}"
+
+
+def _listed(found: Iterable[Address]) -> str:
+    names = [repr(address[0]) if len(address) == 1 else repr(address) for address in found]
+    return ", ".join(names[:8]) or "nowhere"

@@ -1,0 +1,94 @@
+"""Detours around torch's fused fast paths, which run modules without calling them.
+
+In eval mode ``nn.TransformerEncoderLayer`` hands its weights to one fused kernel; hooks inside turn that
+off by themselves. ``nn.TransformerEncoder`` packs a padded batch into a nested tensor, on which only the
+kernel works. ``nn.MultiheadAttention`` never calls its ``out_proj`` on any path. Where a tap lies under
+one of them the detour is taken, and left again with the session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
+from types import FunctionType, MethodType, SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules import activation
+
+from torchhook.core.standin import StandIn
+from torchhook.text import warn
+
+_FUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+
+
+class Detours:
+    """The detours of one session."""
+
+    def __init__(self) -> None:
+        self.nested: list[nn.TransformerEncoder] = []
+        self.unfused: list[StandIn] = []
+        self.warned = False
+
+    def take(self, modules: Iterable[nn.Module], targets: AbstractSet[int]) -> None:
+        """Make a detour around every fast path among `modules` that has one of `targets` (ids) inside."""
+        fused = [module for module in modules if isinstance(module, _FUSED)]
+        for module in dict.fromkeys(fused):
+            inside = {id(part) for part in module.modules()}
+            if not isinstance(module, nn.TransformerEncoderLayer):
+                inside.discard(id(module))
+            if inside & targets:
+                self._take(module, targets)
+
+    def leave(self) -> None:
+        """Back to the fast paths."""
+        for encoder in self.nested:
+            encoder.use_nested_tensor = True
+        for standin in self.unfused:
+            standin.remove()
+
+    def _take(self, module: nn.Module, targets: AbstractSet[int]) -> None:
+        if isinstance(module, nn.TransformerEncoder) and getattr(module, "use_nested_tensor", False):
+            module.use_nested_tensor = False
+            self.nested.append(module)
+        if isinstance(module, nn.MultiheadAttention):
+            if id(module.out_proj) not in targets or type(module).forward is not nn.MultiheadAttention.forward:
+                return
+            self.unfused.append(StandIn(module, _unfused(module)))
+        if not module.training and not self.warned:
+            self.warned = True
+            warn(
+                f"a tap lies inside a {type(module).__name__}, whose fast path calls no modules: the slower one is"
+                " taken while it is there, and results agree to the tolerance of the dtype"
+            )
+
+
+def _unfused(attention: nn.MultiheadAttention) -> Callable[..., Any]:
+    """The forward of `attention`: torch's own, but that it calls ``out_proj`` instead of using its weight."""
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+        return attention.out_proj(x) if weight is attention.out_proj.weight else F.linear(x, weight, bias)
+
+    inner = _rebound(F.multi_head_attention_forward, linear=linear)
+    functional = SimpleNamespace(**{**vars(F), "multi_head_attention_forward": inner})
+    forward = _rebound(nn.MultiheadAttention.forward, F=functional, torch=_Torch())
+    return MethodType(forward, attention)
+
+
+class _Torch:
+    """torch, but that it says that there is no fast path."""
+
+    backends = SimpleNamespace(mha=SimpleNamespace(get_fastpath_enabled=lambda: False))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _rebound(function: Any, **names: Any) -> Any:
+    """`function` with some of the global names that it uses standing for something else."""
+    module = activation if function is nn.MultiheadAttention.forward else F
+    twin = FunctionType(function.__code__, {**vars(module), **names}, function.__name__, function.__defaults__)
+    twin.__kwdefaults__ = function.__kwdefaults__
+    return twin

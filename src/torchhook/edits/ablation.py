@@ -1,0 +1,191 @@
+"""Ablation: channels, heads or positions that say nothing any more."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from torchhook.core.edit import At, Edit
+from torchhook.core.selection import unwrapped
+from torchhook.core.site import Port, Site
+from torchhook.edits.basic import spread
+from torchhook.edits.patching import captured, of_call
+from torchhook.errors import SelectionError, TapError
+
+With = Literal["zero", "mean"] | Mapping[str, Any]
+
+# By which names attention modules of torchvision, timm, transformers and others go by these things.
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
+_PROJECTIONS = ("out_proj", "o_proj", "c_proj", "proj", "out_lin", "wo", "to_out", "o", "dense", "output.dense")
+_CHANNELS_FIRST = (
+    nn.modules.conv._ConvNd,
+    nn.modules.batchnorm._NormBase,
+    nn.modules.pooling._MaxPoolNd,
+    nn.modules.pooling._AvgPoolNd,
+    nn.modules.pooling._AdaptiveMaxPoolNd,
+    nn.modules.pooling._AdaptiveAvgPoolNd,
+    nn.GroupNorm,
+)
+
+
+class Ablate(Edit):
+    """Some channels, heads or positions replaced."""
+
+    def __init__(self, kind: str, indices: Sequence[int], with_: With, dim: int | None, at: At = None) -> None:
+        super().__init__(at)
+        self.kind = kind
+        self.indices = list(indices)
+        self.with_ = with_
+        self.dim = dim
+        self.heads = 0
+        self.channels_first = False
+        self.values: list[Tensor] = []
+
+    def moved(self, path: str, module: nn.Module, port: Port, model: nn.Module) -> tuple[str, nn.Module, Port]:
+        """Heads are ablated where they are still apart: before the attention's output projection."""
+        if self.kind != "heads":
+            return path, module, port
+        name, projection = _projection(path, module)
+        return f"{path}.{name}" if name else path, projection, "input"
+
+    def bound(self, site: Site, module: nn.Module) -> Ablate:
+        twin = copy.copy(self)
+        twin.channels_first = isinstance(module, _CHANNELS_FIRST)
+        if isinstance(self.with_, Mapping):
+            twin.values = captured(self.with_, site, self.at)
+            twin.by_call = len(twin.values) > 1
+        return twin
+
+    def change(self, x: Tensor, call: int) -> Tensor:
+        channel = self._channel(x)
+        if isinstance(self.with_, Mapping):
+            other = spread(of_call(self.values, call, False), x, "ablate")
+        elif self.with_ == "mean":
+            other = x.mean([dim for dim in range(x.dim()) if dim != channel], keepdim=True).expand_as(x)
+        else:
+            other = torch.zeros_like(x)
+        return torch.where(self._gone(x, channel), other, x)
+
+    def _channel(self, x: Tensor) -> int:
+        if self.dim is not None and self.kind == "channels":
+            return self.dim % x.dim()
+        return (
+            1
+            if x.dim() != 1 and (self.channels_first or x.dim() in (2, 4, 5)) and self.kind != "heads"
+            else x.dim() - 1
+        )
+
+    def _gone(self, x: Tensor, channel: int) -> Tensor:
+        """A mask of what is ablated, to be spread over `x`."""
+        if self.kind == "heads":
+            return self._spread(x, channel, x.shape[channel] // self.heads, self.heads)
+        dim = channel
+        if self.kind == "positions":
+            if x.dim() != 3 and self.dim is None:
+                raise TapError(
+                    f"positions= means (batch, position, channel) values, and this one has shape {tuple(x.shape)};"
+                    " say with dim= which dimension has the positions"
+                )
+            dim = 3 - channel if self.dim is None else self.dim % x.dim()
+        return self._spread(x, dim, 1, x.shape[dim])
+
+    def _spread(self, x: Tensor, dim: int, times: int, count: int) -> Tensor:
+        wrong = [index for index in self.indices if not -count <= index < count]
+        if wrong:
+            raise TapError(f"{self.kind}={self.indices} go beyond the {count} that there are")
+        indices = [index % count for index in self.indices]
+        gone = torch.tensor([index in indices for index in range(count)], device=x.device).repeat_interleave(times)
+        return gone.view([-1 if other == dim else 1 for other in range(x.dim())])
+
+
+class AblateHeads(Ablate):
+    """Heads, whose number is looked up where they are."""
+
+    def moved(self, path: str, module: nn.Module, port: Port, model: nn.Module) -> tuple[str, nn.Module, Port]:
+        place = super().moved(path, module, port, model)
+        self.number_of[place[0]] = _heads(path, module, model)
+        return place
+
+    def __init__(self, indices: Sequence[int], with_: With, at: At = None) -> None:
+        super().__init__("heads", indices, with_, None, at)
+        self.number_of: dict[str, int] = {}
+
+    def bound(self, site: Site, module: nn.Module) -> Ablate:
+        twin = super().bound(site, module)
+        twin.heads = self.number_of[site.path]
+        return twin
+
+
+def ablate(
+    *,
+    channels: int | Sequence[int] | None = None,
+    heads: int | Sequence[int] | None = None,
+    positions: int | Sequence[int] | None = None,
+    with_: With = "zero",
+    dim: int | None = None,
+    at: At = None,
+) -> Edit:
+    """Take some channels, attention heads or positions out.
+
+    What takes their place, `with_` says: zeros, the ``"mean"`` over batch and positions of the value that is
+    there, or a capture, of which it is the same site and call. `heads` are those of an attention module (or of
+    its output projection), and are taken out where that projection begins. `dim` says where the channels or
+    positions are, if not where they usually are.
+
+    >>> from torchhook import edit, edits
+    >>> model = nn.Sequential(nn.Identity(), nn.Identity())
+    >>> with edit(model, {"0": edits.ablate(channels=[0, 2])}):
+    ...     model(torch.ones(1, 4))
+    tensor([[0., 1., 0., 1.]])
+    """
+    given = {"channels": channels, "heads": heads, "positions": positions}
+    chosen = {kind: indices for kind, indices in given.items() if indices is not None}
+    if len(chosen) != 1:
+        raise ValueError(f"give one of channels=, heads= and positions=, not {', '.join(chosen) or 'none'}")
+    if not isinstance(with_, Mapping) and with_ not in ("zero", "mean"):
+        raise ValueError(f"with_ must be 'zero', 'mean' or a capture, not {with_!r}")
+    ((kind, indices),) = chosen.items()
+    wanted = [indices] if isinstance(indices, int) else list(indices)
+    return AblateHeads(wanted, with_, at) if kind == "heads" else Ablate(kind, wanted, with_, dim, at)
+
+
+def _projection(path: str, module: nn.Module) -> tuple[str, nn.Module]:
+    """The output projection of an attention `module` with its name inside that; itself, if it is one."""
+    below = dict(module.named_modules())
+    for name in _PROJECTIONS:
+        if name in below:
+            return name, below[name]
+    if not module._modules:
+        return "", module
+    raise SelectionError(
+        f"heads= finds no output projection in {path!r}, a {type(module).__name__} (looked for"
+        f" {', '.join(_PROJECTIONS)}); select the projection itself, or ablate its channels at port 'input'"
+    )
+
+
+def _heads(path: str, module: nn.Module, model: nn.Module) -> int:
+    """The number of heads of the attention at `path`, or around it if that is its projection."""
+    around = module
+    if not module._modules and "." in path:
+        around = unwrapped(model).get_submodule(path.rpartition(".")[0])
+    for place in (around, *around.children(), getattr(around, "config", None), *_parents(model, path)):
+        for name in _HEADS:
+            number = getattr(place, name, None)
+            if isinstance(number, int) and not isinstance(number, bool):
+                return number
+    raise SelectionError(
+        f"heads= needs the number of heads of {path!r}, a {type(module).__name__}, which says none (looked for"
+        f" {', '.join(_HEADS)}); ablate the channels of its output projection at port 'input' instead"
+    )
+
+
+def _parents(model: nn.Module, path: str) -> list[nn.Module]:
+    """What `path` lies directly in, if that too is an attention (transformers has one inside another)."""
+    if "." not in path:
+        return []
+    parent = unwrapped(model).get_submodule(path.rpartition(".")[0])
+    return [child for child in (parent, *parent.children()) if "attention" in type(child).__name__.lower()]
