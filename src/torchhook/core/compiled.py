@@ -99,13 +99,13 @@ def leave(value: Any, scope: int, index: int, number: int) -> Tensor:
 class Regrading:
     """An edit of gradients as a step of a compiled graph."""
 
-    __slots__ = ("editing",)
-
     def __init__(self, editing: Editing) -> None:
         self.editing = editing
+        self.fired = False
 
     def traced(self, value: Any) -> Any:
         """The value that continues, whose gradient is edited."""
+        self.fired = True
         for address, tensor in list(leaves(value)):
             if tensor.requires_grad:
                 value = put(value, address, Regraded.apply(tensor, self.editing, address))  # type: ignore[no-untyped-call]
@@ -115,13 +115,13 @@ class Regrading:
 class Retracing:
     """An edit as a step of a compiled graph."""
 
-    __slots__ = ("editing",)
-
     def __init__(self, editing: Editing) -> None:
         self.editing = editing
+        self.fired = False
 
     def traced(self, value: Any) -> Any:
         """The value that continues."""
+        self.fired = True  # a constant that is only written: the graph does it at every run
         if self.editing.edit.by_call:
             raise TapError("an edit that differs from call to call cannot be in a compiled graph")
         return self.editing.changed(value, 0)
@@ -262,13 +262,13 @@ def _see_gradient(gradient: Tensor, ticket: Tensor, leaf: int) -> None:
         point.receive(receives, leaf, addresses[leaf], gradient.clone())
 
 
-def _begin(key: int) -> None:
+def _begin(near: Tensor, key: int) -> None:
     scope = scopes.get(key)
     if scope is not None and scope.alive:
         scope.begin_in_graph()
 
 
-def _end(key: int) -> None:
+def _end(near: Tensor, key: int) -> None:
     scope = scopes.get(key)
     if scope is not None:
         scope.end_in_graph()
@@ -289,8 +289,9 @@ _define(
     lambda *_: torch.empty((), dtype=torch.int64),
 )
 _define("see_gradient(Tensor gradient, Tensor ticket, int leaf) -> ()", _see_gradient, lambda *_: None)
-_define("begin(int key) -> ()", _begin, lambda key: None)
-_define("end(int key) -> ()", _end, lambda key: None)
+# These need no tensor, but inductor has to know on which device they stand between its kernels.
+_define("begin(Tensor near, int key) -> ()", _begin, lambda *_: None)
+_define("end(Tensor near, int key) -> ()", _end, lambda *_: None)
 
 
 def _noise(like: Tensor, seed: int) -> Tensor:

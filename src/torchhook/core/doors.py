@@ -17,11 +17,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchhook.core.compiled import fresh, tracing
 from torchhook.core.hooks import Sentinel, armed
 from torchhook.core.passes import Scope, StopForward
+from torchhook.core.trees import leaves
 from torchhook.errors import SessionError
 
 _CALL = nn.Module._wrapped_call_impl.__code__
@@ -72,10 +73,10 @@ class Door:
     def traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The same inside a graph that is being compiled."""
         for key in self.keys:
-            torch.ops.torchhook.begin(key)
+            torch.ops.torchhook.begin(_some_tensor((args, kwargs)), key)
         result = self.model._call_impl(*args, **kwargs)
         for key in self.keys:
-            torch.ops.torchhook.end(key)
+            torch.ops.torchhook.end(_some_tensor(result), key)
         return result
 
     @staticmethod
@@ -193,6 +194,12 @@ class Armed:
 def is_armed(model: nn.Module) -> bool:
     """Whether `model` notices taps that come after it was compiled."""
     return any(isinstance(hook, Sentinel) for hook in model._forward_hooks.values())
+
+
+def _some_tensor(value: Any) -> Tensor:
+    for _, tensor in leaves(value):
+        return tensor.detach()  # type: ignore[no-any-return]
+    return torch.empty(0)
 
 
 def _fill(model: nn.Module, call: Any) -> None:

@@ -323,6 +323,7 @@ class Point:
         "path",
         "scope",
         "session",
+        "steps",
         "stops",
         "target",
     )
@@ -340,6 +341,7 @@ class Point:
         self.bound: tuple[Bound, ...] = ()
         self.handles: tuple[Removable, ...] = ()
         self.inlays: tuple[Inlay, ...] = ()
+        self.steps: tuple[Step, ...] = ()  # in compiled graphs
         self.hook: Hook | None = None  # the one after the forward
         self.fired = False
         self.graded = False  # whether a gradient came
@@ -450,6 +452,10 @@ class Point:
     def silent(self) -> list[tuple[Tap, Site]]:
         """What is bound here and saw nothing."""
         fired = self.fired or (isinstance(self.hook, KeepHook) and self.hook.number != _NEVER)
+        if not fired or not self.graded:
+            inside = [step for step in self.steps if isinstance(step, (Retracing, Regrading)) and step.fired]
+            fired = fired or bool(inside)
+            self.graded = self.graded or any(isinstance(step, Regrading) for step in inside)
         seen = {"grad_input": self.graded, "grad_output": self.graded, "param_grad": self.graded}
         return [(tap, site) for tap, site, _ in self.bound if not seen.get(site.port, fired)]
 
@@ -478,7 +484,8 @@ class Point:
 
     def _install_all(self, module: nn.Module) -> None:
         """The hooks for any mixture of ports."""
-        self.awaited, self.input_awaited, self.inlays = Awaited(), Awaited(), ()
+        self.awaited, self.input_awaited = Awaited(), Awaited()
+        self.inlays, self.steps = (), ()
         before = any(site.port in InputHook.ports for _, site, _ in self.bound)
         if before:
             act = chained(self._acts("param") + self._acts("input"))
@@ -507,6 +514,7 @@ class Point:
         if catches:
             steps.append(self._new_inlay([], catches))
         steps += [Regrading(act.editing) for act in self._acts(graded) if isinstance(act, GradientEditing)]
+        self.steps += tuple(steps)
         return tuple(steps)
 
     def _new_inlay(self, acts: list[Act], catches: list[Act]) -> Inlay:

@@ -39,18 +39,18 @@ def cloned(tensor: Tensor) -> Tensor:
 
 def whole(tensor: Tensor) -> Tensor:
     """A detached real copy of `tensor`, of all its shards if it has any: then a collective of all ranks."""
-    tensor = tensor.detach()
-    return tensor.full_tensor() if is_sharded(tensor) else cloned(tensor)
+    detached: Any = tensor.detach()
+    return detached.full_tensor() if is_sharded(tensor) else cloned(tensor)
 
 
 def local(tensor: Tensor) -> Tensor:
     """What of `tensor` is here: its local shard, once it has arrived."""
     if type(tensor) is Tensor:
         return tensor
+    here: Any = tensor
     if is_sharded(tensor):
-        tensor = tensor.to_local()
-    arriving: Any = tensor
-    return arriving.wait() if type(tensor).__name__ == "AsyncCollectiveTensor" else tensor
+        here = here.to_local()
+    return here.wait() if type(here).__name__ == "AsyncCollectiveTensor" else here  # type: ignore[no-any-return]
 
 
 def is_sharded(tensor: Tensor) -> bool:

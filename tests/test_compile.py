@@ -1,0 +1,382 @@
+"""Taps and edits inside the graphs of torch.compile: one full graph, eager's numbers, no recompiles."""
+
+import threading
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+from torch._dynamo.utils import counters
+
+from torchhook import Ring, Record, Session, SessionError, SilentError, Tap, arm, capture, edit, edits, skip
+from torchhook import HookManager
+from zoo import InPlace, hooks_of
+
+BACKENDS = ["aot_eager", "inductor"]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled():
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.act = nn.ReLU(inplace=True)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(self.act(self.up(x)))
+
+
+class Net(nn.Module):
+    """Blocks, one of them called twice, and an op in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = self.blocks[1](self.blocks[0](self.blocks[0](x)))
+        x *= 2
+        return self.head(x)
+
+
+def step(run, x):
+    run(x).square().sum().backward()
+
+
+def compiled_by(how, model, **options):
+    """What to call, and what to give to torchhook."""
+    if how == "torch.compile":
+        run = torch.compile(model, fullgraph=True, **options)
+        return run, run
+    if how == "of the original":
+        return torch.compile(model, fullgraph=True, **options), model
+    if how == "module.compile":
+        model.compile(fullgraph=True, **options)
+        return model, model
+    assert how == "function"
+    return torch.compile(lambda x: model(x), fullgraph=True, **options), model
+
+
+HOW = ["torch.compile", "of the original", "module.compile", "function"]
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_values_and_gradients_are_eagers_in_one_graph(how, backend):
+    net = Net()
+    with capture(net, "blocks.*", "**.up", inputs=True, grads=True, params=True) as eager:
+        step(net, torch.ones(3, 8))
+    run, model = compiled_by(how, net, backend=backend)
+    net.zero_grad()
+    with capture(model, "blocks.*", "**.up", inputs=True, grads=True, params=True) as acts:
+        for scale in (5.0, 1.0):
+            net.zero_grad()
+            step(run, torch.full((3, 8), scale))
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    assert list(acts) == list(eager)
+    for path in eager:
+        assert len(acts[path]) == len(eager[path]) or how == "function", path
+        for name in ("outputs", "inputs", "grads") if "weight" not in path and "bias" not in path else ("params",):
+            for got, want in zip(getattr(acts[path], name)[::-1], getattr(eager[path], name)[::-1], strict=False):
+                torch.testing.assert_close(got, want, msg=lambda m, at=(path, name): f"{at}: {m}")
+    torch.testing.assert_close(acts["blocks.0.up.weight"].grad, eager["blocks.0.up.weight"].grad)
+    if how != "function":
+        assert acts.order == eager.order
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_recompiles_however_often_it_runs(backend):
+    net = Net()
+    counter = CompileCounter()
+    run = torch.compile(net, backend=counter if backend == "aot_eager" else backend, fullgraph=True)
+    with capture(run, "blocks.*", grads=True, keep=None) as acts, edit(run, {"head": edits.scale(2.0)}):
+        for number in range(12):
+            step(run, torch.full((2, 8), float(number)))
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    assert len(acts["blocks.1"].outputs) == 12 and len(acts["blocks.0"].outputs) == 24
+    assert len({float(output.sum()) for output in acts["blocks.1"].outputs}) == 12
+    assert all(gradient is not None for gradient in acts["blocks.0"].grads)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_was_overwritten_in_place_is_kept_as_it_flowed(backend):
+    net = InPlace()
+    x = torch.randn(2, 3, 8, 8)
+    with capture(net, grads=True) as eager:
+        step(net, x)
+    net.zero_grad()
+    with capture(net, grads=True) as acts:
+        step(torch.compile(net, backend=backend, fullgraph=True), x)
+    for path in eager:
+        torch.testing.assert_close(acts[path].outputs, eager[path].outputs)
+        torch.testing.assert_close(acts[path].grads, eager[path].grads, rtol=1e-4, atol=1e-4)
+
+
+@dataclass
+class Result:
+    hidden: torch.Tensor
+    count: int = 3
+
+
+class Nested(nn.Module):
+    def __init__(self, wrap):
+        super().__init__()
+        self.wrap = wrap
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, *, shift=None):
+        x = self.linear(x) if shift is None else self.linear(x) + shift
+        return self.wrap(x)
+
+
+class Outer(nn.Module):
+    def __init__(self, wrap, unwrap):
+        super().__init__()
+        self.inner = Nested(wrap)
+        self.unwrap = unwrap
+
+    def forward(self, x):
+        return self.unwrap(self.inner(x, shift=x * 2)) * 1.0
+
+
+@pytest.mark.parametrize(
+    "wrap, unwrap, at",
+    [
+        (lambda x: (x, None), lambda out: out[0], 0),
+        (lambda x: [x + 1, x], lambda out: out[1], 1),
+        (lambda x: {"a": x, "b": 3}, lambda out: out["a"], "a"),
+        (lambda x: Result(x), lambda out: out.hidden, "hidden"),
+    ],
+    ids=["tuple", "list", "dict", "dataclass"],
+)
+def test_containers(wrap, unwrap, at):
+    net, x = Outer(wrap, unwrap), torch.ones(2, 4, requires_grad=True)
+    want = net(x)
+    run = torch.compile(net, backend="aot_eager", fullgraph=True)
+    with capture(run, "inner", inputs=True, grads=True) as acts:
+        run(x).sum().backward()
+    assert type(acts["inner"].output) is type(wrap(x))
+    torch.testing.assert_close(unwrap(acts["inner"].output), want)
+    torch.testing.assert_close(unwrap(acts["inner"].grad), torch.ones(2, 4))
+    torch.testing.assert_close(acts["inner"].kwargs["shift"], x * 2)
+    with edit(run, {"inner": edits.scale(3.0, at=at), ("inner", "input"): edits.zero(at="shift")}):
+        torch.testing.assert_close(run(x), 3 * net.inner.linear(x))
+    torch.testing.assert_close(run(x), want)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("how", HOW[:3])
+def test_edits_are_part_of_the_graph(how, backend):
+    changes = {
+        "blocks.0": edits.add(torch.linspace(0, 1, 8)),
+        "blocks.1.up": edits.ablate(channels=[1, 3], with_="mean"),
+        "blocks.1.act": lambda x: x.clamp(max=0.5),
+        "blocks.1": edits.noise(0.1, seed=3),
+        ("head", "input"): edits.clamp(-1, 1),
+        ("blocks.1.down", "grad_output"): edits.scale(0.5),
+    }
+    net, x = Net(), torch.randn(3, 8)
+    with edit(net, changes):
+        want = net(x)
+        want.sum().backward()
+    grads = [p.grad.clone() for p in net.parameters()]
+    run, model = compiled_by(how, net, backend=backend)
+    net.zero_grad()
+    with edit(model, changes), capture(model, "head") as acts:
+        got = run(x)
+        got.sum().backward()
+        run(x)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(acts["head"].output, want)
+    torch.testing.assert_close([p.grad for p in net.parameters()], grads)
+    torch.testing.assert_close(run(x), net._call_impl(x))
+
+
+def test_an_observer_and_the_order_of_a_list():
+    net, seen = Net(), []
+    run = torch.compile(net, backend="aot_eager", fullgraph=True)
+    taps = [
+        Tap("head", lambda event: seen.append(("before", event.value.sum().item(), event.call, event.pass_number))),
+        Tap("head", edits.zero),
+        Tap("head", lambda event: seen.append(("after", event.value.sum().item(), event.call, event.pass_number))),
+    ]
+    with Session(run, taps):
+        first = run(torch.ones(1, 8))
+        run(torch.ones(2, 8))
+    assert [name for name, *_ in seen] == ["before", "after"] * 2 and first.sum() == 0
+    assert seen[0][1] != 0 and seen[1][1] == 0 and [entry[2:] for entry in seen] == [(0, 0), (0, 0), (0, 1), (0, 1)]
+
+
+@pytest.mark.parametrize("how", HOW[:3])
+def test_attaching_to_what_already_ran_compiled(how):
+    net, other, x = Net(), Net(), torch.randn(2, 8)
+    run_other, _ = compiled_by(how, other, backend="aot_eager")
+    run_other(x)  # another model of the same class must not hide this one's hooks
+    run, model = compiled_by(how, net, backend="aot_eager")
+    plain = run(x)
+    before = hooks_of(net)
+    for _ in range(10):  # more often than torch would compile one function anew
+        with capture(model, "blocks.*") as acts:
+            run(x)
+        assert len(acts["blocks.0"].outputs) == 2
+    assert hooks_of(net) == before
+    graphs = counters["stats"]["unique_graphs"]
+    torch.testing.assert_close(run(x), plain)
+    assert counters["stats"]["unique_graphs"] == graphs  # the first graph is used again
+
+
+def test_a_compiled_function_that_already_ran_misses_loudly_unless_armed():
+    net, x = Net(), torch.randn(2, 8)
+    run = torch.compile(lambda x: net(x), backend="aot_eager", fullgraph=True)
+    run(x)
+    with pytest.raises(SilentError, match=r"compiled before.*torchhook\.arm.*torch\.compiler\.reset"):
+        with capture(net, "head"):
+            run(x)
+    torch.compiler.reset()
+    before = hooks_of(net)
+    armed = arm(net)
+    run = torch.compile(lambda x: net(x), backend="aot_eager", fullgraph=True)
+    plain = run(x)
+    for _ in range(3):
+        with capture(net, "head", "blocks.0", inputs=True, grads=True, keep=2) as acts:
+            step(run, x)
+            step(run, x)
+        torch.testing.assert_close(acts["head"].output, plain)
+        assert len(acts["blocks.0"].outputs) == 4 and acts["head"].grad is not None
+    with edit(net, {"head": edits.zero}):
+        assert run(x).abs().sum() == 0
+    graphs = counters["stats"]["unique_graphs"]
+    torch.testing.assert_close(run(x), plain)
+    assert counters["stats"]["unique_graphs"] == graphs
+    armed.remove()
+    assert hooks_of(net) == before
+
+
+def test_parts_that_are_compiled_one_by_one():
+    net, x = Net(), torch.randn(2, 8)
+    with capture(net) as eager:
+        net(x)
+    for block in net.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    net.head = torch.compile(net.head, backend="aot_eager")
+    net(x)
+    with capture(net) as acts:
+        net(x)
+    assert acts.order == eager.order
+    for path in eager:
+        torch.testing.assert_close(acts[path].outputs, eager[path].outputs)
+
+
+def test_a_graph_break_changes_nothing():
+    class Broken(Net):
+        def forward(self, x):
+            x = self.blocks[0](x)
+            torch._dynamo.graph_break()
+            return self.head(self.blocks[0](x))
+
+    net, x = Broken(), torch.randn(2, 8)
+    with capture(net, grads=True, on_silent="ignore") as eager:
+        step(net, x)
+    run = torch.compile(net, backend="aot_eager")
+    net.zero_grad()
+    with capture(run, grads=True, on_silent="ignore") as acts:
+        step(run, x)
+    assert acts.order == eager.order
+    for path in eager:
+        torch.testing.assert_close(acts[path].outputs, eager[path].outputs)
+        torch.testing.assert_close(acts[path].grads, eager[path].grads)
+
+
+def test_shapes_that_change():
+    net = Net()
+    run = torch.compile(net, backend="aot_eager", fullgraph=True, dynamic=True)
+    with capture(run, "head", "blocks.1", keep=None, grads=True) as acts:
+        for rows in (2, 3, 5, 7):
+            step(run, torch.ones(rows, 8))
+    assert [output.shape[0] for output in acts["head"].outputs] == [2, 3, 5, 7]
+    assert [gradient.shape[0] for gradient in acts["blocks.1"].grads] == [2, 3, 5, 7]
+
+
+def test_the_classic_manager_and_a_transform_and_a_budget():
+    net, x = Net(), torch.randn(2, 8)
+    manager = HookManager(net, max_size=2)
+    manager.add("head")
+    run = torch.compile(net, backend="aot_eager", fullgraph=True)
+    with capture(run, "head", transform=lambda t: t.mean(), dtype=torch.float64, keep=None, max_bytes=10_000) as acts:
+        outputs = [run(x + n) for n in range(3)]
+    torch.testing.assert_close(manager.get("head"), [output.detach() for output in outputs[1:]])
+    torch.testing.assert_close(acts["head"].outputs, [output.detach().mean().double() for output in outputs])
+
+
+def test_a_module_left_out():
+    net, x = Net(), torch.randn(2, 8)
+    run = torch.compile(net, backend="aot_eager", fullgraph=True)
+    plain = run(x)
+    with skip(net, "blocks.0"):
+        torch.testing.assert_close(run(x), net.head(net.blocks[1](x) * 2))
+    torch.testing.assert_close(run(x), plain)
+
+
+def test_a_second_thread_may_not_open_another():
+    net, x, errors = Net(), torch.randn(2, 8), []
+    run = torch.compile(net, backend="aot_eager", fullgraph=True)
+
+    def other():
+        try:
+            capture(run, "head").attach()
+        except SessionError as error:
+            errors.append(error)
+
+    with capture(run, "head", keep=None) as acts:
+        run(x)
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        thread = threading.Thread(target=run, args=(x,))
+        thread.start()
+        thread.join()
+    assert "another thread" in str(errors[0]) and len(acts["head"].outputs) == 2  # taps there see every thread
+    other()
+    assert len(errors) == 1
+
+
+def test_an_edit_that_a_graph_cannot_follow_is_refused():
+    net, x = Net(), torch.randn(2, 8)
+    with capture(net, "blocks.0") as clean:
+        net(x)
+    run = torch.compile(net, backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match="differs from call to call"):
+        with edit(run, {"blocks.0": edits.patch(clean)}):
+            run(x)
+    with pytest.raises(Exception, match="schedule"):
+        with Session(run, [Tap("head", edits.zero, when=lambda number: number == 1)]):
+            run(x)
+
+
+def test_a_tap_that_raises_ends_its_session_and_leaves_nothing():
+    net, x = Net(), torch.randn(2, 8)
+    run = torch.compile(net, backend="aot_eager", fullgraph=True)
+    before = hooks_of(net)
+    with pytest.raises(ZeroDivisionError):
+        with Session(run, [Tap("head", lambda event: 1 / 0)]):
+            run(x)
+    assert hooks_of(net) == before and run(x).shape == (2, 4)
+
+
+def test_a_ring_shared_by_eager_and_compiled_calls():
+    net, x, ring = Net(), torch.randn(2, 8), Ring(max_entries=10)
+    run = torch.compile(net, backend="aot_eager", fullgraph=True)
+    with Session(net, [Tap("head", Record(ring))]):
+        eager, compiled = net(x), run(x)
+    torch.testing.assert_close(ring["head"], [eager.detach(), compiled.detach()])
