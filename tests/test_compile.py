@@ -9,8 +9,20 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 
-from torchhook import Ring, Record, Session, SessionError, SilentError, Tap, arm, capture, edit, edits, skip
-from torchhook import HookManager
+from torchhook import (
+    HookManager,
+    Record,
+    Ring,
+    Session,
+    SessionError,
+    SilentError,
+    Tap,
+    arm,
+    capture,
+    edit,
+    edits,
+    skip,
+)
 from zoo import InPlace, hooks_of
 
 BACKENDS = ["aot_eager", "inductor"]

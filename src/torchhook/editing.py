@@ -13,9 +13,9 @@ from torchhook.core.edit import Edit
 from torchhook.core.hooks import Removable, on_gradient
 from torchhook.core.selection import Query, require_module, select
 from torchhook.core.session import ScopeName, Session
+from torchhook.core.shards import is_sharded
 from torchhook.core.silence import OnSilent
 from torchhook.core.site import PORTS, Port
-from torchhook.core.snapshot import is_sharded
 from torchhook.core.standin import StandIn
 from torchhook.core.tap import Tap
 from torchhook.edits import apply

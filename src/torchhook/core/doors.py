@@ -27,8 +27,15 @@ from torchhook.errors import SessionError
 
 _CALL = nn.Module._wrapped_call_impl.__code__
 _SLOT = "_compiled_call_impl"
+_level = torch._C._functorch.maybe_current_level
+_is_exporting = torch.compiler.is_exporting
+_is_tracing = torch._C._is_tracing
 _lock = threading.RLock()
 _gates: weakref.WeakKeyDictionary[nn.Module, Gate] = weakref.WeakKeyDictionary()
+
+_EXPORTING = (
+    "torch.export writes all into one graph, where no hook fires; detach the taps first, and tap the model itself"
+)
 
 REMEDIES = (
     "attach before the first call of what was compiled, call torchhook.arm(model) before compiling it, or"
@@ -60,6 +67,8 @@ class Door:
             model, call = caller, caller._call_impl
         begun = [scope for scope in self.scopes if scope.begin(model, args)]
         try:
+            if begun and (_level() is not None or _is_exporting() or _is_tracing()):
+                raise SessionError(_refusal())
             result = call(*args, **kwargs)
             return None if any(scope.has_stopped() for scope in begun) else result  # a bare except may eat the stop
         except StopForward as stop:
@@ -72,6 +81,8 @@ class Door:
 
     def traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The same inside a graph that is being compiled."""
+        if _is_exporting():
+            raise SessionError(_EXPORTING)
         for key in self.keys:
             torch.ops.torchhook.begin(_some_tensor((args, kwargs)), key)
         result = self.model._call_impl(*args, **kwargs)
@@ -194,6 +205,18 @@ class Armed:
 def is_armed(model: nn.Module) -> bool:
     """Whether `model` notices taps that come after it was compiled."""
     return any(isinstance(hook, Sentinel) for hook in model._forward_hooks.values())
+
+
+def _refusal() -> str:
+    """Why the model cannot be called with taps on it here."""
+    if _is_exporting():
+        return _EXPORTING
+    if _is_tracing():
+        return "torch.jit.trace writes down one run, taps and all; detach them first, and tap the model itself"
+    return (
+        "the model is called inside torch.func (vmap, grad, jvp, ...), whose tensors mean nothing outside of it; call"
+        " it without the transform, or detach the taps first (torch.func.functional_call is fine)"
+    )
 
 
 def _some_tensor(value: Any) -> Tensor:

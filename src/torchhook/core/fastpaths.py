@@ -8,9 +8,10 @@ one of them the detour is taken, and left again with the session.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
-from types import FunctionType, MethodType, SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -66,15 +67,32 @@ class Detours:
 
 
 def _unfused(attention: nn.MultiheadAttention) -> Callable[..., Any]:
-    """The forward of `attention`: torch's own, but that it calls ``out_proj`` instead of using its weight."""
+    """The forward of `attention`: torch's own, but that it calls ``out_proj`` instead of using its weight.
+
+    There torch has all positions of all samples in one row after the other; the module is given them in the
+    shape of the query, as any other attention would.
+    """
+    asked = threading.local()
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-        return attention.out_proj(x) if weight is attention.out_proj.weight else F.linear(x, weight, bias)
+        if weight is not attention.out_proj.weight:
+            return F.linear(x, weight, bias)
+        if len(asked.shape) == 2:
+            return attention.out_proj(x)
+        first, second = asked.shape[:2]
+        if not attention.batch_first:
+            return attention.out_proj(x.view(first, second, -1)).flatten(0, 1)
+        return attention.out_proj(x.view(second, first, -1).transpose(0, 1)).transpose(0, 1).flatten(0, 1)
 
     inner = _rebound(F.multi_head_attention_forward, linear=linear)
     functional = SimpleNamespace(**{**vars(F), "multi_head_attention_forward": inner})
     forward = _rebound(nn.MultiheadAttention.forward, F=functional, torch=_Torch())
-    return MethodType(forward, attention)
+
+    def run(query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        asked.shape = query.shape
+        return forward(attention, query, *args, **kwargs)
+
+    return run
 
 
 class _Torch:

@@ -23,6 +23,7 @@ from torchhook.core.hooks import Point, install
 from torchhook.core.marks import Marks
 from torchhook.core.passes import Scope
 from torchhook.core.selection import Selector, find, layers, plain, require_module, unwrapped, walk
+from torchhook.core.shards import agree_on_the_whole
 from torchhook.core.silence import OnSilent, complaint, refusal, silences
 from torchhook.core.site import Site
 from torchhook.core.tap import Tap
@@ -107,6 +108,8 @@ class Session:
         """Attach the taps: all of them, or none if one finds nothing."""
         if self.state != "new":
             raise SessionError(f"this session is {self.state} already; make a new one")
+        if self.full:
+            agree_on_the_whole()
         self.state = "attached"
         self.scope = Scope(self._shared, self.recomputed)
         self._marks = Marks(self)

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchhook.core.shards import local
 from torchhook.core.trees import leaves, mapped, nbytes
-from torchhook.errors import OverwrittenError
+from torchhook.errors import OverwrittenError, TapError
 
 _lazy_clone = torch._lazy_clone
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def lazily_copied(tensor: Tensor) -> Tensor:
@@ -29,33 +31,22 @@ def lazily_copied(tensor: Tensor) -> Tensor:
 
 def frozen(tensor: Tensor) -> Tensor:
     """A detached copy on write of `tensor`."""
-    return lazily_copied(local(tensor.detach()))
+    return lazily_copied(local(meaningful(tensor).detach()))
 
 
 def cloned(tensor: Tensor) -> Tensor:
     """A detached real copy of `tensor`."""
-    return local(tensor.detach()).clone()
+    return local(meaningful(tensor).detach()).clone()
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A detached real copy of `tensor`, of all its shards if it has any: then a collective of all ranks."""
-    detached: Any = tensor.detach()
-    return detached.full_tensor() if is_sharded(tensor) else cloned(tensor)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """What of `tensor` is here: its local shard, once it has arrived."""
-    if type(tensor) is Tensor:
-        return tensor
-    here: Any = tensor
-    if is_sharded(tensor):
-        here = here.to_local()
-    return here.wait() if type(here).__name__ == "AsyncCollectiveTensor" else here  # type: ignore[no-any-return]
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether `tensor` is a DTensor (by name: its module takes long to import)."""
-    return any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__[:-2])
+def meaningful(tensor: Tensor) -> Tensor:
+    """`tensor`, unless it is one of those that exist only inside a transform."""
+    if _is_wrapped(tensor):
+        raise TapError(
+            "a tensor inside torch.func (vmap, grad, jvp, ...) means nothing outside of it and cannot be recorded; call"
+            " the module without the transform, or detach the taps first (torch.func.functional_call is fine)"
+        )
+    return tensor
 
 
 def snapshot(value: Any) -> Any:

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from torchhook.core.event import Event
 from torchhook.core.passes import Page, Pass, Scope
+from torchhook.core.shards import whole
 from torchhook.core.site import Site
-from torchhook.core.snapshot import Alias, Held, cloned, frozen, peek, read, weight, whole
+from torchhook.core.snapshot import Alias, Held, cloned, frozen, peek, read, weight
 from torchhook.core.tap import Act, Keep, Receive, Sink, Tap, require_count
 from torchhook.core.trees import Address, Arguments, mapped
 from torchhook.errors import BudgetError

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchhook.core.passes import Page
 from torchhook.core.site import Site
-from torchhook.core.snapshot import read, weight
+from torchhook.core.snapshot import meaningful, read, weight
 from torchhook.core.trees import Arguments
 from torchhook.errors import NotRecordedError
 from torchhook.text import in_units
@@ -29,6 +29,7 @@ class Entry(NamedTuple):
         """The value as the user sees it: there, still right, without a graph, and unwrapped."""
         value = read(self.value)
         if isinstance(value, Tensor):
+            meaningful(value)
             return value.detach() if value.requires_grad else value  # enable_grad inside of no_grad
         return value.unwrapped() if isinstance(value, Arguments) else value
 
