@@ -1,5 +1,6 @@
 """What every test may rely on: torchvision can be imported, nothing is downloaded, hooks are counted."""
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -29,3 +30,33 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_addoption(parser):
+    parser.addoption("--matrix", help="write what the tests marked with matrix showed to this file")
+
+
+def pytest_configure(config):
+    config.matrix_rows = []
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item):
+    report = (yield).get_result()
+    mark = item.get_closest_marker("matrix")
+    if mark is not None and (report.when == "call" or not report.passed):
+        place, claim = mark.args
+        test = item.nodeid.split("[")[0]
+        row = {"place": place, "claim": claim, "test": test, "outcome": report.outcome}
+        item.config.matrix_rows.append(row)
+
+
+def pytest_sessionfinish(session):
+    file = session.config.getoption("--matrix")
+    if file:
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        environment = f"torch {torch.__version__.split('+')[0]}, {device}"
+        rows = [dict(row) for row in {tuple(row.items()): None for row in session.config.matrix_rows}]
+        result = {"environment": environment, "rows": rows}
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        Path(file).write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")

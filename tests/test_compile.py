@@ -82,6 +82,10 @@ def compiled_by(how, model, **options):
 HOW = ["torch.compile", "of the original", "module.compile", "function"]
 
 
+@pytest.mark.matrix(
+    "torch.compile",
+    "outputs, inputs, parameters and gradients equal eager's, in one full graph, however it was compiled",
+)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_values_and_gradients_are_eagers_in_one_graph(how, backend):
@@ -106,6 +110,7 @@ def test_values_and_gradients_are_eagers_in_one_graph(how, backend):
         assert acts.order == eager.order
 
 
+@pytest.mark.matrix("torch.compile", "no recompiles and no graph breaks, capturing with `keep=None` and editing")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_recompiles_however_often_it_runs(backend):
     net = Net()
@@ -120,6 +125,7 @@ def test_no_recompiles_however_often_it_runs(backend):
     assert all(gradient is not None for gradient in acts["blocks.0"].grads)
 
 
+@pytest.mark.matrix("torch.compile", "values that a later op overwrites in place")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_was_overwritten_in_place_is_kept_as_it_flowed(backend):
     net = InPlace()
@@ -161,6 +167,7 @@ class Outer(nn.Module):
         return self.unwrap(self.inner(x, shift=x * 2)) * 1.0
 
 
+@pytest.mark.matrix("torch.compile", "tuples, lists, dicts and dataclasses are kept and edited in their own types")
 @pytest.mark.parametrize(
     "wrap, unwrap, at",
     [
@@ -186,6 +193,7 @@ def test_containers(wrap, unwrap, at):
     torch.testing.assert_close(run(x), want)
 
 
+@pytest.mark.matrix("torch.compile", "edits of outputs, inputs and gradients are traced into the graph")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("how", HOW[:3])
 def test_edits_are_part_of_the_graph(how, backend):
@@ -230,6 +238,10 @@ def test_an_observer_and_the_order_of_a_list():
     assert seen[0][1] != 0 and seen[1][1] == 0 and [entry[2:] for entry in seen] == [(0, 0), (0, 0), (0, 1), (0, 1)]
 
 
+@pytest.mark.matrix(
+    "torch.compile",
+    "attaching to a compiled module that already ran compiles it anew; afterwards the first graph is used",
+)
 @pytest.mark.parametrize("how", HOW[:3])
 def test_attaching_to_what_already_ran_compiled(how):
     net, other, x = Net(), Net(), torch.randn(2, 8)
@@ -248,6 +260,10 @@ def test_attaching_to_what_already_ran_compiled(how):
     assert counters["stats"]["unique_graphs"] == graphs  # the first graph is used again
 
 
+@pytest.mark.matrix(
+    "torch.compile",
+    "a compiled function that already ran: works after `arm(model)`, otherwise raises with the remedies",
+)
 def test_a_compiled_function_that_already_ran_misses_loudly_unless_armed():
     net, x = Net(), torch.randn(2, 8)
     run = torch.compile(lambda x: net(x), backend="aot_eager", fullgraph=True)
@@ -275,6 +291,7 @@ def test_a_compiled_function_that_already_ran_misses_loudly_unless_armed():
     assert hooks_of(net) == before
 
 
+@pytest.mark.matrix("torch.compile", "models of which only parts are compiled")
 def test_parts_that_are_compiled_one_by_one():
     net, x = Net(), torch.randn(2, 8)
     with capture(net) as eager:
@@ -290,6 +307,7 @@ def test_parts_that_are_compiled_one_by_one():
         torch.testing.assert_close(acts[path].outputs, eager[path].outputs)
 
 
+@pytest.mark.matrix("torch.compile", "graph breaks")
 def test_a_graph_break_changes_nothing():
     class Broken(Net):
         def forward(self, x):
@@ -310,6 +328,7 @@ def test_a_graph_break_changes_nothing():
         torch.testing.assert_close(acts[path].grads, eager[path].grads)
 
 
+@pytest.mark.matrix("torch.compile", "dynamic shapes")
 def test_shapes_that_change():
     net = Net()
     run = torch.compile(net, backend="aot_eager", fullgraph=True, dynamic=True)
@@ -340,6 +359,7 @@ def test_a_module_left_out():
     torch.testing.assert_close(run(x), plain)
 
 
+@pytest.mark.matrix("torch.compile", "taps see every thread; a second thread's session is refused")
 def test_a_second_thread_may_not_open_another():
     net, x, errors = Net(), torch.randn(2, 8), []
     run = torch.compile(net, backend="aot_eager", fullgraph=True)
@@ -363,6 +383,7 @@ def test_a_second_thread_may_not_open_another():
     assert len(errors) == 1
 
 
+@pytest.mark.matrix("torch.compile", "an edit with a schedule, or one that differs from call to call, is refused")
 def test_an_edit_that_a_graph_cannot_follow_is_refused():
     net, x = Net(), torch.randn(2, 8)
     with capture(net, "blocks.0") as clean:

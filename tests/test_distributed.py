@@ -14,8 +14,8 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import torchhook
-from torchhook import capture, edit, edits, select
+from torchhook import TorchhookError, capture, edit, edits, select
+from torchhook.core import shards
 from zoo import hooks_of
 
 pytestmark = pytest.mark.skipif(
@@ -71,6 +71,8 @@ class Ranks:
             process.start()
             there.close()  # else its end would not be noticed
             self.workers.append((process, here))
+        for _, pipe in self.workers:
+            assert pipe.poll(TIMEOUT) and pipe.recv() == "ready"
 
     def stop(self):
         for process, pipe in self.workers:
@@ -89,6 +91,7 @@ def _work(rank, store, log, pipe):
     torch.set_num_threads(1)
     # The default timeout of half an hour: a collective that waits for nobody is a deadlock, not an error.
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    pipe.send("ready")
     with open(log, "w") as stacks:  # noqa: PTH123
         while True:
             function, args, timeout = pipe.recv()
@@ -506,17 +509,19 @@ def check_edit_on_one_rank(rank, make):
 @pytest.mark.parametrize("make", [fsdp2, *TENSOR_PARALLEL])
 def test_a_full_capture_on_one_rank_alone_raises(ranks, make):
     # All ranks have to gather together, so torchhook has to notice by itself that one of them is alone: torch waits
-    # for half an hour, gloo may even abort the process when the others go on with something else.
-    ranks(check_full_on_one_rank, make, timeout=60)
+    # for half an hour, and gloo may even abort the process when the others go on with something else.
+    ranks(check_full_on_one_rank, make, timeout=30)
 
 
 def check_full_on_one_rank(rank, make):
     x, model = batch(0), trained(make)
-    before = hooks_of(model)
+    before, patience = hooks_of(model), shards.PATIENCE
     if rank:
-        with pytest.raises(torchhook.TorchhookError, match="rank"):
+        shards.PATIENCE = 2.0
+        with pytest.raises(TorchhookError, match="rank"):
             with capture(model, "fc1", "fc2", grads=True, params=True, full=True):
                 loss(model(x)).backward()
+        shards.PATIENCE = patience
     loss(model(x)).backward()  # nobody is harmed
     assert hooks_of(model) == before
     with capture(model, "fc1", full=True) as acts:  # and together they can

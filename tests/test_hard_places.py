@@ -45,6 +45,7 @@ def run_once(net, x):
     net(x).square().sum().backward()
 
 
+@pytest.mark.matrix("checkpointing", "one event a call and right gradients, reentrant or not")
 @pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
 def test_checkpointing_shows_one_event_a_call_and_right_gradients(how):
     net, x = Checkpointed(), torch.randn(4, 6, requires_grad=True)
@@ -63,6 +64,7 @@ def test_checkpointing_shows_one_event_a_call_and_right_gradients(how):
     assert acts["blocks.0.linear"].recomputed == [False, False]
 
 
+@pytest.mark.matrix("checkpointing", "gradients of inputs, and of several forwards before one backward")
 @pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
 def test_gradients_of_inputs_and_of_several_forwards_before_one_backward(how):
     net, seen = Checkpointed(how), {}
@@ -82,6 +84,7 @@ def test_gradients_of_inputs_and_of_several_forwards_before_one_backward(how):
         torch.testing.assert_close(event.value, by_pass[event.pass_number])
 
 
+@pytest.mark.matrix("checkpointing", "what is computed again is dropped, or with `recomputed=True` shown and marked")
 @pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
 def test_recomputed_calls_are_shown_and_marked_if_wanted(how):
     net, x = Checkpointed(how), torch.randn(4, 6, requires_grad=True)
@@ -96,6 +99,9 @@ def test_recomputed_calls_are_shown_and_marked_if_wanted(how):
     assert [event.recomputed for event in events] == [False, True]
 
 
+@pytest.mark.matrix(
+    "checkpointing", "edits act again in the second run, so that gradients are those of the edited model"
+)
 @pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
 def test_edits_act_again_where_a_checkpoint_computes_again(how):
     net, x = Checkpointed(), torch.randn(4, 6, requires_grad=True)
@@ -141,6 +147,7 @@ def test_checkpoint_sequential_and_the_checkpoints_of_transformers():
         torch.testing.assert_close(acts[f"layers.{path}"].grads, plain[path].grads)
 
 
+@pytest.mark.matrix("checkpointing", "Hugging Face's `gradient_checkpointing_enable`")
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_hugging_faces_gradient_checkpointing(reentrant):
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -169,6 +176,7 @@ def encoder(**options):
     return nn.TransformerEncoder(layer, 2).eval()
 
 
+@pytest.mark.matrix("fast paths", "inside `nn.TransformerEncoder` in eval, nested tensors from padding masks too")
 @pytest.mark.parametrize("padded", [False, True])
 def test_inside_a_fused_transformer_encoder(padded):
     net, x = encoder(), torch.randn(2, 5, 8)
@@ -185,6 +193,7 @@ def test_inside_a_fused_transformer_encoder(padded):
     assert hooks_of(net) == before and net.use_nested_tensor is kept
 
 
+@pytest.mark.matrix("fast paths", "`out_proj` of `nn.MultiheadAttention`, in eval and in training")
 @pytest.mark.parametrize("training", [False, True])
 def test_the_output_projection_of_multihead_attention(training):
     net = nn.MultiheadAttention(8, 2, batch_first=True).train(training)
@@ -208,6 +217,7 @@ def test_the_output_projection_of_multihead_attention(training):
     torch.testing.assert_close(twin(x, x, x)[0], plain)
 
 
+@pytest.mark.matrix("fast paths", "only what is selected leaves it, with one warning")
 def test_only_what_is_selected_leaves_the_fast_path():
     class Two(nn.Module):
         def __init__(self):
@@ -225,6 +235,7 @@ def test_only_what_is_selected_leaves_the_fast_path():
     assert len(record) == 1
 
 
+@pytest.mark.matrix("AMP", "values and gradients in the dtype of autocast")
 def test_autocast():
     net, x = Checkpointed(), torch.randn(4, 6)
     with torch.autocast("cpu", torch.bfloat16), capture(net, "**.linear", grads=True) as acts:
@@ -234,6 +245,7 @@ def test_autocast():
         net(x)
 
 
+@pytest.mark.matrix("quantized", "dynamic int8 models, captured and edited")
 def test_dynamically_quantized():
     net = torch.ao.quantization.quantize_dynamic(Checkpointed().eval(), {nn.Linear}, dtype=torch.qint8)
     x = torch.randn(4, 6)
@@ -245,6 +257,7 @@ def test_dynamically_quantized():
         assert not torch.equal(net(x), plain)
 
 
+@pytest.mark.matrix("inference_mode", "values and edits as under `no_grad`")
 def test_inference_mode():
     net, x = Checkpointed().eval(), torch.randn(4, 6)
     with torch.no_grad(), capture(net, inputs=True) as plain:
@@ -258,6 +271,7 @@ def test_inference_mode():
         assert all(map(torch.equal, acts[path].outputs, plain[path].outputs))
 
 
+@pytest.mark.matrix("torch.func", "`functional_call` is right; `vmap` and `grad` are refused")
 def test_functional_call_is_right_and_transforms_are_refused():
     net, x = nn.Sequential(nn.Linear(3, 3), nn.ReLU()), torch.randn(2, 3)
     zeros = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
@@ -293,6 +307,7 @@ def test_functional_call_is_right_and_transforms_are_refused():
         _ = acts["layer"].output
 
 
+@pytest.mark.matrix("torch.jit, torch.export", "their modules are refused, naming the reason")
 def test_torch_jit_and_torch_export_say_that_hooks_cannot_fire():
     net, x = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.ReLU())), torch.randn(2, 3)
     traced, scripted = torch.jit.trace(net, x), torch.jit.script(net)
@@ -311,6 +326,7 @@ def test_torch_jit_and_torch_export_say_that_hooks_cannot_fire():
     assert acts["0"].output.shape == (2, 3)
 
 
+@pytest.mark.matrix("torch.jit, torch.export", "exporting or tracing a tapped model is refused")
 @pytest.mark.parametrize("strict", [False, True])
 def test_exporting_a_tapped_model_is_refused(strict):
     net, x = nn.Sequential(nn.Linear(3, 3), nn.ReLU()), torch.randn(2, 3)
@@ -323,6 +339,7 @@ def test_exporting_a_tapped_model_is_refused(strict):
         torch.jit.trace(net, x)
 
 
+@pytest.mark.matrix("generate()", "every step by its number, the prompt first")
 def test_every_step_of_generate_is_addressable():
     from transformers import GPT2Config, GPT2LMHeadModel
 

@@ -2,7 +2,7 @@
 
 A site named by its exact path that did not fire, or a query none of whose sites did, is an error at the
 end of the scope. Other silent sites of a bulk query are listed with their reasons, and warned of. That
-no gradient reaches a place is an answer, not a miss: it is listed, and warned of where none came at all.
+no gradient reaches a place is an answer, not a miss: it is listed, and at most warned of.
 """
 
 from __future__ import annotations

@@ -34,37 +34,51 @@ class Zero(Edit):
 zero = Zero()
 
 
-class Replace(Edit):
+class WithOperand(Edit):
+    """An edit with a number or a tensor, which is brought to the module's device once, not at every call."""
+
+    def __init__(self, operand: Tensor | float, at: At = None) -> None:
+        super().__init__(at)
+        self.operand = operand
+
+    def bound(self, site: Site, module: nn.Module) -> Edit:
+        where = next((p.device for p in module.parameters()), None)
+        if where is None or not isinstance(self.operand, Tensor):
+            return self
+        twin = copy.copy(self)
+        twin.operand = self.operand.to(where)
+        return twin
+
+    def like(self, x: Tensor) -> Any:
+        """The operand as it can be combined with `x`."""
+        return self.operand.to(x) if isinstance(self.operand, Tensor) else self.operand
+
+
+class Replace(WithOperand):
     """Something else."""
 
-    def __init__(self, value: Tensor | float, at: At = None) -> None:
-        super().__init__(at)
-        self.value = value if isinstance(value, Tensor) else torch.tensor(value)
-
     def change(self, x: Tensor, call: int) -> Tensor:
-        return spread(self.value, x, "replace")
+        return (
+            spread(self.operand, x, "replace")
+            if isinstance(self.operand, Tensor)
+            else x.new_full(x.shape, self.operand)
+        )
 
 
-class Add(Edit):
+class Add(WithOperand):
     """A vector on top."""
 
-    def __init__(self, vector: Tensor | float, at: At = None) -> None:
-        super().__init__(at)
-        self.vector = vector if isinstance(vector, Tensor) else torch.tensor(vector)
-
     def change(self, x: Tensor, call: int) -> Tensor:
-        return x + self.vector.to(x)
+        changed: Tensor = x + self.like(x)
+        return changed
 
 
-class Scale(Edit):
+class Scale(WithOperand):
     """More, or less."""
 
-    def __init__(self, factor: Tensor | float, at: At = None) -> None:
-        super().__init__(at)
-        self.factor = factor if isinstance(factor, Tensor) else torch.tensor(factor)
-
     def change(self, x: Tensor, call: int) -> Tensor:
-        return x * self.factor.to(x)
+        changed: Tensor = x * self.like(x)
+        return changed
 
 
 class Clamp(Edit):

@@ -1,0 +1,43 @@
+"""Writes docs/hard_places.md from what the tests that are marked with ``matrix`` showed.
+
+python -m pytest -m matrix --matrix docs/matrix/cpu.json      # in each environment
+python tests/matrix.py docs/matrix/*.json > docs/hard_places.md
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+HEAD = """# Hard places
+
+Where hooks usually fail: each works, or refuses with the reason and the remedy. Every line is proven by a test; a
+column is one run of them all, written by `tests/matrix.py`.
+
+"""
+
+
+def page(results: list[dict]) -> str:
+    """The page as Markdown: a line a claim, a column an environment."""
+    environments = [result["environment"] for result in results]
+    claims: dict[tuple[str, str], str] = {}
+    for result in results:
+        for row in result["rows"]:
+            claims.setdefault((row["place"], row["claim"]), row["test"])
+    lines = [f"| where | what holds | {' | '.join(environments)} | test |", "|---|---|" + "---|" * (len(results) + 1)]
+    for (place, claim), test in sorted(claims.items(), key=lambda item: item[0][0].lower()):
+        cells = [_outcome(result, place, claim) for result in results]
+        lines.append(f"| {place} | {claim} | {' | '.join(cells)} | `{test}` |")
+    return HEAD + "\n".join(lines) + "\n"
+
+
+def _outcome(result: dict, place: str, claim: str) -> str:
+    found = [row["outcome"] for row in result["rows"] if (row["place"], row["claim"]) == (place, claim)]
+    if "failed" in found:
+        return "**fails**"
+    return "✓" if "passed" in found else "–"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page([json.loads(Path(file).read_text()) for file in sys.argv[1:]]))

@@ -1,0 +1,88 @@
+"""The rows of edits and of the hard places: C47, B06, B07, B08."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from torchhook import SilentError, capture, clip_gradients, edit, edits
+from zoo import hooks_of, resnet18
+
+
+def parameter_hooks(model):
+    return sum(len(p._backward_hooks or ()) for p in model.parameters())
+
+
+@pytest.mark.parametrize("limit", [{"value": 0.01}, {"norm": 0.05}])
+def test_c47_gradient_clipping_by_hooks_by_value_and_by_norm(limit):
+    net, x = resnet18(num_classes=3), torch.randn(4, 3, 32, 32)
+    twin = copy.deepcopy(net)
+    twin(x).square().sum().backward()
+    with clip_gradients(net, **limit) as clip:
+        net(x).square().sum().backward()
+    assert parameter_hooks(net) == 0
+    expected = {}
+    for (path, parameter), other in zip(net.named_parameters(), twin.parameters(), strict=True):
+        if "value" in limit:
+            torch.testing.assert_close(parameter.grad, other.grad.clamp(-0.01, 0.01))
+            expected[path] = int(other.grad.abs().max() > 0.01)
+        else:
+            assert parameter.grad.norm() <= 0.05 * 1.0001
+            expected[path] = int(other.grad.norm() > 0.05)
+    assert clip.counts == expected and clip.clipped == sum(expected.values()) > 3
+    assert f"{clip.clipped} gradients of 62 parameters" in repr(clip)
+
+
+def test_c47_for_good_on_some_layers_through_accumulation_and_copies():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    clip = clip_gradients(net, "1", value=0.5)
+    for _ in range(3):
+        net(torch.full((1, 2), 100.0)).sum().backward()
+    assert clip.counts == {"1.weight": 3, "1.bias": 3} and net[1].weight.grad.abs().max() <= 1.5
+    assert net[0].weight.grad.abs().max() > 1.5 and parameter_hooks(copy.deepcopy(net)) == 0
+    clip.remove()
+    assert parameter_hooks(net) == 0
+    for wrong in ({}, {"value": 1.0, "norm": 1.0}, {"value": -1.0}):
+        with pytest.raises(ValueError, match="value= or norm="):
+            clip_gradients(net, **wrong)
+    with pytest.raises(ValueError, match="require gradients"):
+        clip_gradients(net.requires_grad_(False), value=1.0)
+
+
+def test_b06_one_selection_language_for_ablating_patching_steering_and_clipping():
+    net, x = resnet18(num_classes=3).eval(), torch.randn(2, 3, 32, 32)
+    before = hooks_of(net)
+    with torch.no_grad():
+        plain = net(x)
+        with capture(net, "layer[23]") as clean:
+            net(x.flip(0))
+        for where in ("layer2", "layer?.0", nn.BatchNorm2d, lambda path, module: path == "layer3.1"):
+            for change in (edits.ablate(channels=[0]), edits.add(0.5), edits.clamp(high=0.1)):
+                with edit(net, {where: change}):
+                    assert not torch.equal(net(x), plain)
+        with edit(net, {"layer[23]": edits.patch(clean)}):
+            assert torch.equal(net(x), net(x.flip(0)))  # inside, both runs are the clean one
+        assert torch.equal(net(x), plain)
+    assert hooks_of(net) == before
+
+
+def test_b07_inside_one_full_graph_forward_and_backward():
+    torch.compiler.reset()
+    net, x = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Linear(3, 1)), torch.randn(4, 3)
+    with capture(net, grads=True) as eager:
+        net(x).sum().backward()
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+    with capture(compiled, grads=True) as acts:
+        compiled(x).sum().backward()
+    for path in eager:
+        torch.testing.assert_close(acts[path].output, eager[path].output)
+        torch.testing.assert_close(acts[path].grad, eager[path].grad)
+    torch.compiler.reset()
+
+
+def test_b08_no_silent_misses():
+    net = nn.ModuleDict({"used": nn.Linear(1, 1), "unused": nn.Linear(1, 1)})
+    net.forward = lambda x: net["used"](x)
+    with pytest.raises(SilentError, match="'unused'.*branch not taken"), capture(net, "used", "unused"):
+        net(torch.ones(1, 1))
