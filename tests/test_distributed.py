@@ -516,14 +516,15 @@ def test_a_full_capture_on_one_rank_alone_raises(ranks, make):
 def check_full_on_one_rank(rank, make):
     x, model = batch(0), trained(make)
     before, patience = hooks_of(model), shards.PATIENCE
-    if rank:
-        shards.PATIENCE = 2.0
-        with pytest.raises(TorchhookError, match="rank"):
-            with capture(model, "fc1", "fc2", grads=True, params=True, full=True):
-                loss(model(x)).backward()
-        shards.PATIENCE = patience
-    loss(model(x)).backward()  # nobody is harmed
-    assert hooks_of(model) == before
+    for alone in (1, 0):  # what one rank asked for in vain must not answer the other
+        if rank == alone:
+            shards.PATIENCE = 1.0
+            with pytest.raises(TorchhookError, match="rank"):
+                with capture(model, "fc1", "fc2", grads=True, params=True, full=True):
+                    loss(model(x)).backward()
+            shards.PATIENCE = patience
+        loss(model(x)).backward()  # nobody is harmed
+        assert hooks_of(model) == before
     with capture(model, "fc1", full=True) as acts:  # and together they can
         model(x)
     same(acts["fc1"].output, Expected(x).outputs["fc1"])

@@ -57,9 +57,12 @@ class Inlay:
 
     def traced(self, value: Any) -> Any:
         """Put the op into the graph that is being made; the value that continues."""
-        ticket = leave(value, *self.address)
+        tensors: list[Tensor] = []
+        text = tensors_in(value, tensors)
         if not self.graded:
+            torch.ops.torchhook.see(text, tensors, *self.address)
             return value
+        ticket = torch.ops.torchhook.see_graded(text, tensors, *self.address)
         for number, (address, tensor) in enumerate(list(leaves(value))):
             if tensor.requires_grad:
                 value = put(value, address, Graded.apply(tensor, ticket, number))  # type: ignore[no-untyped-call]
@@ -88,12 +91,14 @@ class Inlay:
         return ticket
 
 
-def leave(value: Any, scope: int, index: int, number: int) -> Tensor:
-    """Leave the op in the graph that is being made."""
+def leave_keeping(value: Any, scope: int, index: int) -> None:
+    """Leave an op in the graph that is being made which keeps `value`, and nothing more."""
+    if isinstance(value, Tensor):
+        torch.ops.torchhook.keep(value, scope, index)
+        return
     tensors: list[Tensor] = []
     text = tensors_in(value, tensors)
-    ticket: Tensor = torch.ops.torchhook.see(text, tensors, scope, index, number)
-    return ticket
+    torch.ops.torchhook.see(text, tensors, scope, index, 0)
 
 
 class Regrading:
@@ -214,7 +219,7 @@ def rebuilt(text: str, tensors: list[Tensor]) -> Any:
     >>> rebuilt("('builtins:dict', [('a', 0), ('b', None)])", ["tensor"])
     {'a': 'tensor', 'b': None}
     """
-    return _built(_parsed(text), tensors)
+    return tensors[0] if text == "0" else _built(_parsed(text), tensors)
 
 
 _parsed = lru_cache(maxsize=None)(ast.literal_eval)  # a program has as many as its graphs have places
@@ -246,13 +251,29 @@ def _class(name: str) -> Any:
     return found
 
 
-def _see(text: str, tensors: list[Tensor], scope: int, index: int, number: int) -> Tensor:
+def _keep(tensor: Tensor, scope: int, index: int) -> None:
+    known = scopes.get(scope)
+    if known is not None and known.alive:
+        hook: Any = known.points[index].hook
+        hook.point.fired = True
+        known.under_way().keep((hook.site, None, tensor.detach().clone()))
+
+
+def _see(text: str, tensors: list[Tensor], scope: int, index: int, number: int) -> int:
     known = scopes.get(scope)
     if known is None or not known.alive:  # a graph from before, in which nobody is interested now
-        return torch.tensor(-1)
+        return -1
     inlay = known.points[index].inlay(number)
     # The graph goes on using this memory for something else.
-    return torch.tensor(inlay.run(rebuilt(text, [tensor.detach().clone() for tensor in tensors])))
+    return inlay.run(rebuilt(text, [tensor.detach().clone() for tensor in tensors]))
+
+
+def _see_only(*args: Any) -> None:
+    _see(*args)
+
+
+def _see_graded(*args: Any) -> Tensor:
+    return torch.tensor(_see(*args))
 
 
 def _see_gradient(gradient: Tensor, ticket: Tensor, leaf: int) -> None:
@@ -283,9 +304,12 @@ def _define(schema: str, run: Any, fake: Any) -> None:
     singleton.find(f"torchhook::{name}").effect.register(EffectType.ORDERED)
 
 
+_ADDRESS = "int scope, int index, int number"
+_define("keep(Tensor tensor, int scope, int index) -> ()", _keep, lambda *_: None)
+_define(f"see(str text, Tensor[] tensors, {_ADDRESS}) -> ()", _see_only, lambda *_: None)
 _define(
-    "see(str text, Tensor[] tensors, int scope, int index, int number) -> Tensor",
-    _see,
+    f"see_graded(str text, Tensor[] tensors, {_ADDRESS}) -> Tensor",
+    _see_graded,
     lambda *_: torch.empty((), dtype=torch.int64),
 )
 _define("see_gradient(Tensor gradient, Tensor ticket, int leaf) -> ()", _see_gradient, lambda *_: None)

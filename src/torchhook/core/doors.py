@@ -33,10 +33,6 @@ _is_tracing = torch._C._is_tracing
 _lock = threading.RLock()
 _gates: weakref.WeakKeyDictionary[nn.Module, Gate] = weakref.WeakKeyDictionary()
 
-_EXPORTING = (
-    "torch.export writes all into one graph, where no hook fires; detach the taps first, and tap the model itself"
-)
-
 REMEDIES = (
     "attach before the first call of what was compiled, call torchhook.arm(model) before compiling it, or"
     " torch.compiler.reset() before calling it again"
@@ -81,8 +77,6 @@ class Door:
 
     def traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The same inside a graph that is being compiled."""
-        if _is_exporting():
-            raise SessionError(_EXPORTING)
         for key in self.keys:
             torch.ops.torchhook.begin(_some_tensor((args, kwargs)), key)
         result = self.model._call_impl(*args, **kwargs)
@@ -210,7 +204,7 @@ def is_armed(model: nn.Module) -> bool:
 def _refusal() -> str:
     """Why the model cannot be called with taps on it here."""
     if _is_exporting():
-        return _EXPORTING
+        return "torch.export writes all into one graph, where no hook fires; detach the taps, and tap the model itself"
     if _is_tracing():
         return "torch.jit.trace writes down one run, taps and all; detach them first, and tap the model itself"
     return (

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from torchhook.core.shards import tied
 from torchhook.core.site import Port, Site
 from torchhook.core.trees import Address, Arguments, leaves, put, taken
 from torchhook.errors import TapError
@@ -98,7 +99,7 @@ class Editing:
             raise TapError(
                 f"the {self.edit} at the {self.site} returned {_looks(new)} for {_looks(x)}; make them agree"
             )
-        return new
+        return tied(x, new)
 
     def _whole(self, value: Any, call: int) -> Any:
         if not isinstance(value, Arguments):
@@ -120,7 +121,7 @@ class Editing:
                 f" for a {type(old).__name__} with tensors at {_listed(olds)}; return the same container"
             )
         for address, leaf in olds.items():
-            self.fitting(leaf, news[address])
+            new = put(new, address, self.fitting(leaf, news[address]))
         return new
 
     def _address(self, value: Any) -> Address:

@@ -25,10 +25,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from torchhook.core.compiled import Impossible, Inlay, Regrading, Retracing, Step, followed, leave, tracing
+from torchhook.core.compiled import Impossible, Inlay, Regrading, Retracing, Step, followed, leave_keeping, tracing
 from torchhook.core.edit import Editing, GradientEditing
 from torchhook.core.event import recomputing
 from torchhook.core.passes import Pass, StopForward
+from torchhook.core.shards import is_sharded
 from torchhook.core.site import Port, Site
 from torchhook.core.snapshot import snapshot
 from torchhook.core.tap import Act, Keep, Receive, Tap
@@ -120,7 +121,7 @@ class KeepHook(Hook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if tracing():
-            leave(output, self.scope.key, self.index, 0)
+            leave_keeping(output, self.scope.key, self.index)
             return
         scope = self.scope
         pass_ = scope.current
@@ -346,12 +347,14 @@ class Point:
         self.fired = False
         self.graded = False  # whether a gradient came
 
-    def bind(self, tap: Tap, path: str, module: nn.Module, port: Port, parameter: str | None = None) -> None:
-        """Let `tap` act here, on the `port` of `path`; `parameter` names the one of `module` that it is."""
+    def bind(
+        self, tap: Tap, path: str, module: nn.Module, port: Port, parameter: Callable[[], Tensor] | None = None
+    ) -> None:
+        """Let `tap` act here, on the `port` of `path`; `parameter` gets the parameter of `module` that is meant."""
         site = Site(path, port)
         act = tap.bind(site, module, self.scope)
         if parameter is not None:
-            act = _on_parameter(act, module, parameter)
+            act = _on_parameter(act, parameter)
         self.bound += ((tap, site, act),)
 
     def places(self) -> dict[Site, type]:
@@ -461,7 +464,7 @@ class Point:
 
     def inlay(self, number: int) -> Inlay:
         """What a compiled graph knows by this number."""
-        if not self.inlays:
+        if not self.inlays:  # of a hook that only keeps
             self.inlays = (Inlay(self, 0, self._acts("output"), []),)
         return self.inlays[number]
 
@@ -491,7 +494,7 @@ class Point:
             act = chained(self._acts("param") + self._acts("input"))
             steps = self._steps(("param", "input"), "grad_input")
             hook = InputHook(self, act, self._acts("grad_input"), steps)
-            self.handles = (module.register_forward_pre_hook(hook, with_kwargs=True, prepend=self.first),)
+            self.handles = (module.register_forward_pre_hook(hook, with_kwargs=True),)
         after = PairedOutputHook if before else OutputHook
         self.hook = after(self, self.output_act(), self._steps(("output",), "grad_output"))
 
@@ -501,18 +504,23 @@ class Point:
     def _steps(self, ports: tuple[Port, ...], graded: Port) -> tuple[Step, ...]:
         """What a compiled graph gets of the acts at `ports`, and of those at `graded` after them."""
         steps: list[Step] = []
+        observing: list[Act] = []  # several that follow one another are one op
         for tap, site, act in self.bound:
             if site.port not in ports:
                 continue
             if not tap.edits:
-                steps.append(self._new_inlay([act], []))
-            elif isinstance(act, Editing):
+                observing.append(act)
+                continue
+            if observing:
+                steps.append(self._new_inlay(observing, []))
+                observing = []
+            if isinstance(act, Editing):
                 steps.append(Retracing(act))
             else:
                 steps.append(Impossible(f"the edit at the {site} has a schedule, which a compiled graph cannot follow"))
         catches = [act for tap, site, act in self.bound if site.port == graded and not tap.edits]
-        if catches:
-            steps.append(self._new_inlay([], catches))
+        if observing or catches:
+            steps.append(self._new_inlay(observing, catches))
         steps += [Regrading(act.editing) for act in self._acts(graded) if isinstance(act, GradientEditing)]
         self.steps += tuple(steps)
         return tuple(steps)
@@ -602,10 +610,19 @@ def _as_input(act: Act) -> Act:
     return lambda pass_, call, value, args: act(pass_, call, Arguments((value,), {}), args)
 
 
-def _on_parameter(act: Act, module: nn.Module, name: str) -> Act:
-    """The act on a parameter of `module`, when that is called. It is looked up then: it may be another one."""
+def on_parameter(module: nn.Module, name: str, shard: nn.Parameter | None) -> Callable[[], Tensor]:
+    """Gets a parameter when its module is called. It is looked up then: it may be another one.
+
+    While FSDP computes, it has the gathered one in that place; what is wanted may be the `shard` that is here.
+    """
     get = attrgetter(name)
-    return lambda pass_, call, value, args: act(pass_, call, get(module), args)
+    if shard is None:
+        return lambda: get(module)
+    return lambda: found if is_sharded(found := get(module)) else shard
+
+
+def _on_parameter(act: Act, parameter: Callable[[], Tensor]) -> Act:
+    return lambda pass_, call, value, args: act(pass_, call, parameter(), args)
 
 
 def _once_more(editing: Editing) -> Act:

@@ -218,6 +218,16 @@ def plain(path: str) -> str:
     return ".".join(name for name in path.split(".") if name not in _WRAPPED)
 
 
+def spellings(path: str) -> tuple[str, ...]:
+    """What somebody may mean who wrote `path`, perhaps with the names of wrappers in it.
+
+    >>> spellings("module._orig_mod.fc")
+    ('module._orig_mod.fc', 'module.fc', 'fc')
+    """
+    inside = plain(path)
+    return path, inside, f"{inside}.".removeprefix("module.").removesuffix(".")
+
+
 def walk(model: nn.Module, path: str = "", above: tuple[nn.Module, ...] = ()) -> Iterator[tuple[str, nn.Module]]:
     """Every (path, module), shared modules under each of their names, the root first.
 
@@ -265,7 +275,7 @@ def _of_path(path: str) -> Selector:
 
 def _hits(modules: dict[str, nn.Module], selector: Selector) -> dict[str, nn.Module]:
     if selector.path is not None:
-        for path in (selector.path, plain(selector.path), plain(selector.path).removeprefix("module.")):
+        for path in spellings(selector.path):
             if path in modules:
                 return {path: modules[path]}
     test = selector.test

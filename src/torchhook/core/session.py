@@ -19,11 +19,11 @@ from torch import nn
 from torchhook.core.doors import Door, Gate, is_armed
 from torchhook.core.edit import Edit
 from torchhook.core.fastpaths import Detours
-from torchhook.core.hooks import Point, install
+from torchhook.core.hooks import Point, install, on_parameter
 from torchhook.core.marks import Marks
 from torchhook.core.passes import Scope
-from torchhook.core.selection import Selector, find, layers, plain, require_module, unwrapped, walk
-from torchhook.core.shards import agree_on_the_whole
+from torchhook.core.selection import Selector, find, layers, plain, require_module, spellings, unwrapped, walk
+from torchhook.core.shards import agree_on_the_whole, is_sharded, shards_of_gathered
 from torchhook.core.silence import OnSilent, complaint, refusal, silences
 from torchhook.core.site import Site
 from torchhook.core.tap import Tap
@@ -108,8 +108,6 @@ class Session:
         """Attach the taps: all of them, or none if one finds nothing."""
         if self.state != "new":
             raise SessionError(f"this session is {self.state} already; make a new one")
-        if self.full:
-            agree_on_the_whole()
         self.state = "attached"
         self.scope = Scope(self._shared, self.recomputed)
         self._marks = Marks(self)
@@ -121,6 +119,8 @@ class Session:
         try:
             with _no_collection():
                 self._plan(self.taps)
+            if self.full:
+                agree_on_the_whole(list(map(str, self.sites)))
             Door.open(self.model, self.scope)
         except BaseException:
             self.abandon()
@@ -255,9 +255,9 @@ class Session:
         rest = tuple(part for part in parts if part not in marked)
         found = find(modules, rest) if rest or not parts else {}
         for path in (part.path for part in rest if part.path is not None and part.path not in found):
-            name = plain(path) if plain(path) in found else plain(path).removeprefix("module.")
-            if name in found:  # written with the name of a wrapper in it
-                self.aliases[path] = name
+            for name in spellings(path):
+                if name in found:  # written with the name of a wrapper in it
+                    self.aliases[path] = name
         return found.items()
 
     def _all_modules(self) -> dict[str, nn.Module]:
@@ -283,7 +283,9 @@ class Session:
     def _bind_parameters(self, tap: Tap, path: str, module: nn.Module, seen: dict[int, str]) -> Sequence[Point]:
         """Bind `tap` to the parameters of `module` and below, unless `seen` under another name."""
         points: list[Point] = []
-        for name, parameter in module.named_parameters(remove_duplicate=False):
+        shards = shards_of_gathered(self.model)
+        for name, known in module.named_parameters(remove_duplicate=False):
+            parameter = shards.get(id(known), known)
             below = plain(f"{path}.{name}" if path else name)
             if seen.setdefault(id(parameter), below) != below:
                 self.aliases[below] = seen[id(parameter)]
@@ -292,7 +294,8 @@ class Session:
                 continue
             if tap.port == "param":  # seen when the module is called
                 points.append(self._point(path, module))
-                points[-1].bind(tap, below, module, tap.port, parameter=name)
+                shard = parameter if is_sharded(parameter) and not self.full else None
+                points[-1].bind(tap, below, module, tap.port, on_parameter(module, name, shard))
             else:
                 points.append(self._point(below, parameter))
                 points[-1].bind(tap, below, module, tap.port)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchhook.errors import SessionError
 
 PATIENCE = 60.0  # seconds that a rank waits for the others to want the whole as well
-_times = count()
+_agreed = [0]  # how often all ranks did
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -33,21 +32,46 @@ def local(tensor: Tensor) -> Tensor:
 def whole(tensor: Tensor) -> Tensor:
     """A detached real copy of `tensor`, of all its shards if it has any: then a collective of all ranks."""
     detached: Any = tensor.detach()
-    return detached.full_tensor() if is_sharded(tensor) else local(detached).clone()
+    return local(detached.full_tensor() if is_sharded(tensor) else detached).clone()
 
 
-def agree_on_the_whole() -> None:
-    """Raise unless every rank comes here too: a collective that only some join would hang all of them."""
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
+def tied(x: Tensor, new: Tensor) -> Tensor:
+    """`new` in the graph of `x`, with no weight: ranks that train together wait for each other's gradients."""
+    if new is x or not x.requires_grad or not torch.is_grad_enabled() or not _is_distributed():
+        return new
+    return torch.where(torch.zeros((), dtype=torch.bool, device=x.device), x, new)
+
+
+def shards_of_gathered(model: nn.Module) -> dict[int, nn.Parameter]:
+    """The sharded parameters of FSDP2, by the ids of the gathered ones that may stand in their places now."""
+    found: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        state: Any = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None  # type: ignore[operator]
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        for parameter in (known for group in groups if group is not None for known in group.fsdp_params):
+            found[id(getattr(parameter, "_unsharded_param", None))] = parameter.sharded_param
+    return found
+
+
+def agree_on_the_whole(sites: list[str]) -> None:
+    """Raise unless every rank comes here too, with the same sites: a collective that only some join hangs them."""
+    if not _is_distributed():
         return
-    store, number = distributed.distributed_c10d._get_default_store(), next(_times)
-    store.set(f"torchhook/whole/{number}/{distributed.get_rank()}", "here")
-    everybody = [f"torchhook/whole/{number}/{rank}" for rank in range(distributed.get_world_size())]
+    store, rank = torch.distributed.distributed_c10d._get_default_store(), torch.distributed.get_rank()
+    keys = [f"torchhook/whole/{_agreed[0]}/{other}" for other in range(torch.distributed.get_world_size())]
+    store.set(keys[rank], "\n".join(sites))
     try:
-        store.wait(everybody, timedelta(seconds=PATIENCE))
+        store.wait(keys, timedelta(seconds=PATIENCE))
     except RuntimeError as error:
+        store.delete_key(keys[rank])  # or the others would take it for an answer the next time
         raise SessionError(
             f"full=True gathers tensors from all ranks, and after {PATIENCE:.0f} s not all of them had asked for it;"
             " capture on every rank, or leave full out to keep the local shards"
         ) from error
+    _agreed[0] += 1
+    if len({store.get(key) for key in keys}) > 1:
+        raise SessionError("full=True gathers tensors from all ranks, and they ask for different sites")
+
+
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -119,4 +119,4 @@ def _or_compiled() -> str:
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is None or not dynamo.utils.counters["stats"]["unique_graphs"]:
         return ""
-    return f", or ran in a graph compiled before the tap came: then {REMEDIES}"
+    return f", or ran in a graph that torch.export made or that was compiled before the tap came: then {REMEDIES}"
