@@ -52,10 +52,10 @@ def test_compiled_by_inductor(dtype):
         for _ in range(4):
             run(x).float().square().sum().backward()
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
-    rtol = 1e-3 if dtype == torch.float32 else 6e-2
+    most = 1e-3 if dtype == torch.float32 else 3e-2
     for path in eager:
         for got, want in ((acts[path].output, eager[path].output), (acts[path].grad, eager[path].grad)):
-            torch.testing.assert_close(got, want, rtol=rtol, atol=rtol * want.abs().max().item())
+            assert (got.float() - want.float()).norm() <= most * want.float().norm(), path
 
 
 @pytest.mark.matrix("CUDA graphs", 'torch.compile(mode="reduce-overhead"): every run is seen, with its own values')

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 from torch import nn
@@ -14,11 +14,12 @@ from torchhook.core.session import ScopeName, Session
 from torchhook.core.silence import OnSilent
 from torchhook.core.site import Port
 from torchhook.core.tap import Sink, Tap, require_count
-from torchhook.costs import Overhead, compared
 from torchhook.sinks.memory import Copy, Record, Ring
-from torchhook.sinks.static import StaticRecord
 from torchhook.sinks.transfer import free_memory
-from torchhook.tracing import Trace
+
+if TYPE_CHECKING:
+    from torchhook.costs import Overhead
+    from torchhook.tracing import Trace
 
 
 def capture(
@@ -92,6 +93,8 @@ def capture(
     if static:
         if (keep, transform, to, dtype, copy, params, full) != (1, None, None, None, "lazy", False, False):
             raise ValueError("static=True fills buffers: leave out keep, transform, to, dtype, copy, params and full")
+        from torchhook.sinks.static import StaticRecord
+
         sink = StaticRecord(ring)
     else:
         sink = Record(ring, copy=copy, to=to, dtype=dtype, full=full)
@@ -115,6 +118,8 @@ def trace(model: nn.Module, *queries: Query, file: TextIO | None = None, quiet: 
     >>> [(call.path, call.kind, call.input, call.output) for call in calls.calls]
     [('0', 'Linear', '2×4', '2×3'), ('1', 'ReLU', '2×3', '2×3')]
     """
+    from torchhook.tracing import Trace
+
     return Trace(model, queries, file, quiet)
 
 
@@ -129,6 +134,8 @@ def overhead(model: nn.Module, x: Any, *queries: Query, runs: int = 30, **option
     >>> overhead(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), torch.ones(2, 4), runs=3)  # doctest: +ELLIPSIS
     plain ... ms, hooked ... ms: ...× (median of 3)
     """
+    from torchhook.costs import compared
+
     require_module(model)
     args, kwargs = (x, {}) if isinstance(x, tuple) else ((), x) if isinstance(x, Mapping) else ((x,), {})
     options = {"on_silent": "ignore", **options}

@@ -256,7 +256,7 @@ def _keep(tensor: Tensor, scope: int, index: int) -> None:
     if known is not None and known.alive:
         hook: Any = known.points[index].hook
         hook.point.fired = True
-        known.under_way().keep((hook.site, None, tensor.detach().clone()))
+        known.under_way().keep((hook.site, None, _copied(tensor)))
 
 
 def _see(text: str, tensors: list[Tensor], scope: int, index: int, number: int) -> int:
@@ -265,7 +265,11 @@ def _see(text: str, tensors: list[Tensor], scope: int, index: int, number: int) 
         return -1
     inlay = known.points[index].inlay(number)
     # The graph goes on using this memory for something else.
-    return inlay.run(rebuilt(text, [tensor.detach().clone() for tensor in tensors]))
+    return inlay.run(rebuilt(text, [_copied(tensor) for tensor in tensors]))
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone() if tensor.requires_grad else tensor.clone()
 
 
 def _see_only(*args: Any) -> None:
@@ -297,7 +301,7 @@ def _end(near: Tensor, key: int) -> None:
 
 def _define(schema: str, run: Any, fake: Any) -> None:
     name = schema.partition("(")[0]
-    _ops.define(schema)
+    _ops.define(schema, tags=torch.Tag.cudagraph_unsafe)  # a replay would not run it
     _ops.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"torchhook::{name}", fake, lib=_ops)
     # What torch.library says in public, without importing the compiler.

@@ -34,7 +34,7 @@ from torchhook.core.site import Port, Site
 from torchhook.core.snapshot import snapshot
 from torchhook.core.tap import Act, Keep, Receive, Tap
 from torchhook.core.trees import Address, Arguments, leaves, replaced
-from torchhook.errors import SessionError, TapError
+from torchhook.errors import TapError
 
 if TYPE_CHECKING:
     from torchhook.core.session import Session
@@ -115,13 +115,12 @@ class KeepHook(Hook):
     def __init__(self, point: Point, act: Keep) -> None:
         self.point = point
         self.scope = point.scope
-        self.index = point.index
         self.site = act.site
         self.number = _NEVER  # of the pass that the value is from
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if tracing():
-            leave_keeping(output, self.scope.key, self.index)
+            leave_keeping(output, self.scope.key, self.point.index)
             return
         scope = self.scope
         pass_ = scope.current
@@ -307,45 +306,35 @@ class ParamGradHook(Hook):
                 parameter.grad = changed
 
 
-class Point:
+class Spare:
+    """What a point has that most points never need: a model has many points, and they are made in a hurry."""
+
+    inlays: tuple[Inlay, ...] = ()
+    steps: tuple[Step, ...] = ()  # in compiled graphs
+    fired = False  # unless the hook itself knows
+    graded = False  # whether a gradient came
+    awaited: Awaited
+    input_awaited: Awaited
+
+
+class Point(Spare):
     """One place of a session, a module, a parameter or a mark: the acts bound there, the hooks for them."""
 
-    __slots__ = (
-        "awaited",
-        "bound",
-        "fired",
-        "first",
-        "graded",
-        "handles",
-        "hook",
-        "index",
-        "inlays",
-        "input_awaited",
-        "path",
-        "scope",
-        "session",
-        "steps",
-        "stops",
-        "target",
-    )
+    __slots__ = ("bound", "handles", "hook", "index", "path", "scope", "session", "stops", "target")
 
     def __init__(self, session: Session, path: str, target: nn.Module | nn.Parameter, stops: bool) -> None:
         self.session = weakref.ref(session)
         self.scope = session.scope
         self.index = self.scope.add(self)
-        self.scope.awaited += stops
         self.path = path
         self.target = target
         self.stops = stops
-        self.first = session.full  # before others' hooks, which may hand on a part of the value alone
-        # Tuples, since a model has many points and a tuple is the least to make.
+        if stops:
+            self.scope.awaited += 1
+        # Tuples, since they are the least to make.
         self.bound: tuple[Bound, ...] = ()
         self.handles: tuple[Removable, ...] = ()
-        self.inlays: tuple[Inlay, ...] = ()
-        self.steps: tuple[Step, ...] = ()  # in compiled graphs
         self.hook: Hook | None = None  # the one after the forward
-        self.fired = False
-        self.graded = False  # whether a gradient came
 
     def bind(
         self, tap: Tap, path: str, module: nn.Module, port: Port, parameter: Callable[[], Tensor] | None = None
@@ -376,13 +365,7 @@ class Point:
         if self.handles:
             self.remove()
         if isinstance(self.target, nn.Module):
-            try:
-                self._install_on_module(self.target)
-            except RuntimeError as error:
-                raise SessionError(
-                    f"{self.path or 'the model'!r} is a {type(self.target).__name__}, which takes no hooks"
-                    f" ({error}); hook the module that it was made from"
-                ) from error
+            self._install_on_module(self.target)
         else:
             hook = ParamGradHook(self, chained(self._acts("param_grad")))
             self.handles = (self.target.register_post_accumulate_grad_hook(hook),)
@@ -452,15 +435,15 @@ class Point:
         views.hook(self)
         return tuple(views.arguments)
 
-    def silent(self) -> list[tuple[Tap, Site]]:
+    def silent(self) -> list[Site]:
         """What is bound here and saw nothing."""
-        fired = self.fired or (isinstance(self.hook, KeepHook) and self.hook.number != _NEVER)
+        fired = self.fired
         if not fired or not self.graded:
             inside = [step for step in self.steps if isinstance(step, (Retracing, Regrading)) and step.fired]
             fired = fired or bool(inside)
             self.graded = self.graded or any(isinstance(step, Regrading) for step in inside)
         seen = {"grad_input": self.graded, "grad_output": self.graded, "param_grad": self.graded}
-        return [(tap, site) for tap, site, _ in self.bound if not seen.get(site.port, fired)]
+        return [site for _, site, _ in self.bound if not seen.get(site.port, fired)]
 
     def inlay(self, number: int) -> Inlay:
         """What a compiled graph knows by this number."""
@@ -478,15 +461,19 @@ class Point:
 
     def _install_on_module(self, module: nn.Module) -> None:
         act = self.bound[0][2]
+        hook: Any
         if len(self.bound) == 1 and isinstance(act, Keep) and act.newest and not self.stops:
-            self.hook = KeepHook(self, act)
+            hook = self.hook = KeepHook(self, act)
         else:
-            self._install_all(module)
-        hook: Any = self.hook
-        self.handles += (module.register_forward_hook(hook, prepend=self.first),)
+            hook = self.hook = self._installed_before(module)
+        # What is sharded is seen before others' hooks, which may hand on a part of it alone.
+        first = self.scope.full
+        self.handles += (
+            module.register_forward_hook(hook, prepend=True) if first else module.register_forward_hook(hook),
+        )
 
-    def _install_all(self, module: nn.Module) -> None:
-        """The hooks for any mixture of ports."""
+    def _installed_before(self, module: nn.Module) -> Hook:
+        """For any mixture of ports: the hook for after the forward, once that for before is in place."""
         self.awaited, self.input_awaited = Awaited(), Awaited()
         self.inlays, self.steps = (), ()
         before = any(site.port in InputHook.ports for _, site, _ in self.bound)
@@ -496,7 +483,7 @@ class Point:
             hook = InputHook(self, act, self._acts("grad_input"), steps)
             self.handles = (module.register_forward_pre_hook(hook, with_kwargs=True),)
         after = PairedOutputHook if before else OutputHook
-        self.hook = after(self, self.output_act(), self._steps(("output",), "grad_output"))
+        return after(self, self.output_act(), self._steps(("output",), "grad_output"))
 
     def _acts(self, port: Port) -> list[Act]:
         return [act for _, site, act in self.bound if site.port == port]
@@ -577,6 +564,11 @@ def on_gradient(parameter: Tensor, change: Callable[[Tensor], Tensor]) -> Remova
     """Let `change` change every gradient of `parameter` before it is accumulated."""
     handle: Removable = parameter.register_hook(change)
     return handle
+
+
+def unheard(points: Iterable[Point]) -> list[Point]:
+    """Those that may have seen nothing: not the many whose only hook has kept something."""
+    return [point for point in points if type(point.hook) is not KeepHook or point.hook.number == _NEVER]
 
 
 def install(points: Iterable[Point]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import weakref
 from collections import deque
 from contextvars import ContextVar
 from itertools import count
@@ -131,11 +130,11 @@ class Scope:
     """The passes that one session sees."""
 
     __slots__ = (
-        "__weakref__",
         "again",
         "alive",
         "awaited",
         "current",
+        "full",
         "home",
         "keepers",
         "key",
@@ -156,6 +155,7 @@ class Scope:
         self.recomputed = recomputed  # whether what a checkpoint runs again is wanted too
         self.again: Pass | None = None  # where that goes
         self.missed = ""  # why calls were not seen
+        self.full = False  # whether sharded values are seen before they are taken apart
         self.home = threading.get_ident()
         self.task = _running_task()
         self.passes: dict[int, Pass] = {}  # by thread
@@ -174,6 +174,7 @@ class Scope:
         self.current = self.again = None
         self.passes.clear()
         self.points.clear()
+        scopes.pop(self.key, None)
         sessions_here.set(sessions_here.get() - {self.token})
 
     def add(self, point: Point) -> int:
@@ -327,8 +328,8 @@ class Scope:
         return Pass(pass_.number, self, list(pass_.pages))
 
 
-scopes: weakref.WeakValueDictionary[int, Scope] = weakref.WeakValueDictionary()
-"""Those of the sessions that live, by their keys."""
+scopes: dict[int, Scope] = {}
+"""Those of the open sessions, by their keys."""
 
 _keys = count()
 _lock = threading.RLock()

@@ -110,6 +110,7 @@ class Session:
             raise SessionError(f"this session is {self.state} already; make a new one")
         self.state = "attached"
         self.scope = Scope(self._shared, self.recomputed)
+        self.scope.full = self.full
         self._marks = Marks(self)
         self._detours = Detours()
         self._release = weakref.finalize(
@@ -216,14 +217,15 @@ class Session:
             if tap.port == "param" and not points:
                 raise SelectionError(f"nothing that {Selector.of(tap.selector).label} selects has parameters")
             touched.update(dict.fromkeys(points))
-        targets = {id(point.target): point for point in touched}
         around = self._modules.values() or self._above
         if any(issubclass(kind, _SPECIAL) for kind in {type(module) for module in around}):
+            targets = {id(point.target): point for point in touched}
             refusal(around, targets)
             self._detours.take(around, targets.keys())
         install(touched)
         if "torch._dynamo" in sys.modules:
-            self._open_gates(self.model.modules() if self._modules else self._above, targets.keys())
+            modules = self.model.modules() if self._modules else self._above
+            self._open_gates(modules, {id(point.target) for point in touched})
 
     def _open_gates(self, modules: Iterable[nn.Module], targets: AbstractSet[int]) -> None:
         """Parts that were compiled and have a tap inside are compiled anew; they see every thread."""
@@ -271,7 +273,8 @@ class Session:
             self.aliases[path] = seen[id(module)]
             return ()
         seen[id(module)] = path
-        if isinstance(tap.action, Edit):
+        if tap.edits:
+            assert isinstance(tap.action, Edit)
             path, module, port = tap.action.moved(path, module, tap.port, self.model)
             point = self._point(path, module)
             point.bind(tap, path, module, port)

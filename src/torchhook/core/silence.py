@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from torchhook.core.doors import REMEDIES
-from torchhook.core.hooks import Point
+from torchhook.core.hooks import Point, unheard
 from torchhook.core.selection import Selector
 from torchhook.core.site import Site
 from torchhook.core.tap import Tap
@@ -49,7 +49,7 @@ def refusal(modules: Iterable[nn.Module], targets: dict[int, Point]) -> None:
 
 def silences(session: Session) -> dict[Site, str]:
     """The sites that saw nothing, each with the likely reason."""
-    silent = [(site, point) for point in session.points for _, site in point.silent()]
+    silent = [(site, point) for point in unheard(session.points) for site in point.silent()]
     return {site: _reason(session, site, point) for site, point in silent}
 
 

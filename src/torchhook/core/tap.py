@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -113,9 +113,11 @@ class Tap:
     when: Schedule | None = None
     transform: Callable[[Any], Any] | None = None
     group: str | None = None
+    edits: bool = field(init=False, repr=False, default=False)  # whether it changes what flows
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "selector", Selector.of(self.selector))
+        object.__setattr__(self, "edits", isinstance(self.action, Edit))
         if not (isinstance(self.action, (Sink, Edit)) or callable(self.action)):
             raise TypeError(f"action must be a Sink, an Edit or a callable on events, not {self.action!r}")
         if isinstance(self.action, type):
@@ -132,14 +134,10 @@ class Tap:
         if self.edits and self.port == "param":
             raise ValueError("an edit changes what flows; to change parameters, assign them")
 
-    @property
-    def edits(self) -> bool:
-        """Whether it changes what flows."""
-        return isinstance(self.action, Edit)
-
     def bind(self, site: Site, module: nn.Module, scope: Scope) -> Act:
         """The act of this tap at one site."""
-        if isinstance(self.action, Edit):
+        if self.edits:
+            assert isinstance(self.action, Edit)
             editing = Editing(self.action, site, module)
             act: Act = GradientEditing(editing) if site.port in ("grad_input", "grad_output") else editing
         else:

@@ -110,8 +110,9 @@ def put(value: Any, address: Address, item: Any) -> Any:
     item = put(taken(value, (key,)), tuple(rest), item)
     if isinstance(value, (tuple, list)):
         items = [*value[:key], item, *value[key + 1 :]]
-        # spelt out for the plain ones, which is what a compiler can follow
-        return tuple(items) if type(value) is tuple else items if type(value) is list else _sequence_like(value, items)
+        if type(value) in (tuple, list, Arguments):  # spelt out, which is what a compiler can follow
+            return Arguments(*items) if type(value) is Arguments else type(value)(items)
+        return _sequence_like(value, items)
     if isinstance(value, Mapping):
         return {**value, key: item} if type(value) is dict else _mapping_like(value, {key: item})
     twin = copy.copy(value)
