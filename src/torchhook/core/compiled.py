@@ -59,10 +59,9 @@ class Inlay:
         """Put the op into the graph that is being made; the value that continues."""
         tensors: list[Tensor] = []
         text = tensors_in(value, tensors)
+        ticket = torch.ops.torchhook.see(text, tensors, *self.address)
         if not self.graded:
-            torch.ops.torchhook.see(text, tensors, *self.address)
             return value
-        ticket = torch.ops.torchhook.see_graded(text, tensors, *self.address)
         for number, (address, tensor) in enumerate(list(leaves(value))):
             if tensor.requires_grad:
                 value = put(value, address, Graded.apply(tensor, ticket, number))  # type: ignore[no-untyped-call]
@@ -201,6 +200,8 @@ def tensors_in(value: Any, found: list[Tensor]) -> str:
     if isinstance(value, Tensor):
         found.append(value)
         return str(len(found) - 1)
+    if value is None:
+        return "None"
     if isinstance(value, Mapping):
         items = [f"({key!r}, {tensors_in(item, found)})" for key, item in value.items()]
     elif isinstance(value, (tuple, list)):
@@ -251,75 +252,67 @@ def _class(name: str) -> Any:
     return found
 
 
-def _keep(tensor: Tensor, scope: int, index: int) -> None:
+def _keep(tensor: Tensor, scope: int, index: int) -> Tensor:
     known = scopes.get(scope)
     if known is not None and known.alive:
         hook: Any = known.points[index].hook
         hook.point.fired = True
         known.under_way().keep((hook.site, None, _copied(tensor)))
+    return _NOTHING
 
 
-def _see(text: str, tensors: list[Tensor], scope: int, index: int, number: int) -> int:
+def _see(text: str, tensors: list[Tensor], scope: int, index: int, number: int) -> Tensor:
     known = scopes.get(scope)
     if known is None or not known.alive:  # a graph from before, in which nobody is interested now
-        return -1
-    inlay = known.points[index].inlay(number)
-    # The graph goes on using this memory for something else.
-    return inlay.run(rebuilt(text, [_copied(tensor) for tensor in tensors]))
+        return _NOTHING
+    ticket = known.points[index].inlay(number).run(rebuilt(text, [_copied(tensor) for tensor in tensors]))
+    return _NOTHING if ticket < 0 else torch.tensor(ticket)
 
 
-def _copied(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone() if tensor.requires_grad else tensor.clone()
-
-
-def _see_only(*args: Any) -> None:
-    _see(*args)
-
-
-def _see_graded(*args: Any) -> Tensor:
-    return torch.tensor(_see(*args))
-
-
-def _see_gradient(gradient: Tensor, ticket: Tensor, leaf: int) -> None:
+def _see_gradient(gradient: Tensor, ticket: Tensor, leaf: int) -> Tensor:
     waiting = _tickets.get(int(ticket))
     if waiting is not None:
         point, receives, addresses = waiting
-        point.receive(receives, leaf, addresses[leaf], gradient.clone())
+        point.receive(receives, leaf, addresses[leaf], _copied(gradient))
+    return _NOTHING
 
 
-def _begin(near: Tensor, key: int) -> None:
+def _begin(near: Tensor, key: int) -> Tensor:
     scope = scopes.get(key)
     if scope is not None and scope.alive:
         scope.begin_in_graph()
+    return _NOTHING
 
 
-def _end(near: Tensor, key: int) -> None:
+def _end(near: Tensor, key: int) -> Tensor:
     scope = scopes.get(key)
     if scope is not None:
         scope.end_in_graph()
+    return _NOTHING
 
 
-def _define(schema: str, run: Any, fake: Any) -> None:
+def _copied(tensor: Tensor) -> Tensor:
+    """A copy, since the graph goes on using this memory for something else."""
+    return tensor.detach().clone() if tensor.requires_grad else tensor.clone()
+
+
+def _define(schema: str, run: Any) -> None:
+    """An op that is run in order and never left out. What it returns is on the CPU: no CUDA graph replays it."""
     name = schema.partition("(")[0]
-    _ops.define(schema, tags=torch.Tag.cudagraph_unsafe)  # a replay would not run it
+    _ops.define(f"{schema} -> Tensor")
     _ops.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"torchhook::{name}", fake, lib=_ops)
+    torch.library.register_fake(f"torchhook::{name}", lambda *_: torch.empty((), dtype=torch.int64), lib=_ops)
     # What torch.library says in public, without importing the compiler.
     singleton.find(f"torchhook::{name}").effect.register(EffectType.ORDERED)
 
 
-_ADDRESS = "int scope, int index, int number"
-_define("keep(Tensor tensor, int scope, int index) -> ()", _keep, lambda *_: None)
-_define(f"see(str text, Tensor[] tensors, {_ADDRESS}) -> ()", _see_only, lambda *_: None)
-_define(
-    f"see_graded(str text, Tensor[] tensors, {_ADDRESS}) -> Tensor",
-    _see_graded,
-    lambda *_: torch.empty((), dtype=torch.int64),
-)
-_define("see_gradient(Tensor gradient, Tensor ticket, int leaf) -> ()", _see_gradient, lambda *_: None)
+_NOTHING = torch.tensor(-1)
+_define("keep(Tensor tensor, int scope, int index)", _keep)
+_define("see(str text, Tensor[] tensors, int scope, int index, int number)", _see)
+_define("see_gradient(Tensor gradient, Tensor ticket, int leaf)", _see_gradient)
 # These need no tensor, but inductor has to know on which device they stand between its kernels.
-_define("begin(Tensor near, int key) -> ()", _begin, lambda *_: None)
-_define("end(Tensor near, int key) -> ()", _end, lambda *_: None)
+_define("begin(Tensor near, int key)", _begin)
+_define("end(Tensor near, int key)", _end)
 
 
 def _noise(like: Tensor, seed: int) -> Tensor:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 Address = tuple[Any, ...]
@@ -115,6 +116,8 @@ def put(value: Any, address: Address, item: Any) -> Any:
         return _sequence_like(value, items)
     if isinstance(value, Mapping):
         return {**value, key: item} if type(value) is dict else _mapping_like(value, {key: item})
+    if torch.compiler.is_dynamo_compiling():  # which does not follow copies
+        return type(value)(**dict(_items(value)) | {key: item})
     twin = copy.copy(value)
     object.__setattr__(twin, key, item)
     return twin
@@ -133,6 +136,8 @@ def _bytes_of(tensor: Tensor) -> int:
 
 
 def _items(value: Any) -> Iterable[tuple[Any, Any]]:
+    if value is None:
+        return ()
     if isinstance(value, Mapping):
         return value.items()
     if isinstance(value, (tuple, list)):
