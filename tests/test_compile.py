@@ -413,3 +413,16 @@ def test_a_ring_shared_by_eager_and_compiled_calls():
     with Session(net, [Tap("head", Record(ring))]):
         eager, compiled = net(x), run(x)
     torch.testing.assert_close(ring["head"], [eager.detach(), compiled.detach()])
+
+
+FACTOR = 1.0
+
+
+def test_an_edit_that_uses_what_changes_is_compiled_anew_when_it_does():
+    global FACTOR
+    net, x = Net(), torch.randn(2, 8)
+    run = torch.compile(net, backend="aot_eager", fullgraph=True)
+    plain = run(x)
+    with edit(run, {"head": lambda out: out * FACTOR}):
+        for FACTOR in (1.0, 5.0, 2.0):
+            torch.testing.assert_close(run(x), plain * FACTOR)

@@ -85,6 +85,13 @@ class Calls:
         """The parameter as every call of the kept passes used it."""
         return self._all("param")
 
+    def newest(self, port: Port) -> list[Any]:
+        """What the newest kept pass has of `port`, call by call; of inputs all arguments."""
+        self._require(port)
+        entries = self._of(port)
+        last = max((entry.pass_number for entry in entries), default=None)
+        return [read(entry.value) for entry in entries if entry.pass_number == last]
+
     @property
     def recomputed(self) -> list[bool]:
         """Of every call of the kept passes, whether a checkpoint computed it again."""

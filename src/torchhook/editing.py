@@ -35,7 +35,10 @@ def edit(
     """Change what flows at some places of `model`, inside the block.
 
     `edits` says where and how: a query (or a pair of a query and a port) and an edit of `torchhook.edits`, or
-    any function of the value. Several at one site act in the order of the mapping.
+    any function of the value. Ports are ``output``, ``input``, ``grad_output``, ``grad_input`` and
+    ``param_grad``. Several edits at one site act in the order of the mapping, several sessions in the order in
+    which they were opened: a capture that is opened later sees what the edit made of it. Where a checkpoint
+    computes again in the backward, that has to run inside the block, too.
 
     >>> from torchhook import edit, edits
     >>> model = nn.Sequential(nn.Identity(), nn.ReLU())
@@ -49,11 +52,20 @@ def edit(
         raise ValueError("edits is empty: say where and how, as in {'layer3': torchhook.edits.zero}")
     taps = []
     for place, change in edits.items():
-        query, where = place if isinstance(place, tuple) and len(place) == 2 and place[1] in PORTS else (place, port)
+        query, where = _place(place, port)
         if not isinstance(change, Edit) and (not callable(change) or isinstance(change, type)):
             raise TypeError(f"the edit for {query!r} must be an Edit or a function of the value, not {change!r:.80}")
         taps.append(Tap(query, change if isinstance(change, Edit) else apply(change), where, group=group))
     return Session(model, taps, scope=scope, on_silent=on_silent)
+
+
+def _place(place: Any, port: Port) -> tuple[Any, Port]:
+    """The query and the port that a key of the mapping says."""
+    if not isinstance(place, tuple):
+        return place, port
+    if len(place) != 2 or place[1] not in PORTS:
+        raise ValueError(f"a key is a query or a pair of a query and a port ({', '.join(PORTS)}), not {place!r}")
+    return place
 
 
 class Skip:
@@ -101,7 +113,15 @@ def skip(model: nn.Module, *queries: Query, returns: Callable[[Any], Any] | None
     """
     if not queries:
         raise ValueError("skip needs a query: which modules to leave out")
-    return Skip(list(dict.fromkeys(select(model, *queries).values())), returns)
+    modules = select(model, *queries)
+    for path, module in modules.items() if returns is None else ():
+        returned = str(getattr(type(module).forward, "__annotations__", {}).get("return", "")).lower()
+        if isinstance(module, nn.RNNBase) or returned.startswith(("tuple", "typing.tuple")):
+            raise ValueError(
+                f"{path!r}, a {type(module).__name__}, returns a tuple, which its input is not; say what to return,"
+                " as in returns=lambda x: (x, None)"
+            )
+    return Skip(list(dict.fromkeys(modules.values())), returns)
 
 
 class ClipGradients:

@@ -18,6 +18,7 @@ from torchhook.core.site import PORTS, Port, Site
 from torchhook.core.tap import Tap, require_count
 from torchhook.core.trees import Arguments, leaves, mapped
 from torchhook.edits import apply, patch
+from torchhook.edits.ablation import PROJECTIONS
 from torchhook.errors import SelectionError
 from torchhook.text import html_table, table, warn
 
@@ -115,17 +116,19 @@ def sweep(
         require_count(batch, "batch")
     places = _places(model, sites, port)
     given, clean_value = _arguments(x), None
+    if model.training:
+        warn("the model is in training mode, so its dropout and batch statistics change the metric too; call .eval()")
     change = edit
     with torch.no_grad():
         output = model(*given.args, **given.kwargs)
-        baseline = float(metric(output))
+        baseline = _number(metric(output))
         if source is not None:
             clean, clean_value = _clean(model, places, _arguments(source), metric)
-            change = patch(clean) if edit is None else edit(clean)  # type: ignore[operator]
+            change = patch(clean) if edit is None else _made(edit, clean)
         if change is None:
             raise ValueError("edit is None, which means patching from source=, and there is none")
         made = change if isinstance(change, Edit) else apply(change)
-        runs = _Runs(model, given, made, metric, output, batch, source is not None)
+        runs = _Runs(model, given, made, metric, output, batch)
         values = list(_shown(runs.over(places), len(places), progress))
     rows = [Row(site, value, value - baseline, _share(value, baseline, clean_value)) for site, value in values]
     return Sweep(rows, baseline, clean_value)
@@ -142,7 +145,6 @@ class _Runs:
         metric: Callable[[Any], Any],
         output: Any,
         batch: int | None,
-        patches: bool,
     ) -> None:
         self.model = model
         self.given = given
@@ -164,11 +166,11 @@ class _Runs:
     def _batch(self, batch: int | None) -> int:
         if self.size is None or _samples(self.output) != self.size or any(m.training for m in self.model.modules()):
             return 1
-        return max(1, _SAMPLES // self.size - 1) if batch is None else batch
+        return max(1, _SAMPLES // max(self.size, 1) - 1) if batch is None else batch
 
     def _alone(self, site: Site) -> float:
         with Session(self.model, [Tap(site.path, self.edit, site.port)]):
-            return float(self.metric(self.model(*self.given.args, **self.given.kwargs)))
+            return _number(self.metric(self.model(*self.given.args, **self.given.kwargs)))
 
     def _together(self, some: list[Site]) -> list[float] | None:
         """The metric for each of `some`, None if this model does not keep samples apart.
@@ -176,47 +178,78 @@ class _Runs:
         The last share of the batch is not edited: it must come out as it did alone.
         """
         size = self.size or 1
+        total = size * (len(some) + 1)
         many = mapped(lambda t: torch.cat([t] * (len(some) + 1)) if _is_batched(t, size) else t, self.given)
-        taps = [Tap(site.path, Share(self.edit, number, size), site.port) for number, site in enumerate(some)]
-        with Session(self.model, taps):
-            output = self.model(*many.args, **many.kwargs)
+        taps = [Tap(site.path, Share(self.edit, number, size, total), site.port) for number, site in enumerate(some)]
+        try:
+            with Session(self.model, taps):
+                output = self.model(*many.args, **many.kwargs)
+        except NotApartError:
+            self._run_alone()
+            return None
         shares = [
             mapped(lambda t, n=number: t[n * size : (n + 1) * size], output)  # type: ignore[misc]
             for number in range(len(some) + 1)
         ]
         for (_, alone), (_, shared) in zip(leaves(self.output), leaves(shares[-1]), strict=True):
             if alone.shape != shared.shape or not torch.allclose(alone, shared, rtol=1e-3, atol=1e-5, equal_nan=True):
-                warn("this model does not treat the samples of a batch apart, so each site is run alone (batch=1)")
-                self.batch = 1
+                self._run_alone()
                 return None
-        return [float(self.metric(share)) for share in shares[:-1]]
+        return [_number(self.metric(share)) for share in shares[:-1]]
+
+    def _run_alone(self) -> None:
+        warn("this model does not treat the samples of a batch apart, so each site is run alone (batch=1)")
+        self.batch = 1
+
+
+class NotApartError(Exception):
+    """A value that has no share for each site."""
 
 
 class Share(Edit):
     """An edit of one share of the batch alone."""
 
-    def __init__(self, edit: Edit, number: int, size: int) -> None:
+    def __init__(self, edit: Edit, number: int, size: int, total: int) -> None:
         super().__init__(edit.at)
         self.edit = edit
         self.number = number
         self.size = size
+        self.total = total
         self.whole = edit.whole
 
     def moved(self, path: str, module: nn.Module, port: Port, model: nn.Module) -> tuple[str, nn.Module, Port]:
         return self.edit.moved(path, module, port, model)
 
     def bound(self, site: Site, module: nn.Module) -> Edit:
-        twin = Share(self.edit.bound(site, module), self.number, self.size)
+        twin = Share(self.edit.bound(site, module), self.number, self.size, self.total)
         twin.by_call = twin.edit.by_call
         return twin
 
     def change(self, x: Any, call: int) -> Any:
+        if any(not _is_batched(tensor, self.total) for _, tensor in leaves(x)):
+            raise NotApartError
         first, last = self.number * self.size, (self.number + 1) * self.size
         if not self.whole:
             return torch.cat([x[:first], self.edit.change(x[first:last], call), x[last:]])
         new = self.edit.change(mapped(lambda t: t[first:last], x), call)
         news = iter([tensor for _, tensor in leaves(new)])
         return mapped(lambda t: torch.cat([t[:first], next(news), t[last:]]), x)
+
+
+def _made(edit: Any, clean: Any) -> Edit:
+    if isinstance(edit, Edit) or not callable(edit):
+        raise TypeError("with source=, edit is None or a function of the clean capture that returns an edit")
+    made = edit(clean)
+    if not isinstance(made, Edit):
+        raise TypeError(f"with source=, edit must return an edit, and it returned a {type(made).__name__}")
+    return made
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"metric must return one number, and it returned {value!r:.80}") from error
 
 
 def _places(model: nn.Module, sites: Any, port: Port) -> list[Site]:
@@ -235,9 +268,13 @@ def _places(model: nn.Module, sites: Any, port: Port) -> list[Site]:
 def _clean(model: nn.Module, places: list[Site], given: Arguments, metric: Callable[[Any], Any]) -> tuple[Any, float]:
     ports = {site.port for site in places}
     paths = dict.fromkeys(site.path for site in places)
-    with capture(model, *paths, inputs="input" in ports, outputs="output" in ports) as clean:
+    for path, module in select(model, *paths).items():  # edits of heads act where their projection begins
+        for name in (name for name in PROJECTIONS if name in dict(module.named_modules())):
+            paths[f"{path}.{name}" if path else name] = None
+            ports.add("input")
+    with capture(model, *paths, inputs="input" in ports, outputs="output" in ports, on_silent="ignore") as clean:
         output = model(*given.args, **given.kwargs)
-    return clean, float(metric(output))
+    return clean, _number(metric(output))
 
 
 def _arguments(x: Any) -> Arguments:

@@ -11,9 +11,8 @@ from __future__ import annotations
 import ast
 import dataclasses
 import sys
-from collections import OrderedDict
 from collections.abc import Mapping
-from functools import cache, lru_cache
+from functools import cache
 from itertools import count
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -25,8 +24,8 @@ from torch._library.simple_registry import singleton
 
 from torchhook.core.edit import Editing
 from torchhook.core.passes import Pass, scopes
-from torchhook.core.tap import Act, Receive
-from torchhook.core.trees import Address, leaves, put
+from torchhook.core.tap import Act
+from torchhook.core.trees import leaves, put
 from torchhook.errors import TapError
 
 if TYPE_CHECKING:
@@ -36,7 +35,6 @@ tracing = torch.compiler.is_dynamo_compiling
 
 _ops = torch.library.Library("torchhook", "DEF")
 _numbers = count()
-_tickets: OrderedDict[int, tuple[Point, list[Receive], list[Address]]] = OrderedDict()
 _MOST_TICKETS = 10_000  # forwards that may wait for their backward
 
 
@@ -83,10 +81,10 @@ class Inlay:
         if not self.catches:
             return -1
         receives = [catch(pass_, call, value, ()) for catch in self.catches]
-        ticket = next(_numbers)
-        _tickets[ticket] = self.point, receives, [address for address, _ in leaves(value)]
-        if len(_tickets) > _MOST_TICKETS:
-            _tickets.popitem(last=False)
+        ticket, tickets = next(_numbers), self.point.scope.tickets
+        tickets[ticket] = self.point, receives, [address for address, _ in leaves(value)]
+        if len(tickets) > _MOST_TICKETS:
+            del tickets[next(iter(tickets))]
         return ticket
 
 
@@ -105,14 +103,13 @@ class Regrading:
 
     def __init__(self, editing: Editing) -> None:
         self.editing = editing
-        self.fired = False
 
     def traced(self, value: Any) -> Any:
         """The value that continues, whose gradient is edited."""
-        self.fired = True
+        meant = self.editing.leaf(value)
         for address, tensor in list(leaves(value)):
-            if tensor.requires_grad:
-                value = put(value, address, Regraded.apply(tensor, self.editing, address))  # type: ignore[no-untyped-call]
+            if tensor.requires_grad and (meant is None or address == meant):
+                value = put(value, address, Regraded.apply(tensor, self.editing))  # type: ignore[no-untyped-call]
         return value
 
 
@@ -121,11 +118,9 @@ class Retracing:
 
     def __init__(self, editing: Editing) -> None:
         self.editing = editing
-        self.fired = False
 
     def traced(self, value: Any) -> Any:
         """The value that continues."""
-        self.fired = True  # a constant that is only written: the graph does it at every run
         if self.editing.edit.by_call:
             raise TapError("an edit that differs from call to call cannot be in a compiled graph")
         return self.editing.changed(value, 0)
@@ -147,11 +142,46 @@ class Impossible:
 Step = Inlay | Regrading | Retracing | Impossible
 
 
-def followed(steps: tuple[Step, ...], value: Any) -> Any:
-    """Trace `steps` one after the other; the value that continues."""
-    for step in steps:
+class Book:
+    """The steps of all hooks, under names of their own.
+
+    The compiler believes that what it reaches through a module of torch's own never changes. What an edit uses
+    does (a function has globals), so a hook has but a name, and the steps are reached from here.
+    """
+
+
+book = Book()
+traced_names: set[str] = set()  # of steps that are part of some graph
+
+
+def noted(name: str) -> bool:
+    """Note that the steps called `name` become part of a graph: run when that is traced, a constant inside it."""
+    traced_names.add(name)
+    return True
+
+
+noted._dynamo_marked_constant = True  # type: ignore[attr-defined]  # what torch.compiler.assume_constant_result does
+
+
+def entered(steps: tuple[Step, ...]) -> str:
+    """The name under which `steps` are in the book from now on."""
+    name = f"steps_{next(_numbers)}"
+    setattr(book, name, steps)
+    return name
+
+
+def followed(name: str, value: Any) -> Any:
+    """Trace the steps called `name` one after the other; the value that continues."""
+    noted(name)
+    for step in getattr(book, name):
         value = step.traced(value)
     return value
+
+
+def forget(name: str) -> None:
+    """The steps called `name` are no more."""
+    delattr(book, name)
+    traced_names.discard(name)
 
 
 class Graded(torch.autograd.Function):
@@ -174,15 +204,13 @@ class Regraded(torch.autograd.Function):
     """An identity that edits the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, editing: Editing, address: Address) -> Tensor:
+    def forward(ctx: Any, x: Tensor, editing: Editing) -> Tensor:
         ctx.editing = editing
-        ctx.address = address
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        changed = ctx.editing.gradient(ctx.address, gradient, 0)
-        return gradient if changed is None else changed, None, None
+        return ctx.editing.gradient(gradient, 0), None
 
 
 def fresh(function: Any) -> Any:
@@ -223,7 +251,7 @@ def rebuilt(text: str, tensors: list[Tensor]) -> Any:
     return tensors[0] if text == "0" else _built(_parsed(text), tensors)
 
 
-_parsed = lru_cache(maxsize=None)(ast.literal_eval)  # a program has as many as its graphs have places
+_parsed = cache(ast.literal_eval)  # a program has as many as its graphs have places
 
 
 def _built(shape: Any, tensors: list[Tensor]) -> Any:
@@ -234,12 +262,19 @@ def _built(shape: Any, tensors: list[Tensor]) -> Any:
     kind = _class(name)
     if kind is None:
         return items
-    if issubclass(kind, tuple):
-        return tuple.__new__(kind, items.values())
-    if issubclass(kind, list):
-        return kind(items.values())
-    with_fields = dataclasses.is_dataclass(kind)
-    return kind(**items) if with_fields else kind(items)
+    in_sequence = issubclass(kind, (tuple, list))
+    try:
+        if in_sequence:
+            return tuple.__new__(kind, items.values()) if issubclass(kind, tuple) else kind(items.values())
+        with_fields = dataclasses.is_dataclass(kind)
+        return kind(**items) if with_fields else kind(items)
+    except TypeError:  # a class with ideas of its own
+        return _torchs(kind, list(items.values())) if in_sequence else items
+
+
+def _torchs(kind: Any, items: list[Any]) -> Any:
+    """One of torch's own tuples, such as that of ``torch.max``, or else a plain one."""
+    return kind(items) if kind.__module__ == "torch.return_types" else tuple(items)
 
 
 @cache
@@ -266,13 +301,14 @@ def _see(text: str, tensors: list[Tensor], scope: int, index: int, number: int) 
     if known is None or not known.alive:  # a graph from before, in which nobody is interested now
         return _NOTHING
     ticket = known.points[index].inlay(number).run(rebuilt(text, [_copied(tensor) for tensor in tensors]))
-    return _NOTHING if ticket < 0 else torch.tensor(ticket)
+    return _NOTHING if ticket < 0 else torch.tensor([scope, ticket])
 
 
 def _see_gradient(gradient: Tensor, ticket: Tensor, leaf: int) -> Tensor:
-    waiting = _tickets.get(int(ticket))
-    if waiting is not None:
-        point, receives, addresses = waiting
+    key, number = ticket.tolist()
+    scope = scopes.get(key)
+    if scope is not None and number in scope.tickets:
+        point, receives, addresses = scope.tickets[number]
         point.receive(receives, leaf, addresses[leaf], _copied(gradient))
     return _NOTHING
 
@@ -301,12 +337,12 @@ def _define(schema: str, run: Any) -> None:
     name = schema.partition("(")[0]
     _ops.define(f"{schema} -> Tensor")
     _ops.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"torchhook::{name}", lambda *_: torch.empty((), dtype=torch.int64), lib=_ops)
+    torch.library.register_fake(f"torchhook::{name}", lambda *_: torch.empty(2, dtype=torch.int64), lib=_ops)
     # What torch.library says in public, without importing the compiler.
     singleton.find(f"torchhook::{name}").effect.register(EffectType.ORDERED)
 
 
-_NOTHING = torch.tensor(-1)
+_NOTHING = torch.tensor([-1, -1])
 _define("keep(Tensor tensor, int scope, int index)", _keep)
 _define("see(str text, Tensor[] tensors, int scope, int index, int number)", _see)
 _define("see_gradient(Tensor gradient, Tensor ticket, int leaf)", _see_gradient)

@@ -24,6 +24,7 @@ from torchhook.core.hooks import Sentinel, armed
 from torchhook.core.passes import Scope, StopForward
 from torchhook.core.trees import leaves
 from torchhook.errors import SessionError
+from torchhook.text import warn
 
 _CALL = nn.Module._wrapped_call_impl.__code__
 _SLOT = "_compiled_call_impl"
@@ -123,6 +124,7 @@ class Gate:
     def __init__(self, module: nn.Module) -> None:
         self.module = weakref.ref(module)
         self.users = 0
+        self.call: Any = None
         self.slot = "forward" if _is_optimized(module) else _SLOT
         door = Door.of(module)
         self.before: Any = vars(module)[self.slot] if door is None or self.slot == "forward" else door.inner
@@ -152,22 +154,29 @@ class Gate:
                 gate.users -= 1
                 if not gate.users:
                     del _gates[module]
-                    gate._put(gate.before)
+                    if gate._held() is gate.call:  # nobody compiled the module anew meanwhile
+                        gate._put(gate.before)
 
     def _compiled(self, module: nn.Module) -> Any:
         """The module's call, compiled by the same backend with the same options, but without a past."""
         if self.slot == "forward":
             optimized: Any = module
-            return optimized.dynamo_ctx(fresh(_calling(optimized._orig_mod)))
+            return _recompiled(optimized.dynamo_ctx, fresh(_calling(optimized._orig_mod)))
         try:
             cells = dict(zip(self.before.__code__.co_freevars, self.before.__closure__, strict=True))
             context = cells["self"].cell_contents
         except (AttributeError, KeyError, TypeError) as error:
             raise SessionError(f"a {type(module).__name__} was compiled without these taps; {REMEDIES}") from error
-        return context(fresh(_calling_inside(module)))
+        return _recompiled(context, fresh(_calling_inside(module)))
+
+    def _held(self) -> Any:
+        module = self.module()
+        door = None if module is None or self.slot != _SLOT else Door.of(module)
+        return vars(module).get(self.slot) if door is None else door.inner
 
     def _put(self, call: Any) -> None:
         module = self.module()
+        self.call = call
         if module is None:
             return
         door = Door.of(module)
@@ -199,6 +208,19 @@ class Armed:
 def is_armed(model: nn.Module) -> bool:
     """Whether `model` notices taps that come after it was compiled."""
     return any(isinstance(hook, Sentinel) for hook in model._forward_hooks.values())
+
+
+def _recompiled(context: Any, function: Any) -> Any:
+    """`function` compiled as `context` compiles, but without CUDA graphs, which would be replayed without the taps."""
+    backend = context.callback
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    options = getattr(backend, "config", None)
+    if not isinstance(options, dict) or not options.get("triton.cudagraphs"):
+        return context(function)
+    warn("a tap lies in what was compiled with CUDA graphs: while it is there, it is compiled without them")
+    options = {**options, "triton.cudagraphs": False}
+    return torch.compile(function, fullgraph=context.fullgraph, dynamic=backend.dynamic, options=options)
 
 
 def _refusal() -> str:

@@ -72,19 +72,23 @@ class Editing:
         """`value` with what the edit changes in it."""
         if self.edit.whole:
             return self._whole(value, call)
-        if isinstance(value, Tensor):
-            if self.edit.at:
-                raise self._no_leaf(value)
-            return self.fitting(value, self.edit.change(value, call))
-        address = self._address(value)
+        address = self.leaf(value)
+        assert address is not None
         leaf = taken(value, address)
         return put(value, address, self.fitting(leaf, self.edit.change(leaf, call)))
 
-    def gradient(self, address: Address, gradient: Tensor, call: int) -> Tensor | None:
-        """The gradient that continues from the leaf at `address`, None if the edit is not for that leaf."""
-        at = self.edit.at
-        if at is not None and address != (_in_arguments(at) if self.site.port == "grad_input" else at):
+    def leaf(self, value: Any) -> Address | None:
+        """Which leaf of `value` is meant; None if all are."""
+        if self.edit.whole:
             return None
+        if isinstance(value, Tensor):
+            if self.edit.at:
+                raise self._no_leaf(value)
+            return ()
+        return self._address(value)
+
+    def gradient(self, gradient: Tensor, call: int) -> Tensor:
+        """The gradient that continues."""
         changed: Tensor = self.fitting(gradient, self.edit.change(gradient, call))
         return changed
 
@@ -132,7 +136,7 @@ class Editing:
                 return found[0]
             raise self._no_leaf(value)
         if isinstance(value, Arguments):
-            at = _in_arguments(at)
+            at = in_arguments(at)
         elif at not in found and isinstance(at[0], int) and not isinstance(value, (tuple, list)):
             firsts = list(dict.fromkeys(address[0] for address in found))  # the n-th field that has one
             at = (firsts[at[0]], *at[1:]) if at[0] < len(firsts) else at
@@ -141,9 +145,11 @@ class Editing:
         return at
 
     def _no_leaf(self, value: Any) -> TapError:
+        if isinstance(value, Tensor):
+            return TapError(f"the value at the {self.site} is a tensor and nothing else; leave out at=")
         at = "no at=" if self.edit.at is None else f"at={self.edit.at[0] if len(self.edit.at) == 1 else self.edit.at!r}"
         return TapError(
-            f"the {self.edit} at the {self.site} says {at}, but the value there is a {type(value).__name__} with"
+            f"the {self.edit} at the {self.site} says {at}, but the value there is {_named(value)} with"
             f" tensors at {_listed(address[isinstance(value, Arguments) :] for address, _ in leaves(value))};"
             " say which one with at="
         )
@@ -159,12 +165,19 @@ class GradientEditing:
 
     def __call__(self, pass_: Pass | None, call: int, value: Any, args: tuple[Any, ...]) -> Any:
         """Who changes the gradients of `value`."""
-        return lambda _, leaf, gradient: self.editing.gradient(leaf, gradient, call)
+        meant = self.editing.leaf(value)
+        return lambda _, leaf, gradient: (
+            self.editing.gradient(gradient, call) if meant is None or leaf == meant else None
+        )
 
 
-def _in_arguments(at: Address) -> Address:
+def in_arguments(at: Address) -> Address:
     """Positions mean arguments, names mean keywords."""
     return (0 if isinstance(at[0], int) else 1, *at)
+
+
+def _named(value: Any) -> str:
+    return "all arguments of a call" if isinstance(value, Arguments) else f"a {type(value).__name__}"
 
 
 def _looks(x: Tensor) -> str:

@@ -9,6 +9,7 @@ one of them the detour is taken, and left again with the session.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
 from types import FunctionType, SimpleNamespace
@@ -23,6 +24,13 @@ from torchhook.core.standin import StandIn
 from torchhook.text import warn
 
 _FUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+
+
+_nested: weakref.WeakKeyDictionary[nn.TransformerEncoder, int] = weakref.WeakKeyDictionary()  # how often, by encoder
+
+
+class Detour(StandIn):
+    """The forward of an attention that calls all its modules."""
 
 
 class Detours:
@@ -46,18 +54,27 @@ class Detours:
     def leave(self) -> None:
         """Back to the fast paths."""
         for encoder in self.nested:
-            encoder.use_nested_tensor = True
+            _nested[encoder] -= 1
+            if not _nested[encoder]:
+                del _nested[encoder]
+                encoder.use_nested_tensor = True
+        self.nested.clear()
         for standin in self.unfused:
             standin.remove()
 
     def _take(self, module: nn.Module, targets: AbstractSet[int]) -> None:
-        if isinstance(module, nn.TransformerEncoder) and getattr(module, "use_nested_tensor", False):
+        if isinstance(module, nn.TransformerEncoder) and (
+            getattr(module, "use_nested_tensor", False) or module in _nested
+        ):
             module.use_nested_tensor = False
+            _nested[module] = _nested.get(module, 0) + 1
             self.nested.append(module)
         if isinstance(module, nn.MultiheadAttention):
             if id(module.out_proj) not in targets or type(module).forward is not nn.MultiheadAttention.forward:
                 return
-            self.unfused.append(StandIn(module, _unfused(module)))
+            if not isinstance(vars(module).get("forward", Detour), (type, Detour)):
+                return  # somebody else's forward: what it calls, it calls
+            self.unfused.append(Detour(module, _unfused(module)))
         if not module.training and not self.warned:
             self.warned = True
             warn(
@@ -107,6 +124,7 @@ class _Torch:
 def _rebound(function: Any, **names: Any) -> Any:
     """`function` with some of the global names that it uses standing for something else."""
     module = activation if function is nn.MultiheadAttention.forward else F
-    twin = FunctionType(function.__code__, {**vars(module), **names}, function.__name__, function.__defaults__)
+    known = {name: thing for name, thing in vars(module).items() if name != "__name__"}  # or a compiler looks there
+    twin = FunctionType(function.__code__, {**known, **names}, function.__name__, function.__defaults__)
     twin.__kwdefaults__ = function.__kwdefaults__
     return twin

@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
@@ -25,7 +25,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from torchhook.core.compiled import Impossible, Inlay, Regrading, Retracing, Step, followed, leave_keeping, tracing
+from torchhook.core.compiled import (
+    Impossible,
+    Inlay,
+    Regrading,
+    Retracing,
+    Step,
+    entered,
+    followed,
+    forget,
+    leave_keeping,
+    traced_names,
+    tracing,
+)
 from torchhook.core.edit import Editing, GradientEditing
 from torchhook.core.event import recomputing
 from torchhook.core.passes import Pass, StopForward
@@ -66,12 +78,12 @@ class Hook:
     __slots__ = ("act", "index", "point", "scope", "steps")
     ports: ClassVar[tuple[Port, ...]] = ()
 
-    def __init__(self, point: Point, act: Act | None, steps: tuple[Step, ...] = ()) -> None:
+    def __init__(self, point: Point, act: Act | None, steps: str = "") -> None:
         self.point = point
         self.scope = point.scope
         self.index = point.index
         self.act: Act = act or _nothing
-        self.steps = steps  # what it leaves in a compiled graph
+        self.steps = steps  # the name of what it leaves in a compiled graph
 
     def pass_of(self, module: nn.Module) -> Pass | None:
         """The pass that this call belongs to, None if another thread's."""
@@ -148,7 +160,7 @@ class InputHook(Hook):
     __slots__ = ("catches",)
     ports = ("param", "input", "grad_input")
 
-    def __init__(self, point: Point, act: Act | None, catches: list[Act], steps: tuple[Step, ...]) -> None:
+    def __init__(self, point: Point, act: Act | None, catches: list[Act], steps: str) -> None:
         super().__init__(point, act, steps)
         self.catches = catches
 
@@ -310,7 +322,7 @@ class Spare:
     """What a point has that most points never need: a model has many points, and they are made in a hurry."""
 
     inlays: tuple[Inlay, ...] = ()
-    steps: tuple[Step, ...] = ()  # in compiled graphs
+    steps: Mapping[str, tuple[Step, ...]] = {}
     fired = False  # unless the hook itself knows
     graded = False  # whether a gradient came
     awaited: Awaited
@@ -375,6 +387,10 @@ class Point(Spare):
         for handle in self.handles:
             handle.remove()
         self.handles = ()
+        for name in self.steps:
+            forget(name)
+        if self.steps:
+            self.steps = {}
 
     def mark_act(self) -> Act | None:
         """For a mark, which is an identity: what comes in, then as for an output."""
@@ -439,8 +455,8 @@ class Point(Spare):
         """What is bound here and saw nothing."""
         fired = self.fired
         if not fired or not self.graded:
-            inside = [step for step in self.steps if isinstance(step, (Retracing, Regrading)) and step.fired]
-            fired = fired or bool(inside)
+            inside = [step for name in self.steps if name in traced_names for step in self.steps[name]]
+            fired = fired or any(isinstance(step, Retracing) for step in inside)
             self.graded = self.graded or any(isinstance(step, Regrading) for step in inside)
         seen = {"grad_input": self.graded, "grad_output": self.graded, "param_grad": self.graded}
         return [site for _, site, _ in self.bound if not seen.get(site.port, fired)]
@@ -455,8 +471,8 @@ class Point(Spare):
         return recomputing() and self.scope.sees_backward()
 
     def _edited(self, port: Port, value: Any) -> Any:
-        edits = [act for act in self._acts(port) if isinstance(act, Editing)]
-        act = chained([_once_more(edit) for edit in edits])
+        edits = [_once_more(act, site) for tap, site, act in self.bound if tap.edits and site.port == port]
+        act = chained(edits)
         return None if act is None else self.guarded(act, None, 0, value, ())
 
     def _install_on_module(self, module: nn.Module) -> None:
@@ -475,7 +491,7 @@ class Point(Spare):
     def _installed_before(self, module: nn.Module) -> Hook:
         """For any mixture of ports: the hook for after the forward, once that for before is in place."""
         self.awaited, self.input_awaited = Awaited(), Awaited()
-        self.inlays, self.steps = (), ()
+        self.inlays, self.steps = (), {}
         before = any(site.port in InputHook.ports for _, site, _ in self.bound)
         if before:
             act = chained(self._acts("param") + self._acts("input"))
@@ -488,8 +504,8 @@ class Point(Spare):
     def _acts(self, port: Port) -> list[Act]:
         return [act for _, site, act in self.bound if site.port == port]
 
-    def _steps(self, ports: tuple[Port, ...], graded: Port) -> tuple[Step, ...]:
-        """What a compiled graph gets of the acts at `ports`, and of those at `graded` after them."""
+    def _steps(self, ports: tuple[Port, ...], graded: Port) -> str:
+        """The name of what a compiled graph gets of the acts at `ports`, and of those at `graded` after them."""
         steps: list[Step] = []
         observing: list[Act] = []  # several that follow one another are one op
         for tap, site, act in self.bound:
@@ -509,8 +525,9 @@ class Point(Spare):
         if observing or catches:
             steps.append(self._new_inlay(observing, catches))
         steps += [Regrading(act.editing) for act in self._acts(graded) if isinstance(act, GradientEditing)]
-        self.steps += tuple(steps)
-        return tuple(steps)
+        name = entered(tuple(steps))
+        self.steps = {**self.steps, name: tuple(steps)}
+        return name
 
     def _new_inlay(self, acts: list[Act], catches: list[Act]) -> Inlay:
         inlay = Inlay(self, len(self.inlays), acts, catches)
@@ -538,7 +555,8 @@ class Awaited:
         if not self.calls:
             return None
         sample = _sample(value)
-        for position, (known, receives) in enumerate(self.calls):
+        for position in range(len(self.calls) - 1, -1, -1):  # checkpoints are computed again from last to first
+            known, receives = self.calls[position]
             only_one = len(self.calls) == 1  # no need to compare, for which an accelerator would be waited for
             if only_one or (known is not None and sample is not None and torch.equal(known, sample)):
                 del self.calls[position]
@@ -617,13 +635,13 @@ def _on_parameter(act: Act, parameter: Callable[[], Tensor]) -> Act:
     return lambda pass_, call, value, args: act(pass_, call, parameter(), args)
 
 
-def _once_more(editing: Editing) -> Act:
-    """The act of an edit where a checkpoint computes again; which call it is, nobody knows."""
-    if not editing.edit.by_call:
-        return editing
+def _once_more(act: Act, site: Site) -> Act:
+    """The act of an edit where a checkpoint computes again; which call of which pass it is, nobody knows."""
+    if isinstance(act, Editing) and not act.edit.by_call:
+        return act
     raise TapError(
-        f"the {editing.edit} at the {editing.site} differs from call to call, and which call a checkpoint computes"
-        " again cannot be told; give it one tensor for all calls, or turn checkpointing off"
+        f"the edit at the {site} differs from call to call or has a schedule, and which call a checkpoint computes"
+        " again cannot be told; give it one tensor for all calls and passes, or turn checkpointing off"
     )
 
 

@@ -145,6 +145,7 @@ class Scope:
         "recomputed",
         "shared",
         "task",
+        "tickets",
         "token",
     )
 
@@ -162,6 +163,7 @@ class Scope:
         self.current: Pass | None = None  # the one of the home thread, for the hooks; None if shared
         self.last: Pass | None = None
         self.points: list[Point] = []  # all that were made, by their index
+        self.tickets: dict[int, Any] = {}  # forwards of compiled graphs that wait for their backward
         self.key = next(_keys)  # by which compiled graphs know it
         scopes[self.key] = self
         self.awaited = 0
@@ -174,6 +176,7 @@ class Scope:
         self.current = self.again = None
         self.passes.clear()
         self.points.clear()
+        self.tickets.clear()
         scopes.pop(self.key, None)
         sessions_here.set(sessions_here.get() - {self.token})
 

@@ -239,6 +239,8 @@ class Session:
                     "another thread has a session open on this compiled model, whose taps see every thread; end that"
                     " one first, or tap a copy of the model"
                 )
+        if gates and self.stop:
+            raise SessionError("stop=True cannot end a compiled graph; leave it out, or tap the model uncompiled")
         for gate in gates:
             Gate.open(gate)
             self._gates.append(gate)

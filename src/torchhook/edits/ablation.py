@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -16,13 +17,14 @@ from torchhook.edits.basic import spread
 from torchhook.edits.patching import captured, of_call
 from torchhook.errors import SelectionError, TapError
 
-With = Literal["zero", "mean"] | Mapping[str, Any]
+With = Literal["zero", "mean"] | Mapping[str, Any] | Tensor | float
+Indices = int | slice | Tensor | Iterable[Any]
 
 # By which names attention modules of torchvision, timm, transformers and others go by these things.
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
-_PROJECTIONS = ("out_proj", "o_proj", "c_proj", "proj", "out_lin", "wo", "to_out", "o", "dense", "output.dense")
+PROJECTIONS = ("out_proj", "o_proj", "c_proj", "proj", "out_lin", "wo", "to_out", "o", "dense", "output.dense")
+_CHANNELS_LAST = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.RNNBase)
 _CHANNELS_FIRST = (
-    nn.modules.conv._ConvNd,
     nn.modules.batchnorm._NormBase,
     nn.modules.pooling._MaxPoolNd,
     nn.modules.pooling._AvgPoolNd,
@@ -35,14 +37,15 @@ _CHANNELS_FIRST = (
 class Ablate(Edit):
     """Some channels, heads or positions replaced."""
 
-    def __init__(self, kind: str, indices: Sequence[int], with_: With, dim: int | None, at: At = None) -> None:
+    def __init__(self, kind: str, indices: slice | list[int], with_: With, dim: int | None, at: At = None) -> None:
         super().__init__(at)
         self.kind = kind
-        self.indices = list(indices)
+        self.indices = indices
         self.with_ = with_
         self.dim = dim
         self.heads = 0
-        self.channels_first = False
+        self.module_kind: type[nn.Module] = nn.Module
+        self.spatial = 0  # dimensions of a convolution
         self.values: list[Tensor] = []
 
     def moved(self, path: str, module: nn.Module, port: Port, model: nn.Module) -> tuple[str, nn.Module, Port]:
@@ -54,7 +57,8 @@ class Ablate(Edit):
 
     def bound(self, site: Site, module: nn.Module) -> Ablate:
         twin = copy.copy(self)
-        twin.channels_first = isinstance(module, _CHANNELS_FIRST)
+        twin.module_kind = type(module)
+        twin.spatial = len(module.kernel_size) if isinstance(module, nn.modules.conv._ConvNd) else 0
         if isinstance(self.with_, Mapping):
             twin.values = captured(self.with_, site, self.at)
             twin.by_call = len(twin.values) > 1
@@ -64,6 +68,10 @@ class Ablate(Edit):
         channel = self._channel(x)
         if isinstance(self.with_, Mapping):
             other = spread(of_call(self.values, call, False), x, "ablate")
+        elif isinstance(self.with_, Tensor):
+            other = spread(self.with_, x, "ablate")
+        elif isinstance(self.with_, (int, float)):
+            other = torch.full_like(x, self.with_)
         elif self.with_ == "mean":
             other = x.mean([dim for dim in range(x.dim()) if dim != channel], keepdim=True).expand_as(x)
         else:
@@ -71,13 +79,14 @@ class Ablate(Edit):
         return torch.where(self._gone(x, channel), other, x)
 
     def _channel(self, x: Tensor) -> int:
+        """The dimension that has the channels: where the module puts them, or where values of this shape do."""
         if self.dim is not None and self.kind == "channels":
             return self.dim % x.dim()
-        return (
-            1
-            if x.dim() != 1 and (self.channels_first or x.dim() in (2, 4, 5)) and self.kind != "heads"
-            else x.dim() - 1
-        )
+        if self.spatial:
+            return x.dim() - 1 - self.spatial
+        if self.kind == "heads" or x.dim() == 1 or issubclass(self.module_kind, _CHANNELS_LAST):
+            return x.dim() - 1
+        return 1 if x.dim() != 3 or issubclass(self.module_kind, _CHANNELS_FIRST) else 2
 
     def _gone(self, x: Tensor, channel: int) -> Tensor:
         """A mask of what is ablated, to be spread over `x`."""
@@ -94,10 +103,11 @@ class Ablate(Edit):
         return self._spread(x, dim, 1, x.shape[dim])
 
     def _spread(self, x: Tensor, dim: int, times: int, count: int) -> Tensor:
-        wrong = [index for index in self.indices if not -count <= index < count]
+        chosen = list(range(count))[self.indices] if isinstance(self.indices, slice) else self.indices
+        wrong = [index for index in chosen if not -count <= index < count]
         if wrong:
-            raise TapError(f"{self.kind}={self.indices} go beyond the {count} that there are")
-        indices = [index % count for index in self.indices]
+            raise TapError(f"{self.kind}={chosen[:8]} go beyond the {count} that there are")
+        indices = [index % count for index in chosen]
         gone = torch.tensor([index in indices for index in range(count)], device=x.device).repeat_interleave(times)
         return gone.view([-1 if other == dim else 1 for other in range(x.dim())])
 
@@ -110,7 +120,7 @@ class AblateHeads(Ablate):
         self.number_of[place[0]] = _heads(path, module, model)
         return place
 
-    def __init__(self, indices: Sequence[int], with_: With, at: At = None) -> None:
+    def __init__(self, indices: slice | list[int], with_: With, at: At = None) -> None:
         super().__init__("heads", indices, with_, None, at)
         self.number_of: dict[str, int] = {}
 
@@ -122,17 +132,18 @@ class AblateHeads(Ablate):
 
 def ablate(
     *,
-    channels: int | Sequence[int] | None = None,
-    heads: int | Sequence[int] | None = None,
-    positions: int | Sequence[int] | None = None,
+    channels: Indices | None = None,
+    heads: Indices | None = None,
+    positions: Indices | None = None,
     with_: With = "zero",
     dim: int | None = None,
     at: At = None,
 ) -> Edit:
     """Take some channels, attention heads or positions out.
 
-    What takes their place, `with_` says: zeros, the ``"mean"`` over batch and positions of the value that is
-    there, or a capture, of which it is the same site and call. `heads` are those of an attention module (or of
+    They are numbers, a slice or a mask. What takes their place, `with_` says: zeros, the ``"mean"`` over batch
+    and positions of the value that is there, a number or a tensor, or a capture, of which it is the same site
+    and call. `heads` are those of an attention module (or of
     its output projection), and are taken out where that projection begins. `dim` says where the channels or
     positions are, if not where they usually are.
 
@@ -146,46 +157,58 @@ def ablate(
     chosen = {kind: indices for kind, indices in given.items() if indices is not None}
     if len(chosen) != 1:
         raise ValueError(f"give one of channels=, heads= and positions=, not {', '.join(chosen) or 'none'}")
-    if not isinstance(with_, Mapping) and with_ not in ("zero", "mean"):
-        raise ValueError(f"with_ must be 'zero', 'mean' or a capture, not {with_!r}")
+    if not isinstance(with_, (Mapping, Tensor, int, float)) and with_ not in ("zero", "mean"):
+        raise ValueError(f"with_ must be 'zero', 'mean', a number, a tensor or a capture, not {with_!r:.80}")
     ((kind, indices),) = chosen.items()
-    wanted = [indices] if isinstance(indices, int) else list(indices)
+    wanted = _indices(kind, indices)
     return AblateHeads(wanted, with_, at) if kind == "heads" else Ablate(kind, wanted, with_, dim, at)
+
+
+def _indices(kind: str, given: Indices) -> slice | list[int]:
+    """What was given, as plain numbers: a mask says which of all."""
+    if isinstance(given, slice):
+        return given
+    if isinstance(given, Tensor):
+        given = given.tolist() if given.dim() else [given.item()]
+    listed = list(given) if isinstance(given, Iterable) else [given]
+    if listed and all(isinstance(item, bool) for item in listed):
+        return [number for number, gone in enumerate(listed) if gone]
+    try:
+        return [operator.index(item) for item in listed]
+    except TypeError as error:
+        raise TypeError(f"{kind} must be whole numbers, a slice or a mask, not {listed[:8]}") from error
 
 
 def _projection(path: str, module: nn.Module) -> tuple[str, nn.Module]:
     """The output projection of an attention `module` with its name inside that; itself, if it is one."""
     below = dict(module.named_modules())
-    for name in _PROJECTIONS:
+    for name in PROJECTIONS:
         if name in below:
             return name, below[name]
-    if not module._modules:
+    if not module._modules and path.rpartition(".")[2] in PROJECTIONS:
         return "", module
     raise SelectionError(
         f"heads= finds no output projection in {path!r}, a {type(module).__name__} (looked for"
-        f" {', '.join(_PROJECTIONS)}); select the projection itself, or ablate its channels at port 'input'"
+        f" {', '.join(PROJECTIONS)}); select the attention that has it, or ablate channels= at port 'input' of it"
     )
 
 
 def _heads(path: str, module: nn.Module, model: nn.Module) -> int:
     """The number of heads of the attention at `path`, or around it if that is its projection."""
-    around = module
-    if not module._modules and "." in path:
-        around = unwrapped(model).get_submodule(path.rpartition(".")[0])
-    for place in (around, *around.children(), getattr(around, "config", None), *_parents(model, path)):
-        for name in _HEADS:
-            number = getattr(place, name, None)
-            if isinstance(number, int) and not isinstance(number, bool):
-                return number
+    around = [module]
+    if not module._modules:  # a projection: the attention is what it lies in
+        above = path.split(".")
+        ways = [".".join(above[:depth]) for depth in range(len(above) - 1, 0, -1)][:2]
+        around = [unwrapped(model).get_submodule(way) for way in ways] or [unwrapped(model)]
+    for attention in around:
+        is_one = "att" in type(attention).__name__.lower()
+        inside = [child for child in attention.children() if "att" in type(child).__name__.lower()]
+        for place in (attention, *inside, getattr(attention, "config", None) if is_one else None):
+            for name in _HEADS:
+                number = getattr(place, name, None)
+                if isinstance(number, int) and not isinstance(number, bool):
+                    return number
     raise SelectionError(
         f"heads= needs the number of heads of {path!r}, a {type(module).__name__}, which says none (looked for"
-        f" {', '.join(_HEADS)}); ablate the channels of its output projection at port 'input' instead"
+        f" {', '.join(_HEADS)}); select an attention, or ablate the channels of its output projection at port 'input'"
     )
-
-
-def _parents(model: nn.Module, path: str) -> list[nn.Module]:
-    """What `path` lies directly in, if that too is an attention (transformers has one inside another)."""
-    if "." not in path:
-        return []
-    parent = unwrapped(model).get_submodule(path.rpartition(".")[0])
-    return [child for child in (parent, *parent.children()) if "attention" in type(child).__name__.lower()]

@@ -37,9 +37,10 @@ zero = Zero()
 class WithOperand(Edit):
     """An edit with a number or a tensor, which is brought to the module's device once, not at every call."""
 
-    def __init__(self, operand: Tensor | float, at: At = None) -> None:
+    def __init__(self, operand: Tensor | float, where: Any = None, at: At = None) -> None:
         super().__init__(at)
         self.operand = operand
+        self.where = where
 
     def bound(self, site: Site, module: nn.Module) -> Edit:
         where = next((p.device for p in module.parameters()), None)
@@ -58,27 +59,23 @@ class Replace(WithOperand):
     """Something else."""
 
     def change(self, x: Tensor, call: int) -> Tensor:
-        return (
-            spread(self.operand, x, "replace")
-            if isinstance(self.operand, Tensor)
-            else x.new_full(x.shape, self.operand)
-        )
+        if isinstance(self.operand, Tensor):
+            return partly(x, spread(self.operand, x, "replace"), self.where)
+        return partly(x, x.new_full(x.shape, self.operand), self.where)
 
 
 class Add(WithOperand):
     """A vector on top."""
 
     def change(self, x: Tensor, call: int) -> Tensor:
-        changed: Tensor = x + self.like(x)
-        return changed
+        return partly(x, x + self.like(x), self.where)
 
 
 class Scale(WithOperand):
     """More, or less."""
 
     def change(self, x: Tensor, call: int) -> Tensor:
-        changed: Tensor = x * self.like(x)
-        return changed
+        return partly(x, x * self.like(x), self.where)
 
 
 class Clamp(Edit):
@@ -129,8 +126,8 @@ class Apply(Edit):
         return f"edit by {getattr(self.function, '__qualname__', type(self.function).__name__)}"
 
 
-def replace(value: Tensor | float, at: At = None) -> Edit:
-    """`value`, spread over the shape of what is there.
+def replace(value: Tensor | float, where: Any = None, at: At = None) -> Edit:
+    """`value`, spread over the shape of what is there, or only `where` a mask or an index says.
 
     >>> from torchhook import edit, edits
     >>> model = nn.Sequential(nn.Identity(), nn.Identity())
@@ -138,11 +135,11 @@ def replace(value: Tensor | float, at: At = None) -> Edit:
     ...     model(torch.ones(2))
     tensor([7., 7.])
     """
-    return Replace(value, at)
+    return Replace(value, where, at)
 
 
-def add(vector: Tensor | float, at: At = None) -> Edit:
-    """What is there plus `vector`: steering.
+def add(vector: Tensor | float, where: Any = None, at: At = None) -> Edit:
+    """What is there plus `vector`: steering. `where` may say where alone: ``(slice(None), -1)``, the last position.
 
     >>> from torchhook import edit, edits
     >>> model = nn.Sequential(nn.Identity(), nn.Identity())
@@ -150,11 +147,11 @@ def add(vector: Tensor | float, at: At = None) -> Edit:
     ...     model(torch.ones(1, 2))
     tensor([[1., 2.]])
     """
-    return Add(vector, at)
+    return Add(vector, where, at)
 
 
-def scale(factor: Tensor | float, at: At = None) -> Edit:
-    """What is there times `factor`.
+def scale(factor: Tensor | float, where: Any = None, at: At = None) -> Edit:
+    """What is there times `factor`, or only `where` a mask or an index says.
 
     >>> from torchhook import edit, edits
     >>> model = nn.Sequential(nn.Identity(), nn.Identity())
@@ -162,7 +159,7 @@ def scale(factor: Tensor | float, at: At = None) -> Edit:
     ...     model(torch.ones(2))
     tensor([3., 3.])
     """
-    return Scale(factor, at)
+    return Scale(factor, where, at)
 
 
 def clamp(low: float | None = None, high: float | None = None, at: At = None) -> Edit:
@@ -207,10 +204,21 @@ def apply(function: Callable[[Any], Any], at: At = None) -> Edit:
     return Apply(function, at)
 
 
+def partly(x: Tensor, new: Tensor, where: Any) -> Tensor:
+    """`new` where `where` says, a mask or an index, and `x` elsewhere; all of `new` if it is None."""
+    if where is None:
+        return new
+    if isinstance(where, Tensor) and where.dtype == torch.bool:
+        return torch.where(where.to(x.device), new, x)
+    changed = x.clone()
+    changed[where] = new[where]
+    return changed
+
+
 def spread(value: Tensor, x: Tensor, what: str) -> Tensor:
-    """`value` in the shape, dtype and place of `x`."""
+    """`value` in the shape, dtype and place of `x`; a copy, since what comes next may work in place."""
     try:
-        return value.to(x).expand_as(x)
+        return value.to(x).expand_as(x).clone()
     except RuntimeError as error:
         raise TapError(
             f"{what} has a value of shape {tuple(value.shape)}, which does not fit {tuple(x.shape)}"

@@ -6,14 +6,13 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from torchhook.core.edit import At, Edit
+from torchhook.core.edit import At, Edit, in_arguments
 from torchhook.core.site import Site
-from torchhook.core.trees import Arguments, leaves, taken
-from torchhook.edits.basic import spread
-from torchhook.errors import TapError
+from torchhook.core.trees import Address, Arguments, leaves, taken
+from torchhook.edits.basic import partly, spread
+from torchhook.errors import NotRecordedError, TapError
 
 Source = Tensor | Mapping[str, Any]
 
@@ -36,14 +35,8 @@ class Patch(Edit):
         return twin
 
     def change(self, x: Tensor, call: int) -> Tensor:
-        value = spread(of_call(self.values, call, isinstance(self.source, Tensor)), x, "patch")
-        if self.where is None:
-            return value
-        if isinstance(self.where, Tensor) and self.where.dtype == torch.bool:
-            return torch.where(self.where.to(x.device), value, x)
-        changed = x.clone()
-        changed[self.where] = value[self.where]
-        return changed
+        value = of_call(self.values, call, isinstance(self.source, Tensor))
+        return partly(x, spread(value, x, "patch"), self.where)
 
 
 def patch(source: Source, where: Any = None, at: At = None) -> Edit:
@@ -51,6 +44,7 @@ def patch(source: Source, where: Any = None, at: At = None) -> Edit:
 
     `where` patches a part: a mask, or an index such as ``(slice(None), 3)`` for the fourth position.
 
+    >>> import torch
     >>> from torchhook import capture, edit, edits
     >>> model = nn.Sequential(nn.Identity(), nn.Identity())
     >>> with capture(model, "0") as clean:
@@ -64,13 +58,18 @@ def patch(source: Source, where: Any = None, at: At = None) -> Edit:
     return Patch(source, where, at)
 
 
-def captured(source: Mapping[str, Any], site: Site, at: tuple[Any, ...] | None) -> list[Tensor]:
-    """What `source` has of `site`, call by call, of each the tensor that `at` says."""
-    calls = source[site.path]
-    read = {"output": "outputs", "input": "inputs", "grad_output": "grads"}.get(site.port)
-    if read is None:
+def captured(source: Mapping[str, Any], site: Site, at: Address | None) -> list[Tensor]:
+    """What the newest pass in `source` has of `site`, call by call, of each the tensor that `at` says."""
+    if site.port not in ("output", "input", "grad_output"):
         raise TapError(f"a capture has no {site.port}; patch the output or the input of {site.path!r}")
-    return [_tensor(value, site, at) for value in getattr(calls, read)]
+    options = {"input": ", inputs=True", "grad_output": ", grads=True"}.get(site.port, "")
+    try:
+        values = source[site.path].newest(site.port)
+    except NotRecordedError as error:
+        raise TapError(
+            f"the source has no {site}, where this edit acts; take it from capture(model, {site.path!r}{options})"
+        ) from error
+    return [_tensor(value, site, at) for value in values]
 
 
 def of_call(values: list[Tensor], call: int, for_all: bool) -> Tensor:
@@ -82,11 +81,11 @@ def of_call(values: list[Tensor], call: int, for_all: bool) -> Tensor:
     return values[call]
 
 
-def _tensor(value: Any, site: Site, at: tuple[Any, ...] | None) -> Tensor:
+def _tensor(value: Any, site: Site, at: Address | None) -> Tensor:
     found = dict(leaves(value))
-    if at is None and len(found) == 1:
+    address = in_arguments(at) if at is not None and isinstance(value, Arguments) else at
+    if address is None and len(found) == 1:
         return next(iter(found.values()))  # type: ignore[no-any-return]
-    if at in found:
-        return taken(value, at)  # type: ignore[no-any-return]
-    inside = value.unwrapped() if isinstance(value, Arguments) else value
-    raise TapError(f"the source has a {type(inside).__name__} at the {site}; say which tensor of it with at=")
+    if address in found:
+        return taken(value, address)  # type: ignore[no-any-return]
+    raise TapError(f"the source has {len(found)} tensors at the {site}; say which of them with at=")
