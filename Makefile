@@ -7,7 +7,7 @@ BENCH := .bench/venv/bin
 INSTALL := -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PIP := $(BIN)/python $(INSTALL)
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check bench matrix clean
 
 demo: .venv/demo
 	$(BIN)/python examples/digits.py
@@ -23,6 +23,12 @@ check: .venv/check
 
 bench: .bench/installed
 	$(BENCH)/python benchmarks/capture.py
+	$(BENCH)/python benchmarks/compile.py
+
+# What the tests of hard places show here, for the page that tells of it.
+matrix: .venv/test
+	$(BIN)/python -m pytest -m matrix --matrix docs/matrix/cpu.json
+	$(BIN)/python tests/matrix.py docs/matrix/*.json > docs/hard_places.md
 
 clean:
 	rm -rf .venv .bench

@@ -52,7 +52,7 @@ class Size:
         return f"{self.layers} blocks of width {self.width}, batch {self.batch} × {self.length}, {dtype}"
 
 
-SIZES = {"cpu": Size("cpu", 6, 256, 4, 128, torch.float32), "cuda": Size("cuda", 12, 768, 12, 1024, torch.bfloat16)}
+SIZES = {"cpu": Size("cpu", 6, 256, 4, 128, torch.float32), "cuda": Size("cuda", 12, 768, 8, 512, torch.bfloat16)}
 
 
 class Attention(nn.Module):
@@ -338,7 +338,9 @@ def main() -> None:
     parser.add_argument("--only", action="append", help="rows whose names have this in them, beside the first")
     options = parser.parse_args()
     if options.only:
-        WAYS[1:] = [way for way in WAYS[1:] if any(part in way.name for part in options.only)]
+        chosen = [way for way in WAYS if way.name == COMPILED or any(part in way.name for part in options.only)]
+        names = {way.name for way in chosen}
+        WAYS[:] = [way for way in chosen if way.base in names]
     torch.set_num_threads(1)
     torch._logging.set_logs(dynamo=logging.ERROR)  # the bare hook reaches the limit of recompiles, which is the point
     print(f"{machine()}, torch {torch.__version__}, torchhook {torchhook.__version__}.")

@@ -12,8 +12,19 @@ from pathlib import Path
 
 HEAD = """# Hard places
 
-Where hooks usually fail: each works, or refuses with the reason and the remedy. Every line is proven by a test; a
-column is one run of them all, written by `tests/matrix.py`.
+Where hooks usually fail: each works, or refuses with the reason and the remedy. Every line is proven by a test. A
+column is one run of them (– : not run there); `make matrix` writes this page anew.
+
+Some things to know beside the table:
+
+- Inside a compiled graph a tap is an op that runs in order and is never optimised away; edits are traced like the model
+  itself. Graphs with taps are not taken from the compiler's cache on disk: attaching compiles.
+- A model called inside a compiled function has no passes of its own, unless it was armed with `torchhook.arm(model)`
+  before: then the newest call of each site is what `keep=1` keeps.
+- What was compiled with CUDA graphs (`mode="reduce-overhead"`) is compiled without them while taps are there.
+  `static=True` is for graphs that you capture yourself.
+- With checkpointing and an edit, run the backward inside the block: it computes the forward again.
+- That no gradient reaches a place is an answer, not a miss: it is listed in `.silent` and warned of, not raised.
 
 """
 

@@ -270,6 +270,10 @@ def test_data_parallel_gives_what_the_model_gives():
 # --- two ranks that do the same
 
 
+@pytest.mark.matrix(
+    "sharded (2 gloo ranks)",
+    "DDP, FSDP1, FSDP2 and tensor parallel: the names of one process, wrappers are seen through",
+)
 @pytest.mark.parametrize("make", ALL)
 def test_sites_have_the_names_of_one_process(ranks, make):
     ranks(check_names, make)
@@ -308,6 +312,9 @@ def check_written(rank, make, written):
     same(acts[written].output, Expected(x).outputs["fc1"])
 
 
+@pytest.mark.matrix(
+    "sharded (2 gloo ranks)", "DDP, FSDP1 and FSDP2: each rank sees the values and gradients of its own batch"
+)
 @pytest.mark.parametrize("make", DATA_PARALLEL)
 def test_data_parallel_ranks_see_the_values_and_gradients_of_their_own_batch(ranks, make):
     ranks(check_data_parallel, make)
@@ -341,6 +348,7 @@ def check_ddp_parameters(rank):
     assert hooks_of(model) == before
 
 
+@pytest.mark.matrix("sharded (2 gloo ranks)", "FSDP2: parameters are the local shard, or with `full=True` the whole")
 @pytest.mark.parametrize("full", [False, True])
 def test_fsdp2_parameters_are_the_local_shard_or_in_full(ranks, full):
     ranks(check_fsdp2_parameters, full)
@@ -376,6 +384,9 @@ def check_fsdp2_gradients(rank, full, evaluated):
         same(acts[path].grad, mean if full else mean.chunk(2)[rank])
 
 
+@pytest.mark.matrix(
+    "sharded (2 gloo ranks)", "tensor parallel: values and gradients are the local shard, as plain tensors"
+)
 @pytest.mark.parametrize("make", TENSOR_PARALLEL)
 def test_tensor_parallel_ranks_see_their_shard(ranks, make):
     ranks(check_shards, make)
@@ -405,6 +416,9 @@ def check_shards(rank, make):
     assert hooks_of(model) == before
 
 
+@pytest.mark.matrix(
+    "sharded (2 gloo ranks)", "tensor parallel: with `full=True` outputs and parameters are those of one process"
+)
 @pytest.mark.parametrize("make", TENSOR_PARALLEL)
 def test_tensor_parallel_outputs_and_parameters_in_full_are_those_of_one_process(ranks, make):
     ranks(check_full, make)
@@ -450,6 +464,7 @@ def check_overwritten(rank):
     same(acts[""].output, Expected(x).outputs["fc2"])
 
 
+@pytest.mark.matrix("sharded (2 gloo ranks)", "an edit on all ranks acts as on one process")
 @pytest.mark.parametrize("make", ALL)
 def test_an_edit_on_all_ranks_acts_as_on_one_process(ranks, make):
     ranks(check_edit, make)
@@ -468,6 +483,7 @@ def check_edit(rank, make):
 # --- one rank that looks on alone
 
 
+@pytest.mark.matrix("sharded (2 gloo ranks)", "a capture on one rank keeps no other waiting")
 @pytest.mark.parametrize("make", ALL)
 def test_a_capture_on_one_rank_keeps_no_other_waiting(ranks, make):
     ranks(check_capture_on_one_rank, make)
@@ -506,6 +522,7 @@ def check_edit_on_one_rank(rank, make):
     loss(model(x)).backward()
 
 
+@pytest.mark.matrix("sharded (2 gloo ranks)", "`full=True` on one rank alone raises and hangs nobody")
 @pytest.mark.parametrize("make", [fsdp2, *TENSOR_PARALLEL])
 def test_a_full_capture_on_one_rank_alone_raises(ranks, make):
     # All ranks have to gather together, so torchhook has to notice by itself that one of them is alone: torch waits
