@@ -27,7 +27,7 @@ bench: .bench/installed
 
 # What the tests of hard places show here, for the page that tells of it.
 matrix: .venv/test
-	$(BIN)/python -m pytest -m matrix --matrix docs/matrix/cpu.json
+	$(BIN)/python -m pytest -m matrix --matrix=docs/matrix/cpu.json
 	$(BIN)/python tests/matrix.py docs/matrix/*.json > docs/hard_places.md
 
 clean:

@@ -1,6 +1,6 @@
 """Writes docs/hard_places.md from what the tests that are marked with ``matrix`` showed.
 
-python -m pytest -m matrix --matrix docs/matrix/cpu.json      # in each environment
+python -m pytest -m matrix --matrix=docs/matrix/cpu.json      # in each environment
 python tests/matrix.py docs/matrix/*.json > docs/hard_places.md
 """
 
