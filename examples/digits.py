@@ -74,6 +74,14 @@ def look_inside(net: nn.Module, images: Tensor, labels: Tensor) -> None:
             size = gradient.abs().mean().item()
             print(f"  {path + (f' (call {call})' if call else ''):<16} {size:.1e}  {'█' * round(size * 2e4)}")
 
+    print("\nWhat the accuracy on these digits loses without one channel of conv2:\n")
+    with torch.no_grad():
+        whole = (net(images).argmax(1) == labels).float().mean().item()
+        for channel in range(0, 16, 3):
+            with th.edit(net, {"conv2": th.edits.ablate(channels=channel, with_="mean")}):
+                lost = whole - (net(images).argmax(1) == labels).float().mean().item()
+            print(f"  channel {channel:<8} {lost:+.1%}  {'█' * round(max(lost, 0) * 200)}")
+
     print("\nThe classic manager, on the same network:\n")
     manager = th.HookManager(net, max_size=1)
     for layer in ("conv1", "conv2", "head"):
