@@ -58,7 +58,7 @@ def test_b06_one_selection_language_for_ablating_patching_steering_and_clipping(
         with capture(net, "layer[23]") as clean:
             net(x.flip(0))
         for where in ("layer2", "layer?.0", nn.BatchNorm2d, lambda path, module: path == "layer3.1"):
-            for change in (edits.ablate(channels=[0]), edits.add(0.5), edits.clamp(high=0.1)):
+            for change in (edits.ablate(channels=[0]), edits.add(0.5), edits.clamp(max=0.1)):
                 with edit(net, {where: change}):
                     assert not torch.equal(net(x), plain)
         with edit(net, {"layer[23]": edits.patch(clean)}):

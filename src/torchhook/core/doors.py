@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -98,7 +98,7 @@ class Door:
             door = Door.of(model)
             if door is None:
                 kind: Any = Door
-                if "torch._dynamo" in sys.modules:  # then a class of its own: nothing was compiled under its code yet
+                if graphs_so_far():  # then a class of its own: nothing was compiled under its code yet
                     kind = type("Door", (Door,), {"__call__": fresh(Door.__call__)})
                 door = kind(model)
                 vars(model)[_SLOT] = door
@@ -128,13 +128,6 @@ class Gate:
         self.slot = "forward" if _is_optimized(module) else _SLOT
         door = Door.of(module)
         self.before: Any = vars(module)[self.slot] if door is None or self.slot == "forward" else door.inner
-
-    @staticmethod
-    def stands_at(module: nn.Module) -> bool:
-        """Whether `module` was compiled."""
-        door = Door.of(module)
-        call = vars(module).get(_SLOT) if door is None else door.inner
-        return _is_optimized(module) or hasattr(call, "_torchdynamo_orig_callable")
 
     @staticmethod
     def open(module: nn.Module) -> None:
@@ -205,6 +198,18 @@ class Armed:
         self.remove()
 
 
+def compiled_among(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those of `modules` that were compiled, by ``module.compile()`` or ``torch.compile(module)``."""
+    marked = [module for module in modules if _SLOT in module.__dict__ or "dynamo_ctx" in module.__dict__]
+    return [module for module in marked if _is_optimized(module) or _is_compiled(module)]
+
+
+def graphs_so_far() -> int:
+    """How many graphs were compiled in this process."""
+    dynamo = sys.modules.get("torch._dynamo")
+    return 0 if dynamo is None else int(dynamo.utils.counters["stats"]["unique_graphs"])
+
+
 def is_armed(model: nn.Module) -> bool:
     """Whether `model` notices taps that come after it was compiled."""
     return any(isinstance(hook, Sentinel) for hook in model._forward_hooks.values())
@@ -247,6 +252,12 @@ def _fill(model: nn.Module, call: Any) -> None:
         del vars(model)[_SLOT]
     else:
         vars(model)[_SLOT] = call
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    door = Door.of(module)
+    call = vars(module).get(_SLOT) if door is None else door.inner
+    return hasattr(call, "_torchdynamo_orig_callable")
 
 
 def _is_optimized(module: nn.Module) -> bool:

@@ -24,8 +24,8 @@ class Event:
     `value` is the value as it flowed at that moment, detached and safe to keep; `live` is the very
     object inside the model, with its graph and whatever later happens to it. For the port ``input``
     both are what the module was called with, a single positional argument unwrapped, and `kwargs`
-    are its keywords. `args` are the positional arguments of the call. A gradient of a nested value
-    comes one leaf at a time, and `leaf` says which.
+    are its keywords. `args` are the positional arguments of the call (none inside a compiled graph, where
+    `live` is a copy). A gradient of a nested value comes one leaf at a time, and `leaf` says which.
     """
 
     site: Site

@@ -15,7 +15,6 @@ A hook that ``torch.compile`` traces leaves its `steps` in the graph instead (se
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
@@ -335,7 +334,7 @@ class Point(Spare):
     __slots__ = ("bound", "handles", "hook", "index", "path", "scope", "session", "stops", "target")
 
     def __init__(self, session: Session, path: str, target: nn.Module | nn.Parameter, stops: bool) -> None:
-        self.session = weakref.ref(session)
+        self.session = session.reference
         self.scope = session.scope
         self.index = self.scope.add(self)
         self.path = path
@@ -376,20 +375,30 @@ class Point(Spare):
         """Put exactly the hooks in place that the bound acts need."""
         if self.handles:
             self.remove()
-        if isinstance(self.target, nn.Module):
-            self._install_on_module(self.target)
+        target = self.target
+        if not isinstance(target, nn.Module):
+            on_parameter = ParamGradHook(self, chained(self._acts("param_grad")))
+            self.handles = (target.register_post_accumulate_grad_hook(on_parameter),)
+            return
+        act = self.bound[0][2]
+        hook: Any
+        if len(self.bound) == 1 and isinstance(act, Keep) and act.newest and not self.stops:
+            hook = self.hook = KeepHook(self, act)
         else:
-            hook = ParamGradHook(self, chained(self._acts("param_grad")))
-            self.handles = (self.target.register_post_accumulate_grad_hook(hook),)
+            hook = self.hook = self._installed_before(target)
+        if self.scope.full:  # seen before others' hooks, which may hand on a part of it alone
+            self.handles += (target.register_forward_hook(hook, prepend=True),)
+        else:
+            self.handles += (target.register_forward_hook(hook),)
 
     def remove(self) -> None:
         """Take this point's hooks away."""
         for handle in self.handles:
             handle.remove()
         self.handles = ()
-        for name in self.steps:
-            forget(name)
         if self.steps:
+            for name in self.steps:
+                forget(name)
             self.steps = {}
 
     def mark_act(self) -> Act | None:
@@ -474,19 +483,6 @@ class Point(Spare):
         edits = [_once_more(act, site) for tap, site, act in self.bound if tap.edits and site.port == port]
         act = chained(edits)
         return None if act is None else self.guarded(act, None, 0, value, ())
-
-    def _install_on_module(self, module: nn.Module) -> None:
-        act = self.bound[0][2]
-        hook: Any
-        if len(self.bound) == 1 and isinstance(act, Keep) and act.newest and not self.stops:
-            hook = self.hook = KeepHook(self, act)
-        else:
-            hook = self.hook = self._installed_before(module)
-        # What is sharded is seen before others' hooks, which may hand on a part of it alone.
-        first = self.scope.full
-        self.handles += (
-            module.register_forward_hook(hook, prepend=True) if first else module.register_forward_hook(hook),
-        )
 
     def _installed_before(self, module: nn.Module) -> Hook:
         """For any mixture of ports: the hook for after the forward, once that for before is in place."""

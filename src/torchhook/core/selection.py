@@ -228,14 +228,21 @@ def spellings(path: str) -> tuple[str, ...]:
     return path, inside, f"{inside}.".removeprefix("module.").removesuffix(".")
 
 
-def walk(model: nn.Module, path: str = "", above: tuple[nn.Module, ...] = ()) -> Iterator[tuple[str, nn.Module]]:
+def walk(
+    model: nn.Module,
+    path: str = "",
+    above: tuple[nn.Module, ...] = (),
+    wrappers: list[nn.Module] | None = None,
+) -> Iterator[tuple[str, nn.Module]]:
     """Every (path, module), shared modules under each of their names, the root first.
 
-    Like ``named_modules(remove_duplicate=False)``, but wrappers are seen through, and a module that
-    contains itself ends the descent.
+    Like ``named_modules(remove_duplicate=False)``, but wrappers are seen through (and added to `wrappers`), and
+    a module that contains itself ends the descent.
     """
     if wrapped_name(model) is not None:
-        model = unwrapped(model)
+        *around, model = layers(model)
+        if wrappers is not None:
+            wrappers += around
     yield path, model
     above = (*above, model)
     for name, child in model._modules.items():
@@ -245,7 +252,7 @@ def walk(model: nn.Module, path: str = "", above: tuple[nn.Module, ...] = ()) ->
         if not child._modules:
             yield below, child
         elif not any(child is module for module in above):
-            yield from walk(child, below, above)
+            yield from walk(child, below, above, wrappers)
 
 
 def require_module(model: Any, argument: str = "model") -> None:

@@ -7,7 +7,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal
@@ -16,7 +15,7 @@ import torch
 import torch.fx
 from torch import nn
 
-from torchhook.core.doors import Door, Gate, is_armed
+from torchhook.core.doors import Door, Gate, compiled_among, is_armed
 from torchhook.core.edit import Edit
 from torchhook.core.fastpaths import Detours
 from torchhook.core.hooks import Point, install, on_parameter
@@ -103,6 +102,7 @@ class Session:
         self._points: dict[int, Point] = {}  # by id of the module or parameter
         self._points_of: dict[Tap, list[Point]] = {}
         self._modules: dict[str, nn.Module] = {}
+        self._wrappers: list[nn.Module] = []
 
     def attach(self) -> Session:
         """Attach the taps: all of them, or none if one finds nothing."""
@@ -111,6 +111,7 @@ class Session:
         self.state = "attached"
         self.scope = Scope(self._shared, self.recomputed)
         self.scope.full = self.full
+        self.reference = weakref.ref(self)  # for what must not keep it alive
         self._marks = Marks(self)
         self._detours = Detours()
         self._release = weakref.finalize(
@@ -140,8 +141,10 @@ class Session:
         """Take all hooks away, and ask nothing."""
         if self.state == "attached":
             self.state = "detached"
-            self.silent = silences(self)
-            self._release()
+            try:
+                self.silent = silences(self)
+            finally:
+                self._release()
 
     def add(self, tap: Tap) -> None:
         """One more tap, after those that are there."""
@@ -208,6 +211,7 @@ class Session:
         """Bind `taps` to their places, and hook those."""
         touched: dict[Point, None] = {}
         self._above.clear()
+        self._shards = shards_of_gathered(self.model)
         for tap in taps:
             bind = self._bind_parameters if tap.port in ("param", "param_grad") else self._bind
             seen: dict[int, str] = {}
@@ -222,15 +226,19 @@ class Session:
             targets = {id(point.target): point for point in touched}
             refusal(around, targets)
             self._detours.take(around, targets.keys())
-        install(touched)
+        gates: list[nn.Module] = []
         if "torch._dynamo" in sys.modules:
-            modules = self.model.modules() if self._modules else self._above
-            self._open_gates(modules, {id(point.target) for point in touched})
+            modules = [*self._modules.values(), *self._wrappers] if self._modules else self._above
+            gates = self._gates_before(touched, compiled_among(modules))
+        install(touched)
+        for gate in gates:
+            Gate.open(gate)
+            self._gates.append(gate)
 
-    def _open_gates(self, modules: Iterable[nn.Module], targets: AbstractSet[int]) -> None:
-        """Parts that were compiled and have a tap inside are compiled anew; they see every thread."""
-        gates = [module for module in modules if Gate.stands_at(module)]
-        gates = [gate for gate in gates if any(id(module) in targets for module in gate.modules())]
+    def _gates_before(self, points: Iterable[Point], compiled: list[nn.Module]) -> list[nn.Module]:
+        """Those of the `compiled` modules that have one of `points` inside; raises if that cannot be."""
+        targets = {id(point.target) for point in points} if compiled else set()
+        gates = [gate for gate in compiled if any(id(module) in targets for module in gate.modules())]
         door = Door.of(self.model)
         if (gates or is_armed(unwrapped(self.model))) and door is not None:
             here = threading.get_ident()
@@ -241,9 +249,7 @@ class Session:
                 )
         if gates and self.stop:
             raise SessionError("stop=True cannot end a compiled graph; leave it out, or tap the model uncompiled")
-        for gate in gates:
-            Gate.open(gate)
-            self._gates.append(gate)
+        return gates
 
     def _selected(self, tap: Tap) -> Iterable[tuple[str, nn.Module]]:
         parts = Selector.of(tap.selector).parts
@@ -266,7 +272,7 @@ class Session:
 
     def _all_modules(self) -> dict[str, nn.Module]:
         if not self._modules:
-            self._modules = dict(walk(self.model))
+            self._modules = dict(walk(self.model, wrappers=self._wrappers))
         return self._modules
 
     def _bind(self, tap: Tap, path: str, module: nn.Module, seen: dict[int, str]) -> Sequence[Point]:
@@ -288,9 +294,8 @@ class Session:
     def _bind_parameters(self, tap: Tap, path: str, module: nn.Module, seen: dict[int, str]) -> Sequence[Point]:
         """Bind `tap` to the parameters of `module` and below, unless `seen` under another name."""
         points: list[Point] = []
-        shards = shards_of_gathered(self.model)
         for name, known in module.named_parameters(remove_duplicate=False):
-            parameter = shards.get(id(known), known)
+            parameter = self._shards.get(id(known), known)
             below = plain(f"{path}.{name}" if path else name)
             if seen.setdefault(id(parameter), below) != below:
                 self.aliases[below] = seen[id(parameter)]

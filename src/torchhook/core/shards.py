@@ -45,7 +45,7 @@ def tied(x: Tensor, new: Tensor) -> Tensor:
 def shards_of_gathered(model: nn.Module) -> dict[int, nn.Parameter]:
     """The sharded parameters of FSDP2, by the ids of the gathered ones that may stand in their places now."""
     found: dict[int, nn.Parameter] = {}
-    for module in model.modules():
+    for module in model.modules() if _is_distributed() else ():
         state: Any = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None  # type: ignore[operator]
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
         for parameter in (known for group in groups if group is not None for known in group.fsdp_params):

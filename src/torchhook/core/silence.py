@@ -7,14 +7,13 @@ no gradient reaches a place is an answer, not a miss: it is listed, and at most 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
 
-from torchhook.core.doors import REMEDIES
+from torchhook.core.doors import REMEDIES, graphs_so_far
 from torchhook.core.hooks import Point, unheard
 from torchhook.core.selection import Selector
 from torchhook.core.site import Site
@@ -116,7 +115,6 @@ def _reason(session: Session, site: Site, point: Point) -> str:
 
 def _or_compiled() -> str:
     """One more possible reason, if anything was compiled in this process."""
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is None or not dynamo.utils.counters["stats"]["unique_graphs"]:
+    if not graphs_so_far():
         return ""
     return f", or ran in a graph that torch.export made or that was compiled before the tap came: then {REMEDIES}"

@@ -162,18 +162,18 @@ def scale(factor: Tensor | float, where: Any = None, at: At = None) -> Edit:
     return Scale(factor, where, at)
 
 
-def clamp(low: float | None = None, high: float | None = None, at: At = None) -> Edit:
-    """What is there, but no less than `low` and no more than `high`.
+def clamp(min: float | None = None, max: float | None = None, at: At = None) -> Edit:  # noqa: A002 (torch's names)
+    """What is there, but no less than `min` and no more than `max`.
 
     >>> from torchhook import edit, edits
     >>> model = nn.Sequential(nn.Identity(), nn.Identity())
-    >>> with edit(model, {"0": edits.clamp(high=0.5)}):
+    >>> with edit(model, {"0": edits.clamp(max=0.5)}):
     ...     model(torch.tensor([0.2, 0.9]))
     tensor([0.2000, 0.5000])
     """
-    if low is None and high is None:
-        raise ValueError("clamp needs low, high or both")
-    return Clamp(low, high, at)
+    if min is None and max is None:
+        raise ValueError("clamp needs min, max or both")
+    return Clamp(min, max, at)
 
 
 def noise(std: float, seed: int | None = None, at: At = None) -> Edit:
