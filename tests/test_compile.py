@@ -17,6 +17,7 @@ from torchhook import (
     SessionError,
     SilentError,
     Tap,
+    TapError,
     arm,
     capture,
     edit,
@@ -348,6 +349,10 @@ def test_the_classic_manager_and_a_transform_and_a_budget():
         outputs = [run(x + n) for n in range(3)]
     torch.testing.assert_close(manager.get("head"), [output.detach() for output in outputs[1:]])
     torch.testing.assert_close(acts["head"].outputs, [output.detach().mean().double() for output in outputs])
+    manager.add("blocks.0", custom_hook=lambda module, args, out: args[0])
+    with pytest.raises(TapError, match="custom_hook of 'blocks.0' needs the layer's input"):
+        torch.compile(net, backend="aot_eager", fullgraph=True)(x)
+    manager.clear_hooks()
 
 
 def test_a_module_left_out():
@@ -389,12 +394,18 @@ def test_an_edit_that_a_graph_cannot_follow_is_refused():
     with capture(net, "blocks.0") as clean:
         net(x)
     run = torch.compile(net, backend="aot_eager", fullgraph=True)
-    with pytest.raises(Exception, match="differs from call to call"):
+    with pytest.raises(TapError, match="differs from call to call"):
         with edit(run, {"blocks.0": edits.patch(clean)}):
             run(x)
-    with pytest.raises(Exception, match="schedule"):
+    with pytest.raises(TapError, match="schedule"):
         with Session(run, [Tap("head", edits.zero, when=lambda number: number == 1)]):
             run(x)
+    for fullgraph in (True, False):
+        other = torch.compile(Net(), backend="aot_eager", fullgraph=fullgraph)
+        with pytest.raises(TapError, match=r"output of 'head' returned \(2, 2\) float32.*for \(2, 4\)"):
+            with edit(other, {"head": lambda out: out[:, :2]}):
+                other(x)
+        assert not other._orig_mod.head._forward_hooks
 
 
 def test_a_tap_that_raises_ends_its_session_and_leaves_nothing():

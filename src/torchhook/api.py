@@ -65,7 +65,8 @@ def capture(
             Otherwise the local shard is kept.
         static: Write into buffers that stay where they are, which a CUDA graph fills when it is replayed.
         on_silent: What to do about sites that saw nothing: ``"raise"``, ``"warn"`` or ``"ignore"``. None
-            raises for a site named by its path and for a query none of whose sites fired, and warns of others.
+            raises for a site named by its path and for a query none of whose sites fired, and warns of others
+            (and of gradients that never came). All of them are in ``.silent``, with the likely reasons.
         group: A label, for `torchhook.hooks` and `torchhook.detach`.
 
     >>> import torch

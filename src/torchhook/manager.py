@@ -15,7 +15,8 @@ from torchhook.core.selection import nearest, require_module, walk
 from torchhook.core.session import Session
 from torchhook.core.site import Site
 from torchhook.core.snapshot import frozen, lazily_copied
-from torchhook.core.tap import Act, Sink, Tap
+from torchhook.core.tap import Act, Sink, Tap, Unknown
+from torchhook.errors import TapError
 from torchhook.summary import count_parameters, format_parameter_count
 
 CustomHook = Callable[[nn.Module, Any, Any], "Tensor | None"]
@@ -217,6 +218,11 @@ class Features(Sink):
 
     def _keep(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self.custom_hook is not None:
+            if isinstance(args, Unknown):
+                raise TapError(
+                    f"custom_hook of {self.key!r} needs the layer's input, which a compiled graph does not hand out;"
+                    " use output_transform, or torchhook.capture(model, ..., inputs=True)"
+                )
             feature = self._custom(self.custom_hook(module, args, output))
         else:
             feature = self._transformed(self._first(output))

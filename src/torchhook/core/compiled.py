@@ -22,11 +22,10 @@ from torch import Tensor
 from torch._library.effects import EffectType
 from torch._library.simple_registry import singleton
 
-from torchhook.core.edit import Editing
+from torchhook.core.edit import Editing, refused
 from torchhook.core.passes import Pass, scopes
-from torchhook.core.tap import Act
+from torchhook.core.tap import Act, Unknown
 from torchhook.core.trees import leaves, put
-from torchhook.errors import TapError
 
 if TYPE_CHECKING:
     from torchhook.core.hooks import Point
@@ -35,6 +34,7 @@ tracing = torch.compiler.is_dynamo_compiling
 
 _ops = torch.library.Library("torchhook", "DEF")
 _numbers = count()
+_UNKNOWN = Unknown()
 _MOST_TICKETS = 10_000  # forwards that may wait for their backward
 
 
@@ -77,10 +77,10 @@ class Inlay:
 
     def _act(self, pass_: Pass, call: int, value: Any) -> int:
         for act in self.acts:
-            act(pass_, call, value, ())
+            act(pass_, call, value, _UNKNOWN)
         if not self.catches:
             return -1
-        receives = [catch(pass_, call, value, ()) for catch in self.catches]
+        receives = [catch(pass_, call, value, _UNKNOWN) for catch in self.catches]
         ticket, tickets = next(_numbers), self.point.scope.tickets
         tickets[ticket] = self.point, receives, [address for address, _ in leaves(value)]
         if len(tickets) > _MOST_TICKETS:
@@ -122,7 +122,7 @@ class Retracing:
     def traced(self, value: Any) -> Any:
         """The value that continues."""
         if self.editing.edit.by_call:
-            raise TapError("an edit that differs from call to call cannot be in a compiled graph")
+            raise refused(f"{self.editing.name} differs from call to call, which a compiled graph cannot follow")
         return self.editing.changed(value, 0)
 
 
@@ -136,7 +136,7 @@ class Impossible:
 
     def traced(self, value: Any) -> Any:
         """Refuse."""
-        raise TapError(self.reason)
+        raise refused(self.reason)
 
 
 Step = Inlay | Regrading | Retracing | Impossible

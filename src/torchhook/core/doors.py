@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from torchhook.core.compiled import fresh, tracing
+from torchhook.core.edit import latest_refusal
 from torchhook.core.hooks import Sentinel, armed
 from torchhook.core.passes import Scope, StopForward
 from torchhook.core.trees import leaves
-from torchhook.errors import SessionError
+from torchhook.errors import SessionError, TapError, TorchhookError
 from torchhook.text import warn
 
 _CALL = nn.Module._wrapped_call_impl.__code__
@@ -63,6 +64,7 @@ class Door:
                 return caller._call_impl(*args, **kwargs)
             model, call = caller, caller._call_impl
         begun = [scope for scope in self.scopes if scope.begin(model, args)]
+        latest_refusal.clear()
         try:
             if begun and (_level() is not None or _is_exporting() or _is_tracing()):
                 raise SessionError(_refusal())
@@ -71,6 +73,10 @@ class Door:
         except StopForward as stop:
             if any(stop.token is scope.token for scope in begun):
                 return None
+            raise
+        except Exception as error:
+            if latest_refusal and not isinstance(error, TorchhookError) and compiled_among([model]):
+                raise TapError(latest_refusal.pop()) from error  # a compiler says it in its own words
             raise
         finally:
             for scope in begun:

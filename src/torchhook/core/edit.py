@@ -58,11 +58,12 @@ class Edit(ABC):
 class Editing:
     """The act of one edit at one site."""
 
-    __slots__ = ("edit", "site")
+    __slots__ = ("edit", "name", "site")
 
     def __init__(self, edit: Edit, site: Site, module: nn.Module) -> None:
         self.edit = edit.bound(site, module)
         self.site = site
+        self.name = f"the {edit} at the {site}"  # made now: inside a compiler, objects have other names
 
     def __call__(self, pass_: Pass | None, call: int, value: Any, args: tuple[Any, ...]) -> Any:
         """The value that continues."""
@@ -95,14 +96,12 @@ class Editing:
     def fitting(self, x: Tensor, new: Any) -> Any:
         """`new`, if it can take the place of `x`."""
         if not isinstance(new, Tensor):
-            raise TapError(
-                f"the {self.edit} at the {self.site} returned a {type(new).__name__} for a tensor of"
+            raise refused(
+                f"{self.name} returned a {type(new).__name__} for a tensor of"
                 f" {_looks(x)}; return the tensor that continues"
             )
         if new.shape != x.shape or new.dtype != x.dtype or new.device != x.device:
-            raise TapError(
-                f"the {self.edit} at the {self.site} returned {_looks(new)} for {_looks(x)}; make them agree"
-            )
+            raise refused(f"{self.name} returned {_looks(new)} for {_looks(x)}; make them agree")
         return tied(x, new)
 
     def _whole(self, value: Any, call: int) -> Any:
@@ -121,7 +120,7 @@ class Editing:
         olds, news = dict(leaves(old)), dict(leaves(new))
         if type(old) is not type(new) or olds.keys() != news.keys():
             raise TapError(
-                f"the {self.edit} at the {self.site} returned a {type(new).__name__} with tensors at {_listed(news)}"
+                f"{self.name} returned a {type(new).__name__} with tensors at {_listed(news)}"
                 f" for a {type(old).__name__} with tensors at {_listed(olds)}; return the same container"
             )
         for address, leaf in olds.items():
@@ -149,10 +148,29 @@ class Editing:
             return TapError(f"the value at the {self.site} is a tensor and nothing else; leave out at=")
         at = "no at=" if self.edit.at is None else f"at={self.edit.at[0] if len(self.edit.at) == 1 else self.edit.at!r}"
         return TapError(
-            f"the {self.edit} at the {self.site} says {at}, but the value there is {_named(value)} with"
+            f"{self.name} says {at}, but the value there is {_named(value)} with"
             f" tensors at {_listed(address[isinstance(value, Arguments) :] for address, _ in leaves(value))};"
             " say which one with at="
         )
+
+
+latest_refusal: list[str] = []
+"""Why an edit was refused last: what comes out of a compiler, if one was at work, does not tell."""
+
+
+def told(message: str) -> bool:
+    """Remember `message`; a compiler that traces this calls it then and there."""
+    latest_refusal[:] = [message]
+    return True
+
+
+told._dynamo_marked_constant = True  # type: ignore[attr-defined]  # what torch.compiler.assume_constant_result does
+
+
+def refused(message: str) -> TapError:
+    """The error to raise."""
+    told(message)
+    return TapError(message)
 
 
 class GradientEditing:

@@ -39,6 +39,12 @@ For the gradient ports it is called in the forward, with the value whose gradien
 returns the `Receive` for that call."""
 
 
+class Unknown(tuple[Any, ...]):
+    """The positional arguments of a call inside a compiled graph, which hands out none."""
+
+    __slots__ = ()
+
+
 class Keep:
     """The act of keeping a snapshot on the page of its pass, and nothing more.
 
