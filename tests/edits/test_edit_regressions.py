@@ -279,6 +279,20 @@ def test_edits_of_a_compiled_checkpoint():
     torch.testing.assert_close(net.a.weight.grad, want)
 
 
+@pytest.mark.matrix("torch.compile", "with checkpointing: values and edits are right, gradients inside are refused")
+def test_captures_of_a_compiled_checkpoint():
+    net, x = Repeated(), torch.randn(2, 3, requires_grad=True)
+    with capture(net, "a") as eager:
+        net(x)
+    run = torch.compile(net, backend="aot_eager", fullgraph=True)
+    with capture(run, "a") as acts:
+        run(x).sum().backward()
+    torch.testing.assert_close(acts["a"].outputs, eager["a"].outputs)
+    with pytest.raises(TapError, match="checkpoint cannot be captured where that is compiled.*uncompiled"):
+        with capture(run, "a", grads=True):
+            run(x).sum().backward()
+
+
 @pytest.mark.parametrize("returns", [lambda x: torch.max(x, 1), lambda x: (x, x.shape)], ids=["max", "shape"])
 def test_tuples_of_torchs_own_in_a_graph(returns):
     net, x = nn.Sequential(Returning(returns), Returning(lambda pair: pair[0] * 1)), torch.randn(2, 3)

@@ -75,8 +75,8 @@ class Door:
                 return None
             raise
         except Exception as error:
-            if latest_refusal and not isinstance(error, TorchhookError) and compiled_among([model]):
-                raise TapError(latest_refusal.pop()) from error  # a compiler says it in its own words
+            if not isinstance(error, TorchhookError) and compiled_among([model]) and (reason := _told(error)):
+                raise TapError(reason) from error
             raise
         finally:
             for scope in begun:
@@ -232,6 +232,16 @@ def _recompiled(context: Any, function: Any) -> Any:
     warn("a tap lies in what was compiled with CUDA graphs: while it is there, it is compiled without them")
     options = {**options, "triton.cudagraphs": False}
     return torch.compile(function, fullgraph=context.fullgraph, dynamic=backend.dynamic, options=options)
+
+
+def _told(error: Exception) -> str:
+    """What is behind an error that comes out of a compiler, which says it in its own words."""
+    if "tensors_saved_with_vc_check" in str(error):  # an op cannot be computed again, and torch saves nothing for it
+        return (
+            "gradients inside a checkpoint cannot be captured where that is compiled; capture them uncompiled, turn"
+            " checkpointing off, or leave out grads=True"
+        )
+    return latest_refusal.pop() if latest_refusal else ""
 
 
 def _refusal() -> str:
