@@ -25,6 +25,17 @@ def _seeded():
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def nothing_compiled():
+    """Graphs of other tests neither help nor count, and none are left."""
+    from torch._dynamo.utils import counters
+
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()
+
+
 def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available():
         for item in items:

@@ -22,19 +22,15 @@ from torchhook import (
     capture,
     edit,
     edits,
+    mark,
+    marked,
     skip,
 )
 from zoo import InPlace, hooks_of
 
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
+
 BACKENDS = ["aot_eager", "inductor"]
-
-
-@pytest.fixture(autouse=True)
-def _nothing_compiled():
-    torch.compiler.reset()
-    counters.clear()
-    yield
-    torch.compiler.reset()
 
 
 class Block(nn.Module):
@@ -424,6 +420,18 @@ def test_a_ring_shared_by_eager_and_compiled_calls():
     with Session(net, [Tap("head", Record(ring))]):
         eager, compiled = net(x), run(x)
     torch.testing.assert_close(ring["head"], [eager.detach(), compiled.detach()])
+
+
+def test_a_mark_in_a_graph_is_refused():
+    class Marking(nn.Module):
+        def forward(self, x):
+            return mark(x * 2, "doubled") + 1
+
+    net, x = nn.Sequential(Marking()), torch.ones(1)
+    run = torch.compile(net, backend="aot_eager", fullgraph=True)
+    assert run(x).item() == 3  # nobody listens
+    with pytest.raises(TapError, match="a mark inside a compiled graph"), capture(run, marked("doubled")):
+        run(x)
 
 
 FACTOR = 1.0

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torchhook import capture, edit, edits
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nothing_compiled")]
 
 
 class Block(nn.Module):
@@ -32,14 +32,6 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x) if self.how is None else checkpoint(block, x, use_reentrant=self.how == "reentrant")
         return x
-
-
-@pytest.fixture(autouse=True)
-def _nothing_compiled():
-    torch.compiler.reset()
-    counters.clear()
-    yield
-    torch.compiler.reset()
 
 
 @pytest.mark.matrix("torch.compile", "on a GPU, by inductor: eager's values and gradients in one full graph")

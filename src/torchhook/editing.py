@@ -127,14 +127,14 @@ def skip(model: nn.Module, *queries: Query, returns: Callable[[Any], Any] | None
 class ClipGradients:
     """Hooks that clip gradients, and how often they had to; see `torchhook.clip_gradients`."""
 
-    def __init__(self, parameters: dict[str, nn.Parameter], value: float | None, norm: float | None) -> None:
-        self.value = value
-        self.norm = norm
+    def __init__(self, parameters: dict[str, nn.Parameter], limit: float, by_norm: bool) -> None:
+        self.limit = limit
+        self.by_norm = by_norm
         self._counts: dict[str, Tensor] = {}
         self._handles: list[Removable] = []
         for path, parameter in parameters.items():
             self._counts[path] = torch.zeros((), dtype=torch.int64, device=parameter.device)
-            self._handles.append(on_gradient(parameter, Clip(self._counts[path], value, norm)))
+            self._handles.append(on_gradient(parameter, Clip(self._counts[path], limit, by_norm)))
 
     @property
     def counts(self) -> dict[str, int]:
@@ -159,7 +159,7 @@ class ClipGradients:
         self.remove()
 
     def __repr__(self) -> str:
-        limit = f"value={self.value}" if self.norm is None else f"norm={self.norm}"
+        limit = f"{'norm' if self.by_norm else 'value'}={self.limit}"
         return f"ClipGradients({limit}): {self.clipped} gradients of {len(self._counts)} parameters clipped"
 
 
@@ -168,17 +168,18 @@ class Clip:
 
     __torch_unserializable__ = True  # torch.save of the model need not warn
 
-    def __init__(self, count: Tensor, value: float | None, norm: float | None) -> None:
+    def __init__(self, count: Tensor, limit: float, by_norm: bool) -> None:
         self.count = count
-        self.value = value
-        self.norm = norm
+        self.limit = limit
+        self.by_norm = by_norm
 
     def __call__(self, gradient: Tensor) -> Tensor:
-        if self.norm is None:
-            clipped = gradient.clamp(-self.value, self.value)  # type: ignore[operator]
-        else:
+        clipped: Tensor
+        if self.by_norm:
             length = torch.linalg.vector_norm(gradient)
-            clipped = gradient * (self.norm / length).clamp(max=1.0).to(gradient.dtype)
+            clipped = gradient * (self.limit / length).clamp(max=1.0).to(gradient.dtype)
+        else:
+            clipped = gradient.clamp(-self.limit, self.limit)
         self.count += (clipped != gradient).any()
         return clipped
 
@@ -216,7 +217,7 @@ def clip_gradients(
             "the gradients of sharded parameters are made outside of autograd, where no hook sees them; use"
             " torch.nn.utils.clip_grad_norm_ after the backward"
         )
-    return ClipGradients(parameters, value, norm)
+    return ClipGradients(parameters, limits[0], by_norm=norm is not None)
 
 
 def arm(model: nn.Module) -> Armed:

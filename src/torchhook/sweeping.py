@@ -187,10 +187,7 @@ class _Runs:
         except NotApartError:
             self._run_alone()
             return None
-        shares = [
-            mapped(lambda t, n=number: t[n * size : (n + 1) * size], output)  # type: ignore[misc]
-            for number in range(len(some) + 1)
-        ]
+        shares = [_rows(output, number * size, (number + 1) * size) for number in range(len(some) + 1)]
         for (_, alone), (_, shared) in zip(leaves(self.output), leaves(shares[-1]), strict=True):
             if alone.shape != shared.shape or not torch.allclose(alone, shared, rtol=1e-3, atol=1e-5, equal_nan=True):
                 self._run_alone()
@@ -231,7 +228,7 @@ class Share(Edit):
         first, last = self.number * self.size, (self.number + 1) * self.size
         if not self.whole:
             return torch.cat([x[:first], self.edit.change(x[first:last], call), x[last:]])
-        new = self.edit.change(mapped(lambda t: t[first:last], x), call)
+        new = self.edit.change(_rows(x, first, last), call)
         news = iter([tensor for _, tensor in leaves(new)])
         return mapped(lambda t: torch.cat([t[:first], next(news), t[last:]]), x)
 
@@ -287,6 +284,11 @@ def _samples(value: Any) -> int | None:
     """The size of the first dimension, if all tensors in `value` have the same."""
     sizes = {tensor.shape[0] if tensor.dim() else None for _, tensor in leaves(value)}
     return sizes.pop() if len(sizes) == 1 else None
+
+
+def _rows(value: Any, first: int, last: int) -> Any:
+    """Some rows of every tensor in `value`."""
+    return mapped(lambda tensor: tensor[first:last], value)
 
 
 def _is_batched(tensor: Tensor, size: int) -> bool:

@@ -23,11 +23,7 @@ from torchhook import (
 )
 from zoo import Returning, hooks_of
 
-
-@pytest.fixture(autouse=True)
-def _nothing_compiled():
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 
 def test_a_model_that_works_in_place_does_not_write_to_the_source():

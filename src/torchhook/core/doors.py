@@ -160,13 +160,13 @@ class Gate:
         """The module's call, compiled by the same backend with the same options, but without a past."""
         if self.slot == "forward":
             optimized: Any = module
-            return _recompiled(optimized.dynamo_ctx, fresh(_calling(optimized._orig_mod)))
+            return _recompiled(optimized.dynamo_ctx, fresh(_entering(optimized._orig_mod)))
         try:
             cells = dict(zip(self.before.__code__.co_freevars, self.before.__closure__, strict=True))
             context = cells["self"].cell_contents
         except (AttributeError, KeyError, TypeError) as error:
             raise SessionError(f"a {type(module).__name__} was compiled without these taps; {REMEDIES}") from error
-        return _recompiled(context, fresh(_calling_inside(module)))
+        return _recompiled(context, fresh(_entering(module._call_impl)))
 
     def _held(self) -> Any:
         module = self.module()
@@ -257,9 +257,8 @@ def _refusal() -> str:
 
 
 def _some_tensor(value: Any) -> Tensor:
-    for _, tensor in leaves(value):
-        return tensor.detach()  # type: ignore[no-any-return]
-    return torch.empty(0)
+    found: list[Tensor] = [tensor for _, tensor in leaves(value)]
+    return found[0].detach() if found else torch.empty(0)
 
 
 def _fill(model: nn.Module, call: Any) -> None:
@@ -280,15 +279,8 @@ def _is_optimized(module: nn.Module) -> bool:
     return type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules
 
 
-def _calling(module: nn.Module) -> Callable[..., Any]:
+def _entering(call: Callable[..., Any]) -> Callable[..., Any]:
     def enter(*args: Any, **kwargs: Any) -> Any:
-        return module(*args, **kwargs)
-
-    return enter
-
-
-def _calling_inside(module: nn.Module) -> Callable[..., Any]:
-    def enter(*args: Any, **kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs)
+        return call(*args, **kwargs)
 
     return enter

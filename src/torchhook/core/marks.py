@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
+from torchhook.core.compiled import tracing
+from torchhook.core.edit import refused
 from torchhook.core.hooks import Point
 from torchhook.core.selection import Selector
 from torchhook.core.tap import Act, Tap
@@ -45,6 +47,8 @@ def mark(value: Value, name: str) -> Value:
         return value
     if not isinstance(name, str):
         raise TypeError(f"name must be a string, not {name!r}")
+    if tracing():
+        raise refused("a mark inside a compiled graph cannot be seen; tap a module there, or the model uncompiled")
     module = _calling_module()
     if module is not None:
         for marks in _listeners:

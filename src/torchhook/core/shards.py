@@ -26,7 +26,8 @@ def local(tensor: Tensor) -> Tensor:
     here: Any = tensor
     if is_sharded(tensor):
         here = here.to_local()
-    return here.wait() if type(here).__name__ == "AsyncCollectiveTensor" else here  # type: ignore[no-any-return]
+    arrived: Tensor = here.wait() if type(here).__name__ == "AsyncCollectiveTensor" else here
+    return arrived
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -45,8 +46,9 @@ def tied(x: Tensor, new: Tensor) -> Tensor:
 def shards_of_gathered(model: nn.Module) -> dict[int, nn.Parameter]:
     """The sharded parameters of FSDP2, by the ids of the gathered ones that may stand in their places now."""
     found: dict[int, nn.Parameter] = {}
+    module: Any
     for module in model.modules() if _is_distributed() else ():
-        state: Any = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None  # type: ignore[operator]
+        state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
         for parameter in (known for group in groups if group is not None for known in group.fsdp_params):
             found[id(getattr(parameter, "_unsharded_param", None))] = parameter.sharded_param

@@ -105,7 +105,7 @@ def _reason(session: Session, site: Site, point: Point) -> str:
     if scope.last is None:
         if scope.missed:
             return f"it ran only {scope.missed}"
-        return f"the model did not run inside the scope{_or_compiled()}"
+        return f"the model did not run inside the scope, or its .forward() was called instead of it{_or_compiled()}"
     if isinstance(module, nn.Module) and type(module).forward is nn.Module.forward:
         return "it only holds other modules and is never called itself; select what is in it"
     if scope.missed:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torchhook.core.edit import At, Edit, in_arguments
 from torchhook.core.site import Site
-from torchhook.core.trees import Address, Arguments, leaves, taken
+from torchhook.core.trees import Address, Arguments, leaves
 from torchhook.edits.basic import partly, spread
 from torchhook.errors import NotRecordedError, TapError
 
@@ -82,10 +82,10 @@ def of_call(values: list[Tensor], call: int, for_all: bool) -> Tensor:
 
 
 def _tensor(value: Any, site: Site, at: Address | None) -> Tensor:
-    found = dict(leaves(value))
+    found: dict[Address | None, Tensor] = dict(leaves(value))
     address = in_arguments(at) if at is not None and isinstance(value, Arguments) else at
     if address is None and len(found) == 1:
-        return next(iter(found.values()))  # type: ignore[no-any-return]
+        return next(iter(found.values()))
     if address in found:
-        return taken(value, address)  # type: ignore[no-any-return]
+        return found[address]
     raise TapError(f"the source has {len(found)} tensors at the {site}; say which of them with at=")
