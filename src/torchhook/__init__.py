@@ -31,11 +31,17 @@ from torchhook.sinks.memory import Record, Ring
 from torchhook.sinks.store import Store
 
 if TYPE_CHECKING:
+    from torchhook import distributed as distributed
     from torchhook import edits as edits
     from torchhook.editing import arm, clip_gradients, edit, skip
     from torchhook.extractor import FeatureExtractor
     from torchhook.inventory import HookInfo, detach, hooks
     from torchhook.manager import HookManager
+    from torchhook.measured import Stats
+    from torchhook.measuring import measure
+    from torchhook.sinks.reduce import Reduce
+    from torchhook.stats import Channels, Covariance, Histogram, Moments, Quantiles, Stat, TopK
+    from torchhook.stats.reading import Reading, Snapshot
     from torchhook.summary import (
         count_parameters,
         format_parameter_count,
@@ -48,10 +54,21 @@ __version__ = "1.0.0.dev0"
 
 # Where the names are that not everybody needs: importing the package stays quick.
 _LATER = {
+    "Channels": "stats",
+    "Covariance": "stats",
     "FeatureExtractor": "extractor",
+    "Histogram": "stats",
     "HookInfo": "inventory",
     "HookManager": "manager",
+    "Moments": "stats",
+    "Quantiles": "stats",
+    "Reading": "stats.reading",
+    "Reduce": "sinks.reduce",
+    "Snapshot": "stats.reading",
+    "Stat": "stats",
+    "Stats": "measured",
     "Sweep": "sweeping",
+    "TopK": "stats",
     "arm": "editing",
     "clip_gradients": "editing",
     "count_parameters": "summary",
@@ -60,23 +77,33 @@ _LATER = {
     "format_parameter_count": "summary",
     "get_layerwise_parameter_count": "summary",
     "hooks": "inventory",
+    "measure": "measuring",
     "model_summary": "summary",
     "skip": "editing",
     "sweep": "sweeping",
 }
 
+_PACKAGES = ("distributed", "edits")
+
 __all__ = [
     "BudgetError",
     "Calls",
     "Capture",
+    "Channels",
+    "Covariance",
     "Edit",
     "Event",
     "FeatureExtractor",
+    "Histogram",
     "HookInfo",
     "HookManager",
+    "Moments",
     "NotRecordedError",
     "OverwrittenError",
+    "Quantiles",
+    "Reading",
     "Record",
+    "Reduce",
     "Ring",
     "SelectionError",
     "Selector",
@@ -85,10 +112,14 @@ __all__ = [
     "SilentError",
     "Sink",
     "Site",
+    "Snapshot",
+    "Stat",
+    "Stats",
     "Store",
     "Sweep",
     "Tap",
     "TapError",
+    "TopK",
     "TorchhookError",
     "arm",
     "capture",
@@ -104,6 +135,7 @@ __all__ = [
     "hooks",
     "mark",
     "marked",
+    "measure",
     "model_summary",
     "of_type",
     "overhead",
@@ -117,8 +149,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "edits":
-        return import_module("torchhook.edits")
+    if name in _PACKAGES:
+        return import_module(f"torchhook.{name}")
     if name not in _LATER:
         raise AttributeError(f"module 'torchhook' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(f"torchhook.{_LATER[name]}"), name)
@@ -126,4 +158,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "edits"]
+    return [*__all__, *_PACKAGES]

@@ -24,7 +24,7 @@ from torch._library.simple_registry import singleton
 
 from torchhook.core.edit import Editing, refused
 from torchhook.core.passes import Pass, scopes
-from torchhook.core.tap import Act, Unknown
+from torchhook.core.tap import Act, Receive, Unknown, is_at_once
 from torchhook.core.trees import leaves, put
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Inlay:
     The graph knows it by the key of its scope, the index of its point, and its number there.
     """
 
-    __slots__ = ("acts", "address", "catches", "graded", "point")
+    __slots__ = ("acts", "address", "catches", "copies", "graded", "point")
 
     def __init__(self, point: Point, number: int, acts: list[Act], catches: list[Act]) -> None:
         self.point = point
@@ -52,6 +52,7 @@ class Inlay:
         self.acts = acts
         self.catches = catches
         self.graded = bool(catches)
+        self.copies = not all(map(is_at_once, (*acts, *catches)))
 
     def traced(self, value: Any) -> Any:
         """Put the op into the graph that is being made; the value that continues."""
@@ -65,8 +66,9 @@ class Inlay:
                 value = put(value, address, Graded.apply(tensor, ticket, number))  # type: ignore[no-untyped-call]
         return value
 
-    def run(self, value: Any) -> int:
+    def run(self, text: str, tensors: list[Tensor]) -> int:
         """What the op does: the acts. The number is that of the ticket for the gradients."""
+        value = rebuilt(text, list(map(_copied, tensors)) if self.copies else tensors)
         point = self.point
         pass_ = point.scope.under_way()
         is_first = self.address[2] == 0  # which counts the calls
@@ -80,12 +82,20 @@ class Inlay:
             act(pass_, call, value, _UNKNOWN)
         if not self.catches:
             return -1
-        receives = [catch(pass_, call, value, _UNKNOWN) for catch in self.catches]
+        receives = received(self.catches, pass_, call, value, _UNKNOWN)
+        if not receives:
+            return -1
         ticket, tickets = next(_numbers), self.point.scope.tickets
-        tickets[ticket] = self.point, receives, [address for address, _ in leaves(value)]
+        tickets[ticket] = self.point, receives, [address for address, _ in leaves(value)], self.copies
         if len(tickets) > _MOST_TICKETS:
             del tickets[next(iter(tickets))]
         return ticket
+
+
+def received(catches: list[Act], pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> list[Receive]:
+    """Who wants the gradients of `value`."""
+    asked = (catch(pass_, call, value, args) for catch in catches)
+    return [receive for receive in asked if receive is not None]
 
 
 def leave_keeping(value: Any, scope: int, index: int) -> None:
@@ -300,7 +310,7 @@ def _see(text: str, tensors: list[Tensor], scope: int, index: int, number: int) 
     known = scopes.get(scope)
     if known is None or not known.alive:  # a graph from before, in which nobody is interested now
         return _NOTHING
-    ticket = known.points[index].inlay(number).run(rebuilt(text, [_copied(tensor) for tensor in tensors]))
+    ticket = known.points[index].inlay(number).run(text, tensors)
     return _NOTHING if ticket < 0 else torch.tensor([scope, ticket])
 
 
@@ -308,8 +318,8 @@ def _see_gradient(gradient: Tensor, ticket: Tensor, leaf: int) -> Tensor:
     key, number = ticket.tolist()
     scope = scopes.get(key)
     if scope is not None and number in scope.tickets:
-        point, receives, addresses = scope.tickets[number]
-        point.receive(receives, leaf, addresses[leaf], _copied(gradient))
+        point, receives, addresses, copies = scope.tickets[number]
+        point.receive(receives, leaf, addresses[leaf], _copied(gradient) if copies else gradient)
     return _NOTHING
 
 

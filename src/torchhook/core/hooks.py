@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from torchhook.core.compiled import (
     Impossible,
@@ -34,6 +35,7 @@ from torchhook.core.compiled import (
     followed,
     forget,
     leave_keeping,
+    received,
     traced_names,
     tracing,
 )
@@ -181,7 +183,9 @@ class InputHook(Hook):
         value = value if changed is None else changed
         if not self.catches:
             return Begun(value, None, changed is not None)
-        receives = [catch(pass_, call, value, args) for catch in self.catches]
+        receives = received(self.catches, pass_, call, value, args)
+        if not receives:
+            return Begun(value, None, changed is not None)
         if pass_.graded and not torch.is_grad_enabled():
             self.point.input_awaited.put(value, receives)
         views = Views(value, receives)
@@ -580,6 +584,11 @@ def on_gradient(parameter: Tensor, change: Callable[[Tensor], Tensor]) -> Remova
     return handle
 
 
+def on_step(optimizer: Optimizer, before: Callable[..., None], after: Callable[..., None]) -> list[Removable]:
+    """Let `before` and `after` be called around every step of `optimizer`."""
+    return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+
+
 def unheard(points: Iterable[Point]) -> list[Point]:
     """Those that may have seen nothing: not the many whose only hook has kept something."""
     return [point for point in points if type(point.hook) is not KeepHook or point.hook.number == _NEVER]
@@ -645,7 +654,9 @@ def _catching(catches: list[Act], point: Point) -> Act:
     """The act that hooks every tensor in an output for its gradient."""
 
     def catch(pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> Any:
-        receives = [act(pass_, call, value, args) for act in catches]
+        receives = received(catches, pass_, call, value, args)
+        if not receives:
+            return None
         if pass_.graded and not torch.is_grad_enabled():
             point.awaited.put(value, receives)
         return _hooked(value, receives, point)

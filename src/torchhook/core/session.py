@@ -203,6 +203,12 @@ class Session:
         """The hooked modules and parameters."""
         return list(self._points.values())
 
+    def parameters(self, selector: Selector) -> dict[str, nn.Parameter]:
+        """The parameters of what `selector` selects, by their paths."""
+        seen: dict[int, str] = {}
+        found = find(self._all_modules(), (selector,)).items()
+        return {below: p for path, module in found for below, _, p in self._parameters_in(path, module, seen)}
+
     def selected(self, part: Selector) -> dict[str, nn.Module]:
         """What one query of a tap selects."""
         return find(self._all_modules(), (part,))
@@ -294,12 +300,7 @@ class Session:
     def _bind_parameters(self, tap: Tap, path: str, module: nn.Module, seen: dict[int, str]) -> Sequence[Point]:
         """Bind `tap` to the parameters of `module` and below, unless `seen` under another name."""
         points: list[Point] = []
-        for name, known in module.named_parameters(remove_duplicate=False):
-            parameter = self._shards.get(id(known), known)
-            below = plain(f"{path}.{name}" if path else name)
-            if seen.setdefault(id(parameter), below) != below:
-                self.aliases[below] = seen[id(parameter)]
-                continue
+        for below, name, parameter in self._parameters_in(path, module, seen):
             if tap.port == "param_grad" and not parameter.requires_grad:
                 continue
             if tap.port == "param":  # seen when the module is called
@@ -310,6 +311,18 @@ class Session:
                 points.append(self._point(below, parameter))
                 points[-1].bind(tap, below, module, tap.port)
         return points
+
+    def _parameters_in(
+        self, path: str, module: nn.Module, seen: dict[int, str]
+    ) -> Iterator[tuple[str, str, nn.Parameter]]:
+        """The parameters of `module` and below, with their paths and their names there, unless `seen` before."""
+        for name, known in module.named_parameters(remove_duplicate=False):
+            parameter = self._shards.get(id(known), known)
+            below = plain(f"{path}.{name}" if path else name)
+            if seen.setdefault(id(parameter), below) != below:
+                self.aliases[below] = seen[id(parameter)]
+            else:
+                yield below, name, parameter
 
     def _point(self, path: str, target: nn.Module | nn.Parameter) -> Point:
         point = self._points.get(id(target))

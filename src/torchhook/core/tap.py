@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -36,7 +36,20 @@ Act = Callable[[Pass, int, Any, "tuple[Any, ...]"], Any]
 """(pass, call, value, positional arguments) → None, or the value that continues.
 
 For the gradient ports it is called in the forward, with the value whose gradient is wanted, and
-returns the `Receive` for that call."""
+returns the `Receive` for that call, or None if it is not wanted this time."""
+
+_A = TypeVar("_A", bound=Callable[..., Any])
+
+
+def at_once(act: _A) -> _A:
+    """Say of `act` that it keeps nothing of the values it is given: what it is given need be no copy."""
+    act.at_once = True  # type: ignore[attr-defined]
+    return act
+
+
+def is_at_once(act: Act) -> bool:
+    """Whether that was said of it."""
+    return getattr(act, "at_once", False)
 
 
 class Unknown(tuple[Any, ...]):
@@ -148,7 +161,7 @@ class Tap:
             act: Act = GradientEditing(editing) if site.port in ("grad_input", "grad_output") else editing
         else:
             act = self.sink.bind(self, site, module, scope)
-        return act if self.when is None else _scheduled(act, self.when, site.port)
+        return act if self.when is None else _scheduled(act, self.when)
 
     @cached_property
     def sink(self) -> Sink:
@@ -230,13 +243,9 @@ def observing(receive: Callable[[Event], None], tap: Tap, site: Site, module: nn
     return observe_gradient if site.port in ("grad_input", "grad_output") else observe
 
 
-def _scheduled(act: Act, when: Schedule, port: Port) -> Act:
-    idle: Receive | None = None
-    if port in ("grad_input", "grad_output"):
-        idle = lambda *_: None  # noqa: E731
-
+def _scheduled(act: Act, when: Schedule) -> Act:
     def on_schedule(pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> Any:
         # what comes before the first pass counts with it
-        return act(pass_, call, value, args) if when(max(pass_.number, 0)) else idle
+        return act(pass_, call, value, args) if when(max(pass_.number, 0)) else None
 
-    return on_schedule
+    return at_once(on_schedule) if is_at_once(act) else on_schedule

@@ -1,0 +1,109 @@
+"""`measure`: statistics of everything, while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from torch import nn
+
+from torchhook.core.selection import Query, Selector, require_module
+from torchhook.core.session import ScopeName, Session
+from torchhook.core.silence import OnSilent
+from torchhook.core.site import Port
+from torchhook.core.tap import Tap, require_count
+from torchhook.measured import Stats
+from torchhook.sinks.clock import Clock
+from torchhook.sinks.reduce import Reduce
+from torchhook.stats import Stat
+from torchhook.stepping import Steps
+
+
+def measure(
+    model: nn.Module,
+    *queries: Query,
+    outputs: bool = True,
+    inputs: bool = False,
+    grads: bool = False,
+    params: bool = False,
+    param_grads: bool = False,
+    updates: bool = False,
+    optimizer: Any = None,
+    every: int = 1,
+    stats: Sequence[str | Stat] = ("moments",),
+    by: Literal["channel"] | None = None,
+    scope: ScopeName = "thread",
+    on_silent: OnSilent | None = None,
+    group: str | None = None,
+) -> Stats:
+    """Statistics of what flows at the places that `queries` select (none: every leaf), streaming and bounded.
+
+    No tensor is kept, and on an accelerator nothing waits for the device until you read.
+
+    Args:
+        outputs, inputs, grads: What to measure of a selected module: what it returns, what it is called with, the
+            gradient of what it returns. Read them as ``stats[path]``, ``stats[path, "input"]`` and
+            ``stats[path, "grad_output"]``.
+        params, param_grads, updates: The same of the parameters in what is selected (no queries: all of the model):
+            ``stats[path, "param"]``, ``"param_grad"``, ``"update"``, by their own paths. With an optimizer they are
+            measured once a step; `param_grads` then are of the whole step, over all micro-batches, before clipping
+            and without a GradScaler's scale, and ``"step_grad"`` as the optimizer was given them, after clipping.
+            Without one, parameters are measured in every pass and gradients after every backward, as accumulated so
+            far. ``"update_ratio"`` is the norm of each step's update over that of the parameter. ``.note`` of a
+            reading says which it is.
+        optimizer: Whose steps are counted and looked at; `updates` need it.
+        every: Measure one step in so many, with all its micro-batches. Without an optimizer a step is a pass with
+            gradients (or any pass, as long as none had them).
+        stats: What to compute, by name or as `Stat` objects: ``"moments"``, ``"histogram"``, ``"quantiles"``,
+            ``"channels"``, ``"covariance"``, ``"topk"``, or your own.
+        by: ``"channel"`` adds the statistics of each unit, ``stats[path]["channels"]``.
+        scope, on_silent, group: As for `capture`.
+
+    >>> import torch
+    >>> from torchhook import measure
+    >>> model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
+    >>> with measure(model, grads=True) as stats:
+    ...     for _ in range(10):
+    ...         model(torch.zeros(2, 4)).sum().backward()
+    >>> stats["1"].count, stats["1", "grad_output"].mean
+    (60, 1.0)
+    >>> stats["0"].quantile(0.5)
+    Traceback (most recent call last):
+        ...
+    torchhook.errors.NotRecordedError: 'histogram' was not collected of the output of '0'; add it: \
+measure(..., stats=('moments', 'histogram'))
+    """
+    require_module(model)
+    require_count(every, "every")
+    flags = {"outputs": outputs, "inputs": inputs, "grads": grads}
+    of_parameters = {"params": params, "param_grads": param_grads, "updates": updates}
+    for name, flag in {**flags, **of_parameters}.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be True or False, not {flag!r}")
+    if not any([*flags.values(), *of_parameters.values()]):
+        raise ValueError(f"nothing to measure: one of {', '.join([*flags, *of_parameters])} must be True")
+    if updates and optimizer is None:
+        raise ValueError("updates=True is about what an optimizer does: pass it as optimizer=")
+    if by not in (None, "channel"):
+        raise ValueError(f"by must be 'channel' or None, not {by!r}")
+    stats = (stats,) if isinstance(stats, (str, Stat)) else tuple(stats)
+    reduce = Reduce(*stats, *(("channels",) if by else ()), clock=Clock(every, by_passes=optimizer is None))
+    where = Selector.union(queries)
+    taps = [Tap(where, reduce, _PORTS[name], group=group) for name, flag in flags.items() if flag]
+    below = where if queries else Selector.of("")
+    steps = None
+    if optimizer is not None:
+        steps = Steps(optimizer, reduce, below, **of_parameters)
+        taps += steps.taps(group)
+    else:
+        taps += [Tap(below, reduce, _PORTS[name], group=group) for name, flag in of_parameters.items() if flag]
+    return Stats(Session(model, taps, scope=scope, on_silent=on_silent), reduce, steps)
+
+
+_PORTS: dict[str, Port] = {
+    "outputs": "output",
+    "inputs": "input",
+    "grads": "grad_output",
+    "params": "param",
+    "param_grads": "param_grad",
+}

@@ -1,0 +1,212 @@
+"""Reducing what flows to statistics, at once: `Reduce` is the sink, and keeps no tensor of the model."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchhook.core.event import Event
+from torchhook.core.passes import Pass, Scope
+from torchhook.core.shards import local
+from torchhook.core.site import Site
+from torchhook.core.snapshot import meaningful
+from torchhook.core.tap import Act, Receive, Sink, Tap, at_once
+from torchhook.core.trees import Address, Arguments, leaves
+from torchhook.sinks.clock import Clock
+from torchhook.sinks.shelf import Block, Shelf, sent
+from torchhook.stats import Stat, named
+from torchhook.stats.reading import Row, Snapshot
+
+_making = threading.RLock()  # for threads that share a session
+
+
+class Cell:
+    """The statistics of one tensor at one place, with a state for each device that it was seen on."""
+
+    __slots__ = ("_device", "_pairs", "label", "note", "places", "seen", "shelf", "stats")
+
+    def __init__(self, shelf: Shelf, stats: Iterable[Stat], label: str, note: str = "") -> None:
+        self.shelf = shelf
+        self.stats = tuple(stats)
+        self.label = label  # the class of the module
+        self.note = note  # what exactly is measured
+        self.seen = False
+        self.places: dict[torch.device, list[tuple[Block, int]]] = {}
+        self._device: torch.device | None = None
+        self._pairs: list[tuple[Callable[[Tensor, Tensor], None], Tensor]] = []
+
+    def update(self, x: Tensor) -> None:
+        """Add the values in `x`."""
+        if type(x) is not Tensor or x.requires_grad or x.layout is not torch.strided or x.is_complex():
+            x = counted(x)
+        if x.device != self._device:
+            self.turn_to(x)
+        self.seen = True
+        for update, state in self._pairs:
+            update(state, x)
+
+    def turn_to(self, x: Tensor) -> None:
+        """Use the states for the device of `x`, made now if there are none."""
+        with _making:
+            if x.device not in self.places:
+                self.places[x.device] = [self.shelf.place(stat, x) for stat in self._by_key()]
+            places = zip(self._by_key(), self.places[x.device], strict=True)
+            self._pairs = [(stat.update, block.states[number]) for stat, (block, number) in places]
+            self._device = x.device
+
+    def row(self, readers: dict[Block, Callable[[], Tensor]]) -> Row:
+        """What can be read of it."""
+        states: dict[str, list[Callable[[], Tensor]]] = {}
+        for places in self.places.values():
+            for stat, (block, number) in zip(self._by_key(), places, strict=True):
+                states.setdefault(stat.key, []).append(partial(_nth, readers[block], number))
+        return Row(self.stats, self.label, self.note, states)
+
+    def _by_key(self) -> list[Stat]:
+        """One statistic for each state: some share theirs."""
+        return list({stat.key: stat for stat in reversed(self.stats)}.values())
+
+
+class Reduce(Sink):
+    """Adds the values at its sites to statistics, given as `Stat` objects or by their names.
+
+    >>> from torchhook import Reduce, Session, Tap
+    >>> model, reduce = nn.Sequential(nn.ReLU()), Reduce("moments")
+    >>> with Session(model, [Tap("0", reduce)]):
+    ...     for value in (-1.0, 1.0, 3.0):
+    ...         _ = model(torch.tensor([value]))
+    >>> reading = reduce.snapshot()["0"]
+    >>> reading.count, reading.max
+    (3, 3.0)
+    """
+
+    def __init__(self, *stats: Stat | str, clock: Clock | None = None) -> None:
+        self.stats = [named(stat) for stat in stats or ("moments",)]
+        if len({stat.name for stat in self.stats}) < len(self.stats):
+            raise ValueError("two of the stats have the same name; give one of them another")
+        self.clock = clock
+        self.shelves = [Shelf()]
+        self.cells: dict[tuple[str, str], Cell] = {}  # by path, and port with what leads to the tensor
+
+    def receive(self, event: Event) -> None:
+        """Add one event's value. (In a session, acts bound for each site do this without events.)"""
+        for address, leaf in leaves(event.value):
+            self.cell(event.site, event.module, event.leaf + address).update(leaf)
+
+    def bind(self, tap: Tap, site: Site, module: nn.Module, scope: Scope) -> Act:
+        """The act that adds what is at one site."""
+        if self.clock is not None:
+            scope.keep(self.clock)
+        reducing = Reducing(self, tap, site, module)
+        by_port: dict[str, Act] = {
+            "grad_input": reducing.ask,
+            "grad_output": reducing.ask,
+            "input": reducing.see_input,
+            "param": reducing.see_parameter,
+        }
+        return by_port.get(site.port, reducing.see)
+
+    def cell(self, site: Site, module: nn.Module | None, address: Address = (), note: str = "") -> Cell:
+        """Where the tensor at `address` in the value at `site` is added up."""
+        key = site.path, site.port + "".join(f"[{step!r}]" for step in address)
+        with _making:
+            if key not in self.cells:
+                module = None if "param" in site.port else module
+                label = "" if module is None else type(module).__name__
+                stats = [stat.bound(module) for stat in self.stats]
+                self.cells[key] = Cell(self.shelves[0], stats, label, note)
+            return self.cells[key]
+
+    def snapshot(self) -> Snapshot:
+        """What was seen until now, to read whenever; it does not wait for the device."""
+        with torch.no_grad():
+            readers = sent(block for shelf in self.shelves for block in shelf)
+        rows = {place: cell.row(readers) for place, cell in self.cells.items() if cell.seen}
+        return Snapshot(rows, stats=self.stats)
+
+    def reset(self) -> None:
+        """Begin anew."""
+        with torch.no_grad():
+            for shelf in self.shelves:
+                for block in shelf:
+                    block.reset()
+        for cell in self.cells.values():
+            cell.seen = False
+
+
+class Reducing:
+    """What a sink does at one site."""
+
+    def __init__(self, reduce: Reduce, tap: Tap, site: Site, module: nn.Module) -> None:
+        self.reduce = reduce
+        self.clock = reduce.clock or Clock()
+        self.tap = tap
+        self.site = site
+        self.module = module
+        self.cells: dict[Address, Cell] = {}
+
+    @at_once
+    def see(self, pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> None:
+        """Add every tensor in `value`."""
+        if not self.clock.active:
+            return
+        if self.tap.transform is not None:
+            value = self.tap.transformed(value, self.site)
+        if isinstance(value, Tensor):
+            (self.cells.get(()) or self.cell(())).update(value)
+            return
+        for address, leaf in leaves(value):
+            (self.cells.get(address) or self.cell(address)).update(leaf)
+
+    @at_once
+    def see_input(self, pass_: Pass, call: int, value: Arguments, args: tuple[Any, ...]) -> None:
+        """The same, of what the module is called with: positions and names are the keys."""
+        both: dict[Any, Any] = {**dict(enumerate(value.args)), **value.kwargs}
+        self.see(pass_, call, value.unwrapped() if len(both) == 1 else both, args)
+
+    @at_once
+    def see_parameter(self, pass_: Pass, call: int, value: Tensor, args: tuple[Any, ...]) -> None:
+        """The same, once a pass, however often the module is called in it."""
+        if not call:
+            self.see(pass_, call, value, args)
+
+    @at_once
+    def ask(self, pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> Receive | None:
+        """Want the gradients of `value`."""
+        if not self.clock.active:
+            return None
+        for address, leaf in leaves(value):  # now, for gradients come in another order
+            if address not in self.cells and leaf.requires_grad:
+                self.cell(address)
+        return self.receive
+
+    def receive(self, leaf: int, address: Address, gradient: Tensor) -> None:
+        """Add a gradient."""
+        gradient = self.tap.transformed(gradient, self.site)
+        (self.cells.get(address) or self.cell(address)).update(gradient)
+
+    def cell(self, address: Address) -> Cell:
+        """Where the tensor at `address` is added up."""
+        cell = self.cells[address] = self.reduce.cell(self.site, self.module, address)
+        return cell
+
+
+def counted(x: Tensor) -> Tensor:
+    """`x` as plain numbers without a graph: of a sharded tensor what is here, of a sparse one all, zeros too."""
+    x = local(meaningful(x).detach())
+    if x.is_quantized:
+        x = x.dequantize()
+    if x.is_nested:
+        x = torch.cat([part.reshape(-1) for part in x.unbind()])
+    if x.layout is not torch.strided:
+        x = x.to_dense()
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
+def _nth(read: Callable[[], Tensor], number: int) -> Tensor:
+    return read()[number]

@@ -1,0 +1,98 @@
+"""Histograms whose edges are the same for every step, rank and run, and quantiles from them.
+
+The bin of a value is the first eleven bits of it as a float32: sign, exponent, and two bits of the fraction. So an
+octave has four bins of equal width, for each sign and at every scale, and which bin it is costs a shift.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchhook.stats.kernels import kernels
+from torchhook.stats.kernels.plain import BINS
+from torchhook.stats.stat import Stat
+
+_HALF = BINS // 2
+_FINITE = 255 * 4  # bins of one sign whose exponent is not that of infinities
+
+
+class Bins(NamedTuple):
+    """How many values lie between each edge and the next; only the part of the range in which there are some."""
+
+    edges: Tensor
+    counts: Tensor
+
+    def quantile(self, q: float) -> float:
+        """The value below which a fraction `q` lies, interpolated inside its bin; NaN if there are no values.
+
+        The true one lies in the same bin, so this one is off by less than a quarter of it at most; of a smooth
+        distribution, by about a hundredth.
+        """
+        if not 0 <= q <= 1:
+            raise ValueError(f"q must lie in [0, 1], not {q!r}")
+        if not len(self.counts):
+            return math.nan
+        below = self.counts.cumsum(0)
+        wanted = q * (float(below[-1]) - 1) + 0.5  # each value in the middle of its share
+        number = int(torch.searchsorted(below, wanted))
+        before = float(below[number] - self.counts[number])
+        inside = (wanted - before) / float(self.counts[number].clamp(min=1))
+        low, high = self.edges[number : number + 2].tolist()
+        return float(low + (high - low) * inside)
+
+
+class Histogram(Stat):
+    """How many values lie in each of 2,040 fixed bins, four an octave; NaN and ±Inf are left out. Exact.
+
+    >>> bins = Histogram().of(torch.tensor([1.0, 1.1, 1.3]))
+    >>> bins.edges.tolist(), bins.counts.tolist()
+    ([1.0, 1.25, 1.5], [2, 1])
+    """
+
+    name = "histogram"
+    width = BINS
+
+    @property
+    def key(self) -> str:
+        return "bins"
+
+    def update(self, state: Tensor, x: Tensor) -> None:
+        kernels(x.device).histogram(state, x)
+
+    def compute(self, state: Tensor) -> Bins:
+        counts = torch.cat([state[_HALF : _HALF + _FINITE].flip(0), state[:_FINITE]])
+        some = counts.nonzero()
+        if not len(some):
+            return Bins(_EDGES[:1], counts[:0].long())
+        first, last = int(some[0]), int(some[-1])
+        return Bins(_EDGES[first : last + 2], counts[first : last + 1].long())
+
+
+class Quantiles(Histogram):
+    """Quantiles from the bins of `Histogram`: each lies in the right bin, so it is off by less than a quarter at most.
+
+    >>> {q: round(value, 1) for q, value in Quantiles(0.25, 0.5).of(torch.linspace(0, 8, 1001)).items()}
+    {0.25: 2.0, 0.5: 4.0}
+    """
+
+    name = "quantiles"
+
+    def __init__(self, *q: float) -> None:
+        self.q = q or (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
+
+    def compute(self, state: Tensor) -> dict[float, float]:  # type: ignore[override]
+        bins = super().compute(state)
+        return {q: bins.quantile(q) for q in self.q}
+
+
+def _edges() -> Tensor:
+    above = (torch.arange(_FINITE, dtype=torch.int32) << 21).view(torch.float32).double()
+    above = torch.cat([above, above.new_tensor([2.0**128])])
+    return torch.cat([-above.flip(0), above[1:]])
+
+
+_EDGES = _edges()

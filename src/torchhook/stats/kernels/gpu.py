@@ -1,0 +1,62 @@
+"""The kernels of NVIDIA GPUs, compiled on first use by the NVRTC that comes with torch."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchhook.stats.kernels.native import dense, source
+from torchhook.stats.kernels.plain import Plain
+
+_KINDS = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
+_THREADS = 256
+_A_BLOCK = _THREADS * 4 * 16  # bytes that a block has on their way at a time
+_BLOCKS = 4  # on each multiprocessor
+
+
+class GPU(Plain):
+    """Those of ``gpu.cu``; for dtypes that it lacks, the plain ones."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.index = device.index
+        self.rows = _BLOCKS * torch.cuda.get_device_properties(device).multi_processor_count
+        self.driver: Any = torch.cuda._utils._get_gpu_runtime_library()
+        self.source = source("row.h") + source("gpu.cu")
+        self.functions: dict[tuple[str, torch.dtype], Any] = {}
+        for name in ("moments", "histogram"):
+            self._compile(name, torch.float32)
+
+    def moments(self, state: Tensor, x: Tensor) -> None:
+        """Add the values in `x` to the rows in `state`, each of which is one block's."""
+        if x.dtype in _KINDS:
+            self._launch("moments", state, x)
+        else:
+            super().moments(state, x)
+
+    def histogram(self, state: Tensor, x: Tensor) -> None:
+        """Add the values in `x` to the bins in `state`."""
+        if x.dtype in _KINDS:
+            self._launch("histogram", state, x)
+        else:
+            super().histogram(state, x)
+
+    def _launch(self, name: str, state: Tensor, x: Tensor) -> None:
+        function = self.functions.get((name, x.dtype)) or self._compile(name, x.dtype)
+        x = dense(x)
+        data, n, out = ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(x.numel()), ctypes.c_void_p(state.data_ptr())
+        arguments = (ctypes.c_void_p * 3)(*map(ctypes.addressof, (data, n, out)))
+        blocks = min(self.rows, -(-x.nbytes // _A_BLOCK)) or 1
+        stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(self.index))
+        with torch.cuda.device(self.index):
+            failed = self.driver.cuLaunchKernel(function, blocks, 1, 1, _THREADS, 1, 1, 0, stream, arguments, None)
+        if failed:
+            raise RuntimeError(f"the {name} kernel could not be launched (CUDA error {failed})")
+
+    def _compile(self, name: str, dtype: torch.dtype) -> Any:
+        with torch.cuda.device(self.index):
+            kernel = torch.cuda._compile_kernel(self.source, f"{name}<{_KINDS[dtype]}>")
+        self.functions[name, dtype] = kernel.func
+        return kernel.func

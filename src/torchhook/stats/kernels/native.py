@@ -1,0 +1,62 @@
+"""The kernels of the CPU, compiled on first use by the C++ toolchain of torch.compile, which also caches them."""
+
+from __future__ import annotations
+
+import ctypes
+from importlib.resources import files
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchhook.stats.kernels.plain import Plain
+
+_FLAGS = ("-ffp-contract=fast",)
+
+
+class Native(Plain):
+    """Those of ``native.cpp``; for dtypes that it lacks, the plain ones."""
+
+    def __init__(self) -> None:
+        from torch._inductor.codecache import CppCodeCache
+
+        self.library: Any = CppCodeCache.load(source("row.h") + source("native.cpp"), extra_flags=_FLAGS)
+        self.functions: dict[tuple[str, torch.dtype], Any] = {}
+
+    def moments(self, state: Tensor, x: Tensor) -> None:
+        """Add the values in `x` to the row `state`."""
+        if not self._run("moments", state, x):
+            super().moments(state, x)
+
+    def histogram(self, state: Tensor, x: Tensor) -> None:
+        """Add the values in `x` to the bins in `state`."""
+        if not self._run("histogram", state, x):
+            super().histogram(state, x)
+
+    def _run(self, name: str, state: Tensor, x: Tensor) -> bool:
+        function = self.functions.get((name, x.dtype)) or self._function(name, x.dtype)
+        if function is None:
+            return False
+        x = dense(x)
+        function(x.data_ptr(), x.numel(), torch.get_num_threads(), state.data_ptr())
+        return True
+
+    def _function(self, name: str, dtype: torch.dtype) -> Any:
+        function = getattr(self.library, f"{name}_{str(dtype).removeprefix('torch.')}", None)
+        if function is not None:
+            function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p]
+            function.restype = None
+            self.functions[name, dtype] = function
+        return function
+
+
+def dense(x: Tensor) -> Tensor:
+    """`x`, or a copy of it, whose values lie one after the other in memory; in which order is all the same."""
+    if x.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense.default(x):
+        return x
+    return x.contiguous()
+
+
+def source(name: str) -> str:
+    """One of the files beside this one."""
+    return (files(__package__) / name).read_text()

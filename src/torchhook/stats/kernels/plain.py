@@ -1,0 +1,117 @@
+"""Moments and histograms in plain torch: right on every device and for every dtype, and what the others are tested by.
+
+It never asks the device for a number, so that it does not wait for it either.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+FIELDS = ("count", "nan", "posinf", "neginf", "zeros", "mean", "abs_sum", "m2", "m3", "m4", "min", "max")
+"""What a row of moments has: counts of values, then moments and extremes of the finite ones (`m2` to `m4` are sums of
+powers of the distance from the mean)."""
+
+BINS = 2048  # as many as the first eleven bits of a float can say
+_PIECE = 1 << 22  # values at a time, for each takes some 60 bytes here
+
+
+class Plain:
+    """The kernels of every device that has no others."""
+
+    rows = 1  # of moments that lie side by side for one site
+
+    def moments(self, state: Tensor, x: Tensor) -> None:
+        """Add the values in `x` to `state`, a row (or several, whose first it is added to)."""
+        row = state.view(-1, len(FIELDS))[0]
+        for piece in x.reshape(-1).split(_PIECE):
+            if piece.numel():
+                row.copy_(merged_moments(torch.stack([row, moments_of(piece)])))
+
+    def histogram(self, state: Tensor, x: Tensor) -> None:
+        """Add the values in `x` to the bins in `state`."""
+        for piece in x.reshape(-1).split(_PIECE):
+            state.scatter_add_(0, bins_of(piece), state.new_ones(()).expand(piece.numel()))
+
+
+def empty_moments(device: torch.device, rows: int = 1) -> Tensor:
+    """Moments of nothing."""
+    row = torch.zeros(rows, len(FIELDS), dtype=torch.float64, device=device)
+    row[:, -2] = math.inf
+    row[:, -1] = -math.inf
+    return row[0] if rows == 1 else row
+
+
+def moments_of(x: Tensor) -> Tensor:
+    """The row of the values in `x`, which are some.
+
+    >>> row = moments_of(torch.tensor([0.0, 1.0, 2.0, math.nan]))
+    >>> {name: value for name, value in zip(FIELDS, row.tolist()) if value}
+    {'count': 4.0, 'nan': 1.0, 'zeros': 1.0, 'mean': 1.0, 'abs_sum': 3.0, 'm2': 2.0, 'm4': 2.0, 'max': 2.0}
+    """
+    x = x.double()
+    finite = x.isfinite()
+    known = x.where(finite, 0.0)
+    n = finite.sum()
+    mean = known.sum() / n.clamp(min=1)
+    mean = mean + (known - mean).where(finite, 0.0).sum() / n.clamp(min=1)  # what rounding left over
+    d = (known - mean).where(finite, 0.0)
+    q = d * d
+    counts = [n.new_tensor(x.numel()), x.isnan().sum(), (x == math.inf).sum(), (x == -math.inf).sum(), (x == 0).sum()]
+    powers = [mean, known.abs().sum(), q.sum(), (q * d).sum(), (q * q).sum()]
+    extremes = [x.where(finite, math.inf).amin(), x.where(finite, -math.inf).amax()]
+    return torch.stack([number.double() for number in (*counts, *powers, *extremes)])
+
+
+def moments_of_each(values: Tensor) -> Tensor:
+    """A row for each of `values` alone."""
+    x = values.double()
+    finite = x.isfinite()
+    known = x.where(finite, 0.0)
+    zeros = torch.zeros_like(x)
+    counts = [torch.ones_like(x), x.isnan(), x == math.inf, x == -math.inf, x == 0]
+    extremes = [x.where(finite, math.inf), x.where(finite, -math.inf)]
+    return torch.stack([part.double() for part in (*counts, known, known.abs(), zeros, zeros, zeros, *extremes)], -1)
+
+
+def merged_moments(rows: Tensor) -> Tensor:
+    """The row of all values together, from the rows (in the first dimension) of some of them each.
+
+    >>> parts = torch.stack([moments_of(torch.tensor([1.0, 2.0])), moments_of(torch.tensor([6.0]))])
+    >>> bool((merged_moments(parts) == moments_of(torch.tensor([1.0, 2.0, 6.0]))).all())
+    True
+    """
+    count, nan, posinf, neginf, zeros, mean, abs_sum, m2, m3, m4, low, high = rows.unbind(-1)
+    n = count - nan - posinf - neginf
+    total = n.sum(0)
+    centre = (n * mean).sum(0) / total.clamp(min=1)
+    d = mean - centre
+    middle = centre + (n * d).sum(0) / total.clamp(min=1)
+    d = torch.where(n > 0, mean - middle, 0.0)
+    powers = [
+        m2 + n * d**2,
+        m3 + 3 * d * m2 + n * d**3,
+        m4 + 4 * d * m3 + 6 * d**2 * m2 + n * d**4,
+    ]
+    counts = [part.sum(0) for part in (count, nan, posinf, neginf, zeros)]
+    sums = [middle, abs_sum.sum(0), *(power.sum(0) for power in powers)]
+    return torch.stack([*counts, *sums, low.amin(0), high.amax(0)], -1)
+
+
+def bins_of(x: Tensor) -> Tensor:
+    """The number of the bin of each value: the first eleven bits (sign, exponent, two of the fraction) of a float.
+
+    >>> bins_of(torch.tensor([0.0, 1.0, 1.25, -1.0])).tolist()
+    [0, 508, 509, 1532]
+    """
+    single = x.float()
+    if x.dtype == torch.float64 or not (x.is_floating_point() or x.dtype in _SMALL):
+        wide = x.double()  # rounding may have carried a value over an edge: cut off instead
+        beyond = (single.double().abs() > wide.abs()) & wide.isfinite()
+        single = torch.where(beyond, single.nextafter(torch.zeros_like(single)), single)
+    return (single.view(torch.int32) >> 21).long() & (BINS - 1)
+
+
+_SMALL = (torch.bool, torch.uint8, torch.int8, torch.int16)

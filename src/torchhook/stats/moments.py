@@ -1,0 +1,85 @@
+"""Counts, moments and extremes: what everybody wants to know first."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from torchhook.stats.kernels import kernels
+from torchhook.stats.kernels.plain import FIELDS, empty_moments, merged_moments
+from torchhook.stats.stat import Stat
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What `Moments` say. All but the counts is of the finite values; NaN where there are none."""
+
+    count: int
+    mean: float
+    std: float
+    min: float
+    max: float
+    l2: float
+    abs_mean: float
+    zero_fraction: float
+    nonfinite: int
+    nan: int
+    posinf: int
+    neginf: int
+    skewness: float
+    kurtosis: float
+
+
+class Moments(Stat):
+    """Count, mean, standard deviation (torch's, unbiased), minimum, maximum, zeros, NaN and ±Inf, skewness, kurtosis.
+
+    Counts and extremes are exact. Against float64 on the same values the mean is off by less than 1e-5 deviations, the
+    deviation and the mean of absolutes by less than 1e-5 of themselves, the third and fourth moments by less than 1e-4
+    of the mean of the absolute powers; and that however the values were split, and wherever their mean lies.
+
+    >>> import torch
+    >>> summary = Moments().of(torch.tensor([0.0, 1.0, 2.0, 3.0, float("nan")]))
+    >>> summary.count, summary.nonfinite, summary.mean, summary.max, summary.zero_fraction
+    (5, 1, 1.5, 3.0, 0.2)
+    """
+
+    name = "moments"
+    additive = False
+
+    def empty(self, x: Tensor) -> Tensor:
+        return empty_moments(x.device, kernels(x.device).rows)
+
+    def update(self, state: Tensor, x: Tensor) -> None:
+        kernels(x.device).moments(state, x)
+
+    def merge(self, states: Tensor) -> Tensor:
+        return merged_moments(states)
+
+    def settle(self, states: Tensor) -> Tensor:
+        return merged_moments(states.movedim(1, 0)) if states.dim() == 3 else states
+
+    def compute(self, state: Tensor) -> Summary:
+        row = dict(zip(FIELDS, state.tolist(), strict=True))
+        count, nonfinite = row["count"], row["nan"] + row["posinf"] + row["neginf"]
+        n = count - nonfinite
+        some = n > 0
+        variance = row["m2"] / n if some else math.nan
+        spread = variance**2 > 0  # powers of something tiny may be nothing
+        return Summary(
+            count=int(count),
+            mean=row["mean"] if some else math.nan,
+            std=math.sqrt(row["m2"] / (n - 1)) if n > 1 else math.nan,
+            min=row["min"] if some else math.nan,
+            max=row["max"] if some else math.nan,
+            l2=math.sqrt(row["m2"] + n * row["mean"] ** 2) if some else math.nan,
+            abs_mean=row["abs_sum"] / n if some else math.nan,
+            zero_fraction=row["zeros"] / count if count else math.nan,
+            nonfinite=int(nonfinite),
+            nan=int(row["nan"]),
+            posinf=int(row["posinf"]),
+            neginf=int(row["neginf"]),
+            skewness=row["m3"] / n / variance**1.5 if spread else math.nan,
+            kurtosis=row["m4"] / n / variance**2 if spread else math.nan,
+        )

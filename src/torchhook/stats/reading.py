@@ -1,0 +1,233 @@
+"""What was measured, as plain data: a `Snapshot` is a mapping of places to `Reading`s."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchhook.core.selection import nearest
+from torchhook.errors import NotRecordedError
+from torchhook.stats.histogram import Bins, Histogram
+from torchhook.stats.moments import Moments, Summary
+from torchhook.stats.stat import Stat
+from torchhook.text import html_table, table
+
+Place = tuple[str, str]
+"""A path and a port; of a value that is not a single tensor, the port is followed by what leads to one of them."""
+
+
+class Row(NamedTuple):
+    """One place: its statistics, the class of its module, what exactly is measured, and the states by their keys."""
+
+    stats: tuple[Stat, ...]
+    label: str
+    note: str
+    states: dict[str, list[Callable[[], Tensor]]]
+
+
+class Reading(Mapping[str, Any]):
+    """What the statistics of one place say; the attributes are those of `Moments`, ``reading[name]`` is any other's.
+
+    >>> from torchhook import Reduce, Site
+    >>> reduce = Reduce("moments", "quantiles")
+    >>> reduce.cell(Site("fc"), None).update(torch.tensor([1.0, 2.0, 3.0]))
+    >>> reading = reduce.snapshot()["fc"]
+    >>> reading.mean, reading.std, reading.nonfinite
+    (2.0, 1.0, 0)
+    """
+
+    def __init__(self, place: Place, row: Row) -> None:
+        self.path, self.port = place
+        self.note = row.note
+        self.module_class = row.label
+        self._row = row
+        self._stats = {stat.name: stat for stat in row.stats}
+
+    @property
+    def count(self) -> int:
+        """How many values there were, finite or not."""
+        return self._moments.count
+
+    @property
+    def mean(self) -> float:
+        """The mean of the finite values."""
+        return self._moments.mean
+
+    @property
+    def std(self) -> float:
+        """Their standard deviation, unbiased as torch's."""
+        return self._moments.std
+
+    @property
+    def min(self) -> float:
+        """The smallest of them."""
+        return self._moments.min
+
+    @property
+    def max(self) -> float:
+        """The largest of them."""
+        return self._moments.max
+
+    @property
+    def l2(self) -> float:
+        """The root of the sum of their squares, over all that was seen."""
+        return self._moments.l2
+
+    @property
+    def abs_mean(self) -> float:
+        """The mean of their absolute values."""
+        return self._moments.abs_mean
+
+    @property
+    def zero_fraction(self) -> float:
+        """Which part of all values is exactly zero."""
+        return self._moments.zero_fraction
+
+    @property
+    def nonfinite(self) -> int:
+        """How many values were NaN or infinite."""
+        return self._moments.nonfinite
+
+    def histogram(self) -> Bins:
+        """Edges and counts; the edges are the same for every step, rank and run."""
+        stat = self._of(Histogram)
+        return Histogram().compute(self.state(stat.key))
+
+    def quantile(self, q: float) -> float:
+        """The value below which a fraction `q` lies; off by less than a quarter of itself, usually by far less."""
+        return self.histogram().quantile(q)
+
+    def states(self) -> dict[str, Tensor]:
+        """The states behind the statistics, by their keys."""
+        return {key: self.state(key) for key in self._row.states}
+
+    def state(self, key: str) -> Tensor:
+        """The state behind a statistic, as one tensor."""
+        states = [read() for read in self._row.states[key]]
+        stat = next(stat for stat in self._row.stats if stat.key == key)
+        return states[0] if len(states) == 1 else stat.merge(torch.stack(states))
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._stats:
+            raise self._not_recorded(name)
+        return self._stats[name].compute(self.state(self._stats[name].key))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stats)
+
+    def __len__(self) -> int:
+        return len(self._stats)
+
+    def __repr__(self) -> str:
+        if "moments" not in self._stats:
+            return f"Reading({self._where()}: {', '.join(self._stats)})"
+        said = self._moments
+        rest = f", {said.nonfinite:,} not finite" if said.nonfinite else ""
+        return (
+            f"Reading({self._where()}: {said.count:,} values, mean {said.mean:.4g}, std {said.std:.4g},"
+            f" in [{said.min:.4g}, {said.max:.4g}], {said.zero_fraction:.1%} zero{rest})"
+        )
+
+    @property
+    def _moments(self) -> Summary:
+        summary: Summary = self[self._of(Moments).name]
+        return summary
+
+    def _of(self, kind: type[Stat]) -> Stat:
+        for stat in self._row.stats:
+            if isinstance(stat, kind):
+                return stat
+        raise self._not_recorded(kind.name)
+
+    def _where(self) -> str:
+        return f"the {self.port} of {self.path!r}"
+
+    def _not_recorded(self, name: str) -> NotRecordedError:
+        collected = ", ".join(map(repr, (*self._stats, name)))
+        return NotRecordedError(
+            f"{name!r} was not collected of {self._where()}; add it: measure(..., stats=({collected}))"
+        )
+
+
+class Snapshot(Mapping[Any, Reading]):
+    """What was measured in one window: ``snapshot[path]`` is of the output, ``snapshot[path, port]`` of any port.
+
+    Iterating gives the places, modules in the order in which they were run, then parameters.
+    """
+
+    def __init__(
+        self, rows: dict[Place, Row], aliases: Mapping[str, str] | None = None, stats: Sequence[Stat] = ()
+    ) -> None:
+        modules = {place: row for place, row in rows.items() if row.label}
+        self.rows = modules | rows
+        self.aliases = aliases or {}
+        self.stats = tuple(stats)
+
+    def __getitem__(self, place: str | Place) -> Reading:
+        path, port = (place, "output") if isinstance(place, str) else place
+        path = self.aliases.get(path, path)
+        if (path, port) in self.rows:
+            return Reading((path, port), self.rows[path, port])
+        inside = [known for known in self.rows if known[0] == path and known[1].startswith(f"{port}[")]
+        if not inside:
+            raise NotRecordedError(f"nothing was measured of the {port} of {path!r}; {self._nearest(path)}")
+        return Reading(inside[0], self.rows[inside[0]])
+
+    def __iter__(self) -> Iterator[Place]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def table(self, kind: str | None = None) -> Any:
+        """A row for each place: as a DataFrame of pandas or else polars if that is installed, else a list of dicts.
+
+        `kind` may be ``"pandas"``, ``"polars"`` or ``"list"``.
+        """
+        rows = [self._line(reading) for reading in map(self.__getitem__, self)]
+        if kind is None:
+            kind = next((name for name in ("pandas", "polars") if find_spec(name)), "list")
+        if kind == "list":
+            return rows
+        if kind not in ("pandas", "polars"):
+            raise ValueError(f"kind must be 'pandas', 'polars', 'list' or None, not {kind!r}")
+        return import_module(kind).DataFrame(rows)
+
+    def __repr__(self) -> str:
+        if not self.rows:
+            return "nothing was measured yet"
+        return table(*self._shown())
+
+    def _repr_html_(self) -> str:
+        return html_table(*self._shown()) if self.rows else html.escape(repr(self))
+
+    def _line(self, reading: Reading) -> dict[str, Any]:
+        line: dict[str, Any] = {"site": reading.path, "port": reading.port, "module": reading.module_class}
+        for name in reading:
+            said = reading[name]
+            line.update(vars(said) if isinstance(said, Summary) else {} if _is_long(said) else {name: said})
+        return line
+
+    def _shown(self) -> tuple[list[str], list[list[Any]]]:
+        """The table for people."""
+        shown = ["count", "mean", "std", "min", "max", "zero_fraction", "nonfinite"]
+        rows = []
+        for line in self.table("list"):
+            numbers = [line.get(name, "") for name in shown]
+            short = [float(f"{number:.4g}") if isinstance(number, float) else number for number in numbers]
+            rows.append([line["site"] or "''", line["module"], line["port"], *short])
+        return ["site", "module", "port", *shown], rows
+
+    def _nearest(self, path: str) -> str:
+        ports = [port for known, port in self.rows if known == path]
+        return f"of it there is: {', '.join(ports)}" if ports else nearest(path, {known for known, _ in self.rows})
+
+
+def _is_long(said: Any) -> bool:
+    return not isinstance(said, (bool, int, float, str))

@@ -1,0 +1,83 @@
+"""What a statistic is: how to begin, what a tensor adds, how parts make a whole, and what it says in the end.
+
+A `Stat` holds no data. Its state is one float64 tensor on the device of what it describes, so that many states lie
+side by side, travel in one copy, and merge over batches, threads, ranks and machines.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+
+class Stat(ABC):
+    """A statistic of values that come one tensor at a time.
+
+    One of your own needs a name, `update` and `compute`; the state is then `width` zeros to begin with, and states are
+    added to merge them:
+
+    >>> class NearZero(Stat):
+    ...     name, width = "near_zero", 2
+    ...
+    ...     def update(self, state, x):
+    ...         near = (x.abs() < 1e-3).sum()
+    ...         state += torch.stack([near, near.new_tensor(x.numel())])
+    ...
+    ...     def compute(self, state):
+    ...         return float(state[0] / state[1])
+    >>> NearZero().of(torch.tensor([0.0, 1e-6, 1.0, 2.0]))
+    0.5
+
+    What `update` does with the state must not wait for the device: no ``item()``, no ``if`` on a tensor.
+    """
+
+    name: ClassVar[str]
+    width: int = 1
+    additive: bool = True  # whether states are added to merge them; set it to False where you override `merge`
+
+    @property
+    def key(self) -> str:
+        """What the state is of: statistics with the same one share it."""
+        return self.name
+
+    def bound(self, module: nn.Module | None) -> Stat:
+        """This statistic for what `module` gives (None: for parameters)."""
+        return self
+
+    def empty(self, x: Tensor) -> Tensor:
+        """The state that has seen nothing, for values like `x`."""
+        return torch.zeros(self.width, dtype=torch.float64, device=x.device)
+
+    @abstractmethod
+    def update(self, state: Tensor, x: Tensor) -> None:
+        """Add the values in `x` to `state`, in place."""
+
+    @abstractmethod
+    def compute(self, state: Tensor) -> Any:
+        """What `state`, on the CPU now, says."""
+
+    def merge(self, states: Tensor) -> Tensor:
+        """One state of all, from several in the first dimension; there may be others before those of the state."""
+        return states.sum(0)
+
+    def settle(self, states: Tensor) -> Tensor:
+        """The `states` of several sites, as one each: kernels may keep several, side by side."""
+        return states
+
+    def of(self, *tensors: Tensor) -> Any:
+        """What there is to say of some tensors.
+
+        >>> from torchhook import Moments
+        >>> Moments().of(torch.tensor([1.0, 2.0]), torch.tensor([6.0])).mean
+        3.0
+        """
+        state = self.empty(tensors[0])
+        for x in tensors:
+            self.update(state, x.detach())
+        return self.compute(self.settle(state[None])[0].cpu())
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
