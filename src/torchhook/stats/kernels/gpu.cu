@@ -24,8 +24,6 @@ template <Kind kind> struct Values {
     vectors = (n - head) / LANES;
   }
 
-  __device__ uint4 vector(Index i) const { return reinterpret_cast<const uint4*>(data + head * SIZE)[i]; }
-
   __device__ static float lane(const uint4& v, int i) {
     const unsigned words[4] = {v.x, v.y, v.z, v.w};
     if (kind == FLOAT32) return __uint_as_float(words[i]);
@@ -59,50 +57,119 @@ template <Kind kind> struct Values {
     return has_last ? seen - (tiles * TILE - vectors) * LANES : seen;
   }
 
-  // Calls f with each value that this thread has to see, a few vectors on their way at a time; flush now and then.
-  template <class F, class G> __device__ void each(F f, G flush, Index most) const {
-    Index step = Index(gridDim.x) * THREADS * AHEAD;
-    Index end = vectors < most ? vectors : most;
+  // Calls `vector` and `odd` with all that this thread has to see, and `flush` now and then. What was written last is
+  // seen first, for it may be in the cache still.
+  template <class V, class F, class G> __device__ void each(V vector, F odd, G flush, Index most) const {
+    const uint4* last = reinterpret_cast<const uint4*>(data + head * SIZE) + vectors - 1;
+    Index step = Index(gridDim.x) * THREADS * AHEAD, end = vectors < most ? vectors : most;
+    Index i = Index(blockIdx.x) * THREADS * AHEAD + threadIdx.x;
     int rounds = 0;
-    for (Index i = Index(blockIdx.x) * THREADS * AHEAD + threadIdx.x; i < end; i += step) {
+    for (; i + (AHEAD - 1) * THREADS < end; i += step) {
       uint4 loaded[AHEAD];
 #pragma unroll
-      for (int k = 0; k < AHEAD; k++)
-        if (i + k * THREADS < end) loaded[k] = vector(i + k * THREADS);
+      for (int k = 0; k < AHEAD; k++) loaded[k] = last[-(i + k * THREADS)];
 #pragma unroll
-      for (int k = 0; k < AHEAD; k++)
-        if (i + k * THREADS < end)
-#pragma unroll
-          for (int l = 0; l < LANES; l++) f(lane(loaded[k], l));
+      for (int k = 0; k < AHEAD; k++) vector(loaded[k]);
       if (++rounds % FLUSH == 0) flush();
     }
-    if (blockIdx.x == 0 && threadIdx.x < odd_ones()) f(odd_one(threadIdx.x));
+    for (int k = 0; k < AHEAD; k++)
+      if (i + k * THREADS < end) vector(last[-(i + k * THREADS)]);
+    if (blockIdx.x == 0 && threadIdx.x < odd_ones()) odd(odd_one(threadIdx.x));
     flush();
+  }
+
+  // The same, value by value.
+  template <class F, class G> __device__ void each(F f, G flush, Index most) const {
+    each(
+        [&](const uint4& v) {
+#pragma unroll
+          for (int l = 0; l < LANES; l++) f(lane(v, l));
+        },
+        f, flush, most);
   }
 };
 
-// The sum over the threads of a block, for all of them.
-template <class T> __device__ T sum(T value) {
-  __shared__ T parts[WARPS];
-  for (int away = 16; away; away /= 2) value += __shfl_down_sync(~0u, value, away);
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = value;
-  __syncthreads();
-  T total = parts[0];
-  for (int warp = 1; warp < WARPS; warp++) total += parts[warp];
-  return total;
-}
+// The smallest and the largest value, and how many are zero.
+template <Kind kind> struct Extremes {
+  float low = INFINITE, high = -INFINITE;
+  unsigned zeros = 0;
 
-__device__ float least(float value) {
-  __shared__ float parts[WARPS];
-  for (int away = 16; away; away /= 2) value = fminf(value, __shfl_down_sync(~0u, value, away));
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = value;
-  __syncthreads();
-  float total = parts[0];
-  for (int warp = 1; warp < WARPS; warp++) total = fminf(total, parts[warp]);
-  return total;
-}
+  __device__ void add(float v) {
+    low = fminf(low, v);
+    high = fmaxf(high, v);
+    zeros += v == 0;
+  }
+  __device__ void add(const uint4& v) {
+#pragma unroll
+    for (int l = 0; l < Values<kind>::LANES; l++) add(Values<kind>::lane(v, l));
+  }
+  __device__ void flush() {}
+};
+
+#if __CUDA_ARCH__ >= 900
+// Two at a time, as they lie there. The counts of zeros are halves as well, and exact as long as they are small.
+template <Kind kind> struct Pairs {
+  float low = INFINITE, high = -INFINITE;
+  unsigned zeros = 0;
+  unsigned lows = kind == BFLOAT16 ? 0x7f807f80u : 0x7c007c00u, highs = lows | 0x80008000u, counts = 0;
+
+  __device__ void add(float v) {
+    low = fminf(low, v);
+    high = fmaxf(high, v);
+    zeros += v == 0;
+  }
+  __device__ void add(unsigned pair) {
+    unsigned equal;
+    if (kind == BFLOAT16) {
+      asm("min.bf16x2 %0, %0, %1;" : "+r"(lows) : "r"(pair));
+      asm("max.bf16x2 %0, %0, %1;" : "+r"(highs) : "r"(pair));
+      asm("set.eq.bf16x2.bf16x2 %0, %1, %2;" : "=r"(equal) : "r"(pair), "r"(0u));
+      asm("add.rn.bf16x2 %0, %0, %1;" : "+r"(counts) : "r"(equal));
+    } else {
+      asm("min.f16x2 %0, %0, %1;" : "+r"(lows) : "r"(pair));
+      asm("max.f16x2 %0, %0, %1;" : "+r"(highs) : "r"(pair));
+      asm("set.eq.f16x2.f16x2 %0, %1, %2;" : "=r"(equal) : "r"(pair), "r"(0u));
+      asm("add.f16x2 %0, %0, %1;" : "+r"(counts) : "r"(equal));
+    }
+  }
+  __device__ void add(const uint4& v) { add(v.x), add(v.y), add(v.z), add(v.w); }
+  __device__ void flush() {
+    const uint4 found = {lows, highs, counts, 0};
+    low = fminf(low, fminf(Values<kind>::lane(found, 0), Values<kind>::lane(found, 1)));
+    high = fmaxf(high, fmaxf(Values<kind>::lane(found, 2), Values<kind>::lane(found, 3)));
+    zeros += unsigned(Values<kind>::lane(found, 4) + Values<kind>::lane(found, 5));
+    counts = 0;
+  }
+};
+template <> struct Extremes<BFLOAT16> : Pairs<BFLOAT16> {};
+template <> struct Extremes<FLOAT16> : Pairs<FLOAT16> {};
+#endif
+
+// What the threads of a block have found, put together in all of them: sums, then the smallest of some.
+template <int SUMS, int LEAST> struct Together {
+  double sums[SUMS];
+  float least[LEAST];
+
+  __device__ void meet() {
+    __shared__ Together parts[WARPS];
+    for (int away = 16; away; away /= 2) {
+#pragma unroll
+      for (int i = 0; i < SUMS; i++) sums[i] += __shfl_down_sync(~0u, sums[i], away);
+#pragma unroll
+      for (int i = 0; i < LEAST; i++) least[i] = fminf(least[i], __shfl_down_sync(~0u, least[i], away));
+    }
+    __syncthreads();  // the one before may still be read
+    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = *this;
+    __syncthreads();
+    *this = parts[0];
+    for (int warp = 1; warp < WARPS; warp++) {
+#pragma unroll
+      for (int i = 0; i < SUMS; i++) sums[i] += parts[warp].sums[i];
+#pragma unroll
+      for (int i = 0; i < LEAST; i++) least[i] = fminf(least[i], parts[warp].least[i]);
+    }
+  }
+};
 
 constexpr Index ALL = 1ll << 62;
 
@@ -125,30 +192,35 @@ template <Kind kind> __device__ __noinline__ Row carefully(const Values<kind>& x
         high = fmaxf(high, v);
       },
       [] {}, most);
+  Together<7, 2> all = {{double(count), double(nan), double(posinf), double(neginf), double(zeros), total, size},
+                        {low, -high}};
+  all.meet();
   Row row = nothing();
-  row.count = sum(double(count));
-  row.nan = sum(double(nan));
-  row.posinf = sum(double(posinf));
-  row.neginf = sum(double(neginf));
-  row.zeros = sum(double(zeros));
-  row.abs_sum = sum(size);
-  row.min = least(low);
-  row.max = -least(-high);
-  double left = finite(row), mean = sum(total) / (left > 0 ? left : 1);
+  row.count = all.sums[0];
+  row.nan = all.sums[1];
+  row.posinf = all.sums[2];
+  row.neginf = all.sums[3];
+  row.zeros = all.sums[4];
+  row.abs_sum = all.sums[6];
+  row.min = all.least[0];
+  row.max = -all.least[1];
+  double left = finite(row);
+  row.mean = left > 0 ? all.sums[5] / left : 0;
   double s2 = 0, s3 = 0, s4 = 0;
   x.each(
       [&](float v) {
         if (!(fabsf(v) < float(INFINITE))) return;
-        double d = v - mean, q = d * d;
+        double d = v - row.mean, q = d * d;
         s2 += q;
         s3 += q * d;
         s4 += q * q;
       },
       [] {}, most);
-  row.mean = mean;
-  row.m2 = sum(s2);
-  row.m3 = sum(s3);
-  row.m4 = sum(s4);
+  Together<3, 1> powers = {{s2, s3, s4}, {0}};
+  powers.meet();
+  row.m2 = powers.sums[0];
+  row.m3 = powers.sums[1];
+  row.m4 = powers.sums[2];
   return row;
 }
 
@@ -166,30 +238,39 @@ struct Place {
 
 // In single precision, in one pass; false if that is not good enough.
 template <Kind kind> __device__ bool quickly(const Values<kind>& x, Place from, Row& row) {
-  float s1 = 0, s2 = 0, s3 = 0, s4 = 0, size = 0, low = INFINITE, high = -INFINITE;
+  float s1 = 0, s2 = 0, s3 = 0, s4 = 0, size = 0;
   double t1 = 0, t2 = 0, t3 = 0, t4 = 0, sizes = 0;
-  unsigned zeros = 0;
+  Extremes<kind> extremes;
   float shift = from.centre * from.scale;
+  auto add = [&](float v) {
+    float d = fmaf(v, from.scale, -shift), q = d * d;
+    s1 += d;
+    s2 += q;
+    s3 = fmaf(q, d, s3);
+    s4 = fmaf(q, q, s4);
+    size += fabsf(v);
+  };
   x.each(
+      [&](const uint4& v) {
+#pragma unroll
+        for (int l = 0; l < Values<kind>::LANES; l++) add(Values<kind>::lane(v, l));
+        extremes.add(v);
+      },
       [&](float v) {
-        float d = fmaf(v, from.scale, -shift), q = d * d;
-        s1 += d;
-        s2 += q;
-        s3 = fmaf(q, d, s3);
-        s4 = fmaf(q, q, s4);
-        size += fabsf(v);
-        low = fminf(low, v);
-        high = fmaxf(high, v);
-        zeros += v == 0;
+        add(v);
+        extremes.add(v);
       },
       [&] {
         t1 += s1, t2 += s2, t3 += s3, t4 += s4, sizes += size;
         s1 = s2 = s3 = s4 = size = 0;
+        extremes.flush();
       },
       ALL);
   double n = x.mine();
   if (n == 0) return row = nothing(), true;
-  t1 = sum(t1), t2 = sum(t2), t3 = sum(t3), t4 = sum(t4), sizes = sum(sizes);
+  Together<6, 2> all = {{t1, t2, t3, t4, sizes, double(extremes.zeros)}, {extremes.low, -extremes.high}};
+  all.meet();
+  t1 = all.sums[0], t2 = all.sums[1], t3 = all.sums[2], t4 = all.sums[3], sizes = all.sums[4];
   double m = t1 / n, mean_of_squares = t2 / n, variance = mean_of_squares - m * m;
   bool finite = sizes < INFINITE && t4 < INFINITE;
   bool constant = t1 == 0 && t2 == 0;
@@ -197,9 +278,9 @@ template <Kind kind> __device__ bool quickly(const Values<kind>& x, Place from, 
   if (!finite || !(constant || (near && in_range))) return false;
   row = from_powers(n, from.centre, from.scale, t1, t2, t3, t4);
   row.abs_sum = sizes;
-  row.zeros = sum(zeros);
-  row.min = least(low);
-  row.max = -least(-high);
+  row.zeros = all.sums[5];
+  row.min = all.least[0];
+  row.max = -all.least[1];
   return true;
 }
 
