@@ -24,6 +24,7 @@ check: .venv/check
 bench: .bench/installed
 	$(BENCH)/python benchmarks/capture.py
 	$(BENCH)/python benchmarks/compile.py
+	$(BENCH)/python benchmarks/statistics_cpu.py
 
 # What the tests of hard places show here, for the page that tells of it.
 matrix: .venv/test

@@ -19,7 +19,7 @@ from torchhook.stats.kernels import kernels
 from torchhook.stats.kernels.plain import BINS, Plain, empty_moments
 
 DEVICE = torch.device("cuda", 0)
-BATCH, LENGTH, WIDTH, HEADS, LAYERS, VOCABULARY = 16, 1024, 768, 12, 12, 50257
+BATCH, LENGTH, WIDTH, HEADS, LAYERS, VOCABULARY = 16, 1024, 768, 12, 12, 50304
 STEPS = 5
 
 
@@ -166,8 +166,7 @@ def timed(step: Callable[[], None], way: Callable[[], AbstractContextManager[obj
         for _ in range(steps):
             step()
         torch.cuda.synchronize()
-        taken = (time.perf_counter() - started) / steps
-    return taken
+        return (time.perf_counter() - started) / steps
 
 
 @contextmanager

@@ -41,7 +41,7 @@ class TopK(Stat):
         """Rows of value, tensor, index; above them, how many tensors there were."""
         state = torch.full((self.k + 1, 2 + _DIMS), -1.0, dtype=torch.float64, device=x.device)
         state[:, 0] = -math.inf
-        state[0, 0] = 0
+        state[0, :1] = 0
         return state
 
     def update(self, state: Tensor, x: Tensor) -> None:
@@ -57,7 +57,7 @@ class TopK(Stat):
         for dim in range(x.dim() - 1, -1, -1):
             rows[:, 2 + dim] = places % x.shape[dim]
             places = places // x.shape[dim]
-        new[0, 0] = 1
+        new[0, :1] = 1  # a slice: one number alone would be brought from the host, which waits
         state.copy_(self.merge(torch.stack([state, new])))
 
     def merge(self, states: Tensor) -> Tensor:

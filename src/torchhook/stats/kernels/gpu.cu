@@ -57,20 +57,30 @@ template <Kind kind> struct Values {
     return has_last ? seen - (tiles * TILE - vectors) * LANES : seen;
   }
 
-  // Calls `vector` and `odd` with all that this thread has to see, and `flush` now and then. What was written last is
-  // seen first, for it may be in the cache still.
-  template <class V, class F, class G> __device__ void each(V vector, F odd, G flush, Index most) const {
+  // Calls `vector` and `odd` with all that this thread has to see, after `begin`, and `flush` now and then. The next
+  // vectors are on their way while these are looked at. What was written last is seen first: it may be in the cache.
+  template <class B, class V, class F, class G>
+  __device__ void each(B begin, V vector, F odd, G flush, Index most) const {
     const uint4* last = reinterpret_cast<const uint4*>(data + head * SIZE) + vectors - 1;
     Index step = Index(gridDim.x) * THREADS * AHEAD, end = vectors < most ? vectors : most;
     Index i = Index(blockIdx.x) * THREADS * AHEAD + threadIdx.x;
-    int rounds = 0;
-    for (; i + (AHEAD - 1) * THREADS < end; i += step) {
-      uint4 loaded[AHEAD];
+    uint4 coming[AHEAD], here[AHEAD];
+    bool more = i + (AHEAD - 1) * THREADS < end;
+    if (more)
 #pragma unroll
-      for (int k = 0; k < AHEAD; k++) loaded[k] = last[-(i + k * THREADS)];
+      for (int k = 0; k < AHEAD; k++) coming[k] = last[-(i + k * THREADS)];
+    begin();
+    for (int rounds = 1; more; rounds++) {
 #pragma unroll
-      for (int k = 0; k < AHEAD; k++) vector(loaded[k]);
-      if (++rounds % FLUSH == 0) flush();
+      for (int k = 0; k < AHEAD; k++) here[k] = coming[k];
+      i += step;
+      more = i + (AHEAD - 1) * THREADS < end;
+      if (more)
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++) coming[k] = last[-(i + k * THREADS)];
+#pragma unroll
+      for (int k = 0; k < AHEAD; k++) vector(here[k]);
+      if (rounds % FLUSH == 0) flush();
     }
     for (int k = 0; k < AHEAD; k++)
       if (i + k * THREADS < end) vector(last[-(i + k * THREADS)]);
@@ -79,13 +89,13 @@ template <Kind kind> struct Values {
   }
 
   // The same, value by value.
-  template <class F, class G> __device__ void each(F f, G flush, Index most) const {
-    each(
-        [&](const uint4& v) {
+  template <class F> __device__ void each(F f, Index most) const {
+    each([] {},
+         [&](const uint4& v) {
 #pragma unroll
-          for (int l = 0; l < LANES; l++) f(lane(v, l));
-        },
-        f, flush, most);
+           for (int l = 0; l < LANES; l++) f(lane(v, l));
+         },
+         f, [] {}, most);
   }
 };
 
@@ -191,7 +201,7 @@ template <Kind kind> __device__ __noinline__ Row carefully(const Values<kind>& x
         low = fminf(low, v);
         high = fmaxf(high, v);
       },
-      [] {}, most);
+      most);
   Together<7, 2> all = {{double(count), double(nan), double(posinf), double(neginf), double(zeros), total, size},
                         {low, -high}};
   all.meet();
@@ -215,7 +225,7 @@ template <Kind kind> __device__ __noinline__ Row carefully(const Values<kind>& x
         s3 += q * d;
         s4 += q * q;
       },
-      [] {}, most);
+      most);
   Together<3, 1> powers = {{s2, s3, s4}, {0}};
   powers.meet();
   row.m2 = powers.sums[0];
@@ -226,24 +236,27 @@ template <Kind kind> __device__ __noinline__ Row carefully(const Values<kind>& x
 
 // Where a block looks from: near the mean of what `row` saw, in units of about its deviation.
 struct Place {
-  float centre, scale;
+  float centre = 0, scale = 1, shift = 0;
+
+  Place() = default;
   __device__ explicit Place(const Row& row) {
     double n = finite(row), variance = n > 0 ? row.m2 / n : 0;
     centre = row.mean;
     double unit = variance > 0 ? sqrt(variance) : fabs(row.mean);
     int exponent = unit > 0 ? ilogb(unit) : 0;
     scale = ldexpf(1.0f, exponent < -120 ? 120 : exponent > 120 ? -120 : -exponent);
+    shift = -centre * scale;
   }
 };
 
 // In single precision, in one pass; false if that is not good enough.
-template <Kind kind> __device__ bool quickly(const Values<kind>& x, Place from, Row& row) {
+template <Kind kind> __device__ bool quickly(const Values<kind>& x, const Row& known, Row& row) {
   float s1 = 0, s2 = 0, s3 = 0, s4 = 0, size = 0;
   double t1 = 0, t2 = 0, t3 = 0, t4 = 0, sizes = 0;
   Extremes<kind> extremes;
-  float shift = from.centre * from.scale;
+  Place from;
   auto add = [&](float v) {
-    float d = fmaf(v, from.scale, -shift), q = d * d;
+    float d = fmaf(v, from.scale, from.shift), q = d * d;
     s1 += d;
     s2 += q;
     s3 = fmaf(q, d, s3);
@@ -251,6 +264,10 @@ template <Kind kind> __device__ bool quickly(const Values<kind>& x, Place from, 
     size += fabsf(v);
   };
   x.each(
+      [&] {
+        // A block that saw nothing yet looks at the first vectors.
+        from = Place(finite(known) > 0 ? known : carefully(x, Index(gridDim.x) * THREADS * AHEAD));
+      },
       [&](const uint4& v) {
 #pragma unroll
         for (int l = 0; l < Values<kind>::LANES; l++) add(Values<kind>::lane(v, l));
@@ -284,12 +301,10 @@ template <Kind kind> __device__ bool quickly(const Values<kind>& x, Place from, 
   return true;
 }
 
-template <Kind kind> __global__ void __launch_bounds__(THREADS, 4) moments(const void* data, Index n, Row* rows) {
+template <Kind kind> __global__ void __launch_bounds__(THREADS, 2) moments(const void* data, Index n, Row* rows) {
   Values<kind> x(data, n);
   Row known = rows[blockIdx.x], found;
-  // A block that saw nothing yet looks at the first vectors.
-  Place from(finite(known) > 0 ? known : carefully(x, Index(gridDim.x) * THREADS * AHEAD));
-  if (!quickly(x, from, found)) found = carefully(x, ALL);
+  if (!quickly(x, known, found)) found = carefully(x, ALL);
   if (threadIdx.x == 0) {
     merge(known, found);
     rows[blockIdx.x] = known;
@@ -314,7 +329,7 @@ template <Kind kind> __global__ void __launch_bounds__(THREADS, 4) histogram(con
         else
           atomicAdd(&found[(bits >> 21) * COPIES + copy], 1u);
       },
-      [] {}, ALL);
+      ALL);
   atomicAdd(&found[copy], zeros);
   __syncthreads();
   for (int i = threadIdx.x; i < BINS; i += THREADS) {

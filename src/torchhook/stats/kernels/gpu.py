@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torchhook.stats.kernels.plain import Plain
 _KINDS = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
 _THREADS = 256
 _A_BLOCK = _THREADS * 4 * 16  # bytes that a block has on their way at a time
-_BLOCKS = 4  # on each multiprocessor
+_BLOCKS = {"moments": 2, "histogram": 4}  # on each multiprocessor; so many are fastest
 
 
 class GPU(Plain):
@@ -22,12 +23,13 @@ class GPU(Plain):
 
     def __init__(self, device: torch.device) -> None:
         self.index = device.index
-        self.rows = _BLOCKS * torch.cuda.get_device_properties(device).multi_processor_count
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self.blocks = {name: processors * blocks for name, blocks in _BLOCKS.items()}
+        self.rows = self.blocks["moments"]
         self.driver: Any = torch.cuda._utils._get_gpu_runtime_library()
         self.source = source("row.h") + source("gpu.cu")
-        self.functions: dict[tuple[str, torch.dtype], Any] = {}
-        for name in ("moments", "histogram"):
-            self._compile(name, torch.float32)
+        self.kernels: dict[tuple[str, torch.dtype], Any] = {}
+        self._compile("moments", torch.float32)  # or fail now
 
     def moments(self, state: Tensor, x: Tensor) -> None:
         """Add the values in `x` to the rows in `state`, each of which is one block's."""
@@ -44,19 +46,20 @@ class GPU(Plain):
             super().histogram(state, x)
 
     def _launch(self, name: str, state: Tensor, x: Tensor) -> None:
-        function = self.functions.get((name, x.dtype)) or self._compile(name, x.dtype)
+        kernel = self.kernels.get((name, x.dtype)) or self._compile(name, x.dtype)
         x = dense(x)
         data, n, out = ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(x.numel()), ctypes.c_void_p(state.data_ptr())
         arguments = (ctypes.c_void_p * 3)(*map(ctypes.addressof, (data, n, out)))
-        blocks = min(self.rows, -(-x.nbytes // _A_BLOCK)) or 1
+        blocks = min(self.blocks[name], -(-x.nbytes // _A_BLOCK)) or 1
         stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(self.index))
-        with torch.cuda.device(self.index):
-            failed = self.driver.cuLaunchKernel(function, blocks, 1, 1, _THREADS, 1, 1, 0, stream, arguments, None)
+        here = nullcontext() if torch.cuda.current_device() == self.index else torch.cuda.device(self.index)
+        with here:
+            failed = self.driver.cuLaunchKernel(kernel.func, blocks, 1, 1, _THREADS, 1, 1, 0, stream, arguments, None)
         if failed:
             raise RuntimeError(f"the {name} kernel could not be launched (CUDA error {failed})")
 
     def _compile(self, name: str, dtype: torch.dtype) -> Any:
         with torch.cuda.device(self.index):
             kernel = torch.cuda._compile_kernel(self.source, f"{name}<{_KINDS[dtype]}>")
-        self.functions[name, dtype] = kernel.func
-        return kernel.func
+        self.kernels[name, dtype] = kernel
+        return kernel

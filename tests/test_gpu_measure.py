@@ -1,0 +1,192 @@
+"""Statistics on a GPU: the kernel against the oracle, and nothing that waits for the device."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.nn import functional as F
+
+from torchhook import Moments, measure
+from torchhook.stats.kernels import kernels
+from torchhook.stats.kernels.plain import BINS, FIELDS, Plain, merged_moments, moments_of
+
+pytestmark = pytest.mark.gpu
+
+ALL = ("moments", "histogram", "channels", "covariance", "topk")
+EXACT = ("count", "nan", "posinf", "neginf", "zeros", "min", "max")
+
+
+def contents(name, n):
+    x = torch.randn(n, device="cuda")
+    if name == "relu":
+        return x.relu()
+    if name == "some not finite":
+        x[:: max(1, n // 7)] = math.nan
+        x[1 :: max(2, n // 5)] = -math.inf
+        return x
+    if name == "jumps":  # whatever a block saw first says nothing about the rest
+        return torch.cat([x[: n // 2], x[n // 2 :] * 1e-3 + 1e3])
+    scales = {"normal": 1.0, "tiny": 1e-12, "large": 1e4, "zeros": 0.0, "not a number": math.nan}
+    return x + 1e6 if name == "far" else x * scales[name]
+
+
+def rows_agree(got, x):
+    truth = dict(zip(FIELDS, moments_of(x).tolist() if x.numel() else Moments().empty(x)[0].tolist(), strict=True))
+    got = dict(zip(FIELDS, merged_moments(got).tolist(), strict=True))
+    for name in EXACT:
+        assert got[name] == truth[name], name
+    n = truth["count"] - truth["nan"] - truth["posinf"] - truth["neginf"]
+    if not n:
+        return
+    finite = x.double()[x.isfinite()]
+    d = finite - finite.mean()
+    std = float(d.square().mean().sqrt())
+    assert abs(got["mean"] - truth["mean"]) <= 1e-5 * std + 1e-12 * abs(truth["mean"])
+    assert got["m2"] == pytest.approx(truth["m2"], rel=2e-5, abs=1e-12 * float(finite.square().sum()))
+    assert got["abs_sum"] == pytest.approx(truth["abs_sum"], rel=1e-5)
+    for power, name in ((3, "m3"), (4, "m4")):
+        assert abs(got[name] - truth[name]) <= 1e-4 * float((d.abs() ** power).sum()) + 1e-300, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(
+    "name", ["normal", "relu", "some not finite", "jumps", "tiny", "large", "zeros", "not a number", "far"]
+)
+@pytest.mark.parametrize("n", [0, 1, 7, 4099, 3_000_017])
+def test_the_kernel_agrees_with_the_oracle(dtype, name, n):
+    x = contents(name, n).to(dtype)
+    fast, stat = kernels(x.device), Moments()
+    state = stat.empty(x)
+    for _ in range(2):  # the second time it knows where to look from
+        fast.moments(state, x)
+        fast.moments(state, x[1:])  # not aligned
+    rows_agree(state, torch.cat([x, x[1:], x, x[1:]]))
+    bins, truth = torch.zeros(BINS, device="cuda").double(), torch.zeros(BINS, device="cuda").double()
+    fast.histogram(bins, x)
+    Plain().histogram(truth, x)
+    assert torch.equal(bins, truth)
+
+
+def test_what_a_block_saw_before_may_be_far_off():
+    state, x = None, torch.randn(1_000_003, device="cuda")
+    seen = [x, x + 1e6, x * 1e-9, x * 1e9, torch.zeros_like(x), x]
+    for part in seen:
+        state = Moments().empty(x) if state is None else state
+        kernels(x.device).moments(state, part)
+    rows_agree(state, torch.cat(seen))
+
+
+@pytest.mark.parametrize("layout", ["transposed", "strided", "expanded", "channels last"])
+def test_any_layout(layout):
+    x = torch.randn(8, 16, 12, 10, device="cuda")
+    views = {
+        "transposed": x.transpose(1, 3),
+        "strided": x[:, ::2, 1:],
+        "expanded": x[:1].expand(5, -1, -1, -1),
+        "channels last": x.to(memory_format=torch.channels_last),
+    }
+    state = Moments().empty(x)
+    Moments().update(state, views[layout])
+    rows_agree(state, views[layout].reshape(-1))
+
+
+def training(model, optimizer, steps, scaler=None):
+    x, y = torch.randn(32, 3, 16, 16, device="cuda"), torch.randint(10, (32,), device="cuda")
+
+    def step():
+        with torch.autocast("cuda", torch.float16 if scaler else torch.bfloat16):
+            loss = F.cross_entropy(model(x).float(), y)
+        if scaler is None:
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+
+    return [step() for _ in range(steps)]
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Flatten(), nn.LazyLinear(10)
+    ).cuda()
+
+
+def everything(model, optimizer, **options):
+    wanted = dict.fromkeys(("inputs", "outputs", "grads", "params", "param_grads", "updates"), True)
+    return measure(model, **wanted, optimizer=optimizer, stats=ALL, **options)
+
+
+def ready():
+    model = network()
+    model(torch.randn(2, 3, 16, 16, device="cuda"))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def test_nothing_waits_for_the_device():
+    model, optimizer = ready()
+    with everything(model, optimizer) as stats:
+        training(model, optimizer, 2)  # compiles the kernels
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            training(model, optimizer, 3)
+            window = stats.snapshot()
+            stats.reset()
+            training(model, optimizer, 1)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert window["0"].count == 5 * 32 * 8 * 14 * 14
+        assert stats["0"].count == 32 * 8 * 14 * 14
+
+
+def test_observers_change_nothing_and_memory_is_constant():
+    plain, optimizer = ready()
+    watched, other = copy.deepcopy(plain), None
+    other = torch.optim.AdamW(watched.parameters(), lr=1e-3)
+    torch.manual_seed(1)
+    training(plain, optimizer, 5)
+    torch.manual_seed(1)
+    with everything(watched, other):
+        training(watched, other, 5)
+    for a, b in zip(plain.parameters(), watched.parameters(), strict=True):
+        assert torch.equal(a, b)
+    with everything(watched, other):
+        training(watched, other, 3)
+        before = torch.cuda.memory_allocated()
+        training(watched, other, 30)
+        assert torch.cuda.memory_allocated() <= before
+
+
+def test_a_scaled_loss():
+    model, optimizer = ready()
+    scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+    with everything(model, optimizer) as stats:
+        training(model, optimizer, 3, scaler)
+    before, after = stats["4.weight", "param_grad"], stats["4.weight", "step_grad"]
+    assert 0 < after.l2 <= 0.1 * math.sqrt(3) < before.l2 < 100  # neither is a thousand times as large
+
+
+def test_inside_a_compiled_graph(nothing_compiled):
+    model, _ = ready()
+    x = torch.randn(32, 3, 16, 16, device="cuda")
+    with measure(model, grads=True) as eager:
+        model(x).square().mean().backward()
+    run = torch.compile(model, fullgraph=True)
+    with measure(run, grads=True) as stats:
+        for _ in range(3):
+            run(x).square().mean().backward()
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    for place in eager:
+        assert stats[place].count == 3 * eager[place].count
+        assert stats[place].std == pytest.approx(eager[place].std, rel=1e-2)
+        assert stats[place].mean == pytest.approx(eager[place].mean, abs=1e-2 * eager[place].std)
