@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from torchhook import FeatureExtractor, HookManager, Record, Ring, SelectionError, Session, Tap, capture, trace
+from torchhook import FeatureExtractor, HookManager, Record, Ring, SelectionError, Session, Tap, capture, measure, trace
 from torchhook.core import marks
 from torchhook.core.passes import sessions_here
 from zoo import hooks_of
@@ -155,3 +155,24 @@ def test_feature_extractor_and_manager_leave_nothing():
     manager.add("0")
     del manager
     assert hooks_of(model) == before
+
+
+@pytest.mark.parametrize("verb", [capture, measure])
+def test_what_a_pass_made_is_gone_without_the_garbage_collector(verb):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(8 * 14 * 14, 10))
+    x = torch.randn(4, 3, 16, 16)
+
+    def tensors_after(passes):
+        for _ in range(passes):
+            model(x).sum().backward()
+        return sum(issubclass(type(known), torch.Tensor) for known in gc.get_objects())
+
+    with verb(model, grads=True, inputs=True):
+        tensors_after(3)
+        gc.collect()
+        gc.disable()
+        try:
+            before = tensors_after(1)
+            assert tensors_after(5) == before
+        finally:
+            gc.enable()

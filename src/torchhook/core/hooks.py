@@ -275,11 +275,13 @@ class Origin(NamedTuple):
     def hook(self, hook: GradHook, when: Callable[[], bool] = lambda: True) -> None:
         """Have `hook` told of the tensor's gradient, if then `when` holds."""
 
+        output, whole_like, part_like = self.output, self.whole, self.part  # the node must not hold itself
+
         def told(grads: tuple[Tensor | None, ...]) -> None:
-            gradient = grads[self.output]
+            gradient = grads[output]
             if gradient is not None and when():
-                whole = gradient.new_empty_strided(*self.whole).copy_(gradient)
-                if hook(whole.as_strided(*self.part)) is not None:
+                whole = gradient.new_empty_strided(*whole_like).copy_(gradient)
+                if hook(whole.as_strided(*part_like)) is not None:
                     raise TapError(
                         f"the gradient at {hook.point.path!r} cannot be edited, since a later op overwrote that value"
                         " in place; make that op out of place, or edit the gradient one module further on"

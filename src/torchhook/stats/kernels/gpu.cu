@@ -311,30 +311,26 @@ template <Kind kind> __global__ void __launch_bounds__(THREADS, 2) moments(const
   }
 }
 
-// The bin of a value is the first eleven bits of it as a float. Zeros are so frequent that they are counted apart, and
-// each bin has several counters, for threads that add to the same one wait for each other.
-constexpr int BINS = 2048, COPIES = 4;
+// The bin of a value is the first eleven bits of it as a float. Zeros are so frequent that they are counted apart.
+constexpr int BINS = 2048;
 
 template <Kind kind> __global__ void __launch_bounds__(THREADS, 4) histogram(const void* data, Index n, double* bins) {
-  __shared__ unsigned found[BINS * COPIES];
-  for (int i = threadIdx.x; i < BINS * COPIES; i += THREADS) found[i] = 0;
+  __shared__ unsigned found[BINS];
+  for (int i = threadIdx.x; i < BINS; i += THREADS) found[i] = 0;
   __syncthreads();
   Values<kind> x(data, n);
-  unsigned zeros = 0, copy = threadIdx.x % COPIES;
+  unsigned zeros = 0;
   x.each(
       [&](float v) {
         unsigned bits = __float_as_uint(v);
         if (bits == 0)
           zeros++;
         else
-          atomicAdd(&found[(bits >> 21) * COPIES + copy], 1u);
+          atomicAdd(&found[bits >> 21], 1u);
       },
       ALL);
-  atomicAdd(&found[copy], zeros);
+  atomicAdd(&found[0], zeros);
   __syncthreads();
-  for (int i = threadIdx.x; i < BINS; i += THREADS) {
-    unsigned total = 0;
-    for (int k = 0; k < COPIES; k++) total += found[i * COPIES + k];
-    if (total) atomicAdd(&bins[i], double(total));
-  }
+  for (int i = threadIdx.x; i < BINS; i += THREADS)
+    if (found[i]) atomicAdd(&bins[i], double(found[i]));
 }
