@@ -56,7 +56,7 @@ def measure(
             gradients (or any pass, as long as none had them).
         stats: What to compute, by name or as `Stat` objects: ``"moments"``, ``"histogram"``, ``"quantiles"``,
             ``"channels"``, ``"covariance"``, ``"topk"``, or your own.
-        by: ``"channel"`` adds the statistics of each unit, ``stats[path]["channels"]``.
+        by: ``"channel"`` adds the statistics of each unit, ``stats[path].channels``.
         scope, on_silent, group: As for `capture`.
 
     >>> import torch

@@ -44,11 +44,10 @@ class Drafts(Sink):
         self.cells: dict[str, tuple[Cell, Cell]] = {}  # by path: the draft, and what is whole
 
     def add(self, path: str, parameter: Tensor) -> Cell:
-        """A parameter more. Both cells get their states now, so that those lie in the same places."""
+        """A parameter more."""
         stats = [stat.bound(None) for stat in self.steps.reduce.stats]
         both = Cell(self.shelf, stats, ""), Cell(self.whole, stats, "", NOTES["param_grad"])
-        for cell in both:
-            cell.turn_to(counted(parameter))
+        self._place(*both, parameter)
         self.cells[path] = both
         return both[1]
 
@@ -68,11 +67,18 @@ class Drafts(Sink):
         """The gradient of the parameter at `path` is this now."""
         if not self.steps.clock.active:
             return
-        draft = self.cells[path][0]
+        draft, whole = self.cells[path]
+        if gradient.device not in draft.places:  # the model was moved
+            self._place(draft, whole, gradient)
         if draft.seen:  # by an earlier micro-batch, whose part is in this gradient, too
             for block, number in draft.places[gradient.device]:
                 block.states[number].copy_(block.empty)
         draft.update(self.steps.unscaled(gradient))
+
+    def _place(self, draft: Cell, whole: Cell, x: Tensor) -> None:
+        """Both get their states at once, so that those lie in the same places."""
+        draft.turn_to(counted(x))
+        whole.turn_to(counted(x))
 
     def finish(self, keep: bool) -> None:
         """The gradients are whole. Without `keep`, forget them."""
@@ -146,10 +152,14 @@ class Steps:
         self.stepped = {path: parameter for path, parameter in self.parameters.items() if id(parameter) in own}
         if not self.stepped and any(self.wants.values()):
             raise ValueError("optimizer holds none of the parameters of what is measured; pass the one that trains it")
-        for path, parameter in self.parameters.items():
+        for path, parameter in self.parameters.items():  # cells in the order in which they are to be read
+            if self.wants["param"]:
+                self._cell(path, "param")
             if self.wants["param_grad"] and parameter.requires_grad:
                 self.reduce.cells[path, "param_grad"] = self.drafts.add(path, parameter)
+                self._cell(path, "step_grad")
             if self.wants["update"] and path in self.stepped:
+                self._cell(path, "update")
                 self.reduce.cells[path, "update_ratio"] = self.ratios.add(parameter)
         self.reduce.shelves += [self.drafts.whole, self.ratios.shelf]
         self._handles = on_step(self.optimizer, self.begin, self.end)

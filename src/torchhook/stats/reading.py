@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torchhook.core.selection import nearest
 from torchhook.errors import NotRecordedError
+from torchhook.stats.channels import Channels, Units
 from torchhook.stats.histogram import Bins, Histogram
 from torchhook.stats.moments import Moments, Summary
 from torchhook.stats.stat import Stat
@@ -93,6 +94,12 @@ class Reading(Mapping[str, Any]):
     def nonfinite(self) -> int:
         """How many values were NaN or infinite."""
         return self._moments.nonfinite
+
+    @property
+    def channels(self) -> Units:
+        """Mean, deviation, mean of absolutes and active fraction of each unit."""
+        units: Units = self[Channels.name]
+        return units
 
     def histogram(self) -> Bins:
         """Edges and counts; the edges are the same for every step, rank and run."""
