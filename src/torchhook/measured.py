@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
@@ -31,6 +32,7 @@ class Stats(Mapping[Any, Reading]):
             except BaseException:
                 self._session.abandon()
                 raise
+            weakref.finalize(self, self._steps.detach).atexit = False  # if nobody says that it is over
         return self
 
     def detach(self) -> None:

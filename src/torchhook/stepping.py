@@ -7,6 +7,7 @@ so when the optimizer steps, the draft is of the whole step, before clipping. An
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torchhook.sinks.reduce import Cell, Reduce, counted
 from torchhook.sinks.shelf import Block, Shelf
 from torchhook.stats import Moments
 from torchhook.stats.kernels.plain import merged_moments, moments_of_each
+from torchhook.text import warn
 
 NOTES = {
     "param": "as it was before the step",
@@ -46,7 +48,8 @@ class Drafts(Sink):
     def add(self, path: str, parameter: Tensor) -> Cell:
         """A parameter more."""
         stats = [stat.bound(None) for stat in self.steps.reduce.stats]
-        both = Cell(self.shelf, stats, ""), Cell(self.whole, stats, "", NOTES["param_grad"])
+        name = f"the param_grad of {path!r}"
+        both = Cell(self.shelf, stats, name), Cell(self.whole, stats, name, note=NOTES["param_grad"])
         self._place(*both, parameter)
         self.cells[path] = both
         return both[1]
@@ -71,9 +74,11 @@ class Drafts(Sink):
         if gradient.device not in draft.places:  # the model was moved
             self._place(draft, whole, gradient)
         if draft.seen:  # by an earlier micro-batch, whose part is in this gradient, too
-            for block, number in draft.places[gradient.device]:
+            for block, number in draft.places[gradient.device].values():
                 block.states[number].copy_(block.empty)
         draft.update(self.steps.unscaled(gradient))
+        if draft.failed:
+            whole.stats, whole.failed = draft.stats, draft.failed
 
     def _place(self, draft: Cell, whole: Cell, x: Tensor) -> None:
         """Both get their states at once, so that those lie in the same places."""
@@ -99,11 +104,11 @@ class Ratios:
         self.cells: list[Cell] = []
         self.members: dict[Block, list[int]] = {}
 
-    def add(self, parameter: Tensor) -> Cell:
+    def add(self, path: str, parameter: Tensor) -> Cell:
         """A parameter more."""
-        cell = Cell(self.shelf, [Moments()], "", NOTES["update_ratio"])
+        cell = Cell(self.shelf, [Moments()], f"the update_ratio of {path!r}", note=NOTES["update_ratio"])
         cell.turn_to(counted(parameter))
-        [(block, _)] = cell.places[parameter.device]
+        [(block, _)] = cell.places[parameter.device].values()
         self.members.setdefault(block, []).append(len(self.cells))
         self.cells.append(cell)
         return cell
@@ -160,7 +165,7 @@ class Steps:
                 self._cell(path, "step_grad")
             if self.wants["update"] and path in self.stepped:
                 self._cell(path, "update")
-                self.reduce.cells[path, "update_ratio"] = self.ratios.add(parameter)
+                self.reduce.cells[path, "update_ratio"] = self.ratios.add(path, parameter)
         self.reduce.shelves += [self.drafts.whole, self.ratios.shelf]
         self._handles = on_step(self.optimizer, self.begin, self.end)
 
@@ -172,8 +177,29 @@ class Steps:
 
     def begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """The optimizer is about to step."""
-        if not self.clock.active:
-            return
+        if self.clock.active:
+            self._guarded(self._look_before)
+
+    def end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """It has."""
+        if self.before:
+            self._guarded(self._look_after)
+        self.clock.advance()
+
+    def unscaled(self, gradient: Tensor) -> Tensor:
+        """`gradient` without the scale of the loss, as far as that is known."""
+        return gradient if self.scale is None else gradient / self.scale.to(gradient.device)
+
+    def _guarded(self, look: Callable[[], None]) -> None:
+        """To be looked at must not stop a training."""
+        try:
+            look()
+        except Exception as error:
+            self.wants = dict.fromkeys(self.wants, False)
+            self.before = []
+            warn(f"what the optimizer does is no longer measured, for that raised {type(error).__name__}: {error}")
+
+    def _look_before(self) -> None:
         was_known = self.scale is not None
         self.scale = scale_of_scaler()
         if self.wants["param_grad"]:
@@ -182,7 +208,7 @@ class Steps:
             for path, parameter in self.parameters.items():
                 self._cell(path, "param").update(parameter)
         if self.wants["step_grad"]:
-            left = getattr(optimizer, "grad_scale", None)  # a fused optimizer takes the scale off itself
+            left = getattr(self.optimizer, "grad_scale", None)  # a fused optimizer takes the scale off itself
             for path, parameter in self.stepped.items():
                 if parameter.grad is not None:
                     gradient = counted(parameter.grad)
@@ -190,20 +216,13 @@ class Steps:
         if self.wants["update"]:
             self.before = [counted(parameter).clone() for parameter in self.stepped.values()]
 
-    def end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """It has."""
-        if self.before:
-            now = [counted(parameter) for parameter in self.stepped.values()]
-            updates = list(torch._foreach_sub(now, self.before))
-            for path, update in zip(self.stepped, updates, strict=True):
-                self._cell(path, "update").update(update)
-            self.ratios.measure(updates, self.before)
-            self.before = []
-        self.clock.advance()
-
-    def unscaled(self, gradient: Tensor) -> Tensor:
-        """`gradient` without the scale of the loss, as far as that is known."""
-        return gradient if self.scale is None else gradient / self.scale.to(gradient.device)
+    def _look_after(self) -> None:
+        now = [counted(parameter) for parameter in self.stepped.values()]
+        updates = list(torch._foreach_sub(now, self.before))
+        for path, update in zip(self.stepped, updates, strict=True):
+            self._cell(path, "update").update(update)
+        self.ratios.measure(updates, self.before)
+        self.before = []
 
     def _cell(self, path: str, port: Any) -> Cell:
         return self.reduce.cell(Site(path, port), None, note=NOTES[port])

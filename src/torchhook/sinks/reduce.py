@@ -21,24 +21,30 @@ from torchhook.sinks.clock import Clock
 from torchhook.sinks.shelf import Block, Shelf, sent
 from torchhook.stats import Stat, named
 from torchhook.stats.reading import Row, Snapshot
+from torchhook.text import warn
 
 _making = threading.RLock()  # for threads that share a session
 
 
 class Cell:
-    """The statistics of one tensor at one place, with a state for each device that it was seen on."""
+    """The statistics of one tensor at one place, with a state for each device that it was seen on.
 
-    __slots__ = ("_device", "_pairs", "label", "note", "places", "seen", "shelf", "stats")
+    A statistic that raises is given up there, with a warning: to be measured must not stop a training.
+    """
 
-    def __init__(self, shelf: Shelf, stats: Iterable[Stat], label: str, note: str = "") -> None:
+    __slots__ = ("_device", "_pairs", "failed", "label", "name", "note", "places", "seen", "shelf", "stats")
+
+    def __init__(self, shelf: Shelf, stats: Iterable[Stat], name: str, label: str = "", note: str = "") -> None:
         self.shelf = shelf
         self.stats = tuple(stats)
+        self.name = name
         self.label = label  # the class of the module
         self.note = note  # what exactly is measured
         self.seen = False
-        self.places: dict[torch.device, list[tuple[Block, int]]] = {}
+        self.failed: dict[str, str] = {}  # why statistics are missing
+        self.places: dict[torch.device, dict[str, tuple[Block, int]]] = {}  # of the states, by their keys
         self._device: torch.device | None = None
-        self._pairs: list[tuple[Callable[[Tensor, Tensor], None], Tensor]] = []
+        self._pairs: list[tuple[Stat, Tensor]] = []
 
     def update(self, x: Tensor) -> None:
         """Add the values in `x`."""
@@ -47,29 +53,42 @@ class Cell:
         if x.device != self._device:
             self.turn_to(x)
         self.seen = True
-        for update, state in self._pairs:
-            update(state, x)
+        for stat, state in self._pairs:
+            try:
+                stat.update(state, x)
+            except Exception as error:  # noqa: PERF203 (each by itself)
+                self._give_up(stat, error)
 
     def turn_to(self, x: Tensor) -> None:
         """Use the states for the device of `x`, made now if there are none."""
         with _making:
-            if x.device not in self.places:
-                self.places[x.device] = [self.shelf.place(stat, x) for stat in self._by_key()]
-            places = zip(self._by_key(), self.places[x.device], strict=True)
-            self._pairs = [(stat.update, block.states[number]) for stat, (block, number) in places]
+            places = self.places.setdefault(x.device, {})
+            for stat in self.stats:
+                if stat.key not in places:
+                    try:
+                        places[stat.key] = self.shelf.place(stat, x)
+                    except Exception as error:
+                        self._give_up(stat, error)
+            by_key = {stat.key: stat for stat in self.stats}  # some share their state
+            found = [(stat, *places[key]) for key, stat in by_key.items()]
+            self._pairs = [(stat, block.states[number]) for stat, block, number in found]
             self._device = x.device
 
     def row(self, readers: dict[Block, Callable[[], Tensor]]) -> Row:
         """What can be read of it."""
-        states: dict[str, list[Callable[[], Tensor]]] = {}
+        states: dict[str, list[Callable[[], Tensor]]] = {stat.key: [] for stat in self.stats}
         for places in self.places.values():
-            for stat, (block, number) in zip(self._by_key(), places, strict=True):
-                states.setdefault(stat.key, []).append(partial(_nth, readers[block], number))
-        return Row(self.stats, self.label, self.note, states)
+            for key in states:
+                block, number = places[key]
+                states[key].append(partial(_nth, readers[block], number))
+        return Row(self.stats, self.label, self.note, states, self.failed)
 
-    def _by_key(self) -> list[Stat]:
-        """One statistic for each state: some share theirs."""
-        return list({stat.key: stat for stat in reversed(self.stats)}.values())
+    def _give_up(self, stat: Stat, error: Exception) -> None:
+        reason = f"{type(error).__name__}: {error}"
+        self.stats = tuple(known for known in self.stats if known.key != stat.key)
+        self._pairs = [pair for pair in self._pairs if pair[0].key != stat.key]
+        self.failed = {**self.failed, stat.name: reason}
+        warn(f"{stat.name!r} is not collected of {self.name}, for it raised {reason:.300}")
 
 
 class Reduce(Sink):
@@ -119,7 +138,7 @@ class Reduce(Sink):
                 module = None if "param" in site.port else module
                 label = "" if module is None else type(module).__name__
                 stats = [stat.bound(module) for stat in self.stats]
-                self.cells[key] = Cell(self.shelves[0], stats, label, note)
+                self.cells[key] = Cell(self.shelves[0], stats, f"the {key[1]} of {site.path!r}", label, note)
             return self.cells[key]
 
     def snapshot(self) -> Snapshot:

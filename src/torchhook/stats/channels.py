@@ -80,6 +80,11 @@ class Channels(ByUnit):
 
     def update(self, state: Tensor, x: Tensor) -> None:
         x = self.by_unit(x)
+        if len(x) != state.shape[-1]:
+            raise ValueError(
+                f"there were {state.shape[-1]} units, and now there are {len(x)}; if another dimension has the units,"
+                " pass Channels(dim=...) in stats="
+            )
         x = x if x.dtype == torch.float64 else x.float()
         finite = x.isfinite()
         known = x.where(finite, 0)

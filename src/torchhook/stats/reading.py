@@ -24,12 +24,14 @@ Place = tuple[str, str]
 
 
 class Row(NamedTuple):
-    """One place: its statistics, the class of its module, what exactly is measured, and the states by their keys."""
+    """One place: its statistics, the class of its module, what exactly is measured, the states by their keys, and why
+    statistics that were wanted are not there."""
 
     stats: tuple[Stat, ...]
     label: str
     note: str
     states: dict[str, list[Callable[[], Tensor]]]
+    failed: dict[str, str] = {}  # noqa: RUF012 (never written to)
 
 
 class Reading(Mapping[str, Any]):
@@ -156,6 +158,8 @@ class Reading(Mapping[str, Any]):
         return f"the {self.port} of {self.path!r}"
 
     def _not_recorded(self, name: str) -> NotRecordedError:
+        if name in self._row.failed:
+            return NotRecordedError(f"{name!r} of {self._where()} raised {self._row.failed[name]}")
         collected = ", ".join(map(repr, (*self._stats, name)))
         return NotRecordedError(
             f"{name!r} was not collected of {self._where()}; add it: measure(..., stats=({collected}))"
