@@ -46,13 +46,25 @@ def main() -> None:
 
 def train(net: nn.Module, images: Tensor, labels: Tensor, epochs: int = 6) -> None:
     optimizer = torch.optim.Adam(net.parameters(), lr=3e-3)
-    for epoch in range(1, epochs + 1):
-        for batch in torch.randperm(len(images)).split(50):
-            loss = F.cross_entropy(net(images[batch]), labels[batch])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        print(f"epoch {epoch}/{epochs}  loss {loss.item():.3f}")
+    windows = []
+    with th.measure(net, updates=True, optimizer=optimizer) as stats:
+        for epoch in range(1, epochs + 1):
+            for batch in torch.randperm(len(images)).split(50):
+                loss = F.cross_entropy(net(images[batch]), labels[batch])
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            print(f"epoch {epoch}/{epochs}  loss {loss.item():.3f}")
+            windows.append(stats.snapshot())
+            stats.reset()
+    print("\nHow far a step moved each layer (the update's norm over the weight's), epoch by epoch:\n")
+    for layer in ("conv1", "conv2", "head"):
+        ratios = [window[f"{layer}.weight", "update_ratio"].mean for window in windows]
+        print(f"  {layer:<6} {'  '.join(f'{ratio:.2%}' for ratio in ratios)}")
+    print(
+        f"\nZeros after the ReLU, in the first epoch and in the last: {windows[0]['relu'].zero_fraction:.0%},", end=" "
+    )
+    print(f"{windows[-1]['relu'].zero_fraction:.0%}\n")
 
 
 def look_inside(net: nn.Module, images: Tensor, labels: Tensor) -> None:

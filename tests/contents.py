@@ -1,7 +1,8 @@
-"""Tensors of every dtype, content and layout, for the property tests of statistics."""
+"""Tensors of every dtype, content and layout for the tests of statistics, and what those should say."""
 
 import math
 
+import pytest
 import torch
 from hypothesis import strategies as st
 
@@ -106,3 +107,24 @@ LAYOUTS = {
     "backwards": lambda x: sheets(x, 4).flip(1).permute(1, 0),
 }
 PLACES = st.sampled_from(list(LAYOUTS))
+
+
+def check_moments(reading, *tensors):
+    """What the moments of a reading should be of all values in `tensors` together."""
+    x = torch.cat([tensor.detach().reshape(-1).double() for tensor in tensors])
+    known = x[x.isfinite()]
+    std = float(known.std()) if len(known) > 1 else math.nan
+    tiny = 1e-9 * float(known.abs().max())
+    expected = {
+        "count": len(x),
+        "nonfinite": len(x) - len(known),
+        "min": float(known.min()),
+        "max": float(known.max()),
+        "zero_fraction": float((x == 0).double().mean()),
+        "mean": pytest.approx(float(known.mean()), rel=1e-9, abs=0.0 if math.isnan(std) else 1e-5 * std),
+        "std": pytest.approx(std, rel=1e-5, abs=tiny, nan_ok=True),
+        "abs_mean": pytest.approx(float(known.abs().mean()), rel=1e-5, abs=0),
+        "l2": pytest.approx(float(known.norm()), rel=1e-5, abs=0),
+    }
+    found = {name: getattr(reading, name) for name in expected}
+    assert found == expected, f"{reading!r}: {found} is not {expected}"

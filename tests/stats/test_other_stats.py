@@ -6,7 +6,19 @@ import pytest
 import torch
 from torch import nn
 
-from torchhook import BudgetError, Channels, Covariance, Moments, Reduce, Site, Stat, TopK, capture, measure
+from torchhook import (
+    BudgetError,
+    Channels,
+    Covariance,
+    Moments,
+    NotRecordedError,
+    Reduce,
+    Site,
+    Stat,
+    TopK,
+    capture,
+    measure,
+)
 from zoo import Returning
 
 
@@ -176,24 +188,34 @@ def test_units_under_autocast_are_as_precise():
 
 
 @pytest.mark.parametrize("stat", ["channels", "covariance"])
-def test_a_shared_layer_may_be_given_other_widths(stat):
-    """As the ReLU of a bottleneck of ResNet-50 is."""
+def test_a_layer_that_is_given_other_widths_has_no_units(stat):
+    """As the ReLU of a bottleneck of ResNet-50: it is given up there, and the training goes on."""
     act = nn.ReLU()
     model = nn.Sequential(nn.Linear(4, 6), act, nn.Linear(6, 8), act)
-    before = model(torch.ones(3, 4))
-    with measure(model, stats=("moments", stat)) as stats:
-        after = model(torch.ones(3, 4))
-    assert torch.equal(before, after) and stats["0"].count == 18
+    with pytest.warns(UserWarning, match=rf"'{stat}' is not collected of the output of '1'.*6.*8"):
+        with measure(model, stats=("moments", stat, "topk")) as stats, capture(model, keep=None) as acts:
+            for _ in range(2):
+                model(torch.randn(3, 4))
+    assert torch.equal(model(torch.ones(3, 4)), act(model[2](act(model[0](torch.ones(3, 4))))))
+    assert stats["1"].count == 2 * 3 * (6 + 8) and stats["1"]["topk"][0].value == stats["1"].max
+    with pytest.raises(NotRecordedError, match=f"'{stat}' of the output of '1' raised"):
+        stats["1"][stat]
+    assert list(stats["1"]) == ["moments", "topk"] and list(stats["0"]) == ["moments", stat, "topk"]
+    outputs = torch.cat(acts["0"].outputs)
+    found = stats["0"][stat]
+    torch.testing.assert_close(found.mean, outputs.double().mean(0), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("stat", ["channels", "covariance"])
-def test_batches_and_sequences_may_have_other_lengths(stat):
-    """The last batch is smaller, sequences are of any length: token ids and scores per sample have those as units."""
+@pytest.mark.filterwarnings("ignore:.*is not collected")
+def test_batches_and_sequences_of_other_lengths_stop_nothing(stat):
+    """The last batch is smaller, sequences are of any length: token ids and scores a sample have those as units."""
     model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 1), Returning(lambda x: x.mean((1, 2))))
     with measure(model, inputs=True, stats=("moments", stat)) as stats:
         for shape in ((8, 5), (3, 5), (8, 7)):
             model(torch.randint(9, shape))
     assert stats["2"].count == 19 and stats["0", "input"].count == 111
+    assert stats["0"][stat].mean.shape == (4,) and stats["1"][stat].mean.shape == (1,)
 
 
 # --- covariance
@@ -222,6 +244,14 @@ def test_covariance_is_that_of_torch(offset, dtype):
     x = correlated(2_000, 6, offset, dtype)
     for parts in (x.split(2_000), x.split(300), x.split(1)):
         check_spread(Covariance(dim=1).of(*parts), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_covariance_far_from_zero_is_as_exact_as_is_said(dtype):
+    """(mean / deviation)² of the precision of float64, which is 1e-16."""
+    x = correlated(2_000, 6, 1e6, dtype)
+    ratio = 1e6 / float(x.double().std(0).min())
+    check_spread(Covariance(dim=1).of(*x.split(300)), x, rtol=20 * ratio**2 * 1e-16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int64])
@@ -288,11 +318,13 @@ def test_layers_that_are_too_wide_for_a_covariance_are_refused():
         Covariance(max_units=64).of(torch.randn(10, 65))
     with pytest.raises(BudgetError, match="4097 units"):
         Covariance().of(torch.randn(2, 4097))
-    model = nn.Sequential(nn.Linear(3, 5))
-    with pytest.raises(BudgetError, match="max_units=5"):
-        with measure(model, stats=[Covariance(max_units=4)]):
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 4))
+    with pytest.warns(UserWarning, match="'covariance' is not collected of the output of '0'.*max_units=5"):
+        with measure(model, stats=["moments", Covariance(max_units=4)]) as stats:
             model(torch.ones(2, 3))
-    assert model(torch.ones(2, 3)).shape == (2, 5)
+    assert stats["0"].count == 10 and stats["1"]["covariance"].covariance.shape == (4, 4)
+    with pytest.raises(NotRecordedError, match="BudgetError"):
+        stats["0"]["covariance"]
 
 
 # --- the largest values
@@ -451,3 +483,30 @@ def test_statistics_are_asked_for_by_name_or_as_objects():
         Reduce(Moments)
     with pytest.raises(ValueError, match="same name"):
         Reduce("topk", TopK(3))
+
+
+class Breaks(NearZero):
+    """Raises at its third tensor."""
+
+    name, seen = "breaks", 0
+
+    def update(self, state, x):
+        self.seen += 1
+        if self.seen > 2:
+            raise ZeroDivisionError("no more")
+        super().update(state, x)
+
+
+def test_a_statistic_that_raises_is_given_up_and_stops_no_training():
+    model = nn.Sequential(nn.Linear(3, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.warns(UserWarning, match="'breaks' is not collected of .* for it raised ZeroDivisionError: no more"):
+        with measure(model, optimizer=optimizer, param_grads=True, stats=("moments", Breaks())) as stats:
+            for _ in range(5):
+                model(torch.randn(6, 3)).sum().backward()
+                optimizer.step()
+    assert stats["0"].count == 120 and stats["0.weight", "param_grad"].count == 60
+    for place in (("0", "output"), ("0.weight", "param_grad"), ("0.bias", "step_grad")):
+        with pytest.raises(NotRecordedError, match="'breaks' of .* raised ZeroDivisionError"):
+            stats[place]["breaks"]
+    assert all("breaks" not in line for line in stats.table("list"))
