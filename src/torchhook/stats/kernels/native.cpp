@@ -5,7 +5,7 @@
 #include <cstring>
 #include <vector>
 
-constexpr int LANES = 16, WAYS = 4, PIECE = 4096;
+constexpr int LANES = 16, WAYS = 4, PIECE = 8192;
 constexpr int64_t WORTH_A_THREAD = 1 << 16;  // fewer values than this are counted before a thread has begun
 
 typedef float Floats __attribute__((vector_size(LANES * 4)));
@@ -41,11 +41,15 @@ static inline Floats absolute(Floats v) {
   return reinterpret_cast<Floats&>(bits);
 }
 
+static inline Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
+static inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+
 template <class V> static inline double total(const V (&parts)[WAYS]) {
-  double sum = 0;
-  for (int lane = 0; lane < LANES; lane++)
-    for (int way = 0; way < WAYS; way++) sum += parts[way][lane];
-  return sum;
+  typedef double Doubles __attribute__((vector_size(LANES * 8)));
+  Doubles sums = __builtin_convertvector((parts[0] + parts[1]) + (parts[2] + parts[3]), Doubles);
+  for (int half = LANES / 2; half; half /= 2)
+    for (int lane = 0; lane < half; lane++) sums[lane] += sums[lane + half];
+  return sums[0];
 }
 
 // In double precision, value by value: for what single precision cannot hold, and for non-finite values.
@@ -89,8 +93,8 @@ template <class T> static Row piece(const T* x, int n) {
       Floats v = load(x + i + way * LANES);
       sum[way] += v;
       size[way] += absolute(v);
-      low[way] = v < low[way] ? v : low[way];
-      high[way] = v > high[way] ? v : high[way];
+      low[way] = smaller(v, low[way]);
+      high[way] = larger(v, high[way]);
       zeros[way] -= v == 0;
     }
   double sizes = total(size);
@@ -98,11 +102,11 @@ template <class T> static Row piece(const T* x, int n) {
   // Scaled by a power of two, so that the fourth power of something tiny is not nothing.
   int exponent = sizes > 0 ? std::ilogb(sizes / whole) : 0;
   if (exponent < -100 || exponent > 100) return carefully(x, n);
-  float centre = total(sum) / whole, scale = std::ldexp(1.0f, -exponent);
+  float centre = total(sum) / whole, scale = std::ldexp(1.0f, -exponent), shift = -centre * scale;
   Floats s1[WAYS] = {}, s2[WAYS] = {}, s3[WAYS] = {}, s4[WAYS] = {};
   for (int i = 0; i < whole; i += LANES * WAYS)
     for (int way = 0; way < WAYS; way++) {
-      Floats d = (load(x + i + way * LANES) - centre) * scale, q = d * d;
+      Floats d = load(x + i + way * LANES) * scale + shift, q = d * d;
       s1[way] += d;
       s2[way] += q;
       s3[way] += q * d;
@@ -113,11 +117,12 @@ template <class T> static Row piece(const T* x, int n) {
   Row row = from_powers(whole, centre, scale, total(s1), total(s2), total(s3), fourth);
   row.abs_sum = sizes;
   row.zeros = total(zeros);
-  for (int lane = 0; lane < LANES; lane++)
-    for (int way = 0; way < WAYS; way++) {
-      row.min = low[way][lane] < row.min ? low[way][lane] : row.min;
-      row.max = high[way][lane] > row.max ? high[way][lane] : row.max;
-    }
+  Floats lowest = smaller(smaller(low[0], low[1]), smaller(low[2], low[3]));
+  Floats highest = larger(larger(high[0], high[1]), larger(high[2], high[3]));
+  for (int lane = 0; lane < LANES; lane++) {
+    row.min = lowest[lane] < row.min ? lowest[lane] : row.min;
+    row.max = highest[lane] > row.max ? highest[lane] : row.max;
+  }
   if (whole < n) merge(row, carefully(x + whole, n - whole));
   return row;
 }
