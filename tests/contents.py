@@ -42,6 +42,11 @@ def outlier(x, generator):
     return x
 
 
+def narrow(x, generator):
+    """A mean that is some million deviations away from zero."""
+    return 0.3 * x + 10 ** float(4 + 3.2 * torch.rand((), generator=generator, dtype=torch.float64))
+
+
 def constant(x, generator):
     return torch.full_like(x, float(torch.randn((), generator=generator)) * 1e3)
 
@@ -64,6 +69,7 @@ CONTENTS = {
     "mean 1e6": lambda x, generator: x + 1e6,
     "mean -1e6": lambda x, generator: x - 1e6,
     "mean 1e7": lambda x, generator: x + 1e7,
+    "narrow": narrow,
     "jumping": jumping,
     "outlier": outlier,
 }

@@ -89,8 +89,16 @@ def trained(call, measured, model, **options):
     return stats
 
 
-@pytest.mark.parametrize("backend, every", [("aot_eager", 1), ("aot_eager", 2), ("inductor", 2)])
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(
+    "how, backend, every",
+    [
+        *[(how, "aot_eager", 2) for how in HOW],
+        ("torch.compile", "aot_eager", 1),
+        ("torch.compile", "inductor", 2),
+        ("of the original", "inductor", 1),
+        ("module.compile", "inductor", 2),
+    ],
+)
 def test_one_full_graph_with_the_numbers_of_eager(how, backend, every):
     options = {"inputs": True, "grads": True, "params": True, "param_grads": True, "every": every}
     model = Net()

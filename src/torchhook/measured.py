@@ -30,6 +30,7 @@ class Stats(Mapping[Any, Reading]):
             try:
                 self._steps.attach(self._session)
             except BaseException:
+                self._steps.detach()
                 self._session.abandon()
                 raise
             weakref.finalize(self, self._steps.detach).atexit = False  # if nobody says that it is over

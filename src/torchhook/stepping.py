@@ -6,12 +6,15 @@ so when the optimizer steps, the draft is of the whole step, before clipping. An
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from torchhook.core.event import Event
@@ -74,11 +77,16 @@ class Drafts(Sink):
         if gradient.device not in draft.places:  # the model was moved
             self._place(draft, whole, gradient)
         if draft.seen:  # by an earlier micro-batch, whose part is in this gradient, too
-            for block, number in draft.places[gradient.device].values():
-                block.states[number].copy_(block.empty)
+            self._forget(draft)
         draft.update(self.steps.unscaled(gradient))
         if draft.failed:
             whole.stats, whole.failed = draft.stats, draft.failed
+
+    def _forget(self, draft: Cell) -> None:
+        for places in draft.places.values():
+            for block, number in places.values():
+                block.states[number].copy_(block.empty)
+        draft.seen = False
 
     def _place(self, draft: Cell, whole: Cell, x: Tensor) -> None:
         """Both get their states at once, so that those lie in the same places."""
@@ -87,7 +95,9 @@ class Drafts(Sink):
 
     def finish(self, keep: bool) -> None:
         """The gradients are whole. Without `keep`, forget them."""
-        for draft, whole in self.cells.values():
+        for path, (draft, whole) in self.cells.items():
+            if draft.seen and self.steps.parameters[path].grad is None:  # thrown away since
+                self._forget(draft)
             whole.seen = whole.seen or (keep and draft.seen)
             draft.seen = False
         for block, final in zip(self.shelf, self.whole, strict=True):
@@ -143,7 +153,8 @@ class Steps:
         self.parameters: dict[str, nn.Parameter] = {}
         self.stepped: dict[str, nn.Parameter] = {}  # those that the optimizer has
         self.before: list[Tensor] = []  # the values of those before the step
-        self.scale: Tensor | None = None  # by which a GradScaler multiplies the loss
+        self.scaler = only_scaler() if param_grads else None  # which may multiply the loss
+        self.in_closure = False  # whether the gradients come during the step
         self._handles: list[Removable] = []
 
     def taps(self, group: str | None) -> list[Tap]:
@@ -177,18 +188,20 @@ class Steps:
 
     def begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """The optimizer is about to step."""
+        self.in_closure = kwargs.get("closure") is not None or any(map(callable, args[1:]))
         if self.clock.active:
             self._guarded(self._look_before)
 
     def end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """It has."""
-        if self.before:
+        if self.clock.active:
             self._guarded(self._look_after)
         self.clock.advance()
 
     def unscaled(self, gradient: Tensor) -> Tensor:
-        """`gradient` without the scale of the loss, as far as that is known."""
-        return gradient if self.scale is None else gradient / self.scale.to(gradient.device)
+        """`gradient` without the scale of the loss."""
+        scale = scale_of(self.scaler)
+        return gradient if scale is None else gradient / scale.to(gradient.device)
 
     def _guarded(self, look: Callable[[], None]) -> None:
         """To be looked at must not stop a training."""
@@ -200,29 +213,35 @@ class Steps:
             warn(f"what the optimizer does is no longer measured, for that raised {type(error).__name__}: {error}")
 
     def _look_before(self) -> None:
-        was_known = self.scale is not None
-        self.scale = scale_of_scaler()
-        if self.wants["param_grad"]:
-            self.drafts.finish(keep=was_known or self.scale is None)
         if self.wants["param"]:
             for path, parameter in self.parameters.items():
                 self._cell(path, "param").update(parameter)
-        if self.wants["step_grad"]:
-            left = getattr(self.optimizer, "grad_scale", None)  # a fused optimizer takes the scale off itself
-            for path, parameter in self.stepped.items():
-                if parameter.grad is not None:
-                    gradient = counted(parameter.grad)
-                    self._cell(path, "step_grad").update(gradient if left is None else gradient / left)
         if self.wants["update"]:
             self.before = [counted(parameter).clone() for parameter in self.stepped.values()]
+        if self.wants["param_grad"] and not self.in_closure:
+            self._look_at_gradients()
 
     def _look_after(self) -> None:
-        now = [counted(parameter) for parameter in self.stepped.values()]
-        updates = list(torch._foreach_sub(now, self.before))
-        for path, update in zip(self.stepped, updates, strict=True):
-            self._cell(path, "update").update(update)
-        self.ratios.measure(updates, self.before)
-        self.before = []
+        if self.wants["param_grad"] and self.in_closure:
+            self._look_at_gradients()
+        if self.before:
+            now = [counted(parameter) for parameter in self.stepped.values()]
+            updates = list(torch._foreach_sub(now, self.before))
+            for path, update in zip(self.stepped, updates, strict=True):
+                self._cell(path, "update").update(update)
+            self.ratios.measure(updates, self.before)
+            self.before = []
+
+    def _look_at_gradients(self) -> None:
+        scaler = scaler_that_steps()
+        assumed = self.scaler if scale_of(self.scaler) is not None else None
+        self.drafts.finish(keep=scaler is assumed)
+        self.scaler = scaler
+        left = getattr(self.optimizer, "grad_scale", None)  # a fused optimizer takes the scale off itself
+        for path, parameter in self.stepped.items():
+            if parameter.grad is not None:
+                gradient = counted(parameter.grad)
+                self._cell(path, "step_grad").update(gradient if left is None else gradient / left)
 
     def _cell(self, path: str, port: Any) -> Cell:
         return self.reduce.cell(Site(path, port), None, note=NOTES[port])
@@ -237,14 +256,28 @@ def unwrapped(optimizer: Any) -> Optimizer:
     return optimizer
 
 
-def scale_of_scaler() -> Tensor | None:
-    """The scale of the GradScaler that has called the optimizer, if one has."""
-    frame = sys._getframe(1)
+def only_scaler() -> GradScaler | None:
+    """The GradScaler of this process, if it has just one: it is not told before the first step which one it is."""
+    found = [known for known in gc.get_objects() if issubclass(type(known), GradScaler) and known.is_enabled()]
+    return found[0] if len(found) == 1 else None
+
+
+def scaler_that_steps() -> GradScaler | None:
+    """The GradScaler that has called the optimizer, if one has."""
+    frame: FrameType | None = sys._getframe(1)
     for _ in range(12):
-        scaler = frame.f_locals.get("self")
-        if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
-            return scaler._scale
-        if frame.f_back is None:
+        if frame is None:
             break
+        if frame.f_code in _STEPS:  # asking any other for its variables would keep those alive
+            scaler: GradScaler = frame.f_locals["self"]
+            return scaler
         frame = frame.f_back
     return None
+
+
+def scale_of(scaler: GradScaler | None) -> Tensor | None:
+    """By what it multiplies the loss, None if it never has."""
+    return None if scaler is None else scaler._scale
+
+
+_STEPS = (GradScaler.step.__code__, GradScaler._maybe_opt_step.__code__)

@@ -71,8 +71,8 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def warn(message: str) -> None:
-    """Warn the line of the user's that led here, however deep inside this package it shows."""
+    """Warn the line of the user's that led here, however deep inside this package and torch it shows."""
     level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith("torchhook"):
+    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).split(".")[0] in ("torch", "torchhook"):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)

@@ -75,6 +75,16 @@ def test_at_the_sizes_where_loops_end(kernel, size):
             check(row_of(kernel, x), x)
 
 
+@both
+@pytest.mark.parametrize("mean", [1e5, 1e6, -3e6, 7e6, -1.4e7])
+@pytest.mark.parametrize("std", [0.2, 1.0, 30.0])
+def test_wherever_the_mean_lies(kernel, mean, std):
+    for seed in range(15):
+        generator = torch.Generator().manual_seed(seed)
+        x = mean * (1 + seed * 1e-3) + std * torch.randn(8_192, generator=generator, dtype=torch.float64)
+        check(row_of(kernel, x.float()), x.float())
+
+
 def grouped(rows, data):
     """The rows merged two or more at a time, in any order and grouping."""
     while len(rows) > 1:

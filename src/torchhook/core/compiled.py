@@ -323,10 +323,11 @@ def _see_gradient(gradient: Tensor, ticket: Tensor, leaf: int) -> Tensor:
     return _NOTHING
 
 
-def _begin(near: Tensor, key: int) -> Tensor:
+def _begin(near: Tensor, key: int, graded: bool) -> Tensor:
     scope = scopes.get(key)
     if scope is not None and scope.alive:
-        scope.begin_in_graph()
+        with torch.set_grad_enabled(graded):  # which it is not inside an op
+            scope.begin_in_graph()
     return _NOTHING
 
 
@@ -357,7 +358,7 @@ _define("keep(Tensor tensor, int scope, int index)", _keep)
 _define("see(str text, Tensor[] tensors, int scope, int index, int number)", _see)
 _define("see_gradient(Tensor gradient, Tensor ticket, int leaf)", _see_gradient)
 # These need no tensor, but inductor has to know on which device they stand between its kernels.
-_define("begin(Tensor near, int key)", _begin)
+_define("begin(Tensor near, int key, bool graded)", _begin)
 _define("end(Tensor near, int key)", _end)
 
 

@@ -85,7 +85,7 @@ class Door:
     def traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The same inside a graph that is being compiled."""
         for key in self.keys:
-            torch.ops.torchhook.begin(_some_tensor((args, kwargs)), key)
+            torch.ops.torchhook.begin(_some_tensor((args, kwargs)), key, torch.is_grad_enabled())
         result = self.model._call_impl(*args, **kwargs)
         for key in self.keys:
             torch.ops.torchhook.end(_some_tensor(result), key)

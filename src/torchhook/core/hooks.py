@@ -45,7 +45,7 @@ from torchhook.core.passes import Pass, StopForward
 from torchhook.core.shards import is_sharded
 from torchhook.core.site import Port, Site
 from torchhook.core.snapshot import snapshot
-from torchhook.core.tap import Act, Keep, Receive, Tap
+from torchhook.core.tap import Act, Keep, Receive, Tap, at_once, is_at_once
 from torchhook.core.trees import Address, Arguments, leaves, replaced
 from torchhook.errors import TapError
 
@@ -587,8 +587,16 @@ def on_gradient(parameter: Tensor, change: Callable[[Tensor], Tensor]) -> Remova
 
 
 def on_step(optimizer: Optimizer, before: Callable[..., None], after: Callable[..., None]) -> list[Removable]:
-    """Let `before` and `after` be called around every step of `optimizer`."""
-    return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+    """Let `before` and `after` be called around every step of `optimizer`: both, or neither."""
+    handles: list[Removable] = []
+    try:
+        handles.append(optimizer.register_step_pre_hook(before))
+        handles.append(optimizer.register_step_post_hook(after))
+    except BaseException:
+        for handle in handles:
+            handle.remove()
+        raise
+    return handles
 
 
 def unheard(points: Iterable[Point]) -> list[Point]:
@@ -639,7 +647,10 @@ def on_parameter(module: nn.Module, name: str, shard: nn.Parameter | None) -> Ca
 
 
 def _on_parameter(act: Act, parameter: Callable[[], Tensor]) -> Act:
-    return lambda pass_, call, value, args: act(pass_, call, parameter(), args)
+    def see(pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> Any:
+        return act(pass_, call, parameter(), args)
+
+    return at_once(see) if is_at_once(act) else see
 
 
 def _once_more(act: Act, site: Site) -> Act:

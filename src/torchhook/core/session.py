@@ -319,10 +319,11 @@ class Session:
         for name, known in module.named_parameters(remove_duplicate=False):
             parameter = self._shards.get(id(known), known)
             below = plain(f"{path}.{name}" if path else name)
-            if seen.setdefault(id(parameter), below) != below:
-                self.aliases[below] = seen[id(parameter)]
-            else:
+            if id(parameter) not in seen:
+                seen[id(parameter)] = below
                 yield below, name, parameter
+            elif seen[id(parameter)] != below:
+                self.aliases[below] = seen[id(parameter)]
 
     def _point(self, path: str, target: nn.Module | nn.Parameter) -> Point:
         point = self._points.get(id(target))

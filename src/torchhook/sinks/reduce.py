@@ -23,7 +23,7 @@ from torchhook.stats import Stat, named
 from torchhook.stats.reading import Row, Snapshot
 from torchhook.text import warn
 
-_making = threading.RLock()  # for threads that share a session
+_making = threading.RLock()
 
 
 class Cell:
@@ -32,7 +32,7 @@ class Cell:
     A statistic that raises is given up there, with a warning: to be measured must not stop a training.
     """
 
-    __slots__ = ("_device", "_pairs", "failed", "label", "name", "note", "places", "seen", "shelf", "stats")
+    __slots__ = ("_device", "_lock", "_pairs", "failed", "label", "name", "note", "places", "seen", "shelf", "stats")
 
     def __init__(self, shelf: Shelf, stats: Iterable[Stat], name: str, label: str = "", note: str = "") -> None:
         self.shelf = shelf
@@ -43,21 +43,23 @@ class Cell:
         self.seen = False
         self.failed: dict[str, str] = {}  # why statistics are missing
         self.places: dict[torch.device, dict[str, tuple[Block, int]]] = {}  # of the states, by their keys
+        self._lock = threading.Lock()  # for threads that share a session
         self._device: torch.device | None = None
         self._pairs: list[tuple[Stat, Tensor]] = []
 
     def update(self, x: Tensor) -> None:
         """Add the values in `x`."""
-        if type(x) is not Tensor or x.requires_grad or x.layout is not torch.strided or x.is_complex():
+        if not _is_plain(x):
             x = counted(x)
-        if x.device != self._device:
-            self.turn_to(x)
-        self.seen = True
-        for stat, state in self._pairs:
-            try:
-                stat.update(state, x)
-            except Exception as error:  # noqa: PERF203 (each by itself)
-                self._give_up(stat, error)
+        with self._lock:
+            if x.device != self._device:
+                self.turn_to(x)
+            self.seen = True
+            for stat, state in self._pairs:
+                try:
+                    stat.update(state, x)
+                except Exception as error:  # noqa: PERF203 (each by itself)
+                    self._give_up(stat, error)
 
     def turn_to(self, x: Tensor) -> None:
         """Use the states for the device of `x`, made now if there are none."""
@@ -85,9 +87,10 @@ class Cell:
 
     def _give_up(self, stat: Stat, error: Exception) -> None:
         reason = f"{type(error).__name__}: {error}"
+        given_up = [known.name for known in self.stats if known.key == stat.key]
         self.stats = tuple(known for known in self.stats if known.key != stat.key)
         self._pairs = [pair for pair in self._pairs if pair[0].key != stat.key]
-        self.failed = {**self.failed, stat.name: reason}
+        self.failed = {**self.failed, **dict.fromkeys(given_up, reason)}
         warn(f"{stat.name!r} is not collected of {self.name}, for it raised {reason:.300}")
 
 
@@ -215,6 +218,12 @@ class Reducing:
         return cell
 
 
+def _is_plain(x: Tensor) -> bool:
+    """Whether `x` is as `counted` would make it; ask it of whole numbers."""
+    is_dense = x.layout is torch.strided and not x.is_nested and not x.is_neg()
+    return type(x) is Tensor and not x.requires_grad and x.is_floating_point() and is_dense
+
+
 def counted(x: Tensor) -> Tensor:
     """`x` as plain numbers without a graph: of a sharded tensor what is here, of a sparse one all, zeros too."""
     x = local(meaningful(x).detach())
@@ -224,7 +233,7 @@ def counted(x: Tensor) -> Tensor:
         x = torch.cat([part.reshape(-1) for part in x.unbind()])
     if x.layout is not torch.strided:
         x = x.to_dense()
-    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+    return (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).resolve_neg()
 
 
 def _nth(read: Callable[[], Tensor], number: int) -> Tensor:

@@ -28,7 +28,8 @@ class Block:
 
     def add(self, states: Tensor) -> None:
         """Merge others into these."""
-        self.states.copy_(self.stat.merge(torch.stack([self.states, states])))
+        mine = self.states[: self.used]
+        mine.copy_(self.stat.merge(torch.stack([mine, states[: self.used]])))
 
     def reset(self) -> None:
         """Forget what was seen."""

@@ -66,20 +66,20 @@ class Moments(Stat):
         n = count - nonfinite
         some = n > 0
         variance = row["m2"] / n if some else math.nan
-        spread = variance**2 > 0  # powers of something tiny may be nothing
+        square = variance * variance  # not **, which raises if it is too much for a float
         return Summary(
             count=int(count),
             mean=row["mean"] if some else math.nan,
             std=math.sqrt(row["m2"] / (n - 1)) if n > 1 else math.nan,
             min=row["min"] if some else math.nan,
             max=row["max"] if some else math.nan,
-            l2=math.sqrt(row["m2"] + n * row["mean"] ** 2) if some else math.nan,
+            l2=math.sqrt(row["m2"] + n * row["mean"] * row["mean"]) if some else math.nan,
             abs_mean=row["abs_sum"] / n if some else math.nan,
             zero_fraction=row["zeros"] / count if count else math.nan,
             nonfinite=int(nonfinite),
             nan=int(row["nan"]),
             posinf=int(row["posinf"]),
             neginf=int(row["neginf"]),
-            skewness=row["m3"] / n / variance**1.5 if spread else math.nan,
-            kurtosis=row["m4"] / n / variance**2 if spread else math.nan,
+            skewness=row["m3"] / n / (variance * math.sqrt(variance)) if square > 0 else math.nan,
+            kurtosis=row["m4"] / n / square if square > 0 else math.nan,
         )

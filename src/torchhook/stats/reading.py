@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -110,7 +111,8 @@ class Reading(Mapping[str, Any]):
 
     def quantile(self, q: float) -> float:
         """The value below which a fraction `q` lies; off by less than a quarter of itself, usually by far less."""
-        return self.histogram().quantile(q)
+        found = self.histogram().quantile(q)
+        return max(self.min, min(self.max, found)) if Moments.name in self._stats else found
 
     def states(self) -> dict[str, Tensor]:
         """The states behind the statistics, by their keys."""
@@ -180,6 +182,13 @@ class Snapshot(Mapping[Any, Reading]):
         self.aliases = aliases or {}
         self.stats = tuple(stats)
 
+    def __getstate__(self) -> dict[str, Any]:
+        rows = {}
+        for place, row in self.rows.items():
+            states = Reading(place, row).states()
+            rows[place] = row._replace(states={key: [partial(_kept, state)] for key, state in states.items()})
+        return {**vars(self), "rows": rows}
+
     def __getitem__(self, place: str | Place) -> Reading:
         path, port = (place, "output") if isinstance(place, str) else place
         path = self.aliases.get(path, path)
@@ -238,6 +247,10 @@ class Snapshot(Mapping[Any, Reading]):
     def _nearest(self, path: str) -> str:
         ports = [port for known, port in self.rows if known == path]
         return f"of it there is: {', '.join(ports)}" if ports else nearest(path, {known for known, _ in self.rows})
+
+
+def _kept(state: Tensor) -> Tensor:
+    return state
 
 
 def _is_long(said: Any) -> bool:

@@ -80,4 +80,5 @@ class Stat(ABC):
         return self.compute(self.settle(state[None])[0].cpu())
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
+        settings = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if name[0] != "_")
+        return f"{type(self).__name__}({settings})"

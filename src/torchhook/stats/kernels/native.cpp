@@ -69,16 +69,19 @@ template <class T> static Row carefully(const T* x, int64_t n) {
     row.max = value > row.max ? value : row.max;
   }
   row.count = n;
-  double left = finite(row), mean = left > 0 ? sum / left : 0, rest = 0;
+  double left = finite(row);
+  if (!(left > 0)) return row;
+  double mean = sum / left, s1 = 0, s2 = 0, s3 = 0, s4 = 0;
   for (int64_t i = 0; i < n; i++) {
     double d = wide(x[i]) - mean;
     if (!(std::fabs(d) < INFINITE)) continue;
-    rest += d;
-    row.m2 += d * d;
-    row.m3 += d * d * d;
-    row.m4 += d * d * d * d;
+    s1 += d;
+    s2 += d * d;
+    s3 += d * d * d;
+    s4 += d * d * d * d;
   }
-  row.mean = left > 0 ? mean + rest / left : 0;
+  Row powers = from_powers(left, mean, 1, s1, s2, s3, s4);
+  row.mean = powers.mean, row.m2 = powers.m2, row.m3 = powers.m3, row.m4 = powers.m4;
   return row;
 }
 
@@ -102,19 +105,27 @@ template <class T> static Row piece(const T* x, int n) {
   // Scaled by a power of two, so that the fourth power of something tiny is not nothing.
   int exponent = sizes > 0 ? std::ilogb(sizes / whole) : 0;
   if (exponent < -100 || exponent > 100) return carefully(x, n);
-  float centre = total(sum) / whole, scale = std::ldexp(1.0f, -exponent), shift = -centre * scale;
-  Floats s1[WAYS] = {}, s2[WAYS] = {}, s3[WAYS] = {}, s4[WAYS] = {};
-  for (int i = 0; i < whole; i += LANES * WAYS)
-    for (int way = 0; way < WAYS; way++) {
-      Floats d = load(x + i + way * LANES) * scale + shift, q = d * d;
-      s1[way] += d;
-      s2[way] += q;
-      s3[way] += q * d;
-      s4[way] += q * q;
-    }
-  double fourth = total(s4);
-  if (!(fourth < INFINITE)) return carefully(x, n);
-  Row row = from_powers(whole, centre, scale, total(s1), total(s2), total(s3), fourth);
+  float centre = total(sum) / whole, scale = std::ldexp(1.0f, -exponent);
+  Row row;
+  for (bool near = false; !near;) {
+    Floats s1[WAYS] = {}, s2[WAYS] = {}, s3[WAYS] = {}, s4[WAYS] = {};
+    float shift = -centre * scale;
+    for (int i = 0; i < whole; i += LANES * WAYS)
+      for (int way = 0; way < WAYS; way++) {
+        Floats d = load(x + i + way * LANES) * scale + shift, q = d * d;
+        s1[way] += d;
+        s2[way] += q;
+        s3[way] += q * d;
+        s4[way] += q * q;
+      }
+    double first = total(s1), second = total(s2), fourth = total(s4), m = first / whole;
+    if (!(fourth < INFINITE)) return carefully(x, n);
+    row = from_powers(whole, centre, scale, first, second, total(s3), fourth);
+    // Single precision may have missed the mean of large values by more than they differ.
+    float better = row.mean;
+    near = better == centre || m * m <= 4 * (second / whole - m * m);
+    centre = better;
+  }
   row.abs_sum = sizes;
   row.zeros = total(zeros);
   Floats lowest = smaller(smaller(low[0], low[1]), smaller(low[2], low[3]));
@@ -170,6 +181,9 @@ template <> inline uint32_t bin<double>(double x) {
   memcpy(&bits, &value, 4);
   return bits >> 21;
 }
+
+template <> inline uint32_t bin<int32_t>(int32_t x) { return bin(double(x)); }
+template <> inline uint32_t bin<int64_t>(int64_t x) { return bin(double(x)); }
 
 template <class T> static void count(const T* x, int64_t n, double* bins) {
   std::vector<uint32_t> found(2048 * WAYS);  // several, for one that is written to has to be waited for

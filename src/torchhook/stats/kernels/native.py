@@ -52,6 +52,7 @@ class Native(Plain):
 
 def dense(x: Tensor) -> Tensor:
     """`x`, or a copy of it, whose values lie one after the other in memory; in which order is all the same."""
+    x = x.resolve_neg()  # what is negated in name only
     if x.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense.default(x):
         return x
     return x.contiguous()

@@ -19,7 +19,7 @@ HERE double finite(const Row& row) { return row.count - row.nan - row.posinf - r
 // The row of n finite values whose powers, of (x - centre) * scale, have these sums.
 HERE Row from_powers(double n, double centre, double scale, double s1, double s2, double s3, double s4) {
   Row row = nothing();
-  double m = s1 / n, unit = 1 / float(scale);
+  double m = s1 / n, unit = 1 / scale;
   row.count = n;
   row.mean = centre + m * unit;
   row.m2 = (s2 - n * m * m) * unit * unit;
