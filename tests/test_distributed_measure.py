@@ -118,7 +118,7 @@ def check_together(rank):
         assert merged[place]["quantiles"] == both[place]["quantiles"]
         torch.testing.assert_close(merged[place]["covariance"].covariance, both[place]["covariance"].covariance)
         torch.testing.assert_close(tuple(merged[place]["channels"]), tuple(both[place]["channels"]), equal_nan=True)
-    assert merged["fc1"].note == "of all 2 ranks" and mine["fc1"].note == ""
+    assert merged["fc1"].note == f"{mine['fc1'].note}; of all 2 ranks"
     assert {entry.tensor // 3 for entry in merged["fc2"]["topk"]} <= {0, 1}
     assert [line["site"] for line in merged.table("list")][:1] == ["fc1"] and "fc1" in repr(merged)
 
@@ -267,7 +267,7 @@ def check_group(rank):
     mine = run((rank,), stats="moments")
     merged = distributed.merge(mine, groups[rank])
     equal(merged, mine)
-    assert merged["fc1"].note == "of all 1 ranks"
+    assert merged["fc1"].note.endswith("; of all 1 ranks")
 
 
 DIFFERENT = {

@@ -12,6 +12,7 @@ from contents import check_moments
 from torchhook import NotRecordedError, measure
 
 PORTS = ("param", "param_grad", "step_grad", "update", "update_ratio")
+NORMS = ("param_norm", "param_grad_norm", "step_grad_norm", "update_norm")
 ALL = {"params": True, "param_grads": True, "updates": True}
 
 
@@ -44,6 +45,11 @@ class ByHand:
             if port in ports:
                 assert values, (path, port)
                 check_moments(stats[path, port], *values)
+                if f"{port}_norm" in NORMS and (path, f"{port}_norm") in stats:
+                    norms = torch.stack([value.double().norm() for value in values])
+                    said = stats[path, f"{port}_norm"]
+                    got, true = (said.count, said.mean, said.min, said.max), (norms.mean(), norms.min(), norms.max())
+                    assert got == pytest.approx((len(values), *map(float, true)), rel=1e-6)
 
 
 OPTIMIZERS = {
@@ -74,7 +80,7 @@ def test_each_step_by_hand(name, batches, every):
                 by_hand.after()
     by_hand.check(stats)
     steps = len(range(0, 5, every))
-    assert stats.step == 5 and {port for _, port in stats} == set(PORTS)
+    assert stats.step == 5 and {port for _, port in stats} == {*PORTS, *NORMS}
     assert stats["0.weight", "param_grad"].count == stats["0.weight", "step_grad"].count == 24 * steps
     assert stats["0.weight", "update_ratio"].count == steps
 
@@ -256,9 +262,9 @@ def test_an_optimizer_that_has_only_some_of_the_parameters():
             optimizer.step()
     places = set(stats)
     for path in ("0.weight", "0.bias"):
-        assert {port for known, port in places if known == path} == {"param", "param_grad"}
+        assert {port for known, port in places if known == path} == {"param", "param_grad", "param_grad_norm"}
     for path in ("2.weight", "2.bias"):
-        assert {port for known, port in places if known == path} == set(PORTS)
+        assert {port for known, port in places if known == path} == {*PORTS, *NORMS}
     with pytest.raises(NotRecordedError, match="update of '0.weight'"):
         stats["0.weight", "update"]
 
@@ -284,7 +290,7 @@ def test_frozen_parameters_and_those_that_nobody_used():
             model(torch.randn(8, 4)).square().mean().backward()
             optimizer.step()
     for path in ("0.weight", "unused.weight"):
-        assert {port for known, port in stats if known == path} == {"param", "update", "update_ratio"}
+        assert {port for known, port in stats if known == path} == {"param", "update", *NORMS[::3], "update_ratio"}
         assert stats[path, "update"].max == stats[path, "update"].min == stats[path, "update_ratio"].max == 0
     assert stats["0.bias", "update"].l2 > 0
 
@@ -329,7 +335,7 @@ def test_tied_weights_are_one_parameter_with_two_names(with_optimizer):
                 by_hand.before(port)
             optimizer.step()
             by_hand.after()
-    ports = PORTS if with_optimizer else ("param", "param_grad")
+    ports = (*PORTS, *NORMS) if with_optimizer else ("param", "param_grad")
     assert {place for place in stats if place[0].endswith("weight")} == {("embedding.weight", port) for port in ports}
     by_hand.check(stats, ports)
     for port in ports:
@@ -375,7 +381,7 @@ def test_notes_say_which_gradient_it_is():
     assert len(set(notes.values())) == 5 and all(notes.values())
     assert "before clipping" in notes["param_grad"] and "after clipping" in notes["step_grad"]
     assert "before the step" in notes["param"] and "norm" in notes["update_ratio"] and "change" in notes["update"]
-    assert stats["0"].note == ""
+    assert "returned" in stats["0"].note
     with measure(model, param_grads=True) as stats:
         model(torch.randn(8, 4)).square().mean().backward()
     assert "before clipping" not in stats["0.weight", "param_grad"].note

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from types import TracebackType
 from typing import Any
 
@@ -12,6 +12,7 @@ from torchhook.errors import SessionError
 from torchhook.sinks.reduce import Reduce
 from torchhook.stats.reading import Place, Reading, Snapshot
 from torchhook.stepping import Steps
+from torchhook.text import warn
 
 
 class Stats(Mapping[Any, Reading]):
@@ -40,6 +41,8 @@ class Stats(Mapping[Any, Reading]):
         """Take the hooks away; what was measured stays. (The end of the ``with`` block does this.)"""
         self._leave_optimizer()
         self._session.detach()
+        if self._steps is not None and not self.step and self._session.on_silent != "ignore":
+            warn("the optimizer made no step while it was measured: all passes count as one step, of no update")
 
     def __enter__(self) -> Stats:
         return self.attach()
@@ -47,13 +50,15 @@ class Stats(Mapping[Any, Reading]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._leave_optimizer()
-        self._session.__exit__(kind, error, trace)
+        if kind is None:
+            self.detach()
+        else:  # another error is on its way
+            self._leave_optimizer()
+            self._session.abandon()
 
     @property
     def step(self) -> int:
         """The number of the step under way, from 0: of the optimizer where one is known, else of the pass."""
-        assert self._reduce.clock is not None
         return max(self._reduce.clock.step, 0)
 
     @property
@@ -109,18 +114,20 @@ class Stats(Mapping[Any, Reading]):
     def __len__(self) -> int:
         return len(self.snapshot())
 
+    def items(self) -> ItemsView[Any, Reading]:
+        """Places and readings of one moment."""
+        return self.snapshot().items()
+
+    def values(self) -> ValuesView[Reading]:
+        """Readings of one moment."""
+        return self.snapshot().values()
+
     def __repr__(self) -> str:
-        return f"Stats of {type(self._session.model).__name__}: not attached yet" if self._is_new else self._text()
+        said = "not attached yet" if self._session.state == "new" else f"\n{self.snapshot()!r}"
+        return f"Stats of {type(self._session.model).__name__}: {said}"
 
     def _repr_html_(self) -> str:
         return self.snapshot()._repr_html_()
-
-    def _text(self) -> str:
-        return f"Stats of {type(self._session.model).__name__}\n{self.snapshot()!r}"
-
-    @property
-    def _is_new(self) -> bool:
-        return self._session.state == "new"
 
     def _leave_optimizer(self) -> None:
         if self._steps is not None:

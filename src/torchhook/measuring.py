@@ -15,7 +15,7 @@ from torchhook.core.tap import Tap, require_count
 from torchhook.measured import Stats
 from torchhook.sinks.clock import Clock
 from torchhook.sinks.reduce import Reduce
-from torchhook.stats import Stat
+from torchhook.stats import Channels, Stat, named
 from torchhook.stepping import Steps
 
 
@@ -38,7 +38,8 @@ def measure(
 ) -> Stats:
     """Statistics of what flows at the places that `queries` select (none: every leaf), streaming and bounded.
 
-    No tensor is kept, and on an accelerator nothing waits for the device until you read.
+    No tensor is kept, and on an accelerator nothing waits for the device until you read. All passes of a measured step
+    count, those of an evaluation too.
 
     Args:
         outputs, inputs, grads: What to measure of a selected module: what it returns, what it is called with, the
@@ -49,8 +50,9 @@ def measure(
             measured once a step; `param_grads` then are of the whole step, over all micro-batches, before clipping
             and without a GradScaler's scale, and ``"step_grad"`` as the optimizer was given them, after clipping.
             Without one, parameters are measured in every pass and gradients after every backward, as accumulated so
-            far. ``"update_ratio"`` is the norm of each step's update over that of the parameter. ``.note`` of a
-            reading says which it is.
+            far. Statistics over steps, with a value a step, are ``"param_norm"``, ``"param_grad_norm"``,
+            ``"step_grad_norm"``, ``"update_norm"`` and ``"update_ratio"``, the norm of the update over that of the
+            parameter. ``.note`` of a reading says which it is. `updates` hold a copy of the parameters during a step.
         optimizer: Whose steps are counted and looked at; `updates` need it.
         every: Measure one step in so many, with all its micro-batches. Without an optimizer a step is a pass with
             gradients (or any pass, as long as none had them).
@@ -86,8 +88,14 @@ measure(..., stats=('moments', 'histogram'))
         raise ValueError("updates=True is about what an optimizer does: pass it as optimizer=")
     if by not in (None, "channel"):
         raise ValueError(f"by must be 'channel' or None, not {by!r}")
-    stats = (stats,) if isinstance(stats, (str, Stat)) else tuple(stats)
-    reduce = Reduce(*stats, *(("channels",) if by else ()), clock=Clock(every, by_passes=optimizer is None))
+    chosen = [named(stat) for stat in ((stats,) if isinstance(stats, (str, Stat)) else stats)]
+    if by and not any(stat.name == Channels.name for stat in chosen):
+        chosen.append(Channels())
+    if not chosen:
+        raise ValueError("nothing to compute: stats must have at least one name or Stat")
+    if param_grads and not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError("param_grads=True, but no parameter of the model requires a gradient")
+    reduce = Reduce(*chosen, clock=Clock(every, by_passes=optimizer is None))
     where = Selector.union(queries)
     taps = [Tap(where, reduce, _PORTS[name], group=group) for name, flag in flags.items() if flag]
     below = where if queries else Selector.of("")

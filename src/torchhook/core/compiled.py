@@ -311,7 +311,7 @@ def _see(text: str, tensors: list[Tensor], scope: int, index: int, number: int) 
     if known is None or not known.alive:  # a graph from before, in which nobody is interested now
         return _NOTHING
     ticket = known.points[index].inlay(number).run(text, tensors)
-    return _NOTHING if ticket < 0 else torch.tensor([scope, ticket])
+    return _NOTHING if ticket < 0 else torch.tensor([scope, ticket], device="cpu")
 
 
 def _see_gradient(gradient: Tensor, ticket: Tensor, leaf: int) -> Tensor:
@@ -348,12 +348,14 @@ def _define(schema: str, run: Any) -> None:
     name = schema.partition("(")[0]
     _ops.define(f"{schema} -> Tensor")
     _ops.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"torchhook::{name}", lambda *_: torch.empty(2, dtype=torch.int64), lib=_ops)
+    torch.library.register_fake(
+        f"torchhook::{name}", lambda *_: torch.empty(2, dtype=torch.int64, device="cpu"), lib=_ops
+    )
     # What torch.library says in public, without importing the compiler.
     singleton.find(f"torchhook::{name}").effect.register(EffectType.ORDERED)
 
 
-_NOTHING = torch.tensor([-1, -1])
+_NOTHING = torch.tensor([-1, -1], device="cpu")
 _define("keep(Tensor tensor, int scope, int index)", _keep)
 _define("see(str text, Tensor[] tensors, int scope, int index, int number)", _see)
 _define("see_gradient(Tensor gradient, Tensor ticket, int leaf)", _see_gradient)

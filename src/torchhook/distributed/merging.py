@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,13 +19,13 @@ from torch import distributed as dist
 from torchhook.errors import SessionError
 from torchhook.measured import Stats
 from torchhook.stats import Moments, Stat
-from torchhook.stats.reading import Place, Row, Snapshot
+from torchhook.stats.reading import Place, Row, Snapshot, kept
 
 
 class Plan(NamedTuple):
     """What a rank has at one place: names of statistics, class of the module, note, and shapes of the states."""
 
-    stats: list[str]
+    names: list[str]
     label: str
     note: str
     shapes: dict[str, list[int]]
@@ -52,10 +54,16 @@ def merge(stats: Stats | Snapshot, group: Any = None) -> Snapshot:
         return snapshot
     states = {place: reading.states() for place, reading in snapshot.items()}
     mine = {place: _plan(row, states[place]) for place, row in snapshot.rows.items()}
-    plans = _exchanged(mine, group)
-    merged = _added(plans, states, _known(snapshot), group)
-    world = dist.get_world_size(group)
-    rows = {place: _row(plan, merged[place], _known(snapshot), world) for place, plan in _union(plans).items()}
+    plans = _exchanged(mine, [repr(stat) for stat in snapshot.stats], group)
+    union = _union(plans)
+    known: dict[str, Stat] = {stat.name: stat for stat in (Moments(), *snapshot.stats)}
+    merged = _merged(union, plans, states, {stat.key: stat for stat in known.values()}, group)
+    rows = {}
+    for place, plan in union.items():
+        readers: dict[str, list[Callable[[], Tensor]]]
+        readers = {key: [partial(kept, state)] for key, state in merged.get(place, {}).items()}
+        note = f"{plan.note}; of all {len(plans)} ranks"
+        rows[place] = Row(tuple(known[name] for name in plan.names), plan.label, note, readers)
     return Snapshot(rows, snapshot.aliases, snapshot.stats)
 
 
@@ -64,10 +72,10 @@ def _plan(row: Row, states: dict[str, Tensor]) -> Plan:
     return Plan([stat.name for stat in row.stats], row.label, row.note, shapes)
 
 
-def _exchanged(mine: Plans, group: Any) -> list[Plans]:
-    """The plans of all ranks."""
+def _exchanged(mine: Plans, stats: list[str], group: Any) -> list[Plans]:
+    """The plans of all ranks. Raises on each of them if they do not have the same statistics."""
     world, device = dist.get_world_size(group), _device(group)
-    text = json.dumps([[*place, *plan] for place, plan in mine.items()]).encode()
+    text = json.dumps([stats, [[*place, *plan] for place, plan in mine.items()]]).encode()
     digest = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
     first = torch.tensor([len(text), digest, -digest], device=device)
     dist.all_reduce(first, dist.ReduceOp.MAX, group)
@@ -75,64 +83,57 @@ def _exchanged(mine: Plans, group: Any) -> list[Plans]:
     if largest == -smallest:
         return [mine] * world
     slots = torch.zeros(world, longest, dtype=torch.uint8, device=device)
-    slots[dist.get_rank(group), : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    slots[dist.get_rank(group), : len(text)] = own.to(device)
     dist.all_reduce(slots, dist.ReduceOp.SUM, group)
-    texts = [bytes(slot.tolist()).rstrip(b"\0") for slot in slots.cpu()]
-    return [{(path, port): Plan(*rest) for path, port, *rest in json.loads(text)} for text in texts]
+    told = [json.loads(bytes(slot.tolist()).rstrip(b"\0")) for slot in slots.cpu()]
+    if any(theirs != stats for theirs, _ in told):
+        different = " and ".join(sorted({", ".join(theirs) for theirs, _ in told}))
+        raise SessionError(f"the ranks collect different statistics: {different}; pass the same stats= on all of them")
+    return [{(path, port): Plan(*rest) for path, port, *rest in rows} for _, rows in told]
 
 
-def _added(
-    plans: list[Plans], states: dict[Place, dict[str, Tensor]], known: dict[str, Stat], group: Any
+def _union(plans: list[Plans]) -> Plans:
+    """All places, in the order of the first rank that has them, with the statistics that none has given up there."""
+    union: Plans = {}
+    for theirs in plans:
+        for place, plan in theirs.items():
+            known = union.setdefault(place, plan)
+            shapes = {key: shape for key, shape in known.shapes.items() if key in plan.shapes}
+            union[place] = known._replace(names=[name for name in known.names if name in plan.names], shapes=shapes)
+            for key, shape in shapes.items():
+                if shape != plan.shapes[key]:
+                    raise SessionError(
+                        f"the ranks have {key} of different sizes for the {place[1]} of {place[0]!r}: {shape} and"
+                        f" {plan.shapes[key]}"
+                    )
+    return union
+
+
+def _merged(
+    union: Plans, plans: list[Plans], states: dict[Place, dict[str, Tensor]], known: dict[str, Stat], group: Any
 ) -> dict[Place, dict[str, Tensor]]:
     """The states of all ranks together."""
-    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    rank = dist.get_rank(group)
     slots: list[tuple[Place, str, Tensor]] = []  # of every state, one or one a rank
-    for place, plan in _union(plans).items():
+    for place, plan in union.items():
         for key, shape in plan.shapes.items():
-            copies = 1 if known[key].additive else world
-            slot = torch.zeros(copies, *shape, dtype=torch.float64)
-            if key in states.get(place, {}):
+            copies = 1 if known[key].additive else len(plans)
+            slot = torch.zeros(copies, *shape, dtype=torch.float64, device="cpu")
+            if place in states:
                 slot[rank % copies] = states[place][key]
             slots.append((place, key, slot))
-    packed = torch.cat([slot.reshape(-1) for *_, slot in slots] or [torch.zeros(1, dtype=torch.float64)])
-    packed = packed.to(_device(group))
+    empty = torch.zeros(1, dtype=torch.float64, device="cpu")
+    packed = torch.cat([slot.reshape(-1) for *_, slot in slots] or [empty]).to(_device(group))
     dist.all_reduce(packed, dist.ReduceOp.SUM, group)
-    packed = packed.cpu()
     merged: dict[Place, dict[str, Tensor]] = {}
+    rest = packed.cpu()
     for place, key, slot in slots:
-        found, packed = packed[: slot.numel()].view(slot.shape), packed[slot.numel() :]
+        found, rest = rest[: slot.numel()].view(slot.shape), rest[slot.numel() :]
         if not known[key].additive:
             found = found[[place in theirs for theirs in plans]]
         merged.setdefault(place, {})[key] = known[key].merge(found)
     return merged
-
-
-def _union(plans: list[Plans]) -> Plans:
-    """All places, in the order of the first rank that has them."""
-    union: Plans = {}
-    for theirs in plans:
-        for place, plan in theirs.items():
-            if union.setdefault(place, plan).shapes != plan.shapes:
-                raise SessionError(
-                    f"the ranks have states of different shapes for the {place[1]} of {place[0]!r}"
-                    f" ({union[place].shapes} and {plan.shapes}); measure the same statistics everywhere"
-                )
-    return union
-
-
-def _known(snapshot: Snapshot) -> dict[str, Stat]:
-    """The statistics by name and by key."""
-    stats = (Moments(), *snapshot.stats)
-    return {stat.key: stat for stat in stats} | {stat.name: stat for stat in stats}
-
-
-def _row(plan: Plan, states: dict[str, Tensor], known: dict[str, Stat], world: int) -> Row:
-    unknown = [name for name in plan.stats if name not in known]
-    if unknown:
-        raise SessionError(f"another rank collects {unknown[0]!r}, which this one knows nothing of; measure the same")
-    note = f"{plan.note}; of all {world} ranks" if plan.note else f"of all {world} ranks"
-    readers = {key: [lambda state=state: state] for key, state in states.items()}
-    return Row(tuple(known[name] for name in plan.stats), plan.label, note, readers)  # type: ignore[arg-type]
 
 
 def _device(group: Any) -> torch.device:

@@ -7,10 +7,15 @@ import torch
 from torchhook.core.passes import Page
 
 
+class Tick(Page):
+    """What a clock keeps of a pass: whether it is measured."""
+
+    __slots__ = ("active",)
+    active: bool
+
+
 class Clock:
     """Counts steps. Without an optimizer a step is a pass with gradients, or any pass as long as none had them."""
-
-    __slots__ = ("active", "by_passes", "every", "step", "trains")
 
     def __init__(self, every: int = 1, by_passes: bool = True) -> None:
         self.every = every
@@ -18,14 +23,16 @@ class Clock:
         self.step = -1 if by_passes else 0
         self.trains = False  # whether a pass had gradients
         self.active = True  # whether this step is measured
+        self.awaits = False  # whether a pass that is measured has not had its backward yet
+        self.answered = True  # whether a backward came since the last pass
 
     def advance(self) -> None:
         """The next step begins."""
         self.step += 1
         self.active = self.step % self.every == 0
 
-    def page(self, number: int, outside: bool) -> Page:
-        """A pass begins; as what keeps pages, the clock is told."""
+    def page(self, number: int, outside: bool) -> Tick:
+        """A pass begins; the clock is told, since it keeps something of each."""
         if self.by_passes and not outside:
             graded = torch.is_grad_enabled()
             if graded and not self.trains:
@@ -33,4 +40,13 @@ class Clock:
                 self.step = -1
             if graded or not self.trains:
                 self.advance()
-        return Page(number, outside, listed=True)
+        self.awaits = self.active or (self.awaits and not self.answered)
+        self.answered = False
+        tick = Tick(number, outside, listed=True)
+        tick.active = self.active
+        return tick
+
+    def is_backward_measured(self) -> bool:
+        """Whether the gradients that come now are of a step that is measured: of one of the passes before them."""
+        self.answered = True
+        return self.awaits if self.by_passes else self.active

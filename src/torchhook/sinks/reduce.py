@@ -12,18 +12,28 @@ from torch import Tensor, nn
 
 from torchhook.core.event import Event
 from torchhook.core.passes import Pass, Scope
-from torchhook.core.shards import local
 from torchhook.core.site import Site
-from torchhook.core.snapshot import meaningful
+from torchhook.core.snapshot import snapshot
 from torchhook.core.tap import Act, Receive, Sink, Tap, at_once
 from torchhook.core.trees import Address, Arguments, leaves
-from torchhook.sinks.clock import Clock
+from torchhook.sinks.clock import Clock, Tick
 from torchhook.sinks.shelf import Block, Shelf, sent
 from torchhook.stats import Stat, named
 from torchhook.stats.reading import Row, Snapshot
+from torchhook.stats.stat import counted
 from torchhook.text import warn
 
 _making = threading.RLock()
+
+NOTES = {
+    "input": "what the module was called with, in every call",
+    "output": "what the module returned, in every call",
+    "grad_input": "as the backward computed it; scaled like the loss, if that is scaled",
+    "grad_output": "as the backward computed it; scaled like the loss, if that is scaled",
+    "param": "as the forward used it, in every pass",
+    "param_grad": "as accumulated after every backward; scaled like the loss, if that is scaled",
+}
+"""What a number is about, by its port."""
 
 
 class Cell:
@@ -109,9 +119,13 @@ class Reduce(Sink):
 
     def __init__(self, *stats: Stat | str, clock: Clock | None = None) -> None:
         self.stats = [named(stat) for stat in stats or ("moments",)]
-        if len({stat.name for stat in self.stats}) < len(self.stats):
-            raise ValueError("two of the stats have the same name; give one of them another")
-        self.clock = clock
+        by_key: dict[str, Stat] = {}
+        for stat in self.stats:
+            other = by_key.setdefault(stat.key, stat)
+            related = isinstance(stat, type(other)) or isinstance(other, type(stat))
+            if other is not stat and (other.name == stat.name or not related):
+                raise ValueError(f"{other!r} and {stat!r} have the same name; give one of them another")
+        self.clock = clock or Clock()
         self.shelves = [Shelf()]
         self.cells: dict[tuple[str, str], Cell] = {}  # by path, and port with what leads to the tensor
 
@@ -122,18 +136,17 @@ class Reduce(Sink):
 
     def bind(self, tap: Tap, site: Site, module: nn.Module, scope: Scope) -> Act:
         """The act that adds what is at one site."""
-        if self.clock is not None:
-            scope.keep(self.clock)
-        reducing = Reducing(self, tap, site, module)
+        reducing = Reducing(self, tap, site, module, scope.keep(self.clock))
         by_port: dict[str, Act] = {
             "grad_input": reducing.ask,
             "grad_output": reducing.ask,
             "input": reducing.see_input,
             "param": reducing.see_parameter,
+            "param_grad": reducing.see_parameter_gradient,
         }
         return by_port.get(site.port, reducing.see)
 
-    def cell(self, site: Site, module: nn.Module | None, address: Address = (), note: str = "") -> Cell:
+    def cell(self, site: Site, module: nn.Module | None, address: Address = ()) -> Cell:
         """Where the tensor at `address` in the value at `site` is added up."""
         key = site.path, site.port + "".join(f"[{step!r}]" for step in address)
         with _making:
@@ -141,7 +154,9 @@ class Reduce(Sink):
                 module = None if "param" in site.port else module
                 label = "" if module is None else type(module).__name__
                 stats = [stat.bound(module) for stat in self.stats]
-                self.cells[key] = Cell(self.shelves[0], stats, f"the {key[1]} of {site.path!r}", label, note)
+                self.cells[key] = Cell(
+                    self.shelves[0], stats, f"the {key[1]} of {site.path!r}", label, NOTES.get(site.port, "")
+                )
             return self.cells[key]
 
     def snapshot(self) -> Snapshot:
@@ -164,43 +179,49 @@ class Reduce(Sink):
 class Reducing:
     """What a sink does at one site."""
 
-    def __init__(self, reduce: Reduce, tap: Tap, site: Site, module: nn.Module) -> None:
+    def __init__(self, reduce: Reduce, tap: Tap, site: Site, module: nn.Module, page: int) -> None:
         self.reduce = reduce
-        self.clock = reduce.clock or Clock()
         self.tap = tap
         self.site = site
         self.module = module
+        self.page = page  # where a pass has the clock's, which says whether it is measured
         self.cells: dict[Address, Cell] = {}
+
+    def is_measured(self, pass_: Pass) -> bool:
+        """Whether the clock says so."""
+        tick = pass_.pages[self.page]
+        assert isinstance(tick, Tick)
+        return tick.active
 
     @at_once
     def see(self, pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> None:
         """Add every tensor in `value`."""
-        if not self.clock.active:
-            return
-        if self.tap.transform is not None:
-            value = self.tap.transformed(value, self.site)
-        if isinstance(value, Tensor):
-            (self.cells.get(()) or self.cell(())).update(value)
-            return
-        for address, leaf in leaves(value):
-            (self.cells.get(address) or self.cell(address)).update(leaf)
+        if self.is_measured(pass_):
+            self.add(value)
 
     @at_once
     def see_input(self, pass_: Pass, call: int, value: Arguments, args: tuple[Any, ...]) -> None:
         """The same, of what the module is called with: positions and names are the keys."""
-        both: dict[Any, Any] = {**dict(enumerate(value.args)), **value.kwargs}
-        self.see(pass_, call, value.unwrapped() if len(both) == 1 else both, args)
+        if self.is_measured(pass_):
+            both: dict[Any, Any] = {**dict(enumerate(value.args)), **value.kwargs}
+            self.add(value.unwrapped() if len(both) == 1 else both)
 
     @at_once
     def see_parameter(self, pass_: Pass, call: int, value: Tensor, args: tuple[Any, ...]) -> None:
         """The same, once a pass, however often the module is called in it."""
-        if not call:
-            self.see(pass_, call, value, args)
+        if not call and self.is_measured(pass_):
+            self.add(value)
+
+    @at_once
+    def see_parameter_gradient(self, pass_: Pass, call: int, value: Tensor, args: tuple[Any, ...]) -> None:
+        """The same, in the backward."""
+        if self.reduce.clock.is_backward_measured():
+            self.add(value)
 
     @at_once
     def ask(self, pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> Receive | None:
         """Want the gradients of `value`."""
-        if not self.clock.active:
+        if not self.is_measured(pass_):
             return None
         for address, leaf in leaves(value):  # now, for gradients come in another order
             if address not in self.cells and leaf.requires_grad:
@@ -209,8 +230,19 @@ class Reducing:
 
     def receive(self, leaf: int, address: Address, gradient: Tensor) -> None:
         """Add a gradient."""
-        gradient = self.tap.transformed(gradient, self.site)
+        if self.tap.transform is not None:
+            gradient = self.tap.transformed(snapshot(gradient), self.site)
         (self.cells.get(address) or self.cell(address)).update(gradient)
+
+    def add(self, value: Any) -> None:
+        """Add every tensor in `value`."""
+        if self.tap.transform is not None:
+            value = self.tap.transformed(snapshot(value), self.site)
+        if isinstance(value, Tensor):
+            (self.cells.get(()) or self.cell(())).update(value)
+            return
+        for address, leaf in leaves(value):
+            (self.cells.get(address) or self.cell(address)).update(leaf)
 
     def cell(self, address: Address) -> Cell:
         """Where the tensor at `address` is added up."""
@@ -222,18 +254,6 @@ def _is_plain(x: Tensor) -> bool:
     """Whether `x` is as `counted` would make it; ask it of whole numbers."""
     is_dense = x.layout is torch.strided and not x.is_nested and not x.is_neg()
     return type(x) is Tensor and not x.requires_grad and x.is_floating_point() and is_dense
-
-
-def counted(x: Tensor) -> Tensor:
-    """`x` as plain numbers without a graph: of a sharded tensor what is here, of a sparse one all, zeros too."""
-    x = local(meaningful(x).detach())
-    if x.is_quantized:
-        x = x.dequantize()
-    if x.is_nested:
-        x = torch.cat([part.reshape(-1) for part in x.unbind()])
-    if x.layout is not torch.strided:
-        x = x.to_dense()
-    return (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).resolve_neg()
 
 
 def _nth(read: Callable[[], Tensor], number: int) -> Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
+from torchhook.errors import TapError
 from torchhook.stats.stat import Stat
 
 _BLOCK = 4 << 20  # bytes, about
@@ -44,6 +45,8 @@ class Shelf:
 
     def place(self, stat: Stat, x: Tensor) -> tuple[Block, int]:
         """A state for values like `x`: its block, and its number there."""
+        if x.is_meta:
+            raise TapError("a tensor on the meta device has no values")
         with torch.inference_mode(False):  # or it could not be written to later
             empty = stat.empty(x)
             blocks = self._blocks.setdefault((stat.key, empty.device, empty.shape), [])
@@ -77,7 +80,7 @@ def _sent(numbers: Tensor, device: torch.device) -> Callable[[], Tensor]:
     if device.type != "cuda":
         here = numbers.cpu()
         return lambda: here
-    host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    host = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
     host.copy_(numbers, non_blocking=True)
     arrival = torch.cuda.Event()
     arrival.record(torch.cuda.current_stream(device))

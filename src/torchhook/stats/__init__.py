@@ -34,6 +34,8 @@ def named(stat: Stat | str) -> Stat:
     Moments()
     """
     if isinstance(stat, Stat):
+        if not isinstance(getattr(stat, "name", None), str):
+            raise TypeError(f"a {type(stat).__name__} has no name to read it by; give the class one: name = ...")
         return stat
     if not isinstance(stat, str):
         raise TypeError(f"stats must be names or Stat objects such as Moments(), not {stat!r}")

@@ -10,9 +10,7 @@ from torch import Tensor, nn
 
 from torchhook.stats.stat import Stat
 
-# What these give has its units in the second dimension, at any number of dimensions.
 _SECOND = (
-    nn.modules.conv._ConvNd,
     nn.modules.batchnorm._NormBase,
     nn.GroupNorm,
     nn.modules.pooling._MaxPoolNd,
@@ -42,24 +40,36 @@ class ByUnit(Stat):
 
     def __init__(self, dim: int | None = None) -> None:
         self.dim = dim
-        self._second_or_last: int | None = None  # told by the module
+        self._told: int | None = None  # the dimension, by the module
 
     def bound(self, module: nn.Module | None) -> Stat:
-        if self.dim is not None:
-            return self
         twin = copy.copy(self)
-        twin.dim = 0 if module is None else None
-        twin._second_or_last = 1 if isinstance(module, _SECOND) else -1 if isinstance(module, _LAST) else None
+        twin._told = _dimension(module)
         return twin
 
-    def by_unit(self, x: Tensor) -> Tensor:
-        """The values in `x` as a matrix with a row for each unit."""
+    def by_unit(self, x: Tensor, units: int | None = None) -> Tensor:
+        """The values in `x` as a matrix with a row for each unit, of which there are `units` if that is known."""
         if x.dim() < 2:
-            return x.reshape(-1, 1)
-        dim = self.dim
-        if dim is None:
-            dim = self._second_or_last or (-1 if x.dim() == 3 else 1)
-        return x.movedim(dim, 0).flatten(1)
+            matrix = x.reshape(-1, 1)
+        else:
+            guess = -1 if x.dim() == 3 else 1
+            dim = self.dim if self.dim is not None else self._told if self._told is not None else guess
+            matrix = x.movedim(dim, 0).flatten(1)
+        if units is not None and len(matrix) != units:
+            raise ValueError(
+                f"there were {units} units, and now there are {len(matrix)}; if another dimension has them, pass"
+                f" {type(self).__name__}(dim=...) in stats="
+            )
+        return matrix
+
+
+def _dimension(module: nn.Module | None) -> int | None:
+    """Where the units are in what `module` gives, or in a parameter; None if that is not known."""
+    if module is None:
+        return 0
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return -1 - len(module.kernel_size)  # with a batch or without
+    return 1 if isinstance(module, _SECOND) else -1 if isinstance(module, _LAST) else None
 
 
 class Channels(ByUnit):
@@ -79,21 +89,18 @@ class Channels(ByUnit):
         return torch.zeros(5, self.by_unit(x).shape[0], dtype=torch.float64, device=x.device)
 
     def update(self, state: Tensor, x: Tensor) -> None:
-        x = self.by_unit(x)
-        if len(x) != state.shape[-1]:
-            raise ValueError(
-                f"there were {state.shape[-1]} units, and now there are {len(x)}; if another dimension has the units,"
-                " pass Channels(dim=...) in stats="
-            )
+        x = self.by_unit(x, state.shape[-1])
         x = x if x.dtype == torch.float64 else x.float()
         finite = x.isfinite()
         known = x.where(finite, 0)
         n = finite.sum(1)
-        mean = known.sum(1) / n.clamp(min=1)
+        some, wide = n.clamp(min=1), torch.float64  # sums of large numbers are too large for what they are sums of
+        mean = (known.sum(1, dtype=wide) / some).to(x.dtype)
         d = (x - mean[:, None]).where(finite, 0)
-        left = d.sum(1) / n.clamp(min=1)
-        m2 = (d - left[:, None]).where(finite, 0).square().sum(1)
-        new = torch.stack([n.double(), mean.double() + left.double(), m2, known.abs().sum(1), (known > 0).sum(1)])
+        left = d.sum(1, dtype=wide) / some
+        m2 = torch.linalg.vector_norm(d, dim=1, dtype=wide).square() - n * left.square()
+        size = torch.linalg.vector_norm(known, 1, dim=1, dtype=wide)
+        new = torch.stack([n.double(), mean.double() + left, m2.clamp(min=0), size, (known > 0).sum(1).double()])
         state.copy_(self.merge(torch.stack([state, new])))
 
     def merge(self, states: Tensor) -> Tensor:

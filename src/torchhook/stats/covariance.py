@@ -54,21 +54,16 @@ class Covariance(ByUnit):
         return torch.zeros(units + 1, units + 1, dtype=torch.float64, device=x.device)
 
     def update(self, state: Tensor, x: Tensor) -> None:
-        x = self.by_unit(x)
-        x = x if x.dtype == torch.float64 else x.float()
+        x = self.by_unit(x, len(state) - 1).double()  # single precision may mean less, as torch is set for products
         finite = x.isfinite().all(0)
-        known = x.where(finite, 0)
         n = finite.sum()
-        mean = known.sum(1) / n.clamp(min=1)
+        mean = x.where(finite, 0).sum(1) / n.clamp(min=1)
         d = (x - mean[:, None]).where(finite, 0)
-        with torch.autocast(x.device.type, enabled=False):
-            products = (d @ d.T).double()
-        mean, left = mean.double(), d.sum(1).double()
-        total = left + n * mean
+        total, left = d.sum(1) + n * mean, d.sum(1)
         state[0, 0] += n
         state[0, 1:] += total
         state[1:, 0] += total
-        state[1:, 1:] += products + torch.outer(mean, left) + torch.outer(left, mean) + n * torch.outer(mean, mean)
+        state[1:, 1:] += d @ d.T + torch.outer(mean, left) + torch.outer(left, mean) + n * torch.outer(mean, mean)
 
     def compute(self, state: Tensor) -> Spread:
         n, total = state[0, 0], state[0, 1:]

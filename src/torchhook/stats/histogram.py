@@ -7,7 +7,6 @@ octave has four bins of equal width, for each sign and at every scale, and which
 from __future__ import annotations
 
 import math
-import sys
 from typing import NamedTuple
 
 import torch
@@ -33,8 +32,7 @@ class Bins(NamedTuple):
         The true one lies in the same bin, so this one is off by less than a quarter of it. Of values spread over
         several octaves it is off by about a hundredth; of values that all lie in a few bins, by more.
         """
-        if not 0 <= q <= 1:
-            raise ValueError(f"q must lie in [0, 1], not {q!r}")
+        require_fraction(q)
         if not len(self.counts):
             return math.nan
         below = self.counts.cumsum(0)
@@ -43,7 +41,7 @@ class Bins(NamedTuple):
         before = float(below[number] - self.counts[number])
         inside = (wanted - before) / float(self.counts[number].clamp(min=1))
         low, high = self.edges[number : number + 2].tolist()
-        return float(low + (high - low) * inside)
+        return 0.0 if 0 in (low, high) else float(low + (high - low) * inside)  # zeros are far more than denormals
 
 
 class Histogram(Stat):
@@ -61,7 +59,7 @@ class Histogram(Stat):
 
     @property
     def key(self) -> str:
-        return "bins"
+        return Histogram.name
 
     def update(self, state: Tensor, x: Tensor) -> None:
         kernels(x.device).histogram(state, x)
@@ -85,6 +83,8 @@ class Quantiles(Histogram):
     name = "quantiles"
 
     def __init__(self, *q: float) -> None:
+        for one in q:
+            require_fraction(one)
         self.q = q or (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 
     def compute(self, state: Tensor) -> dict[float, float]:  # type: ignore[override]
@@ -92,9 +92,15 @@ class Quantiles(Histogram):
         return {q: bins.quantile(q) for q in self.q}
 
 
+def require_fraction(q: float) -> None:
+    """Raise unless `q` lies in [0, 1]."""
+    if not 0 <= q <= 1:
+        raise ValueError(f"q must lie in [0, 1], not {q!r}")
+
+
 def _edges() -> Tensor:
-    above = (torch.arange(_FINITE, dtype=torch.int32) << 21).view(torch.float32).double()
-    above = torch.cat([above, above.new_tensor([sys.float_info.max])])
+    above = (torch.arange(_FINITE, dtype=torch.int32, device="cpu") << 21).view(torch.float32).double()
+    above = torch.cat([above, above.new_tensor([2.0**128])])
     return torch.cat([-above.flip(0), above[1:]])
 
 

@@ -20,6 +20,22 @@ from torchhook.stats.moments import Moments, Summary
 from torchhook.stats.stat import Stat
 from torchhook.text import html_table, table
 
+FLAGS = {
+    "output": "outputs",
+    "input": "inputs",
+    "grad_output": "grads",
+    "param": "params",
+    "param_grad": "param_grads",
+    "param_grad_norm": "param_grads",
+    "step_grad": "param_grads",
+    "step_grad_norm": "param_grads",
+    "param_norm": "updates",
+    "update": "updates",
+    "update_norm": "updates",
+    "update_ratio": "updates",
+}
+"""The argument of `measure` that asks for a port."""
+
 Place = tuple[str, str]
 """A path and a port; of a value that is not a single tensor, the port is followed by what leads to one of them."""
 
@@ -186,17 +202,19 @@ class Snapshot(Mapping[Any, Reading]):
         rows = {}
         for place, row in self.rows.items():
             states = Reading(place, row).states()
-            rows[place] = row._replace(states={key: [partial(_kept, state)] for key, state in states.items()})
+            rows[place] = row._replace(states={key: [partial(kept, state)] for key, state in states.items()})
         return {**vars(self), "rows": rows}
 
     def __getitem__(self, place: str | Place) -> Reading:
+        if not (isinstance(place, str) or (isinstance(place, tuple) and len(place) == 2)):
+            raise TypeError(f"write stats[path] for an output, or stats[path, port]; not {place!r}")
         path, port = (place, "output") if isinstance(place, str) else place
         path = self.aliases.get(path, path)
         if (path, port) in self.rows:
             return Reading((path, port), self.rows[path, port])
         inside = [known for known in self.rows if known[0] == path and known[1].startswith(f"{port}[")]
         if not inside:
-            raise NotRecordedError(f"nothing was measured of the {port} of {path!r}; {self._nearest(path)}")
+            raise NotRecordedError(f"nothing was measured of the {port} of {path!r}; {self._nearest(path, port)}")
         return Reading(inside[0], self.rows[inside[0]])
 
     def __iter__(self) -> Iterator[Place]:
@@ -217,6 +235,8 @@ class Snapshot(Mapping[Any, Reading]):
             return rows
         if kind not in ("pandas", "polars"):
             raise ValueError(f"kind must be 'pandas', 'polars', 'list' or None, not {kind!r}")
+        if not find_spec(kind):
+            raise ImportError(f"table({kind!r}) needs {kind}: pip install {kind}")
         return import_module(kind).DataFrame(rows)
 
     def __repr__(self) -> str:
@@ -244,12 +264,16 @@ class Snapshot(Mapping[Any, Reading]):
             rows.append([line["site"] or "''", line["module"], line["port"], *short])
         return ["site", "module", "port", *shown], rows
 
-    def _nearest(self, path: str) -> str:
-        ports = [port for known, port in self.rows if known == path]
+    def _nearest(self, path: str, port: str) -> str:
+        asked = FLAGS.get(port)
+        ports = [known for other, known in self.rows if other == path]
+        if asked and not any(known == port for _, known in self.rows):
+            return f"pass {asked}=True to measure"
         return f"of it there is: {', '.join(ports)}" if ports else nearest(path, {known for known, _ in self.rows})
 
 
-def _kept(state: Tensor) -> Tensor:
+def kept(state: Tensor) -> Tensor:
+    """A state that is there already, as what a row has to read it by."""
     return state
 
 

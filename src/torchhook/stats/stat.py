@@ -12,6 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from torchhook.core.shards import local
+from torchhook.core.snapshot import meaningful
+
 
 class Stat(ABC):
     """A statistic of values that come one tensor at a time.
@@ -24,14 +27,15 @@ class Stat(ABC):
     ...
     ...     def update(self, state, x):
     ...         near = (x.abs() < 1e-3).sum()
-    ...         state += torch.stack([near, near.new_tensor(x.numel())])
+    ...         state += torch.stack([near, near.new_full((), x.numel())])
     ...
     ...     def compute(self, state):
     ...         return float(state[0] / state[1])
     >>> NearZero().of(torch.tensor([0.0, 1e-6, 1.0, 2.0]))
     0.5
 
-    What `update` does with the state must not wait for the device: no ``item()``, no ``if`` on a tensor.
+    `update` is given the tensor that flows, which it must not write to. It must not wait for the device either: no
+    ``item()``, no ``if`` on a tensor, no ``torch.tensor`` of a number.
     """
 
     name: ClassVar[str]
@@ -74,11 +78,29 @@ class Stat(ABC):
         >>> Moments().of(torch.tensor([1.0, 2.0]), torch.tensor([6.0])).mean
         3.0
         """
-        state = self.empty(tensors[0])
+        state = self.empty(counted(tensors[0]))
         for x in tensors:
-            self.update(state, x.detach())
+            self.update(state, counted(x))
         return self.compute(self.settle(state[None])[0].cpu())
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if name[0] != "_")
         return f"{type(self).__name__}({settings})"
+
+
+def counted(x: Tensor) -> Tensor:
+    """`x` as plain numbers without a graph.
+
+    Of a sharded tensor it is what is here, of a sparse one all, zeros too; complex numbers are two each, the imaginary
+    parts after the real ones.
+    """
+    x = local(meaningful(x).detach())
+    if x.is_quantized:
+        x = x.dequantize()
+    if x.is_nested:
+        x = torch.cat([part.reshape(-1) for part in x.unbind()])
+    if x.layout is not torch.strided:
+        x = x.to_dense()
+    if x.is_complex():
+        x = torch.cat([x.real, x.imag]) if x.dim() else torch.stack([x.real, x.imag])
+    return x.resolve_neg()

@@ -48,6 +48,7 @@ class TopK(Stat):
         if x.dim() > _DIMS:
             x = x.flatten(_DIMS - 1)
         flat = x.reshape(-1)
+        flat = flat.float() if x.is_floating_point() and x.element_size() == 1 else flat
         flat = flat.where(~flat.isnan(), -math.inf) if x.is_floating_point() else flat.double()
         values, places = flat.topk(min(self.k, flat.numel()))
         new = self.empty(x)

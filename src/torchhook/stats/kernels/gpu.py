@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchhook.stats.kernels.native import dense, source
+from torchhook.stats.kernels.native import address, dense, source
 from torchhook.stats.kernels.plain import Plain
 
 _KINDS = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
@@ -33,14 +33,14 @@ class GPU(Plain):
 
     def moments(self, state: Tensor, x: Tensor) -> None:
         """Add the values in `x` to the rows in `state`, each of which is one block's."""
-        if x.dtype in _KINDS:
+        if x.dtype in _KINDS and type(x) is Tensor:
             self._launch("moments", state, x)
         else:
             super().moments(state, x)
 
     def histogram(self, state: Tensor, x: Tensor) -> None:
         """Add the values in `x` to the bins in `state`."""
-        if x.dtype in _KINDS:
+        if x.dtype in _KINDS and type(x) is Tensor:
             self._launch("histogram", state, x)
         else:
             super().histogram(state, x)
@@ -48,7 +48,7 @@ class GPU(Plain):
     def _launch(self, name: str, state: Tensor, x: Tensor) -> None:
         kernel = self.kernels.get((name, x.dtype)) or self._compile(name, x.dtype)
         x = dense(x)
-        data, n, out = ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(x.numel()), ctypes.c_void_p(state.data_ptr())
+        data, n, out = ctypes.c_void_p(address(x)), ctypes.c_int64(x.numel()), ctypes.c_void_p(state.data_ptr())
         arguments = (ctypes.c_void_p * 3)(*map(ctypes.addressof, (data, n, out)))
         blocks = min(self.blocks[name], -(-x.nbytes // _A_BLOCK)) or 1
         stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(self.index))

@@ -35,10 +35,10 @@ class Native(Plain):
 
     def _run(self, name: str, state: Tensor, x: Tensor) -> bool:
         function = self.functions.get((name, x.dtype)) or self._function(name, x.dtype)
-        if function is None:
+        if function is None or type(x) is not Tensor:
             return False
         x = dense(x)
-        function(x.data_ptr(), x.numel(), torch.get_num_threads(), state.data_ptr())
+        function(address(x), x.numel(), torch.get_num_threads(), state.data_ptr())
         return True
 
     def _function(self, name: str, dtype: torch.dtype) -> Any:
@@ -56,6 +56,12 @@ def dense(x: Tensor) -> Tensor:
     if x.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense.default(x):
         return x
     return x.contiguous()
+
+
+def address(x: Tensor) -> int:
+    """Where the values of `x` lie. (To ask for its ``data_ptr`` would end a copy on write, for one may write there.)"""
+    storage: int = torch._C._data_address(x)  # type: ignore[attr-defined]
+    return storage + int(x.storage_offset()) * x.element_size()
 
 
 def source(name: str) -> str:

@@ -60,7 +60,7 @@ def moments_of(x: Tensor) -> Tensor:
     mean = mean + (known - mean).where(finite, 0.0).sum() / n.clamp(min=1)  # what rounding left over
     d = (known - mean).where(finite, 0.0)
     q = d * d
-    counts = [n.new_tensor(x.numel()), x.isnan().sum(), (x == math.inf).sum(), (x == -math.inf).sum(), (x == 0).sum()]
+    counts = [n.new_full((), x.numel()), x.isnan().sum(), (x == math.inf).sum(), (x == -math.inf).sum(), (x == 0).sum()]
     powers = [mean, known.abs().sum(), q.sum(), (q * d).sum(), (q * q).sum()]
     extremes = [x.where(finite, math.inf).amin(), x.where(finite, -math.inf).amax()]
     return torch.stack([number.double() for number in (*counts, *powers, *extremes)])
