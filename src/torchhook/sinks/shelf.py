@@ -45,10 +45,10 @@ class Shelf:
 
     def place(self, stat: Stat, x: Tensor) -> tuple[Block, int]:
         """A state for values like `x`: its block, and its number there."""
-        if x.is_meta:
-            raise TapError("a tensor on the meta device has no values")
         with torch.inference_mode(False):  # or it could not be written to later
             empty = stat.empty(x)
+            if empty.is_meta or type(empty) is not Tensor:  # as under FakeTensorMode
+                raise TapError(f"a {type(empty).__name__} on the {empty.device} device has no values")
             blocks = self._blocks.setdefault((stat.key, empty.device, empty.shape), [])
             if not blocks or blocks[-1].used == blocks[-1].room:
                 blocks.append(Block(stat, empty))
