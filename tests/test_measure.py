@@ -675,7 +675,7 @@ def test_memory_does_not_grow_with_the_steps():
                 gc.collect()
                 alive = sum(issubclass(type(known), torch.Tensor) for known in gc.get_objects())
                 held.append((bytes_held(stats), alive))
-    assert held[0][0] > 0 and held[0] == held[1]
+    assert held[0][0] > 0 and held[0][0] == held[1][0] and held[0][1] >= held[1][1]
     assert stats["0"].count == 300 * 15 and stats["0.weight", "update_ratio"].count == 300
 
 
