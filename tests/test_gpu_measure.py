@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 
 import pytest
 import torch
@@ -132,12 +133,14 @@ def ready():
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
+@pytest.mark.filterwarnings("default")
 def test_nothing_waits_for_the_device():
     model, optimizer = ready()
     with everything(model, optimizer) as stats:
         training(model, optimizer, 2)  # compiles the kernels
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
+        warnings.simplefilter("error")  # a statistic that raises would be given up
         try:
             training(model, optimizer, 3)
             window = stats.snapshot()
@@ -147,6 +150,32 @@ def test_nothing_waits_for_the_device():
             torch.cuda.set_sync_debug_mode("default")
         assert window["0"].count == 5 * 32 * 8 * 14 * 14
         assert stats["0"].count == 32 * 8 * 14 * 14
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float64])
+def test_what_the_kernel_does_not_know_is_not_waited_for_either(dtype):
+    model = nn.Sequential(nn.Identity())
+    x = torch.arange(6, device="cuda").to(dtype)
+    with measure(model, inputs=True, stats=ALL) as stats, warnings.catch_warnings():
+        model(x)
+        warnings.simplefilter("error")
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            model(x)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert stats["0", "input"].count == 12 and stats["0"].histogram().counts.sum() == 12
+
+
+def test_another_default_device():
+    torch.set_default_device("cuda")
+    try:
+        model = nn.Sequential(nn.Linear(4, 4))
+        with measure(model, stats=ALL) as stats:
+            model(torch.ones(2, 4))
+    finally:
+        torch.set_default_device(None)
+    assert stats["0"].count == 8 and stats["0"].histogram().edges.device.type == "cpu"
 
 
 def test_observers_change_nothing_and_memory_is_constant():
