@@ -112,7 +112,7 @@ class Stats(Mapping[Any, Reading]):
         return iter(self.snapshot())
 
     def __len__(self) -> int:
-        return len(self.snapshot())
+        return 0 if self._session.state == "new" else len(self.snapshot())
 
     def items(self) -> ItemsView[Any, Reading]:
         """Places and readings of one moment."""
