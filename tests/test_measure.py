@@ -236,6 +236,7 @@ def test_parameters_that_several_queries_select_count_once(queries):
     check_moments(stats["0.0.weight", "param_grad"], weight.grad)
 
 
+@pytest.mark.matrix("checkpointing", "`measure` counts every call once, reentrant or not")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_what_a_checkpoint_computes_again_is_not_counted_again(reentrant):
     class Model(nn.Module):

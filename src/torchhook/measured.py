@@ -123,8 +123,8 @@ class Stats(Mapping[Any, Reading]):
         return self.snapshot().values()
 
     def __repr__(self) -> str:
-        said = "not attached yet" if self._session.state == "new" else f"\n{self.snapshot()!r}"
-        return f"Stats of {type(self._session.model).__name__}: {said}"
+        said = ": not attached yet" if self._session.state == "new" else f"\n{self.snapshot()!r}"
+        return f"Stats of {type(self._session.model).__name__}{said}"
 
     def _repr_html_(self) -> str:
         return self.snapshot()._repr_html_()
