@@ -11,7 +11,7 @@ from torchhook.core.session import Session
 from torchhook.errors import SessionError
 from torchhook.sinks.reduce import Reduce
 from torchhook.stats.reading import Place, Reading, Snapshot
-from torchhook.stepping import Steps
+from torchhook.stepping.steps import Steps
 from torchhook.text import warn
 
 

@@ -16,7 +16,7 @@ from torchhook.measured import Stats
 from torchhook.sinks.clock import Clock
 from torchhook.sinks.reduce import Reduce
 from torchhook.stats import Channels, Stat, named
-from torchhook.stepping import Steps
+from torchhook.stepping.steps import Steps
 
 
 def measure(

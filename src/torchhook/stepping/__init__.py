@@ -1,0 +1,1 @@
+"""What an optimizer does to parameters: their values, the gradients it is given, the updates it makes."""

@@ -1,0 +1,31 @@
+"""Which GradScaler multiplies the loss. Nobody tells; but who steps an optimizer is on the stack."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from types import FrameType
+
+from torch.amp import GradScaler
+
+_STEPS = (GradScaler.step.__code__, GradScaler._maybe_opt_step.__code__)
+
+
+def only_scaler() -> GradScaler | None:
+    """The GradScaler that has scaled something, if it is just one: nobody tells before the first step which it is."""
+    found = [known for known in gc.get_objects() if issubclass(type(known), GradScaler)]
+    used = [scaler for scaler in found if scaler.is_enabled() and scaler._scale is not None]
+    return used[0] if len(used) == 1 else None
+
+
+def scaler_that_steps() -> GradScaler | None:
+    """The GradScaler that has called the optimizer, if one has."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(16):
+        if frame is None:
+            break
+        if frame.f_code in _STEPS:  # asking any other for its variables would keep those alive
+            scaler: GradScaler = frame.f_locals["self"]
+            return scaler if scaler.is_enabled() else None
+        frame = frame.f_back
+    return None
