@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,14 +13,11 @@ from torchhook.core.site import Site
 from torchhook.core.snapshot import snapshot
 from torchhook.core.tap import Act, Receive, Sink, Tap, at_once
 from torchhook.core.trees import Address, Arguments, leaves
+from torchhook.sinks.cell import Cell, making
 from torchhook.sinks.clock import Clock, Tick
-from torchhook.sinks.shelf import Block, Shelf, sent
+from torchhook.sinks.shelf import Shelf, sent
 from torchhook.stats import Stat, named
-from torchhook.stats.reading import Row, Snapshot
-from torchhook.stats.stat import counted
-from torchhook.text import warn
-
-_making = threading.RLock()
+from torchhook.stats.reading import Snapshot
 
 NOTES = {
     "input": "what the module was called with, in every call",
@@ -34,74 +28,6 @@ NOTES = {
     "param_grad": "as accumulated after every backward; scaled like the loss, if that is scaled",
 }
 """What a number is about, by its port."""
-
-
-class Cell:
-    """The statistics of one tensor at one place, with a state for each device that it was seen on.
-
-    A statistic that raises is given up there, with a warning: to be measured must not stop a training.
-    """
-
-    __slots__ = ("_device", "_lock", "_pairs", "failed", "label", "name", "note", "places", "seen", "shelf", "stats")
-
-    def __init__(self, shelf: Shelf, stats: Iterable[Stat], name: str, label: str = "", note: str = "") -> None:
-        self.shelf = shelf
-        self.stats = tuple(stats)
-        self.name = name
-        self.label = label  # the class of the module
-        self.note = note  # what exactly is measured
-        self.seen = False
-        self.failed: dict[str, str] = {}  # why statistics are missing
-        self.places: dict[torch.device, dict[str, tuple[Block, int]]] = {}  # of the states, by their keys
-        self._lock = threading.Lock()  # for threads that share a session
-        self._device: torch.device | None = None
-        self._pairs: list[tuple[Stat, Tensor]] = []
-
-    def update(self, x: Tensor) -> None:
-        """Add the values in `x`."""
-        if not _is_plain(x):
-            x = counted(x)
-        with self._lock:
-            if x.device != self._device:
-                self.turn_to(x)
-            self.seen = True
-            for stat, state in self._pairs:
-                try:
-                    stat.update(state, x)
-                except Exception as error:  # noqa: PERF203 (each by itself)
-                    self._give_up(stat, error)
-
-    def turn_to(self, x: Tensor) -> None:
-        """Use the states for the device of `x`, made now if there are none."""
-        with _making:
-            places = self.places.setdefault(x.device, {})
-            for stat in self.stats:
-                if stat.key not in places:
-                    try:
-                        places[stat.key] = self.shelf.place(stat, x)
-                    except Exception as error:
-                        self._give_up(stat, error)
-            by_key = {stat.key: stat for stat in self.stats}  # some share their state
-            found = [(stat, *places[key]) for key, stat in by_key.items()]
-            self._pairs = [(stat, block.states[number]) for stat, block, number in found]
-            self._device = x.device
-
-    def row(self, readers: dict[Block, Callable[[], Tensor]]) -> Row:
-        """What can be read of it."""
-        states: dict[str, list[Callable[[], Tensor]]] = {stat.key: [] for stat in self.stats}
-        for places in self.places.values():
-            for key in states:
-                block, number = places[key]
-                states[key].append(partial(_nth, readers[block], number))
-        return Row(self.stats, self.label, self.note, states, self.failed)
-
-    def _give_up(self, stat: Stat, error: Exception) -> None:
-        reason = f"{type(error).__name__}: {error}"
-        given_up = [known.name for known in self.stats if known.key == stat.key]
-        self.stats = tuple(known for known in self.stats if known.key != stat.key)
-        self._pairs = [pair for pair in self._pairs if pair[0].key != stat.key]
-        self.failed = {**self.failed, **dict.fromkeys(given_up, reason)}
-        warn(f"{stat.name!r} is not collected of {self.name}, for it raised {reason:.300}")
 
 
 class Reduce(Sink):
@@ -149,7 +75,7 @@ class Reduce(Sink):
     def cell(self, site: Site, module: nn.Module | None, address: Address = ()) -> Cell:
         """Where the tensor at `address` in the value at `site` is added up."""
         key = site.path, site.port + "".join(f"[{step!r}]" for step in address)
-        with _making:
+        with making:
             if key not in self.cells:
                 module = None if "param" in site.port else module
                 label = "" if module is None else type(module).__name__
@@ -248,13 +174,3 @@ class Reducing:
         """Where the tensor at `address` is added up."""
         cell = self.cells[address] = self.reduce.cell(self.site, self.module, address)
         return cell
-
-
-def _is_plain(x: Tensor) -> bool:
-    """Whether `x` is as `counted` would make it; ask it of whole numbers."""
-    is_dense = x.layout is torch.strided and not x.is_nested and not x.is_neg()
-    return type(x) is Tensor and not x.requires_grad and x.is_floating_point() and is_dense
-
-
-def _nth(read: Callable[[], Tensor], number: int) -> Tensor:
-    return read()[number]

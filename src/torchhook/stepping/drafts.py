@@ -14,7 +14,7 @@ from torchhook.core.event import Event
 from torchhook.core.passes import Pass, Scope
 from torchhook.core.site import Site
 from torchhook.core.tap import Act, Sink, Tap, at_once
-from torchhook.sinks.reduce import Cell
+from torchhook.sinks.cell import Cell
 from torchhook.sinks.shelf import Block, Shelf
 from torchhook.stats import Moments, Stat
 from torchhook.stats.stat import counted

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchhook.sinks.reduce import Cell
+from torchhook.sinks.cell import Cell
 from torchhook.sinks.shelf import Block, Shelf
 from torchhook.stats import Moments
 from torchhook.stats.kernels.plain import empty_moments, merged_moments, moments_of_each

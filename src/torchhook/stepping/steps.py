@@ -16,7 +16,8 @@ from torchhook.core.selection import Selector
 from torchhook.core.session import Session
 from torchhook.core.site import Site
 from torchhook.core.tap import Tap
-from torchhook.sinks.reduce import Cell, Reduce
+from torchhook.sinks.cell import Cell
+from torchhook.sinks.reduce import Reduce
 from torchhook.stats.stat import counted
 from torchhook.stepping.drafts import Drafts
 from torchhook.stepping.notes import NOTES
