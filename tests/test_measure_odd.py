@@ -1,5 +1,6 @@
 """Odd things that models, optimizers and programs do while they are measured."""
 
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint
 
 from torchhook import Channels, Covariance, NotRecordedError, Quantiles, Reduce, Session, Stat, Tap, capture, measure
 from torchhook.stats.kernels import kernels
@@ -161,7 +163,7 @@ def test_quantiles_of_zeros_and_of_a_constant():
         with measure(model, stats=("moments", "quantiles")) as stats:
             model(torch.full((100,), constant))
         assert [stats["0"].quantile(q) for q in (0, 0.5, 1)] == [constant] * 3
-    with pytest.raises(ValueError, match=r"q must lie in \[0, 1\], not 50"):
+    with pytest.raises(ValueError, match=r"q must be a number in \[0, 1\], not 50"):
         Quantiles(50)
 
 
@@ -224,3 +226,74 @@ def test_without_a_compiler_the_plain_kernels_are_used(tmp_path):
 
 def test_here_the_compiled_kernels_are_used():
     assert type(kernels(torch.device("cpu"))).__name__ == "Native"
+
+
+@pytest.mark.parametrize("queries", [("",), ("", "0")])
+def test_the_whole_model_selected_by_its_name(queries):
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 3))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with measure(model, *queries, updates=True, optimizer=optimizer) as stats:
+        trained(model, optimizer, 2)
+    assert {path for path, port in stats if port == "update"} == {path for path, _ in model.named_parameters()}
+
+
+def test_what_was_not_seen_yet_is_told_from_what_was_not_asked_for():
+    model = nn.Sequential(nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with measure(model, grads=True) as stats:
+        with pytest.raises(NotRecordedError, match="nothing was seen there yet, or since the last reset"):
+            stats["0"]
+        y = model(torch.ones(2, 4))
+        with pytest.raises(NotRecordedError, match="nothing of it was seen yet"):
+            stats["0", "grad_output"]
+        with pytest.raises(NotRecordedError, match="pass params=True to measure"):
+            stats["0.weight", "param"]
+        with pytest.raises(NotRecordedError, match="no such port, but there are output, input, grad_output"):
+            stats["0", "grad"]
+        y.sum().backward()
+    with pytest.raises(ValueError, match="nothing that ReLU selects has parameters"):
+        measure(nn.Sequential(nn.ReLU(), nn.Linear(2, 2)), nn.ReLU, updates=True, optimizer=optimizer).attach()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("verb", [capture, measure])
+def test_a_checkpoint_around_the_whole_model_is_not_counted_again(verb, reentrant):
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3))
+    x = torch.randn(2, 4, requires_grad=True)
+    with verb(model) as seen:
+        checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+        if verb is capture:
+            assert [len(seen[path]) for path in ("0", "1", "2")] == [1, 1, 1]
+        else:
+            assert [seen[path].count for path in ("0", "1", "2")] == [6, 6, 6]
+
+
+def test_an_update_that_returns_instead_of_writing_is_told():
+    class Returns(Stat):
+        name = "returns"
+
+        def update(self, state, x):
+            return state + x.sum()
+
+        def compute(self, state):
+            return float(state[0])
+
+    model = nn.Sequential(nn.Identity())
+    with pytest.warns(UserWarning, match="it has to write into the state instead"), measure(model, stats=Returns()):
+        model(torch.ones(2))
+
+
+def test_long_tables_are_cut_in_print_alone():
+    model = nn.Sequential(*[nn.Identity() for _ in range(130)])
+    with measure(model) as stats:
+        model(torch.ones(2))
+    assert "… and 30 more rows: .table() has all" in repr(stats) and "30 more" in stats._repr_html_()
+    assert len(stats.table("list")) == 130
+
+
+def test_readings_can_be_pickled():
+    model = nn.Sequential(nn.Identity())
+    with measure(model, stats=("moments", "quantiles")) as stats:
+        model(torch.ones(2))
+    reading = pickle.loads(pickle.dumps(stats["0"]))
+    assert reading.mean == 1 and reading.quantile(0.5) == 1

@@ -519,5 +519,7 @@ def test_what_is_no_optimizer_is_refused():
     with pytest.raises(ValueError, match="pass it as optimizer="):
         measure(model, updates=True)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with pytest.raises(ValueError, match="holds none"):
+    with pytest.raises(ValueError, match="nothing that '1' selects has parameters"):
         measure(model, "1", updates=True, optimizer=optimizer).attach()
+    with pytest.raises(ValueError, match="holds none"):
+        measure(net(), updates=True, optimizer=optimizer).attach()

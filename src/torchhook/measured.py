@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import weakref
 from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from types import TracebackType
@@ -88,6 +89,7 @@ class Stats(Mapping[Any, Reading]):
         if self._final is None:
             snapshot = self._reduce.snapshot()
             snapshot.aliases = self._session.aliases
+            snapshot.asked = frozenset(tap.port for tap in self._session.taps)
             if self._session.state != "detached":
                 return snapshot
             self._final = snapshot
@@ -127,7 +129,7 @@ class Stats(Mapping[Any, Reading]):
         return f"Stats of {type(self._session.model).__name__}{said}"
 
     def _repr_html_(self) -> str:
-        return self.snapshot()._repr_html_()
+        return html.escape(repr(self)) if self._session.state == "new" else self.snapshot()._repr_html_()
 
     def _leave_optimizer(self) -> None:
         if self._steps is not None:

@@ -58,7 +58,10 @@ def measure(
             gradients (or any pass, as long as none had them).
         stats: What to compute, by name or as `Stat` objects: ``"moments"``, ``"histogram"``, ``"quantiles"``,
             ``"channels"``, ``"covariance"``, ``"topk"``, or your own.
-        by: ``"channel"`` adds the statistics of each unit, ``stats[path].channels``.
+        by: ``"channel"`` adds the statistics of each unit, ``stats[path].channels``. The units are in the second
+            dimension of what convolutions, batch norms and poolings give, and in the last of what linear layers, layer
+            norms and attention give; elsewhere in the last of three, else in the second. If that is wrong for a model,
+            as for a ReLU after a Conv1d, pass ``stats=("moments", Channels(dim=1))`` instead.
         scope, on_silent, group: As for `capture`.
 
     >>> import torch

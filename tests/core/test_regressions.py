@@ -491,7 +491,9 @@ def test_reading_says_what_is_wrong_with_it():
         _ = acts["0.weight"].output
     with pytest.raises(NotRecordedError, match="only what transform= made of it"):
         _ = acts["0"].kwargs
-    with pytest.raises(SelectionError, match="'0.weight'; it is a parameter: select '0' with params=True in capture"):
+    with pytest.raises(
+        SelectionError, match="'0.weight'; it is a parameter: select '0' with params=True in capture or measure"
+    ):
         capture(net, "0.weight").attach()
     with pytest.raises(SelectionError, match="must take a path and a module"):
         capture(net, lambda path: True)

@@ -206,6 +206,8 @@ class Scope:
         Inside another forward of the model, by the same thread, it belongs to that pass.
         """
         thread = threading.get_ident()
+        if recomputing():  # a checkpoint around the whole model runs it again
+            return False
         if not self._sees(module, thread):
             if self.alive:
                 self.missed = "in another thread or context than the one that attached; pass scope='all' to see those"

@@ -303,7 +303,9 @@ def _predicate(query: Callable[[str, nn.Module], bool]) -> Selector:
 def _remedy(part: Selector, modules: dict[str, nn.Module]) -> str:
     owner, _, name = (part.path or "").rpartition(".")
     if owner in modules and name in modules[owner]._parameters:
-        return f"it is a parameter: select {owner!r} with params=True in capture, or with port 'param' in a Tap"
+        return (
+            f"it is a parameter: select {owner!r} with params=True in capture or measure, or with port 'param' in a Tap"
+        )
     return nearest(part.path or part.label, modules)
 
 

@@ -206,7 +206,7 @@ class Session:
     def parameters(self, selector: Selector) -> dict[str, nn.Parameter]:
         """The parameters of what `selector` selects, by their paths."""
         seen: dict[int, str] = {}
-        found = find(self._all_modules(), (selector,)).items()
+        found = find(self._all_modules(), selector.parts).items()
         return {below: p for path, module in found for below, _, p in self._parameters_in(path, module, seen)}
 
     def selected(self, part: Selector) -> dict[str, nn.Module]:

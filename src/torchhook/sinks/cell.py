@@ -48,7 +48,8 @@ class Cell:
             self.seen = True
             for stat, state in self._pairs:
                 try:
-                    stat.update(state, x)
+                    if stat.update(state, x) is not None:  # as one who writes his own may do
+                        raise TypeError("update returned something; it has to write into the state instead")
                 except Exception as error:  # noqa: PERF203 (each by itself)
                     self._give_up(stat, error)
 

@@ -149,8 +149,8 @@ class Reducing:
         """Want the gradients of `value`."""
         if not self.is_measured(pass_):
             return None
-        for address, leaf in leaves(value):  # now, for gradients come in another order
-            if address not in self.cells and leaf.requires_grad:
+        for address, _ in leaves(value):  # now, for gradients come in another order
+            if address not in self.cells:
                 self.cell(address)
         return self.receive
 

@@ -94,8 +94,8 @@ class Quantiles(Histogram):
 
 def require_fraction(q: float) -> None:
     """Raise unless `q` lies in [0, 1]."""
-    if not 0 <= q <= 1:
-        raise ValueError(f"q must lie in [0, 1], not {q!r}")
+    if not (isinstance(q, (int, float)) and 0 <= q <= 1):
+        raise ValueError(f"q must be a number in [0, 1], not {q!r}")
 
 
 def _edges() -> Tensor:

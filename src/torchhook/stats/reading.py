@@ -36,6 +36,8 @@ FLAGS = {
 }
 """The argument of `measure` that asks for a port."""
 
+_SHOWN = 100  # rows in print and in a notebook
+
 Place = tuple[str, str]
 """A path and a port; of a value that is not a single tensor, the port is followed by what leads to one of them."""
 
@@ -151,6 +153,11 @@ class Reading(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._stats)
 
+    def __getstate__(self) -> dict[str, Any]:
+        states: dict[str, list[Callable[[], Tensor]]]
+        states = {key: [partial(kept, state)] for key, state in self.states().items()}
+        return {**vars(self), "_row": self._row._replace(states=states)}
+
     def __repr__(self) -> str:
         if "moments" not in self._stats:
             return f"Reading({self._where()}: {', '.join(self._stats)})"
@@ -197,13 +204,13 @@ class Snapshot(Mapping[Any, Reading]):
         self.rows = modules | rows
         self.aliases = aliases or {}
         self.stats = tuple(stats)
+        self.asked: frozenset[str] = frozenset()  # ports that are measured, whether or not something was seen
 
     def __getstate__(self) -> dict[str, Any]:
-        rows = {}
-        for place, row in self.rows.items():
-            states = Reading(place, row).states()
-            rows[place] = row._replace(states={key: [partial(kept, state)] for key, state in states.items()})
-        return {**vars(self), "rows": rows}
+        return {
+            **vars(self),
+            "rows": {place: Reading(place, row).__getstate__()["_row"] for place, row in self.rows.items()},
+        }
 
     def __getitem__(self, place: str | Place) -> Reading:
         if not (isinstance(place, str) or (isinstance(place, tuple) and len(place) == 2)):
@@ -242,10 +249,13 @@ class Snapshot(Mapping[Any, Reading]):
     def __repr__(self) -> str:
         if not self.rows:
             return "nothing was measured yet"
-        return table(*self._shown())
+        return f"{table(*self._shown())}{self._rest()}"
 
     def _repr_html_(self) -> str:
-        return html_table(*self._shown()) if self.rows else html.escape(repr(self))
+        return f"{html_table(*self._shown())}<p>{self._rest()}</p>" if self.rows else html.escape(repr(self))
+
+    def _rest(self) -> str:
+        return f"\n… and {len(self) - _SHOWN} more rows: .table() has all" if len(self) > _SHOWN else ""
 
     def _line(self, reading: Reading) -> dict[str, Any]:
         line: dict[str, Any] = {"site": reading.path, "port": reading.port, "module": reading.module_class}
@@ -258,18 +268,27 @@ class Snapshot(Mapping[Any, Reading]):
         """The table for people."""
         shown = ["count", "mean", "std", "min", "max", "zero_fraction", "nonfinite"]
         rows = []
-        for line in self.table("list"):
+        for line in self.table("list")[:_SHOWN]:
             numbers = [line.get(name, "") for name in shown]
             short = [float(f"{number:.4g}") if isinstance(number, float) else number for number in numbers]
             rows.append([line["site"] or "''", line["module"], line["port"], *short])
         return ["site", "module", "port", *shown], rows
 
     def _nearest(self, path: str, port: str) -> str:
-        asked = FLAGS.get(port)
+        flag = FLAGS.get(port.partition("[")[0])
         ports = [known for other, known in self.rows if other == path]
-        if asked and not any(known == port for _, known in self.rows):
-            return f"pass {asked}=True to measure"
-        return f"of it there is: {', '.join(ports)}" if ports else nearest(path, {known for known, _ in self.rows})
+        if flag is None:
+            return f"there is no such port, but there are {', '.join(FLAGS)}"
+        if not self.rows or port in self.asked:
+            if not any(known == path for known, _ in self.rows):
+                return f"nothing was seen there yet, or since the last reset(); {nearest(path, self._paths())}"
+            return "nothing of it was seen yet, or since the last reset()"
+        if not any(known == port for _, known in self.rows):
+            return f"pass {flag}=True to measure"
+        return f"of it there is: {', '.join(ports)}" if ports else nearest(path, self._paths())
+
+    def _paths(self) -> set[str]:
+        return {path for path, _ in self.rows}
 
 
 def kept(state: Tensor) -> Tensor:

@@ -54,6 +54,8 @@ class Steps:
         """Begin, on the model of an attached session."""
         self.parameters = session.parameters(self.selector)
         wanted = self.params or self.param_grads or self.updates
+        if wanted and not self.parameters:
+            raise ValueError(f"nothing that {self.selector.label} selects has parameters")
         if wanted and not self._stepped():
             raise ValueError("optimizer holds none of the parameters of what is measured; pass the one that trains it")
         for path, parameter in self.parameters.items():  # cells in the order in which they are to be read
