@@ -26,36 +26,11 @@ from torchhook import (
     marked,
     skip,
 )
-from zoo import InPlace, hooks_of
+from zoo import Blocks, InPlace, hooks_of
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 BACKENDS = ["aot_eager", "inductor"]
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(8, 16)
-        self.act = nn.ReLU(inplace=True)
-        self.down = nn.Linear(16, 8)
-
-    def forward(self, x):
-        return x + self.down(self.act(self.up(x)))
-
-
-class Net(nn.Module):
-    """Blocks, one of them called twice, and an op in place."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, x):
-        x = self.blocks[1](self.blocks[0](self.blocks[0](x)))
-        x *= 2
-        return self.head(x)
 
 
 def step(run, x):
@@ -86,7 +61,7 @@ HOW = ["torch.compile", "of the original", "module.compile", "function"]
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_values_and_gradients_are_eagers_in_one_graph(how, backend):
-    net = Net()
+    net = Blocks()
     with capture(net, "blocks.*", "**.up", inputs=True, grads=True, params=True) as eager:
         step(net, torch.ones(3, 8))
     run, model = compiled_by(how, net, backend=backend)
@@ -110,7 +85,7 @@ def test_values_and_gradients_are_eagers_in_one_graph(how, backend):
 @pytest.mark.matrix("torch.compile", "no recompiles and no graph breaks, capturing with `keep=None` and editing")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_recompiles_however_often_it_runs(backend):
-    net = Net()
+    net = Blocks()
     counter = CompileCounter()
     run = torch.compile(net, backend=counter if backend == "aot_eager" else backend, fullgraph=True)
     with capture(run, "blocks.*", grads=True, keep=None) as acts, edit(run, {"head": edits.scale(2.0)}):
@@ -202,7 +177,7 @@ def test_edits_are_part_of_the_graph(how, backend):
         ("head", "input"): edits.clamp(-1, 1),
         ("blocks.1.down", "grad_output"): edits.scale(0.5),
     }
-    net, x = Net(), torch.randn(3, 8)
+    net, x = Blocks(), torch.randn(3, 8)
     with edit(net, changes):
         want = net(x)
         want.sum().backward()
@@ -221,7 +196,7 @@ def test_edits_are_part_of_the_graph(how, backend):
 
 
 def test_an_observer_and_the_order_of_a_list():
-    net, seen = Net(), []
+    net, seen = Blocks(), []
     run = torch.compile(net, backend="aot_eager", fullgraph=True)
     taps = [
         Tap("head", lambda event: seen.append(("before", event.value.sum().item(), event.call, event.pass_number))),
@@ -241,7 +216,7 @@ def test_an_observer_and_the_order_of_a_list():
 )
 @pytest.mark.parametrize("how", HOW[:3])
 def test_attaching_to_what_already_ran_compiled(how):
-    net, other, x = Net(), Net(), torch.randn(2, 8)
+    net, other, x = Blocks(), Blocks(), torch.randn(2, 8)
     run_other, _ = compiled_by(how, other, backend="aot_eager")
     run_other(x)  # another model of the same class must not hide this one's hooks
     run, model = compiled_by(how, net, backend="aot_eager")
@@ -262,7 +237,7 @@ def test_attaching_to_what_already_ran_compiled(how):
     "a compiled function that already ran: works after `arm(model)`, otherwise raises with the remedies",
 )
 def test_a_compiled_function_that_already_ran_misses_loudly_unless_armed():
-    net, x = Net(), torch.randn(2, 8)
+    net, x = Blocks(), torch.randn(2, 8)
     run = torch.compile(lambda x: net(x), backend="aot_eager", fullgraph=True)
     run(x)
     with pytest.raises(SilentError, match=r"compiled before.*torchhook\.arm.*torch\.compiler\.reset"):
@@ -290,7 +265,7 @@ def test_a_compiled_function_that_already_ran_misses_loudly_unless_armed():
 
 @pytest.mark.matrix("torch.compile", "models of which only parts are compiled")
 def test_parts_that_are_compiled_one_by_one():
-    net, x = Net(), torch.randn(2, 8)
+    net, x = Blocks(), torch.randn(2, 8)
     with capture(net) as eager:
         net(x)
     for block in net.blocks:
@@ -306,7 +281,7 @@ def test_parts_that_are_compiled_one_by_one():
 
 @pytest.mark.matrix("torch.compile", "graph breaks")
 def test_a_graph_break_changes_nothing():
-    class Broken(Net):
+    class Broken(Blocks):
         def forward(self, x):
             x = self.blocks[0](x)
             torch._dynamo.graph_break()
@@ -327,7 +302,7 @@ def test_a_graph_break_changes_nothing():
 
 @pytest.mark.matrix("torch.compile", "dynamic shapes")
 def test_shapes_that_change():
-    net = Net()
+    net = Blocks()
     run = torch.compile(net, backend="aot_eager", fullgraph=True, dynamic=True)
     with capture(run, "head", "blocks.1", keep=None, grads=True) as acts:
         for rows in (2, 3, 5, 7):
@@ -337,7 +312,7 @@ def test_shapes_that_change():
 
 
 def test_the_classic_manager_and_a_transform_and_a_budget():
-    net, x = Net(), torch.randn(2, 8)
+    net, x = Blocks(), torch.randn(2, 8)
     manager = HookManager(net, max_size=2)
     manager.add("head")
     run = torch.compile(net, backend="aot_eager", fullgraph=True)
@@ -352,7 +327,7 @@ def test_the_classic_manager_and_a_transform_and_a_budget():
 
 
 def test_a_module_left_out():
-    net, x = Net(), torch.randn(2, 8)
+    net, x = Blocks(), torch.randn(2, 8)
     run = torch.compile(net, backend="aot_eager", fullgraph=True)
     plain = run(x)
     with skip(net, "blocks.0"):
@@ -362,7 +337,7 @@ def test_a_module_left_out():
 
 @pytest.mark.matrix("torch.compile", "taps see every thread; a second thread's session is refused")
 def test_a_second_thread_may_not_open_another():
-    net, x, errors = Net(), torch.randn(2, 8), []
+    net, x, errors = Blocks(), torch.randn(2, 8), []
     run = torch.compile(net, backend="aot_eager", fullgraph=True)
 
     def other():
@@ -386,7 +361,7 @@ def test_a_second_thread_may_not_open_another():
 
 @pytest.mark.matrix("torch.compile", "an edit with a schedule, or one that differs from call to call, is refused")
 def test_an_edit_that_a_graph_cannot_follow_is_refused():
-    net, x = Net(), torch.randn(2, 8)
+    net, x = Blocks(), torch.randn(2, 8)
     with capture(net, "blocks.0") as clean:
         net(x)
     run = torch.compile(net, backend="aot_eager", fullgraph=True)
@@ -397,7 +372,7 @@ def test_an_edit_that_a_graph_cannot_follow_is_refused():
         with Session(run, [Tap("head", edits.zero, when=lambda number: number == 1)]):
             run(x)
     for fullgraph in (True, False):
-        other = torch.compile(Net(), backend="aot_eager", fullgraph=fullgraph)
+        other = torch.compile(Blocks(), backend="aot_eager", fullgraph=fullgraph)
         with pytest.raises(TapError, match=r"output of 'head' returned \(2, 2\) float32.*for \(2, 4\)"):
             with edit(other, {"head": lambda out: out[:, :2]}):
                 other(x)
@@ -405,7 +380,7 @@ def test_an_edit_that_a_graph_cannot_follow_is_refused():
 
 
 def test_a_tap_that_raises_ends_its_session_and_leaves_nothing():
-    net, x = Net(), torch.randn(2, 8)
+    net, x = Blocks(), torch.randn(2, 8)
     run = torch.compile(net, backend="aot_eager", fullgraph=True)
     before = hooks_of(net)
     with pytest.raises(ZeroDivisionError):
@@ -415,7 +390,7 @@ def test_a_tap_that_raises_ends_its_session_and_leaves_nothing():
 
 
 def test_a_ring_shared_by_eager_and_compiled_calls():
-    net, x, ring = Net(), torch.randn(2, 8), Ring(max_entries=10)
+    net, x, ring = Blocks(), torch.randn(2, 8), Ring(max_entries=10)
     run = torch.compile(net, backend="aot_eager", fullgraph=True)
     with Session(net, [Tap("head", Record(ring))]):
         eager, compiled = net(x), run(x)
@@ -439,7 +414,7 @@ FACTOR = 1.0
 
 def test_an_edit_that_uses_what_changes_is_compiled_anew_when_it_does():
     global FACTOR
-    net, x = Net(), torch.randn(2, 8)
+    net, x = Blocks(), torch.randn(2, 8)
     run = torch.compile(net, backend="aot_eager", fullgraph=True)
     plain = run(x)
     with edit(run, {"head": lambda out: out * FACTOR}):

@@ -6,6 +6,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from torchhook import TopK, arm, measure
+from zoo import Blocks
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
@@ -36,31 +37,6 @@ def compiled_by(how, model, backend):
     if how == "armed function":
         arm(model)
     return torch.compile(lambda x: model(x), fullgraph=True, backend=backend), model
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(8, 16)
-        self.act = nn.ReLU(inplace=True)
-        self.down = nn.Linear(16, 8)
-
-    def forward(self, x):
-        return x + self.down(self.act(self.up(x)))
-
-
-class Net(nn.Module):
-    """Blocks, one of them called twice, and an op in place."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, x):
-        x = self.blocks[1](self.blocks[0](self.blocks[0](x)))
-        x *= 2
-        return self.head(x)
 
 
 QUERIES = ("**.up", "**.act", "**.down", "head")
@@ -102,7 +78,7 @@ def trained(call, measured, model, **options):
 @pytest.mark.matrix("torch.compile", "`measure` in one full graph: eager's statistics, no recompiles, with `every=`")
 def test_one_full_graph_with_the_numbers_of_eager(how, backend, every):
     options = {"inputs": True, "grads": True, "params": True, "param_grads": True, "every": every}
-    model = Net()
+    model = Blocks()
     eager = trained(model, model, model, **options)
     call, measured = compiled_by(how, model, backend)
     stats = trained(call, measured, model, **options)
@@ -113,7 +89,7 @@ def test_one_full_graph_with_the_numbers_of_eager(how, backend, every):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_function_that_calls_the_model(backend):
-    model = Net()
+    model = Blocks()
     eager = trained(model, model, model, inputs=True, grads=True, param_grads=True)
     call, measured = compiled_by("function", model, backend)
     alike(trained(call, measured, model, inputs=True, grads=True, param_grads=True), eager)
@@ -190,7 +166,7 @@ def test_every_pass_counts_where_none_has_gradients(how):
 
 
 def test_a_model_that_ran_before_is_measured_again_and_again():
-    model, x = Net(), torch.randn(3, 8)
+    model, x = Blocks(), torch.randn(3, 8)
     run = torch.compile(model, backend="aot_eager")
     expected = run(x).detach().double()
     for _ in range(2):
@@ -206,7 +182,7 @@ def test_results_are_those_without(backend):
 
     def grads(measured):
         torch.manual_seed(2)
-        model = Net()
+        model = Blocks()
         run = torch.compile(model, backend=backend, fullgraph=True)
         if measured:
             with measure(run, *QUERIES, inputs=True, grads=True, params=True):

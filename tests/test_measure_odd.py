@@ -297,3 +297,18 @@ def test_readings_can_be_pickled():
         model(torch.ones(2))
     reading = pickle.loads(pickle.dumps(stats["0"]))
     assert reading.mean == 1 and reading.quantile(0.5) == 1
+
+
+def test_a_step_that_raised_does_not_end_the_counting():
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def closure():
+        raise MemoryError
+
+    with measure(model, updates=True, optimizer=optimizer) as stats:
+        trained(model, optimizer, 1)
+        with pytest.raises(MemoryError):
+            optimizer.step(closure)
+        trained(model, optimizer, 2)
+    assert stats.step == 3 and stats["weight", "update_ratio"].count == 3

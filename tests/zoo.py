@@ -106,3 +106,28 @@ class Shared(nn.Module):
 
     def forward(self, x):
         return self.first(self.relu(self.second(self.relu(self.first(x)))))
+
+
+class UpDown(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.act = nn.ReLU(inplace=True)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(self.act(self.up(x)))
+
+
+class Blocks(nn.Module):
+    """Blocks, one of them called twice, and an op in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([UpDown(), UpDown()])
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = self.blocks[1](self.blocks[0](self.blocks[0](x)))
+        x *= 2
+        return self.head(x)

@@ -82,23 +82,12 @@ measure(..., stats=('moments', 'histogram'))
     require_count(every, "every")
     flags = {"outputs": outputs, "inputs": inputs, "grads": grads}
     of_parameters = {"params": params, "param_grads": param_grads, "updates": updates}
-    for name, flag in {**flags, **of_parameters}.items():
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} must be True or False, not {flag!r}")
-    if not any([*flags.values(), *of_parameters.values()]):
-        raise ValueError(f"nothing to measure: one of {', '.join([*flags, *of_parameters])} must be True")
+    _require_some({**flags, **of_parameters})
     if updates and optimizer is None:
         raise ValueError("updates=True is about what an optimizer does: pass it as optimizer=")
-    if by not in (None, "channel"):
-        raise ValueError(f"by must be 'channel' or None, not {by!r}")
-    chosen = [named(stat) for stat in ((stats,) if isinstance(stats, (str, Stat)) else stats)]
-    if by and not any(stat.name == Channels.name for stat in chosen):
-        chosen.append(Channels())
-    if not chosen:
-        raise ValueError("nothing to compute: stats must have at least one name or Stat")
     if param_grads and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("param_grads=True, but no parameter of the model requires a gradient")
-    reduce = Reduce(*chosen, clock=Clock(every, by_passes=optimizer is None))
+    reduce = Reduce(*_chosen(stats, by), clock=Clock(every, by_passes=optimizer is None))
     where = Selector.union(queries)
     taps = [Tap(where, reduce, _PORTS[name], group=group) for name, flag in flags.items() if flag]
     below = where if queries else Selector.of("")
@@ -109,6 +98,25 @@ measure(..., stats=('moments', 'histogram'))
     else:
         taps += [Tap(below, reduce, _PORTS[name], group=group) for name, flag in of_parameters.items() if flag]
     return Stats(Session(model, taps, scope=scope, on_silent=on_silent), reduce, steps)
+
+
+def _require_some(flags: dict[str, bool]) -> None:
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be True or False, not {flag!r}")
+    if not any(flags.values()):
+        raise ValueError(f"nothing to measure: one of {', '.join(flags)} must be True")
+
+
+def _chosen(stats: Sequence[str | Stat] | str | Stat, by: str | None) -> list[Stat]:
+    if by not in (None, "channel"):
+        raise ValueError(f"by must be 'channel' or None, not {by!r}")
+    chosen = [named(stat) for stat in ((stats,) if isinstance(stats, (str, Stat)) else stats)]
+    if by and not any(stat.name == Channels.name for stat in chosen):
+        chosen.append(Channels())
+    if not chosen:
+        raise ValueError("nothing to compute: stats must have at least one name or Stat")
+    return chosen
 
 
 _PORTS: dict[str, Port] = {

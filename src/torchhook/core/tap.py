@@ -43,7 +43,7 @@ _A = TypeVar("_A", bound=Callable[..., Any])
 
 def at_once(act: _A) -> _A:
     """Say of `act` that it keeps nothing of the values it is given: what it is given need be no copy."""
-    act.at_once = True  # type: ignore[attr-defined]
+    act.at_once = True  # type: ignore[attr-defined]  # functions take attributes
     return act
 
 

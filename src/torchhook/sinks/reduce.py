@@ -48,8 +48,8 @@ class Reduce(Sink):
         by_key: dict[str, Stat] = {}
         for stat in self.stats:
             other = by_key.setdefault(stat.key, stat)
-            related = isinstance(stat, type(other)) or isinstance(other, type(stat))
-            if other is not stat and (other.name == stat.name or not related):
+            shares = type(stat).update is type(other).update and stat.name != other.name
+            if other is not stat and not shares:
                 raise ValueError(f"{other!r} and {stat!r} have the same name; give one of them another")
         self.clock = clock or Clock()
         self.shelves = [Shelf()]

@@ -44,7 +44,20 @@ class Bins(NamedTuple):
         return 0.0 if 0 in (low, high) else float(low + (high - low) * inside)  # zeros are far more than denormals
 
 
-class Histogram(Stat):
+class Binned(Stat):
+    """A statistic of the counts in the bins: all such share one state."""
+
+    width = BINS
+
+    @property
+    def key(self) -> str:
+        return Histogram.name
+
+    def update(self, state: Tensor, x: Tensor) -> None:
+        kernels(x.device).histogram(state, x)
+
+
+class Histogram(Binned):
     """How many values lie in each of 2,040 fixed bins, four an octave; NaN and ±Inf are left out. Exact.
 
     What is beyond the range of float32 is in the outermost bins.
@@ -55,14 +68,6 @@ class Histogram(Stat):
     """
 
     name = "histogram"
-    width = BINS
-
-    @property
-    def key(self) -> str:
-        return Histogram.name
-
-    def update(self, state: Tensor, x: Tensor) -> None:
-        kernels(x.device).histogram(state, x)
 
     def compute(self, state: Tensor) -> Bins:
         counts = torch.cat([state[_HALF : _HALF + _FINITE].flip(0), state[:_FINITE]])
@@ -73,7 +78,7 @@ class Histogram(Stat):
         return Bins(_EDGES[first : last + 2], counts[first : last + 1].long())
 
 
-class Quantiles(Histogram):
+class Quantiles(Binned):
     """Quantiles from the bins of `Histogram`: each lies in the right bin, so it is off by less than a quarter at most.
 
     >>> {q: round(value, 1) for q, value in Quantiles(0.25, 0.5).of(torch.linspace(0, 8, 1001)).items()}
@@ -87,8 +92,8 @@ class Quantiles(Histogram):
             require_fraction(one)
         self.q = q or (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 
-    def compute(self, state: Tensor) -> dict[float, float]:  # type: ignore[override]
-        bins = super().compute(state)
+    def compute(self, state: Tensor) -> dict[float, float]:
+        bins = Histogram().compute(state)
         return {q: bins.quantile(q) for q in self.q}
 
 

@@ -124,8 +124,9 @@ class Reading(Mapping[str, Any]):
 
     def histogram(self) -> Bins:
         """Edges and counts; the edges are the same for every step, rank and run."""
-        stat = self._of(Histogram)
-        return Histogram().compute(self.state(stat.key))
+        if Histogram.name not in self._row.states:
+            raise self._not_recorded(Histogram.name)
+        return Histogram().compute(self.state(Histogram.name))
 
     def quantile(self, q: float) -> float:
         """The value below which a fraction `q` lies; off by less than a quarter of itself, usually by far less."""
@@ -170,14 +171,8 @@ class Reading(Mapping[str, Any]):
 
     @property
     def _moments(self) -> Summary:
-        summary: Summary = self[self._of(Moments).name]
+        summary: Summary = self[Moments.name]
         return summary
-
-    def _of(self, kind: type[Stat]) -> Stat:
-        for stat in self._row.stats:
-            if isinstance(stat, kind):
-                return stat
-        raise self._not_recorded(kind.name)
 
     def _where(self) -> str:
         return f"the {self.port} of {self.path!r}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -73,7 +75,7 @@ class Steps:
 
     def begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """The optimizer is about to step."""
-        self.depth += 1
+        self.depth = self.depth + 1 if self.depth and _is_inside_a_step() else 1  # one that raised never ended
         if self.depth == 1 and self.reduce.clock.active:
             self.in_closure = kwargs.get("closure") is not None or any(map(callable, args[1:]))
             self._guarded(self._look_before)
@@ -164,6 +166,19 @@ class Steps:
         cell = self.reduce.cell(Site(path, port), None)
         cell.note = NOTES[port]
         return cell
+
+
+def _is_inside_a_step() -> bool:
+    """Whether the step that begins is part of another one."""
+    frame: FrameType | None = sys._getframe(1)
+    steps = 0
+    while frame is not None:
+        steps += frame.f_code is _STEP
+        frame = frame.f_back
+    return steps > 1
+
+
+_STEP = Optimizer.profile_hook_step(lambda: None).__code__  # what torch puts around the step of every optimizer
 
 
 def unwrapped(optimizer: Any) -> Optimizer:

@@ -60,7 +60,7 @@ def dense(x: Tensor) -> Tensor:
 
 def address(x: Tensor) -> int:
     """Where the values of `x` lie. (To ask for its ``data_ptr`` would end a copy on write, for one may write there.)"""
-    storage: int = torch._C._data_address(x)  # type: ignore[attr-defined]
+    storage: int = torch._C._data_address(x)  # type: ignore[attr-defined]  # torch's stubs leave it out
     return storage + int(x.storage_offset()) * x.element_size()
 
 
