@@ -26,7 +26,7 @@ from torchhook import (
     marked,
     skip,
 )
-from zoo import Blocks, InPlace, hooks_of
+from specimens import Blocks, InPlace, hooks_of
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
 

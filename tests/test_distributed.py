@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchhook import TorchhookError, capture, edit, edits, select
 from torchhook.core import shards
-from zoo import hooks_of
+from specimens import hooks_of
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from torchhook import FeatureExtractor, SelectionError
-from zoo import InPlace, Shared, resnet18
+from specimens import InPlace, Shared, resnet18
 
 
 def test_features_are_right_under_in_place_ops_and_carry_their_graph():

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from torchhook import Session, SessionError, Tap, TapError, capture, edit, edits
-from zoo import hooks_of
+from specimens import hooks_of
 
 
 class Block(nn.Module):

@@ -31,7 +31,7 @@ from torchhook import (
     measure,
 )
 from torchhook.core.passes import sessions_here
-from zoo import Containers, InPlace, Returning, Shared, hooks_of, resnet18
+from specimens import Containers, InPlace, Returning, Shared, hooks_of, resnet18
 
 SIX = ("moments", "histogram", "quantiles", "channels", "covariance", "topk")
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from torchhook import TopK, arm, measure
-from zoo import Blocks
+from specimens import Blocks
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torchhook import SessionError, capture
-from zoo import hooks_of
+from specimens import hooks_of
 
 
 def shipped(package: str, path: str) -> Path:

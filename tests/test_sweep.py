@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from torchhook import SelectionError, edit, edits, sweep
-from zoo import hooks_of, resnet18
+from specimens import hooks_of, resnet18
 
 
 class Net(nn.Module):

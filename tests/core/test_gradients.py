@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from torchhook import Record, Ring, Session, Tap, capture
-from zoo import Containers, InPlace, OutOfPlace, Returning, Shared, resnet18
+from specimens import Containers, InPlace, OutOfPlace, Returning, Shared, resnet18
 
 
 def test_in_place_ops_give_the_gradients_of_what_was_there_before_them():

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torchhook import NotRecordedError, Record, Ring, Session, SilentError, Tap, capture, every, first, sample
-from zoo import hooks_of
+from specimens import hooks_of
 
 
 class Branching(nn.Module):

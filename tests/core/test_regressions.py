@@ -32,7 +32,7 @@ from torchhook import (
     trace,
 )
 from torchhook.core import marks
-from zoo import Returning, hooks_of
+from specimens import Returning, hooks_of
 
 
 def test_two_stores_in_one_session_are_two():

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from torchhook import Event, Record, Ring, SelectionError, Session, SessionError, Sink, Site, Tap, TapError, capture
-from zoo import Shared, hooks_of
+from specimens import Shared, hooks_of
 
 
 def net():

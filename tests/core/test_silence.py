@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from torchhook import HookManager, Record, Session, SilentError, Tap, capture, edit, edits, trace
-from zoo import hooks_of
+from specimens import hooks_of
 
 
 class Net(nn.Module):

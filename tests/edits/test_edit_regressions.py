@@ -21,7 +21,7 @@ from torchhook import (
     skip,
     sweep,
 )
-from zoo import Returning, hooks_of
+from specimens import Returning, hooks_of
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from torchhook import Record, Ring, SelectionError, Session, Tap, TapError, capture, edit, edits, skip
-from zoo import InPlace, Returning, hooks_of
+from specimens import InPlace, Returning, hooks_of
 
 
 def chain():

@@ -12,7 +12,7 @@ from torch import nn
 from torchhook import FeatureExtractor, HookManager, Record, Ring, SelectionError, Session, Tap, capture, measure, trace
 from torchhook.core import marks
 from torchhook.core.passes import sessions_here
-from zoo import hooks_of
+from specimens import hooks_of
 
 
 class Fails(nn.Module):

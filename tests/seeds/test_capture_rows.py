@@ -27,7 +27,7 @@ from torchhook import (
     select,
     trace,
 )
-from zoo import hooks_of, resnet18
+from specimens import hooks_of, resnet18
 
 
 class TestForHook(nn.Module):

@@ -10,7 +10,7 @@ from torch import nn
 
 import torchhook
 from torchhook import HookManager
-from zoo import hooks_of, resnet18
+from specimens import hooks_of, resnet18
 
 QUICK_START_OUTPUT = """\
 Conv1 feature shape: torch.Size([1, 64, 112, 112])

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from torchhook import SilentError, capture, clip_gradients, edit, edits
-from zoo import hooks_of, resnet18
+from specimens import hooks_of, resnet18
 
 
 def parameter_hooks(model):

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from torchhook import Stat, capture, measure
-from zoo import hooks_of, resnet18
+from specimens import hooks_of, resnet18
 
 
 def test_c17_statistics_by_layer():

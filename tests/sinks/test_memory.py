@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from torchhook import BudgetError, NotRecordedError, OverwrittenError, Record, Ring, Session, Site, Tap, capture
-from zoo import InPlace, Shared, hooks_of, resnet18
+from specimens import InPlace, Shared, hooks_of, resnet18
 
 
 def net():

@@ -19,7 +19,7 @@ from torchhook import (
     capture,
     measure,
 )
-from zoo import Returning
+from specimens import Returning
 
 
 def by_unit(values, dim):

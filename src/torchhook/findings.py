@@ -1,0 +1,209 @@
+"""What was found: a `Finding` is a frozen fact about one place, a `Report` an ordered collection of them.
+
+Plain data, without torch: whatever shows a report needs nothing else.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+SCHEMA = 1
+"""The version of the dictionaries that `Report.to_dict` gives; it grows when a reader of the old ones would fail."""
+
+
+class Severity(str, Enum):
+    """How bad it is: ``info`` is worth knowing, a ``warning`` worth a look, an ``error`` is broken.
+
+    >>> Severity.ERROR == "error", Severity("warning") >= Severity.INFO
+    (True, True)
+    """
+
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+    @property
+    def rank(self) -> int:
+        """0, 1 or 2."""
+        return list(Severity).index(self)
+
+    def __ge__(self, other: str) -> bool:
+        return self.rank >= Severity(other).rank
+
+    def __gt__(self, other: str) -> bool:
+        return self.rank > Severity(other).rank
+
+    def __le__(self, other: str) -> bool:
+        return self.rank <= Severity(other).rank
+
+    def __lt__(self, other: str) -> bool:
+        return self.rank < Severity(other).rank
+
+    __str__ = str.__str__
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One fact: what rule found it, how bad it is, the sentence, where, since which step, and what to do about it.
+
+    `site` is the path of a module or a parameter, empty for the model as a whole. `evidence` are the numbers that the
+    rule went by. `affected` are the findings that this one explains: sixty layers of NaN are one finding with
+    fifty-nine affected.
+
+    >>> finding = Finding("TH201", Severity.ERROR, "61 % of the units never fire", site="layer3.1.relu", step=240)
+    >>> print(finding)
+    TH201 error: layer3.1.relu, step 240: 61 % of the units never fire
+    """
+
+    code: str
+    severity: Severity
+    message: str
+    site: str = ""
+    step: int | None = None
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    hint: str = ""
+    affected: tuple[Finding, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "severity", Severity(self.severity))
+
+    @property
+    def where(self) -> str:
+        """Its place and step, in words."""
+        place = self.site or "the model"
+        return place if self.step is None else f"{place}, step {self.step}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Numbers, strings, lists and dicts alone."""
+        own = {name: getattr(self, name) for name in ("code", "message", "site", "step", "hint")}
+        return {
+            **own,
+            "severity": str(self.severity),
+            "evidence": dict(self.evidence),
+            "affected": [finding.to_dict() for finding in self.affected],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Finding:
+        """The finding that gave this dictionary."""
+        return cls(**{**data, "affected": tuple(map(cls.from_dict, data["affected"]))})
+
+    def __str__(self) -> str:
+        return f"{self.code} {self.severity}: {self.where}: {self.message}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found in a model: root causes first.
+
+    `checked` are the codes of the rules that had what they need, `skipped` those that had not, each with the reason.
+    `layers` are the numbers by place behind the plots, in execution order, and `losses` are by step.
+
+    >>> report = Report((Finding("TH201", "error", "61 % of the units never fire", site="relu"),), model="Net")
+    >>> report.ok, report.exit_code, report.passing("info").ok
+    (False, 1, False)
+    >>> print(report)
+    Net: 1 error
+    TH201 error: relu: 61 % of the units never fire
+    """
+
+    findings: tuple[Finding, ...] = ()
+    model: str = "model"
+    fail_on: Severity = Severity.ERROR
+    checked: tuple[str, ...] = ()
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    layers: tuple[Mapping[str, Any], ...] = ()
+    losses: Mapping[int, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fail_on", Severity(self.fail_on))
+
+    @property
+    def ok(self) -> bool:
+        """Whether no finding is as bad as `fail_on`, or worse."""
+        return not any(finding.severity >= self.fail_on for finding in self.findings)
+
+    @property
+    def exit_code(self) -> int:
+        """What a program should end with: 0 if `ok`, else 1."""
+        return 0 if self.ok else 1
+
+    def passing(self, fail_on: str) -> Report:
+        """The same report, judged by another `fail_on`."""
+        return replace(self, fail_on=Severity(fail_on))
+
+    def count(self, severity: str) -> int:
+        """How many findings there are of a severity."""
+        return sum(finding.severity == severity for finding in self.findings)
+
+    @property
+    def headline(self) -> str:
+        """The whole in a line."""
+        counts = [(self.count(severity), severity) for severity in reversed(Severity)]
+        said = [f"{n} {severity}{'s' if n > 1 and severity != 'info' else ''}" for n, severity in counts if n]
+        return f"{self.model}: {', '.join(said) or 'nothing found'}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Numbers, strings, lists and dicts alone: the contract for programs, and `from_dict` reads it back.
+
+        >>> Report.from_dict(Report(model="Net").to_dict()) == Report(model="Net")
+        True
+        """
+        return {
+            "schema": SCHEMA,
+            "model": self.model,
+            "ok": self.ok,
+            "fail_on": str(self.fail_on),
+            "findings": [finding.to_dict() for finding in self.findings],
+            "checked": list(self.checked),
+            "skipped": dict(self.skipped),
+            "layers": [dict(layer) for layer in self.layers],
+            "losses": [[step, loss] for step, loss in self.losses.items()],
+            "notes": list(self.notes),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Report:
+        """The report that gave this dictionary."""
+        if data.get("schema") != SCHEMA:
+            raise ValueError(f"a report of schema {data.get('schema')!r} is not known here, only of {SCHEMA}")
+        return cls(
+            findings=tuple(map(Finding.from_dict, data["findings"])),
+            model=data["model"],
+            fail_on=Severity(data["fail_on"]),
+            checked=tuple(data["checked"]),
+            skipped=data["skipped"],
+            layers=tuple(data["layers"]),
+            losses=dict(data["losses"]),
+            notes=tuple(data["notes"]),
+        )
+
+    def __str__(self) -> str:
+        return "\n".join([self.headline, *map(_told, self.findings)])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        items = "".join(f"<li><pre>{html.escape(_told(finding))}</pre></li>" for finding in self.findings)
+        return f"<p><b>{html.escape(self.headline)}</b></p><ul>{items}</ul>"
+
+
+def _told(finding: Finding) -> str:
+    lines = [str(finding)]
+    if finding.affected:
+        lines.append(f"  explains {_sites(finding)}")
+    if finding.hint:
+        lines.append(f"  {finding.hint}")
+    return "\n".join(lines)
+
+
+def _sites(finding: Finding) -> str:
+    """The affected places in a line, the first few by name."""
+    names = [f"{other.code} at {other.site or 'the model'}" for other in finding.affected]
+    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + rest
