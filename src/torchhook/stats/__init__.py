@@ -1,20 +1,26 @@
 """Statistics of what flows: each a `Stat`, whose states are plain tensors that merge exactly."""
 
+from torchhook.stats.attention import Attention, Focus
 from torchhook.stats.channels import Channels, Units
 from torchhook.stats.covariance import Covariance, Spread
 from torchhook.stats.histogram import Bins, Histogram, Quantiles
+from torchhook.stats.limits import Headroom, Saturation
 from torchhook.stats.moments import Moments
 from torchhook.stats.stat import Stat
 from torchhook.stats.topk import Largest, TopK
 
 __all__ = [
+    "Attention",
     "Bins",
     "Channels",
     "Covariance",
+    "Focus",
+    "Headroom",
     "Histogram",
     "Largest",
     "Moments",
     "Quantiles",
+    "Saturation",
     "Spread",
     "Stat",
     "TopK",
@@ -23,7 +29,7 @@ __all__ = [
 ]
 
 _NAMED: dict[str, type[Stat]] = {
-    kind.name: kind for kind in (Moments, Histogram, Quantiles, Channels, Covariance, TopK)
+    kind.name: kind for kind in (Moments, Histogram, Quantiles, Channels, Covariance, TopK, Headroom, Saturation, Attention)
 }
 
 

@@ -1,0 +1,143 @@
+"""`check`: from statistics to a report. Pure: it looks at nothing but what it is given."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torchhook.findings import Finding, Report, Severity
+from torchhook.measured import Stats
+from torchhook.rules.folding import folded
+from torchhook.rules.history import History, joined
+from torchhook.rules.kinds import kind_of
+from torchhook.rules.registry import Choice, chosen
+from torchhook.rules.rule import Rule
+from torchhook.stats.reading import Reading, Snapshot
+
+BROKEN = "TH000"
+"""The code of what this library itself failed at."""
+
+
+def check(
+    stats: Stats | Snapshot | History,
+    rules: Iterable[Choice] | None = None,
+    *,
+    ignore: Sequence[Choice] = (),
+    per_module: Mapping[str, Sequence[str]] | None = None,
+    fail_on: str = "error",
+    model: str = "model",
+) -> Report:
+    """What is wrong, by what was measured.
+
+    Args:
+        stats: What `measure` gave, or one of its snapshots. Rules that need more than was measured are skipped, and
+            the report says which and why.
+        rules: Codes, beginnings of codes (``"TH2"``), names, or `Rule` objects; all, if not given.
+        ignore: Those not to apply.
+        per_module: Codes to ignore at the modules that a glob names: ``{"head.*": ["TH201"]}``.
+        fail_on: How bad a finding makes the report fail: ``"info"``, ``"warning"`` or ``"error"``.
+        model: Its name, for the headline.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from torchhook import check, measure
+    >>> net = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 2))
+    >>> _ = nn.init.constant_(net[0].bias, -100)
+    >>> with measure(net, by="channel") as stats:
+    ...     _ = net(torch.randn(1000, 4))
+    >>> print(check(stats, ["TH201"], model="net"))
+    net: 1 error
+    TH201 error: 1, step 0: 100 % of the units never fire
+      These units learn nothing any more. Lower the learning rate or the weight decay of the layer before, look for a
+      large negative bias, or use LeakyReLU or GELU.
+    """
+    history = _history(stats)
+    found, skipped = {}, {}
+    applied = chosen(rules, ignore)
+    broken: list[Finding] = []
+    for rule in applied:
+        try:
+            reason = rule.missing(history)
+            if reason:
+                skipped[rule.code] = reason
+            else:
+                found[rule] = [finding for finding in rule.find(history) if not _is_ignored(finding, per_module or {})]
+        except Exception as error:
+            skipped[rule.code] = f"raised {type(error).__name__}: {error}"
+            broken.append(failed(f"rule {rule.code}", error))
+    return Report(
+        findings=(*folded(found, history.order), *broken),
+        model=model,
+        fail_on=Severity(fail_on),
+        checked=tuple(rule.code for rule in found),
+        skipped=skipped,
+        layers=layers_of(history),
+        losses=dict(history.losses),
+    )
+
+
+def failed(what: str, error: Exception) -> Finding:
+    """That this library itself failed at something, as a finding: it must not stop what it looks at."""
+    said = f"{what} raised {type(error).__name__}: {error}"
+    return Finding(BROKEN, Severity.INFO, said, hint="This is a fault of torchhook or of a rule of yours, not of the model.")
+
+
+def layers_of(history: History) -> tuple[dict[str, Any], ...]:
+    """The numbers by place, for tables and plots: the last half of the history."""
+    layers: dict[str, dict[str, Any]] = {}
+    for (path, port), _ in (snapshot := history.whole(0.5)).rows.items():
+        reading = snapshot[path, port]
+        if "moments" in reading and (entry := _ENTRIES.get(port.partition("[")[0])):
+            kind = "module" if reading.module_class else "parameter"
+            layer = layers.setdefault(path, {"site": path, "kind": kind})
+            for name, value in entry(reading).items():
+                layer.setdefault(name, value)
+    return tuple(layers.values())
+
+
+def _history(stats: Stats | Snapshot | History) -> History:
+    if isinstance(stats, History):
+        return stats
+    if isinstance(stats, Stats):
+        step, snapshot = stats.step, stats.snapshot()
+    elif isinstance(stats, Snapshot):
+        step, snapshot = 0, stats
+    else:
+        raise TypeError(f"stats must be what measure() gave, or a snapshot of it, not {stats!r:.80}")
+    history = History()
+    history.add(step, joined([snapshot]))
+    return history
+
+
+def _is_ignored(finding: Finding, per_module: Mapping[str, Sequence[str]]) -> bool:
+    return any(
+        fnmatch.fnmatchcase(finding.site, pattern) and finding.code.startswith(tuple(codes))
+        for pattern, codes in per_module.items()
+    )
+
+
+def _of_output(reading: Reading) -> dict[str, Any]:
+    said = reading["moments"]
+    label = reading.module_class
+    return {
+        "module": label,
+        "role": kind_of(label),
+        "mean": said.mean,
+        "std": said.std,
+        "zero_fraction": said.zero_fraction,
+    }
+
+
+def _rms(reading: Reading) -> float:
+    said = reading["moments"]
+    return float(said.l2 / max(said.count, 1) ** 0.5)
+
+
+_ENTRIES = {
+    "output": _of_output,
+    "grad_output": lambda reading: {"grad_norm": _rms(reading)},
+    "param_grad_norm": lambda reading: {"grad_norm": reading["moments"].mean},
+    "param_norm": lambda reading: {"norm": reading["moments"].mean},
+    "update_ratio": lambda reading: {"update_ratio": reading["moments"].mean},
+}

@@ -1,0 +1,163 @@
+"""TH4: whether gradients reach the layers, and how large they are on the way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from statistics import median
+
+from torchhook.findings import Finding, Severity
+from torchhook.rules.history import History, finite, norm, owner, plain, readings
+from torchhook.rules.registry import register
+from torchhook.rules.rule import Need, Rule
+from torchhook.rules.series import outliers
+
+_OUTPUTS = Need("grad_output", "moments", ("weight", "recurrent", "embedding"))
+
+
+class Flow(Rule):
+    """The norms of the gradients of what layers return, in the order of execution."""
+
+    needs = (_OUTPUTS,)
+
+    def norms(self, history: History) -> dict[str, float]:
+        """By path; without layers that no gradient reaches, or whose gradient is not finite."""
+        found: dict[str, float] = {}
+        for reading in readings(history.whole(), "grad_output", "moments", *_OUTPUTS.kinds):
+            said = reading["moments"]
+            if 0 < norm(said) < math.inf:
+                found[reading.path] = math.hypot(found.get(reading.path, 0), said.l2)
+        return found
+
+
+@register
+class VanishingGradient(Flow):
+    """The gradient of a layer's output has less than a ten-thousandth of the norm that it has in a later layer.
+
+    Relative to other layers, since the absolute size follows the loss and its reduction. If a single layer takes most
+    of it away, the finding is about that layer, else about the one with the smallest gradient.
+    """
+
+    code, name = "TH401", "vanishing-gradient"
+    explains = ("TH502",)
+    hint = "Use ReLU or GELU instead of sigmoids, residual connections, norms, or an initialisation that keeps the scale."
+    wrong = "Side branches with a small weight in the loss."
+    ratio = 1e-4
+
+    def find(self, history: History) -> Iterator[Finding]:
+        norms = self.norms(history)
+        paths = list(norms)
+        largest = 0.0
+        falls: dict[str, float] = {}
+        for before, path in zip(reversed(paths[:-1]), reversed(paths[1:]), strict=True):
+            largest = max(largest, norms[path])
+            falls[before] = math.log(norms[path] / norms[before])
+        if not falls or (least := min(norms.values())) >= self.ratio * largest:
+            return
+        lowest, steepest = min(norms, key=norms.__getitem__), max(falls, key=falls.__getitem__)
+        alone = falls[steepest] > 0.5 * math.log(largest / least)
+        site = steepest if alone else lowest
+        share = norms[site] / largest
+        said = f"its gradient has {share:.1e} of the norm of a later layer's"
+        yield self.finding(said, site, None, "error" if share < self.ratio**2 else None, ratio=plain(share))
+
+
+@register
+class ExplodingGradient(Flow):
+    """Gradients grow more than a thousandfold towards the input, or are a thousand times larger than the parameter."""
+
+    code, name, severity = "TH402", "exploding-gradient", Severity.ERROR
+    needs = (_OUTPUTS, Need("param_grad"))
+    facts = ("rest",)
+    explains = ("TH101", "TH103", "TH104", "TH2", "TH403", "TH501", "TH6", "TH8")
+    hint = "Clip the gradient norm, lower the initial scale of the layer, or put norms between the layers."
+    wrong = "A loss that is a sum over very many terms; targets that are not normalised."
+    ratio, size = 1e3, 1e3
+
+    def find(self, history: History) -> Iterator[Finding]:
+        yield from self._by_depth(self.norms(history))
+        assert history.rest is not None
+        for (path, _), by_step in history.summaries("param_grad").items():
+            known = history.rest.parameters.get(path)
+            if known is None or not known.is_matrix or not known.summary.l2 > 0:
+                continue
+            sizes = finite(said.l2 / known.summary.l2 for said in by_step.values() if not said.nonfinite)
+            if sizes and (size := median(sizes)) > self.size:
+                yield self.finding(f"its gradient is {size:.1e} times as large as itself", path, ratio=plain(size))
+
+    def _by_depth(self, norms: dict[str, float]) -> Iterator[Finding]:
+        paths = list(norms)
+        smallest, growths = math.inf, {}
+        for before, path in zip(reversed(paths[:-1]), reversed(paths[1:]), strict=True):
+            smallest = min(smallest, norms[path])
+            growths[before] = norms[before] / smallest
+        worst = max(growths, key=growths.__getitem__, default=None)
+        if worst is not None and growths[worst] > self.ratio:
+            said = f"its gradient has {growths[worst]:.1e} times the norm of a later layer's"
+            yield self.finding(said, worst, ratio=plain(growths[worst]))
+
+
+@register
+class GradientSpike(Rule):
+    """The norm of all gradients leaves what it was before by more than eight robust deviations, and fivefold.
+
+    By the logarithm, against the median of up to 128 steps before, after 20 steps; after clipping, if there is any.
+    """
+
+    code, name = "TH403", "gradient-spike"
+    needs = (Need("param_grad"),)
+    explains = ("TH2", "TH501", "TH602")
+    hint = "Look at the batch of that step; clip the gradient norm; lower the learning rate or warm it up."
+    wrong = "Batches of very different lengths."
+
+    def find(self, history: History) -> Iterator[Finding]:
+        totals: dict[int, float] = {}
+        taken = history.summaries("step_grad") or history.summaries("param_grad")
+        for by_step in taken.values():
+            for step, said in by_step.items():
+                totals[step] = math.hypot(totals.get(step, 0), norm(said))
+        for step, times in outliers(totals, factor=5):
+            said = f"the norm of all gradients is {times:.0f} times what it was"
+            yield self.finding(said, "", step, norm=plain(totals[step]), times=plain(times))
+
+
+@register
+class NoGradient(Rule):
+    """A trainable parameter gets no gradient, or one of zeros alone, in three steps or more while others get theirs.
+
+    The finding names the module. If it is never called, that is a warning, for experts and spare heads may wait for
+    their turn; if it is called, something behind it stops the gradient.
+    """
+
+    code, name, severity = "TH404", "no-gradient", Severity.ERROR
+    needs = (Need("param_grad"),)
+    facts = ("rest",)
+    backward = True
+    explains = ("TH502", "TH6", "TH204", "TH302")
+    hint = "Look for detach(), no_grad(), argmax or .data behind it; if it is meant to rest, requires_grad_(False)."
+    wrong = "Experts that no sample was routed to; heads of another task."
+    least = 3
+
+    def find(self, history: History) -> Iterator[Finding]:
+        assert history.rest is not None
+        reached = self._reached(history)
+        if max(reached.values(), default=0) < self.least:
+            return
+        called = {path for path, port in history.whole().rows if port.startswith("output")}
+        missed: dict[str, list[str]] = {}
+        for path, known in history.rest.parameters.items():
+            if known.trainable and not reached.get(path) and (known.groups or not history.rest.has_optimizer):
+                missed.setdefault(owner(path), []).append(path)
+        for site, paths in missed.items():
+            names = [path.removeprefix(f"{site}.") for path in paths]
+            is_called = site in called or any(owner(path) == site and reached.get(path) for path in reached)
+            said = "no gradient reaches it" if is_called else "it is never called"
+            severity = "error" if is_called else "warning"
+            yield self.finding(f"{said}: {', '.join(names)}", site, None, severity, parameters=names)
+
+    def _reached(self, history: History) -> dict[str, int]:
+        """In how many windows a gradient was seen, by parameter."""
+        found: dict[str, int] = {}
+        for (path, _), by_step in history.summaries("param_grad").items():
+            found[path] = sum(said.nonfinite > 0 or said.l2 > 0 for said in by_step.values())
+        return found

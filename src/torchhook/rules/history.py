@@ -1,0 +1,192 @@
+"""What rules read: statistics by step, and facts about the model, the task and the optimizer. Plain data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchhook.findings import Finding
+from torchhook.rules.kinds import kind_of
+from torchhook.stats.moments import Summary
+from torchhook.stats.reading import Place, Reading, Row, Snapshot, kept
+
+if TYPE_CHECKING:
+    from torchhook.profiles import Profile
+    from torchhook.rules.rest import Rest
+
+
+class Window(NamedTuple):
+    """What was measured in some steps, the last of which is `step`."""
+
+    step: int
+    snapshot: Snapshot
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the model is trained to do, as seen on one batch."""
+
+    loss: float
+    output_shape: tuple[int, ...]
+    target_shape: tuple[int, ...] | None
+    classes: int | None = None  # if the loss is a cross entropy
+    probabilities: bool = False  # whether the outputs are positive and add up to one
+    broadcast: bool = False  # whether the loss compares every output with every target
+    guessed: bool = False  # whether the loss is not the user's own
+
+
+@dataclass(frozen=True)
+class Modes:
+    """The same batches in train and in eval mode."""
+
+    train: Snapshot
+    eval: Snapshot
+    train_loss: float
+    eval_loss: float
+
+
+@dataclass
+class History:
+    """What was seen of a model, window by window; the facts are None where nobody looked."""
+
+    windows: list[Window] = field(default_factory=list)
+    losses: dict[int, float] = field(default_factory=dict)
+    rates: dict[int, float] = field(default_factory=dict)  # the largest learning rate, by step
+    rest: Rest | None = None  # before the first step
+    after: Rest | None = None  # after the last one
+    task: Task | None = None
+    modes: Modes | None = None
+    profile: Profile | None = None
+    first_step: int = 0
+    own_optimizer: bool = False  # whether there is one that the user chose
+    origin: Finding | None = None  # of the first value that is not finite, if somebody has looked for it
+    scaled: bool = False  # whether a GradScaler looks for its scale
+    _tables: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def add(self, step: int, snapshot: Snapshot, loss: float | None = None) -> None:
+        """A window has ended."""
+        self.windows.append(Window(step, snapshot))
+        if loss is not None:
+            self.losses[step] = loss
+        self._tables.clear()
+
+    def has(self, port: str, stat: str) -> bool:
+        """Whether a statistic was measured anywhere at a port."""
+        return any(
+            _port(place) == port and any(known.name == stat for known in row.stats)
+            for window in self.windows
+            for place, row in window.snapshot.rows.items()
+        )
+
+    def whole(self, part: float = 1.0) -> Snapshot:
+        """The windows of the last `part` of the history, as one."""
+        if part not in self._tables:
+            first = math.floor(len(self.windows) * (1 - part))
+            self._tables[part] = settled(joined(window.snapshot for window in self.windows[first:]))
+        found: Snapshot = self._tables[part]
+        return found
+
+    def first(self) -> Snapshot:
+        """The first window."""
+        return self.windows[0].snapshot if self.windows else Snapshot({})
+
+    def summaries(self, port: str) -> dict[Place, dict[int, Summary]]:
+        """The moments at a port, by place and step, places in execution order."""
+        if port not in self._tables:
+            table: dict[Place, dict[int, Summary]] = {place: {} for place in self.whole().rows if _port(place) == port}
+            for step, snapshot in self.windows:
+                for place in snapshot.rows:
+                    if place in table and "moments" in (reading := snapshot[place]):
+                        table[place][step] = reading["moments"]
+            self._tables[port] = {place: found for place, found in table.items() if found}
+        found: dict[Place, dict[int, Summary]] = self._tables[port]
+        return found
+
+    @property
+    def order(self) -> dict[str, int]:
+        """The number of each path in the order of execution; a parameter has that of its module."""
+        if "order" not in self._tables:
+            paths = dict.fromkeys(path for path, _ in self.whole().rows)
+            modules = {path: number for number, path in enumerate(_modules_of(self.whole()))}
+            self._tables["order"] = {path: modules.get(path, modules.get(owner(path), len(modules))) for path in paths}
+        found: dict[str, int] = self._tables["order"]
+        return found
+
+
+def readings(snapshot: Snapshot, port: str, stat: str, *kinds: str) -> Iterator[Reading]:
+    """What was read at a port of modules of some kinds (none: of all places), in the order of execution."""
+    for place, row in snapshot.rows.items():
+        if _port(place) == port and (not kinds or kind_of(row.label) in kinds):
+            reading = snapshot[place]
+            if stat in reading:
+                yield reading
+
+
+def joined(snapshots: Iterable[Snapshot]) -> Snapshot:
+    """Several snapshots as one: states at the same place are merged, once they are read."""
+    rows: dict[Place, Row] = {}
+    for snapshot in snapshots:
+        for place, row in snapshot.rows.items():
+            rows[place] = _both(rows[place], row) if place in rows else row
+    return Snapshot(rows)
+
+
+def settled(snapshot: Snapshot) -> Snapshot:
+    """The snapshot with its states read and merged, once for all who ask."""
+    return Snapshot({place: _settled(row) for place, row in snapshot.rows.items()})
+
+
+def owner(path: str) -> str:
+    """The module that a parameter belongs to.
+
+    >>> owner("layer1.0.weight")
+    'layer1.0'
+    """
+    return path.rpartition(".")[0]
+
+
+def finite(values: Iterable[float]) -> list[float]:
+    """Those that are finite."""
+    return [value for value in values if math.isfinite(value)]
+
+
+def norm(summary: Summary) -> float:
+    """The norm of all values, infinite if one of them is not finite."""
+    return math.inf if summary.nonfinite else summary.l2
+
+
+def plain(value: float | Tensor) -> float:
+    """A number as people write it: four digits."""
+    return float(f"{float(value):.4g}")
+
+
+def _port(place: Place) -> str:
+    return place[1].partition("[")[0]
+
+
+def _modules_of(snapshot: Snapshot) -> dict[str, None]:
+    return dict.fromkeys(path for (path, _), row in snapshot.rows.items() if row.label)
+
+
+def _both(a: Row, b: Row) -> Row:
+    stats = {stat.name: stat for stat in (*a.stats, *b.stats)}
+    states = {key: [*a.states.get(key, ()), *b.states.get(key, ())] for key in {**a.states, **b.states}}
+    return a._replace(stats=tuple(stats.values()), states=states, failed={**a.failed, **b.failed})
+
+
+def _settled(row: Row) -> Row:
+    by_key = {stat.key: stat for stat in row.stats}
+    states = {key: [found() for found in row.states[key]] for key in by_key}
+    merged = {key: _merged(by_key[key], found) for key, found in states.items() if found}
+    row_states: Mapping[str, Any] = {key: [partial(kept, state)] for key, state in merged.items()}
+    return row._replace(stats=tuple(stat for stat in row.stats if stat.key in merged), states=dict(row_states))
+
+
+def _merged(stat: Any, states: list[Tensor]) -> Tensor:
+    return states[0] if len(states) == 1 else stat.merge(torch.stack(states))

@@ -1,0 +1,34 @@
+"""What a module does, by the name of its class: rules read statistics, which know no more of a module than that."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+_KINDS = {
+    "batchnorm": r"BatchNorm",
+    "norm": r"Norm",
+    "leaky": r"(Leaky|P|R)ReLU|(?<!R)ELU|SiLU|Swish|Mish|Softplus|GELU|Activation",
+    "rectifier": r"ReLU",
+    "sigmoid": r"^Sigmoid$",
+    "tanh": r"^Tanh$",
+    "dropout": r"Drop|StochasticDepth",
+    "embedding": r"Embedding",
+    "recurrent": r"LSTM|GRU|RNN",
+    "attention": r"Attention",
+    "weight": r"Conv\w*[123]D|Linear",
+}
+_PATTERNS = {kind: re.compile(pattern, re.IGNORECASE) for kind, pattern in _KINDS.items()}
+
+NORMS = frozenset({"batchnorm", "norm"})
+ACTIVATIONS = frozenset({"leaky", "rectifier", "sigmoid", "tanh"})
+
+
+@cache
+def kind_of(label: str) -> str:
+    """The kind of the modules of a class; ``"other"`` if its name says nothing.
+
+    >>> kind_of("Conv2d"), kind_of("ReLU6"), kind_of("LeakyReLU"), kind_of("MyBatchNorm2d"), kind_of("Flatten")
+    ('weight', 'rectifier', 'leaky', 'batchnorm', 'other')
+    """
+    return next((kind for kind, pattern in _PATTERNS.items() if pattern.search(label)), "other")

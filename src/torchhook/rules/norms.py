@@ -1,0 +1,125 @@
+"""TH7: batch norms, whose state is not what was trained but what was seen, and the two modes of a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from torchhook.findings import Finding, Severity
+from torchhook.rules.history import History, plain, readings
+from torchhook.rules.registry import register
+from torchhook.rules.rule import Need, Rule
+from torchhook.stats.channels import Units
+
+
+@register
+class RunningStatistics(Rule):
+    """The running mean of a batch norm is a deviation away from that of the batches, or its variance differs fourfold.
+
+    On average over the channels, after it has averaged over ten batches. Then eval mode computes something else.
+    """
+
+    code, name = "TH701", "running-statistics"
+    needs = (Need("input", "channels", ("batchnorm",)),)
+    facts = ("rest",)
+    explains = ("TH704",)
+    hint = "Check the momentum (0.1 is usual); run some batches in train mode before evaluating; use larger batches."
+    wrong = "Very small batches; the first steps of a training; frozen norms on data of another domain."
+    least, shift, factor = 10, 1.0, 4.0
+
+    def find(self, history: History) -> Iterator[Finding]:
+        rest = history.after or history.rest
+        assert rest is not None
+        window = history.modes.train if history.modes is not None else history.whole(0.25)
+        for reading in readings(window, "input", "channels", "batchnorm"):
+            norm, units = rest.norms.get(reading.path), reading["channels"]
+            if norm is None or norm.batches is None or norm.batches < self.least:
+                continue
+            shift = float(((units.mean - norm.mean).abs() / units.std.clamp(min=1e-12)).mean())
+            factor = _factor(units, norm.var)
+            if shift > self.shift or factor > self.factor:
+                said = f"running statistics are {shift:.2g} deviations and {factor:.2g} times in variance off the batches"
+                yield self.finding(said, reading.path, shift=plain(shift), factor=plain(factor), momentum=norm.momentum)
+
+
+def _factor(units: Units, var: torch.Tensor) -> float:
+    """By what factor two variances differ, as a mean over the channels that vary."""
+    varied = (units.std > 1e-6) & (var > 0)
+    logs = ((units.std[varied].square()).log() - var[varied].log()).abs()
+    return math.exp(float(logs.mean())) if len(logs) else 1.0
+
+
+@register
+class UntrainedNorm(Rule):
+    """A batch norm is in eval mode and has never seen a batch: it divides by one and subtracts zero."""
+
+    code, name, severity = "TH702", "untrained-norm", Severity.ERROR
+    facts = ("rest",)
+    explains = ("TH2", "TH3", "TH4", "TH6", "TH701", "TH704", "TH8")
+    hint = "Load the buffers of the checkpoint too (strict=True), or train before model.eval()."
+    wrong = "A norm whose running statistics were set by hand."
+
+    def find(self, history: History) -> Iterator[Finding]:
+        assert history.rest is not None
+        for path, norm in history.rest.norms.items():
+            fresh = bool((norm.mean == 0).all()) and bool((norm.var == 1).all())
+            if not norm.training and not norm.batches and fresh:
+                yield self.finding("in eval mode, and it has never seen a batch", path)
+
+
+@register
+class RunningVariance(Rule):
+    """A running variance is negative, or below 1e-8 in a channel: eval mode divides by next to nothing."""
+
+    code, name, severity = "TH703", "running-variance", Severity.ERROR
+    facts = ("rest",)
+    explains = ("TH101", "TH103", "TH104", "TH2", "TH4", "TH6", "TH701", "TH704")
+    hint = "The channel was constant when it was averaged, or the checkpoint is broken: reset it and run some batches."
+    wrong = "Channels that are pruned."
+
+    def find(self, history: History) -> Iterator[Finding]:
+        assert history.rest is not None
+        for path, norm in history.rest.norms.items():
+            low = int((norm.var < 1e-8).sum())
+            if low:
+                said = f"the running variance of {low} of {len(norm.var)} channels is {float(norm.var.nan_to_num(1).min()):.1e}"
+                yield self.finding(said, path, channels=low)
+
+
+@register
+class ModesDisagree(Rule):
+    """The same batches give another loss in eval than in train mode: more than twice, and by half, either way.
+
+    The finding is about the dropout or batch norm at whose output the spread differs most.
+    """
+
+    code, name = "TH704", "modes-disagree"
+    facts = ("modes",)
+    hint = "Look at the dropout probability, the batch size of batch norms and their momentum."
+    wrong = "Strong regularisation that is meant."
+    times, least = 2.0, 0.5
+
+    def find(self, history: History) -> Iterator[Finding]:
+        modes = history.modes
+        assert modes is not None
+        losses = modes.train_loss, modes.eval_loss
+        if not all(map(math.isfinite, losses)) or min(losses) < 0:
+            return
+        low, high = sorted(losses)
+        if high > self.times * low and high - low > self.least:
+            site, factor = self._site(history)
+            said = f"the loss is {modes.train_loss:.3g} in train mode and {modes.eval_loss:.3g} in eval mode"
+            yield self.finding(said, site, None, None, train=plain(losses[0]), eval=plain(losses[1]), spread=plain(factor))
+
+    def _site(self, history: History) -> tuple[str, float]:
+        assert history.modes is not None
+        worst, most = "", 1.0
+        for reading in readings(history.modes.train, "output", "moments", "dropout", "batchnorm"):
+            place = reading.path, reading.port
+            if place in history.modes.eval.rows:
+                a, b = reading["moments"].std, history.modes.eval[place]["moments"].std
+                if min(a, b) > 0 and max(a / b, b / a) > most:
+                    worst, most = reading.path, max(a / b, b / a)
+        return worst, most

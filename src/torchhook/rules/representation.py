@@ -1,0 +1,89 @@
+"""TH8: what representations can still tell apart: their rank, and what attention looks at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torchhook.findings import Finding
+from torchhook.rules.history import History, plain, readings
+from torchhook.rules.registry import register
+from torchhook.rules.rule import Need, Rule
+from torchhook.stats.covariance import Spread
+
+
+@register
+class RankCollapse(Rule):
+    """The outputs of a layer vary in far fewer directions than its inputs: an effective rank below 15 % of theirs.
+
+    Of what the layer could keep, which is the smaller of the rank of its inputs and the number of its units, if that is
+    eight or more. The effective rank is the exponential of the entropy of the spectrum of the covariance.
+    """
+
+    code, name = "TH801", "rank-collapse"
+    needs = (Need("output", "covariance", ("weight",)), Need("input", "covariance", ("weight",)))
+    explains = ("TH202",)
+    hint = "Look at the rank of the layer's weight: at its initialisation, and at weight decay or learning rate if it fell."
+    wrong = "Bottlenecks of low rank by design."
+    share, least = 0.15, 8
+
+    def find(self, history: History) -> Iterator[Finding]:
+        window = history.whole()
+        inputs = {reading.path: reading for reading in readings(window, "input", "covariance", "weight")}
+        for reading in readings(window, "output", "covariance", "weight"):
+            if reading.path not in inputs:
+                continue
+            before, after = inputs[reading.path]["covariance"], reading["covariance"]
+            possible = min(_rank(before), len(after.mean))
+            if possible >= self.least and (rank := _rank(after)) < self.share * possible:
+                said = f"its outputs vary in {rank:.1f} directions, of {possible:.0f} that its inputs have"
+                yield self.finding(said, reading.path, rank=plain(rank), possible=plain(possible))
+
+
+def _rank(spread: Spread) -> float:
+    """The effective rank; 0 where it is not known, as from too few samples."""
+    enough = spread.count > 2 * len(spread.mean)
+    return spread.effective_rank if enough and bool(spread.covariance.isfinite().all()) else 0.0
+
+
+@register
+class AttentionCollapse(Rule):
+    """More than half of the heads of a layer look at a single key: a mean entropy below a tenth of the possible.
+
+    Normalised by the logarithm of the number of keys that a position sees; positions that see one key do not count.
+    """
+
+    code, name = "TH802", "attention-collapse"
+    needs = (Need("attention", "attention"),)
+    explains = ("TH401", "TH601", "TH801")
+    hint = "Normalise queries and keys (QK norm), lower the learning rate, or shrink the initial query and key weights."
+    wrong = "Layers that copy or attend to one position by design; heads that rest on a first token."
+    entropy, share = 0.1, 0.5
+
+    def find(self, history: History) -> Iterator[Finding]:
+        for reading in readings(history.whole(0.5), "attention", "attention"):
+            heads = reading["attention"].entropy
+            low = float((heads < self.entropy).double().mean())
+            if low > self.share:
+                said = f"{100 * low:.0f} % of the heads look at a single key"
+                yield self.finding(said, reading.path, entropy=plain(heads.mean()), heads=len(heads))
+
+
+@register
+class AttentionLogits(Rule):
+    """An attention logit, a product of query and key before the softmax, is beyond a hundred.
+
+    Growth of logits comes before divergence; at a hundred the softmax has nothing left to choose.
+    """
+
+    code, name = "TH803", "attention-logits"
+    needs = (Need("attention", "attention"),)
+    explains = ("TH101", "TH103", "TH401", "TH601", "TH801", "TH802")
+    hint = "Normalise queries and keys (QK norm), cap the logits, or check the scale of 1/√d."
+    wrong = "Models that cap logits afterwards."
+    limit = 100.0
+
+    def find(self, history: History) -> Iterator[Finding]:
+        for reading in readings(history.whole(0.5), "attention", "attention"):
+            if (largest := reading["attention"].largest) > self.limit:
+                said = f"attention logits reach {largest:.3g}"
+                yield self.finding(said, reading.path, largest=plain(largest))

@@ -1,0 +1,109 @@
+"""A model at rest: what its parameters, buffers, batch norms and optimizer are like when nothing runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+
+from torchhook.stats import Moments
+from torchhook.stats.moments import Summary
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """What there is to know of a parameter: its values, and who trains it."""
+
+    summary: Summary
+    dim: int
+    trainable: bool
+    alike: bool  # whether all its units have the same weights
+    groups: tuple[int, ...] = ()  # of the optimizer
+    lr: float | None = None
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it has units with several weights each."""
+        return self.dim > 1
+
+
+@dataclass(frozen=True)
+class Norm:
+    """The state of a batch norm."""
+
+    training: bool
+    batches: int | None  # that it has averaged over
+    momentum: float | None
+    mean: Tensor
+    var: Tensor
+
+
+@dataclass(frozen=True)
+class Rest:
+    """A model at rest, by path."""
+
+    parameters: dict[str, Parameter]
+    buffers: dict[str, Summary]
+    norms: dict[str, Norm]
+    modules: frozenset[str]
+    has_optimizer: bool = False
+    strangers: int = 0  # parameters that the optimizer has and the model has not
+
+
+@torch.no_grad()
+def at_rest(model: nn.Module, optimizer: Any = None) -> Rest:
+    """What `model` is like now. It waits for the device.
+
+    >>> rest = at_rest(nn.Linear(2, 3))
+    >>> rest.parameters["weight"].trainable, rest.parameters["weight"].alike
+    (True, False)
+    """
+    groups = [] if optimizer is None else optimizer.param_groups
+    known = {name: p for name, p in model.named_parameters() if not is_lazy(p) and not p.is_meta}
+    own = {id(parameter) for parameter in known.values()}
+    buffers = {name: buffer for name, buffer in model.named_buffers() if _is_measurable(buffer)}
+    return Rest(
+        parameters={path: _parameter(parameter, groups) for path, parameter in known.items()},
+        buffers={path: Moments().of(buffer) for path, buffer in buffers.items()},
+        norms={path: _norm(module) for path, module in model.named_modules() if _is_tracking(module)},
+        modules=frozenset(path for path, _ in model.named_modules()),
+        has_optimizer=optimizer is not None,
+        strangers=sum(id(parameter) not in own for group in groups for parameter in group["params"]),
+    )
+
+
+def _parameter(parameter: nn.Parameter, groups: list[dict[str, Any]]) -> Parameter:
+    inside = [number for number, group in enumerate(groups) if any(p is parameter for p in group["params"])]
+    return Parameter(
+        summary=Moments().of(parameter),
+        dim=parameter.dim(),
+        trainable=parameter.requires_grad,
+        alike=parameter.dim() > 1 and len(parameter) > 1 and bool((parameter == parameter[:1]).all()),
+        groups=tuple(inside),
+        lr=max((float(groups[number]["lr"]) for number in inside), default=None),
+    )
+
+
+def _norm(module: _BatchNorm) -> Norm:
+    tracked = module.num_batches_tracked
+    assert module.running_mean is not None
+    assert module.running_var is not None
+    return Norm(
+        training=module.training,
+        batches=None if tracked is None else int(tracked),
+        momentum=module.momentum,
+        mean=module.running_mean.double().cpu(),
+        var=module.running_var.double().cpu(),
+    )
+
+
+def _is_tracking(module: nn.Module) -> bool:
+    return isinstance(module, _BatchNorm) and module.running_mean is not None and not module.running_mean.is_meta
+
+
+def _is_measurable(buffer: Tensor) -> bool:
+    return buffer.is_floating_point() and not buffer.is_meta and not is_lazy(buffer) and buffer.numel() > 0

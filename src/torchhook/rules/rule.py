@@ -1,0 +1,93 @@
+"""A rule is a pure function of what was measured: it reads a `History` and yields findings."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torchhook.findings import Finding, Severity
+from torchhook.rules.history import History
+
+
+@dataclass(frozen=True)
+class Need:
+    """A statistic that a rule goes by: at which port, and of modules of which kinds (none: of every leaf)."""
+
+    port: str
+    stat: str = "moments"
+    kinds: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        of = f" of every {' or '.join(self.kinds)}" if self.kinds else ""
+        return f"{self.stat} at {self.port}{of}"
+
+
+class Rule(ABC):
+    """One thing that can be wrong with a model.
+
+    The docstring says what the rule finds and by which numbers; `hint` says what to do, `wrong` when the rule is
+    mistaken. `needs` are the statistics, `facts` the other parts of a `History` that it goes by: without them it is
+    skipped, and no more than the chosen rules need is collected. `explains` are the codes, or beginnings of codes, of
+    what may be a consequence: such findings are folded under this rule's. Findings of the rule itself are folded under
+    the first in the order of execution, or under the last where a fault travels with the gradients (`backward`).
+
+    One of your own needs a code, a name and `find`:
+
+    >>> class Negative(Rule):
+    ...     '''The mean of an output is negative.'''
+    ...     code, name, needs = "MY001", "negative-mean", (Need("output"),)
+    ...
+    ...     def find(self, history):
+    ...         for (path, _), by_step in history.summaries("output").items():
+    ...             step, summary = list(by_step.items())[-1]
+    ...             if summary.mean < 0:
+    ...                 yield self.finding(f"the mean is {summary.mean:.2g}", path, step)
+    >>> Negative().finding("the mean is -1", "fc", 3).where
+    'fc, step 3'
+    """
+
+    code: ClassVar[str]
+    name: ClassVar[str]
+    severity: ClassVar[Severity] = Severity.WARNING
+    needs: ClassVar[tuple[Need, ...]] = ()
+    facts: ClassVar[tuple[str, ...]] = ()
+    explains: ClassVar[tuple[str, ...]] = ()
+    backward: ClassVar[bool] = False
+    hint: ClassVar[str] = ""
+    wrong: ClassVar[str] = ""
+
+    @abstractmethod
+    def find(self, history: History) -> Iterator[Finding]:
+        """What is wrong, place by place."""
+
+    def missing(self, history: History) -> str:
+        """Why the rule cannot be applied; empty if it can."""
+        absent = [_FACTS[name] for name in self.facts if not getattr(history, name)]
+        absent += [f"{need}" for need in self.needs if not history.has(need.port, need.stat)]
+        return f"needs {', '.join(absent)}" if absent else ""
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether it is about a model at which nothing runs."""
+        return not self.needs and set(self.facts) <= {"rest", "own_optimizer"}
+
+    def finding(
+        self, message: str, site: str = "", step: int | None = None, severity: str | None = None, **evidence: Any
+    ) -> Finding:
+        """A finding of this rule."""
+        return Finding(self.code, Severity(severity or self.severity), message, site, step, evidence, self.hint)
+
+    def __repr__(self) -> str:
+        return f"<{self.code} {self.name}>"
+
+
+_FACTS = {
+    "rest": "a look at the model at rest",
+    "own_optimizer": "an optimizer",
+    "losses": "losses",
+    "task": "outputs, targets and a loss",
+    "modes": "a model in train mode, to compare with eval mode",
+    "profile": "a stored profile",
+}

@@ -1,0 +1,129 @@
+"""TH5: what the optimizer does: how large its steps are, and whom it leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from statistics import median
+
+from torchhook.findings import Finding, Severity
+from torchhook.rules.history import History, finite, owner, plain
+from torchhook.rules.registry import register
+from torchhook.rules.rule import Need, Rule
+
+
+class Ratios(Rule):
+    """The norm of a step over that of the parameter, for matrices."""
+
+    needs = (Need("update_ratio"),)
+    facts = ("rest", "own_optimizer")
+    settling = 10  # steps after which the first ones no longer count
+
+    def ratios(self, history: History) -> dict[str, tuple[float, int]]:
+        """The median by parameter, and the first step of those it is of; parameters that begin as zero left out."""
+        assert history.rest is not None
+        found = {}
+        for (path, _), by_step in history.summaries("update_ratio").items():
+            known = history.rest.parameters.get(path)
+            if known is None or not known.is_matrix or known.summary.zero_fraction == 1:
+                continue
+            late = {step: said.mean for step, said in by_step.items() if step >= history.first_step + self.settling}
+            values = late if len(late) >= self.settling else {step: said.mean for step, said in by_step.items()}
+            if numbers := finite(values.values()):
+                found[path] = median(numbers), min(values)
+        return found
+
+    def report(self, history: History, bad: dict[str, float], limit: float, said: str) -> Iterator[Finding]:
+        """One finding about the learning rate if all parameters are meant, else one a parameter."""
+        ratios = self.ratios(history)
+        if bad and len(bad) == len(ratios):
+            middle = median(value for value, _ in ratios.values())
+            text = f"the steps of the optimizer are {middle:.1e} of the weights: {said}"
+            severity = "error" if self.code == "TH501" and middle > 3 * limit else None
+            yield self.finding(text, "", None, severity, median=plain(middle), parameters=len(bad))
+            return
+        for path, value in bad.items():
+            yield self.finding(f"its steps are {value:.1e} of it: {said}", path, ratio=plain(value))
+
+
+@register
+class UpdateTooLarge(Ratios):
+    """A step changes a matrix by more than a tenth of its norm, in the median after the first ten steps.
+
+    About 1e-3 is healthy; three tenths in all matrices is an error. Vectors begin as zero too often to be judged.
+    """
+
+    code, name = "TH501", "update-too-large"
+    explains = ("TH1", "TH2", "TH402", "TH403", "TH6", "TH7", "TH8", "TH401", "TH404")
+    hint = "Lower the learning rate, by ten to begin with, or warm it up."
+    wrong = "The first steps of an optimizer without warm-up; very small layers."
+    limit = 0.1
+
+    def find(self, history: History) -> Iterator[Finding]:
+        bad = {path: ratio for path, (ratio, _) in self.ratios(history).items() if ratio > self.limit}
+        yield from self.report(history, bad, self.limit, "too large to learn")
+
+
+@register
+class UpdateTooSmall(Ratios):
+    """A step changes a matrix by less than three millionths of its norm, in the median after the first ten steps."""
+
+    code, name = "TH502", "update-too-small"
+    explains = ("TH601",)
+    hint = "Raise the learning rate; check its schedule, the loss's scale and the weight decay."
+    wrong = "The end of a schedule; fine-tuning that is meant to be gentle."
+    limit = 3e-6
+
+    def find(self, history: History) -> Iterator[Finding]:
+        bad = {path: ratio for path, (ratio, _) in self.ratios(history).items() if 0 < ratio < self.limit}
+        yield from self.report(history, bad, self.limit, "too small to learn")
+
+
+@register
+class NotInOptimizer(Rule):
+    """A parameter that requires a gradient is in no group of the optimizer: it is never trained."""
+
+    code, name, severity = "TH503", "not-in-optimizer", Severity.ERROR
+    facts = ("rest", "own_optimizer")
+    explains = ("TH302", "TH601")
+    hint = "Pass model.parameters() to the optimizer; if the layer is meant to rest, requires_grad_(False)."
+    wrong = "Several optimizers, each with its part of the model."
+
+    def find(self, history: History) -> Iterator[Finding]:
+        assert history.rest is not None
+        if history.rest.has_optimizer:
+            left = {path: p for path, p in history.rest.parameters.items() if p.trainable and not p.groups}
+            for site, names in _by_owner(left).items():
+                said = f"the optimizer does not have it: {', '.join(names)}"
+                yield self.finding(said, site, parameters=names)
+
+
+@register
+class RateZero(Rule):
+    """A parameter group has a learning rate of zero, or the optimizer has parameters that the model has not.
+
+    The latter happens when a model is copied, or its layers replaced, after the optimizer was made.
+    """
+
+    code, name, severity = "TH504", "rate-zero", Severity.ERROR
+    facts = ("rest", "own_optimizer")
+    explains = ("TH302", "TH502", "TH601")
+    hint = "Give the group a learning rate; make the optimizer after the model is complete."
+    wrong = "A warm-up that begins at zero."
+
+    def find(self, history: History) -> Iterator[Finding]:
+        assert history.rest is not None
+        still = {path: p for path, p in history.rest.parameters.items() if p.trainable and p.groups and p.lr == 0}
+        if history.after is not None:  # a schedule may have raised it since
+            still = {path: p for path, p in still.items() if history.after.parameters[path].lr == 0}
+        for site, names in _by_owner(still).items():
+            yield self.finding(f"its learning rate is 0: {', '.join(names)}", site, parameters=names)
+        if history.rest.strangers:
+            said = f"the optimizer has {history.rest.strangers} parameters that are not the model's"
+            yield self.finding(said, parameters=history.rest.strangers)
+
+
+def _by_owner(paths: Iterable[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for path in paths:
+        found.setdefault(owner(path), []).append(path.rpartition(".")[2])
+    return found

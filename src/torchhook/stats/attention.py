@@ -1,0 +1,61 @@
+"""What attention looks at, from its logits: how many keys, and how large the logits are."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchhook.stats.stat import Stat
+
+_UNSEEN = -1e4  # logits below belong to keys that are masked: some models write the lowest number, not -inf
+
+
+class Focus(NamedTuple):
+    """What `Attention` says: the mean entropy of each head, as a part of what it can be, and the largest logit."""
+
+    entropy: Tensor
+    largest: float
+
+
+class Attention(Stat):
+    """The entropy of attention by head, and the largest absolute logit; of logits, heads in the second dimension.
+
+    The entropy of a position is divided by the logarithm of the number of keys that it sees, so that 1 is an even look
+    at all of them and 0 a look at one; positions that see one key only are left out.
+
+    >>> even = Attention().of(torch.zeros(1, 2, 3, 3))
+    >>> even.entropy.tolist(), even.largest
+    ([1.0, 1.0], 0.0)
+    """
+
+    name = "attention"
+    additive = False
+
+    def empty(self, x: Tensor) -> Tensor:
+        return torch.zeros(3, _heads(x).shape[1], dtype=torch.float64, device=x.device)
+
+    def update(self, state: Tensor, x: Tensor) -> None:
+        x = _heads(x)
+        seen = x > _UNSEEN
+        keys = seen.sum(-1)
+        share = x.masked_fill(~seen, -torch.inf).softmax(-1)
+        entropy = torch.special.entr(share).sum(-1) / keys.clamp(min=2).log()
+        counts = (keys > 1).sum((0, 2), dtype=torch.float64)
+        total = entropy.where(keys > 1, 0).sum((0, 2), dtype=torch.float64)
+        largest = x.where(seen, 0).abs().amax((0, 2, 3)).double()
+        state.copy_(self.merge(torch.stack([state, torch.stack([total, counts, largest])])))
+
+    def merge(self, states: Tensor) -> Tensor:
+        total, counts, largest = states.unbind(-2)
+        return torch.stack([total.sum(0), counts.sum(0), largest.amax(0)], -2)
+
+    def compute(self, state: Tensor) -> Focus:
+        return Focus(state[0] / state[1], float(state[2].max()))
+
+
+def _heads(x: Tensor) -> Tensor:
+    """Logits as samples × heads × positions × keys."""
+    x = x.float() if x.dim() >= 4 else x.float().reshape(-1, 1, *x.shape[-2:])
+    return x.flatten(0, -4) if x.dim() > 4 else x

@@ -1,0 +1,1 @@
+"""Collecting, while a model trains, what the chosen rules need and no more."""

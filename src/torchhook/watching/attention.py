@@ -1,0 +1,123 @@
+"""Seeing what attention looks at, wherever it is computed.
+
+Fused kernels never hand their weights out, so the logits are computed again from the queries, keys, mask and scale
+that were seen. What the model computes stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
+
+
+class Attending(TorchFunctionMode):
+    """While it is entered, gives `tell` the logits of every attention."""
+
+    def __init__(self, tell: Callable[[Tensor], None]) -> None:
+        self.tell = tell
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        logits = _LOGITS.get(function)
+        if logits is not None and torch._C._current_graph_task_id() == -1:
+            with torch.no_grad():
+                found = logits(*args, **kwargs)
+                if found is not None:
+                    self.tell(found)
+        return function(*args, **kwargs)
+
+
+def _of_product(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+    logits = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril()
+    return _masked(logits, attn_mask)
+
+
+def _of_multihead(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embed_dim_to_check: int,
+    num_heads: int,
+    in_proj_weight: Tensor | None,
+    in_proj_bias: Tensor | None,
+    *rest: Any,
+    key_padding_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    use_separate_proj_weight: bool = False,
+    q_proj_weight: Tensor | None = None,
+    k_proj_weight: Tensor | None = None,
+    **others: Any,
+) -> Tensor:
+    """The logits of ``nn.MultiheadAttention``, whose queries are positions × samples × features."""
+    width = query.shape[-1]
+    if use_separate_proj_weight or in_proj_weight is None:
+        weights = q_proj_weight, k_proj_weight
+    else:
+        weights = in_proj_weight[:width], in_proj_weight[width : 2 * width]
+    biases = (None, None) if in_proj_bias is None else (in_proj_bias[:width], in_proj_bias[width : 2 * width])
+    pair = zip((query, key), weights, biases, strict=True)
+    q, k = (_split(F.linear(x if x.dim() == 3 else x[:, None], w, b), num_heads) for x, w, b in pair)
+    if attn_mask is not None and attn_mask.dim() == 3:
+        attn_mask = attn_mask.view(-1, num_heads, *attn_mask.shape[-2:])
+    logits = _masked(q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5, attn_mask)
+    if key_padding_mask is not None:
+        hidden = key_padding_mask if key_padding_mask.dtype == torch.bool else key_padding_mask < 0
+        logits = logits.masked_fill(hidden.view(-1, 1, 1, hidden.shape[-1]), -torch.inf)
+    return logits
+
+
+def _of_softmax(input: Tensor, dim: int | None = None, *rest: Any, **others: Any) -> Tensor | None:  # noqa: A002
+    """What is given to a softmax over the last of four dimensions."""
+    return input if input.dim() == 4 and dim in (-1, 3) else None
+
+
+def _split(x: Tensor, heads: int) -> Tensor:
+    return x.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)
+
+
+def _masked(logits: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is None:
+        return logits
+    if mask.dtype == torch.bool:
+        return logits.masked_fill(~mask, -torch.inf)
+    return logits + mask
+
+
+def _inverted(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """For ``nn.MultiheadAttention`` a boolean mask is True where nothing is seen."""
+
+    def logits(*args: Any, attn_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = ~attn_mask
+        return function(*args, attn_mask=attn_mask, **kwargs)
+
+    return logits
+
+
+_LOGITS: dict[Any, Callable[..., Tensor | None]] = {
+    F.scaled_dot_product_attention: _of_product,
+    F.multi_head_attention_forward: _inverted(_of_multihead),
+    **dict.fromkeys(_SOFTMAX, _of_softmax),
+}

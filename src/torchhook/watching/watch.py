@@ -1,0 +1,162 @@
+"""A `Watch` sits beside a training and writes its history: step by step, what the chosen rules need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchhook.core.event import Event
+from torchhook.core.selection import Selector
+from torchhook.core.session import Session
+from torchhook.core.site import Port, Site
+from torchhook.core.tap import Tap
+from torchhook.rules.history import History, joined
+from torchhook.rules.kinds import kind_of
+from torchhook.rules.rest import at_rest
+from torchhook.rules.rule import Need, Rule
+from torchhook.sinks.clock import Clock
+from torchhook.sinks.reduce import Reduce
+from torchhook.stats import Attention, Covariance, Stat, named
+from torchhook.stats.reading import FLAGS
+from torchhook.stepping.steps import Steps
+from torchhook.watching.attention import Attending
+
+_HEAVY: dict[str, Stat] = {"covariance": Covariance(max_units=512), "attention": Attention()}
+_MODULES: dict[str, Port] = {"input": "input", "output": "output", "grad_output": "grad_output"}
+
+
+class Watch:
+    """Measures what `rules` need, and ends a window at every `step`.
+
+    Covariances and attention are too dear for every step: they are measured while the watch is `thorough`.
+
+    >>> import torch
+    >>> from torchhook.rules import chosen
+    >>> model = nn.Sequential(nn.Linear(2, 4), nn.ReLU())
+    >>> with Watch(model, chosen(["TH101"])) as watch:
+    ...     for _ in range(3):
+    ...         model(torch.ones(1, 2)).sum().backward()
+    ...         watch.step(loss=0.5)
+    >>> watch.history.losses, list(watch.history.whole())
+    ({0: 0.5, 1: 0.5, 2: 0.5}, [('0', 'output'), ('1', 'output')])
+    """
+
+    def __init__(
+        self, model: nn.Module, rules: Iterable[Rule], optimizer: Any = None, history: History | None = None
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.history = history or History(rest=at_rest(model, optimizer), own_optimizer=optimizer is not None)
+        self.steps = 0
+        self.is_thorough = False
+        self._needs = {need for rule in rules for need in rule.needs}
+        self._clock = Clock(by_passes=optimizer is None)
+        self._always = ExitStack()
+        self._thorough = ExitStack()
+        self._reduces: list[Reduce] = []
+        self._running: list[tuple[str, nn.Module]] = []  # the modules inside of which we are
+
+    def __enter__(self) -> Watch:
+        stepped = {FLAGS[need.port] for need in self._needs if FLAGS.get(need.port) in _STEPPED}
+        taps, steps = self._sites(heavy=False), None
+        if stepped and self.optimizer is not None and self._is_ours():
+            steps = Steps(self.optimizer, self._reduce(), Selector.of(""), **{flag: flag in stepped for flag in _STEPPED})
+            taps += steps.taps(None)
+        elif "param_grads" in stepped and any(parameter.requires_grad for parameter in self.model.parameters()):
+            taps.append(Tap("", self._reduce(), "param_grad"))
+        session = Session(self.model, taps, on_silent="ignore").attach()
+        self._always.callback(session.abandon)
+        if steps is not None:
+            self._always.callback(steps.detach)
+            steps.attach(session)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._thorough.close()
+        self._always.close()
+
+    def be_thorough(self, wanted: bool) -> None:
+        """Measure, or no longer measure, what is too dear for every step."""
+        if wanted == self.is_thorough:
+            return
+        self.is_thorough = wanted
+        self._thorough.close()
+        if not wanted:
+            return
+        taps = self._sites(heavy=True)
+        if any(need.port == "attention" for need in self._needs):
+            taps += [Tap(_EVERYTHING, self._enter, "input"), Tap(_EVERYTHING, self._leave, "output")]
+            reduce = self._reduce(_HEAVY["attention"])
+            self._thorough.enter_context(Attending(lambda logits: self._attend(reduce, logits)))
+        self._thorough.callback(Session(self.model, taps, on_silent="ignore").attach().abandon)
+
+    def step(self, loss: Tensor | float | None = None) -> None:
+        """A step of the training is over, and its window with it."""
+        window = joined(reduce.snapshot() for reduce in self._reduces)
+        for reduce in self._reduces:
+            reduce.reset()
+        self.history.add(self.steps, window, None if loss is None else float(loss))
+        if self.optimizer is not None:
+            rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+            self.history.rates[self.steps] = max(rates, default=0.0)
+        self.steps += 1
+
+    def _sites(self, heavy: bool) -> list[Tap]:
+        """What has to be seen of modules."""
+        taps = []
+        for (port, kinds), stats in _grouped(self._needs, heavy).items():
+            selector = Selector.of(_of_kinds(kinds))
+            if any(selector.test(path, module, None) for path, module in self.model.named_modules()):
+                taps.append(Tap(selector, self._reduce(*stats), port))
+        return taps
+
+    def _is_ours(self) -> bool:
+        """Whether the optimizer trains anything of the model."""
+        own = {id(parameter) for parameter in self.model.parameters()}
+        return any(id(p) in own for group in self.optimizer.param_groups for p in group["params"])
+
+    def _reduce(self, *stats: Stat) -> Reduce:
+        reduce = Reduce(*stats, clock=self._clock)
+        self._reduces.append(reduce)
+        return reduce
+
+    def _enter(self, event: Event) -> None:
+        self._running.append((event.path, event.module))
+
+    def _leave(self, event: Event) -> None:
+        self._running.pop()
+
+    def _attend(self, reduce: Reduce, logits: Tensor) -> None:
+        path, module = self._running[-1] if self._running else ("", self.model)
+        reduce.cell(Site(path, "attention"), module).update(logits)  # type: ignore[arg-type]  # a place, not a port
+
+
+_STEPPED = ("params", "param_grads", "updates")
+_EVERYTHING = Selector.of(lambda path, module: True)
+
+
+def _grouped(needs: Iterable[Need], heavy: bool) -> dict[tuple[Port, frozenset[str]], list[Stat]]:
+    """The statistics to collect at each port of modules, by the kinds of those; no kinds: of every leaf."""
+    kinds_of: dict[tuple[Port, str], list[tuple[str, ...]]] = {}
+    for need in needs:
+        if need.port in _MODULES and (need.stat in _HEAVY) == heavy:
+            kinds_of.setdefault((_MODULES[need.port], need.stat), []).append(need.kinds)
+    groups: dict[tuple[Port, frozenset[str]], list[Stat]] = {}
+    for (port, stat), kinds in sorted(kinds_of.items()):
+        wanted = frozenset(kind for one in kinds for kind in one) if all(kinds) else frozenset[str]()
+        groups.setdefault((port, wanted), []).append(_HEAVY.get(stat) or named(stat))
+    return groups
+
+
+def _of_kinds(kinds: frozenset[str]) -> Any:
+    def test(path: str, module: nn.Module) -> bool:
+        is_leaf = next(module.children(), None) is None
+        return is_leaf and (not kinds or kind_of(type(module).__name__) in kinds)
+
+    return test
