@@ -6,13 +6,15 @@ BIN := .venv/bin
 BENCH := .bench/venv/bin
 INSTALL := -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PIP := $(BIN)/python $(INSTALL)
+BROWSER := /usr/bin/chromium /usr/bin/chromedriver
+SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 
 .PHONY: demo test check bench matrix clean
 
 demo: .venv/demo
 	$(BIN)/python examples/digits.py
 
-test: .venv/test
+test: .venv/test $(BROWSER)
 	$(BIN)/python -m pytest
 
 check: .venv/check
@@ -54,6 +56,12 @@ clean:
 .venv/check: .venv/test
 	$(PIP) --no-build-isolation --editable '.[check]'
 	touch $@
+
+# The report is tested in a real browser: Debian's, and only where it is missing. Nothing is downloaded from elsewhere.
+$(BROWSER) &:
+	@echo "Installing Debian's chromium and chromium-driver, for the tests in a browser"
+	-$(SUDO) apt-get -qq update
+	$(SUDO) apt-get -qq -y install --no-install-recommends chromium chromium-driver fonts-dejavu-core
 
 # The peers live apart from the library's own environment. TorchHook 0.2.7 has our import name: it gets a folder.
 .bench/installed: pyproject.toml constraints.txt benchmarks/requirements.txt

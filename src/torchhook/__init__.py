@@ -8,29 +8,28 @@ acts["layer4.1"].output, acts["layer4.1"].grad
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from torchhook.api import capture, overhead, trace
-from torchhook.captured import Calls, Capture
-from torchhook.core.edit import Edit
-from torchhook.core.event import Event
-from torchhook.core.marks import mark
-from torchhook.core.selection import Selector, glob, marked, of_type, regex, select
-from torchhook.core.session import Session
-from torchhook.core.site import Site
-from torchhook.core.tap import Sink, Tap, every, first, sample
-from torchhook.errors import (
-    BudgetError,
-    NotRecordedError,
-    OverwrittenError,
-    SelectionError,
-    SessionError,
-    SilentError,
-    TapError,
-    TorchhookError,
-)
-from torchhook.sinks.memory import Record, Ring
-from torchhook.sinks.store import Store
-
 if TYPE_CHECKING:
+    from torchhook.api import capture, overhead, trace
+    from torchhook.captured import Calls, Capture
+    from torchhook.core.edit import Edit
+    from torchhook.core.event import Event
+    from torchhook.core.marks import mark
+    from torchhook.core.selection import Selector, glob, marked, of_type, regex, select
+    from torchhook.core.session import Session
+    from torchhook.core.site import Site
+    from torchhook.core.tap import Sink, Tap, every, first, sample
+    from torchhook.errors import (
+        BudgetError,
+        NotRecordedError,
+        OverwrittenError,
+        SelectionError,
+        SessionError,
+        SilentError,
+        TapError,
+        TorchhookError,
+    )
+    from torchhook.sinks.memory import Record, Ring
+    from torchhook.sinks.store import Store
     from torchhook import distributed as distributed
     from torchhook import edits as edits
     from torchhook.editing import arm, clip_gradients, edit, skip
@@ -49,41 +48,92 @@ if TYPE_CHECKING:
         model_summary,
     )
     from torchhook.sweeping import Sweep, sweep
+    from torchhook import render as render
+    from torchhook import rules as rules
+    from torchhook.catching import catch_nonfinite
+    from torchhook.diagnosing import diagnose
+    from torchhook.diagnostics import ModelDiagnostics
+    from torchhook.findings import Finding, Report, Severity
+    from torchhook.profiles import Profile
+    from torchhook.rules.checking import check
+    from torchhook.rules.rule import Need, Rule
 
 __version__ = "1.0.0.dev0"
 
-# Where the names are that not everybody needs: importing the package stays quick.
-_LATER = {
+# Where the names are: each is imported when it is first used, so that importing the package needs nothing, not even torch.
+_NAMES = {
+    "BudgetError": "errors",
+    "Calls": "captured",
+    "Capture": "captured",
     "Channels": "stats",
     "Covariance": "stats",
+    "Edit": "core.edit",
+    "Event": "core.event",
     "FeatureExtractor": "extractor",
+    "Finding": "findings",
     "Histogram": "stats",
     "HookInfo": "inventory",
     "HookManager": "manager",
+    "ModelDiagnostics": "diagnostics",
     "Moments": "stats",
+    "Need": "rules.rule",
+    "NotRecordedError": "errors",
+    "OverwrittenError": "errors",
+    "Profile": "profiles",
     "Quantiles": "stats",
     "Reading": "stats.reading",
+    "Record": "sinks.memory",
     "Reduce": "sinks.reduce",
+    "Report": "findings",
+    "Ring": "sinks.memory",
+    "Rule": "rules.rule",
+    "SelectionError": "errors",
+    "Selector": "core.selection",
+    "Session": "core.session",
+    "SessionError": "errors",
+    "Severity": "findings",
+    "SilentError": "errors",
+    "Sink": "core.tap",
+    "Site": "core.site",
     "Snapshot": "stats.reading",
     "Stat": "stats",
     "Stats": "measured",
+    "Store": "sinks.store",
     "Sweep": "sweeping",
+    "Tap": "core.tap",
+    "TapError": "errors",
     "TopK": "stats",
+    "TorchhookError": "errors",
     "arm": "editing",
+    "capture": "api",
+    "catch_nonfinite": "catching",
+    "check": "rules.checking",
     "clip_gradients": "editing",
     "count_parameters": "summary",
     "detach": "inventory",
+    "diagnose": "diagnosing",
     "edit": "editing",
+    "every": "core.tap",
+    "first": "core.tap",
     "format_parameter_count": "summary",
     "get_layerwise_parameter_count": "summary",
+    "glob": "core.selection",
     "hooks": "inventory",
+    "mark": "core.marks",
+    "marked": "core.selection",
     "measure": "measuring",
     "model_summary": "summary",
+    "of_type": "core.selection",
+    "overhead": "api",
+    "regex": "core.selection",
+    "sample": "core.tap",
+    "select": "core.selection",
     "skip": "editing",
     "sweep": "sweeping",
+    "trace": "api",
 }
 
-_PACKAGES = ("distributed", "edits")
+_PACKAGES = ("distributed", "edits", "origins", "plot", "render", "rules")
 
 __all__ = [
     "BudgetError",
@@ -94,21 +144,28 @@ __all__ = [
     "Edit",
     "Event",
     "FeatureExtractor",
+    "Finding",
     "Histogram",
     "HookInfo",
     "HookManager",
+    "ModelDiagnostics",
     "Moments",
+    "Need",
     "NotRecordedError",
     "OverwrittenError",
+    "Profile",
     "Quantiles",
     "Reading",
     "Record",
     "Reduce",
+    "Report",
     "Ring",
+    "Rule",
     "SelectionError",
     "Selector",
     "Session",
     "SessionError",
+    "Severity",
     "SilentError",
     "Sink",
     "Site",
@@ -123,9 +180,12 @@ __all__ = [
     "TorchhookError",
     "arm",
     "capture",
+    "catch_nonfinite",
+    "check",
     "clip_gradients",
     "count_parameters",
     "detach",
+    "diagnose",
     "edit",
     "every",
     "first",
@@ -151,9 +211,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _PACKAGES:
         return import_module(f"torchhook.{name}")
-    if name not in _LATER:
+    if name not in _NAMES:
         raise AttributeError(f"module 'torchhook' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"torchhook.{_LATER[name]}"), name)
+    value = globals()[name] = getattr(import_module(f"torchhook.{_NAMES[name]}"), name)
     return value
 
 

@@ -40,10 +40,10 @@ class Batch(NamedTuple):
 
 
 def on_device(data: Any, model: nn.Module) -> Any:
-    """`data` where the model is."""
+    """`data` where the model is; always a copy, for models may overwrite what they are given."""
     first = next(model.parameters(), None)
     device = first.device if first is not None else next((buffer.device for buffer in model.buffers()), None)
-    return data if device is None else mapped(lambda tensor: tensor.to(device), data)
+    return mapped(Tensor.clone, data) if device is None else mapped(lambda tensor: tensor.to(device, copy=True), data)
 
 
 def call(model: nn.Module, batch: Batch) -> Any:
@@ -51,25 +51,33 @@ def call(model: nn.Module, batch: Batch) -> Any:
     return model(*batch.arguments.args, **batch.arguments.kwargs)
 
 
-def loss_of(output: Any, target: Any, loss: Loss | None) -> tuple[Tensor, str]:
-    """The loss, and in a few words how it was found if nobody gave one.
+class Guess(NamedTuple):
+    """A loss, in a few words which one it is if nobody gave one, and whether it is worth making smaller."""
+
+    loss: Tensor
+    how: str = ""
+    real: bool = True
+
+
+def loss_of(output: Any, target: Any, loss: Loss | None) -> Guess:
+    """The loss that was given, or what it probably is.
 
     That is the one that the output brings along, else cross entropy for targets that are classes, else the mean square,
     and without a target the outputs along a random direction, which no one wants to be small but gradients flow from.
     """
     if loss is not None:
-        return _scalar(loss(output, target)), ""
+        return Guess(_scalar(loss(output, target)))
     brought = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(brought, Tensor):
-        return _scalar(brought), ""
+        return Guess(_scalar(brought))
     if isinstance(output, Tensor) and not output.dim() and output.requires_grad:
-        return output, ""
+        return Guess(output)
     prediction = main_tensor(output)
     if isinstance(target, Tensor) and target.dtype in _CLASSES and target.dim() == prediction.dim() - 1:
-        return F.cross_entropy(prediction, target), "cross entropy, for the targets are classes"
+        return Guess(F.cross_entropy(prediction, target), "cross entropy, for the targets are classes")
     if isinstance(target, Tensor) and target.shape == prediction.shape and target.is_floating_point():
-        return F.mse_loss(prediction, target), "mean square, for the targets look like the outputs"
-    return _along(output), "a random direction of the outputs, for no loss was given"
+        return Guess(F.mse_loss(prediction, target), "mean square, for the targets look like the outputs")
+    return Guess(_along(output), "a random direction of the outputs, for no loss was given", real=False)
 
 
 def main_tensor(output: Any) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torchhook.calling import Batch, Loss, call, loss_of, main_tensor, on_device
 from torchhook.core.selection import require_module
 from torchhook.findings import Finding, Report
+from torchhook.origins import Catch
 from torchhook.rules.checking import check
 from torchhook.rules.history import History, Modes, Task, settled
 from torchhook.rules.registry import Choice, chosen
@@ -108,14 +109,18 @@ class Inspection:
         """Train a copy for some steps; without any, `look` at a forward and backward of some batches."""
         if not steps and not look:
             return
+        if iter(self.data) is self.data:
+            self.data = list(islice(self.data, steps or _THOROUGH))
         twin, optimizer = self._twins()
-        if steps and optimizer is None:
+        real = self._has_loss(twin)
+        if steps and real and optimizer is None:
             optimizer = torch.optim.AdamW([p for p in twin.parameters() if p.requires_grad], lr=1e-3)
             self.notes.append("no optimizer was given: the copy was trained with AdamW at a rate of 1e-3")
-        self._watch(twin, optimizer if steps else None, steps or _THOROUGH)
-        if any("modes" in rule.facts for rule in self.rules) and twin.training:
+        trained = optimizer if steps and real else None
+        self._watch(twin, trained, steps if trained is not None else _THOROUGH, real)
+        if real and twin.training and any("modes" in rule.facts for rule in self.rules):
             self.history.modes = self._modes(twin)
-        self.history.after = at_rest(twin, optimizer) if steps else None
+        self.history.after = at_rest(twin, optimizer) if trained is not None else None
 
     def _twins(self) -> tuple[nn.Module, Any]:
         """A copy of the model, and one of the optimizer that trains that copy."""
@@ -128,17 +133,31 @@ class Inspection:
             ) from error
         return twin, optimizer
 
-    def _watch(self, twin: nn.Module, optimizer: Any, count: int) -> None:
+    def _has_loss(self, twin: nn.Module) -> bool:
+        """Whether there is a loss worth making smaller; asked of the first batch if nobody gave one."""
+        if self.loss is not None:
+            return True
+        buffers = {name: buffer.clone() for name, buffer in twin.named_buffers()}
+        batch = Batch.of(on_device(next(iter(self._batches()), ()), twin))
+        guess = loss_of(call(twin, batch), batch.target, None)
+        for name, buffer in twin.named_buffers():
+            buffer.copy_(buffers[name])
+        self.notes += [f"the loss is {guess.how}"] if guess.how else []
+        return guess.real
+
+    def _watch(self, twin: nn.Module, optimizer: Any, count: int, real: bool) -> None:
         """Run the copy and write down what is seen."""
-        self.history.losses.clear()
-        with Watch(twin, self.rules, optimizer, self.history) as watch:
-            lost = 0
-            for step, batch in enumerate(islice(self._batches(), count)):
+        what = "looking" if optimizer is None else "training a copy"
+        lost = 0
+        with Watch(twin, self.rules, optimizer, self.history) as watch, Catch(twin, None, "record") as caught:
+            for step, data in enumerate(islice(self._batches(), count)):
                 watch.be_thorough(step < _THOROUGH or step >= count - _THOROUGH)
-                value = self._step(twin, optimizer, batch, step)
-                watch.step(value)
+                value = self._step(twin, optimizer, data, step)
+                watch.step(value if real else None)
+                self.progress(what, step + 1, count)
+                if caught.finding is not None and self.history.origin is None:
+                    self.history.origin = replace(caught.finding, step=step)
                 lost = 0 if math.isfinite(value) else lost + 1
-                self.progress("training a copy" if optimizer is not None else "looking", step + 1, count)
                 if lost == _LOST:
                     break
         if not self.history.windows:
@@ -149,14 +168,14 @@ class Inspection:
         batch = Batch.of(on_device(data, twin))
         twin.zero_grad(set_to_none=True)
         output = call(twin, batch)
-        loss, guess = loss_of(output, batch.target, self.loss)
+        loss = loss_of(output, batch.target, self.loss).loss
+        value = float(loss.detach())
         if step == 0:
-            self.history.task = task_of(output, batch.target, float(loss.detach()), bool(guess))
-            self.notes += [f"the loss is {guess}"] if guess else []
+            self.history.task = task_of(output, batch.target, value)
         loss.backward()
         if optimizer is not None:
             optimizer.step()
-        return float(loss.detach())
+        return value
 
     def _batches(self) -> Iterator[Any]:
         """The data, again and again."""
@@ -183,14 +202,14 @@ class Inspection:
                 values = []
                 for data in batches:
                     batch = Batch.of(on_device(data, twin))
-                    values.append(float(loss_of(call(twin, batch), batch.target, self.loss)[0]))
+                    values.append(float(loss_of(call(twin, batch), batch.target, self.loss).loss))
                 watch.step()
             means.append(sum(values) / len(values))
             seen.append(settled(watch.history.windows[0].snapshot))
         return Modes(train=seen[1], eval=seen[0], train_loss=means[1], eval_loss=means[0])
 
 
-def task_of(output: Any, target: Any, loss: float, guessed: bool) -> Task:
+def task_of(output: Any, target: Any, loss: float) -> Task:
     """What kind of task it is, by what the loss is computed from."""
     try:
         prediction = main_tensor(output).detach()
@@ -198,7 +217,7 @@ def task_of(output: Any, target: Any, loss: float, guessed: bool) -> Task:
         return Task(loss, (), None)
     shape = tuple(prediction.shape)
     if not isinstance(target, Tensor):
-        return Task(loss, shape, None, guessed=guessed)
+        return Task(loss, shape, None)
     classes = _classes(prediction, target, loss)
     broadcast = (
         classes is None
@@ -209,7 +228,7 @@ def task_of(output: Any, target: Any, loss: float, guessed: bool) -> Task:
     )
     total = prediction.float().sum(1 if prediction.dim() > 1 else 0)
     probabilities = bool((prediction >= 0).all()) and bool((total - 1).abs().max() < 1e-3)
-    return Task(loss, shape, tuple(target.shape), classes, probabilities, broadcast, guessed)
+    return Task(loss, shape, tuple(target.shape), classes, probabilities, broadcast)
 
 
 def _classes(prediction: Tensor, target: Tensor, loss: float) -> int | None:
@@ -244,7 +263,7 @@ class _Both(Rule):
     """Not for findings: what is measured in both modes."""
 
     code, name = "TH704", "both-modes"
-    needs = (Need("output", "moments", ("dropout", "batchnorm")), Need("input", "channels", ("batchnorm",)))
+    needs = (Need("output", "channels", ("dropout", "batchnorm")), Need("input", "channels", ("batchnorm",)))
 
     def find(self, history: History) -> Iterator[Finding]:
         return iter(())

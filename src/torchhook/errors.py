@@ -7,6 +7,7 @@ TorchhookError
 ├── TapError (RuntimeError)         a tap did what it must not, or its transform failed at a site
 ├── BudgetError (RuntimeError)      storing one more value would exceed ``max_bytes``
 ├── OverwrittenError (RuntimeError) a value kept by reference was overwritten before it was read
+├── NonfiniteError (FloatingPointError) a model made NaN or Inf; the text tells where it began
 └── NotRecordedError (KeyError)     a value is read that was not recorded
 """
 
@@ -39,6 +40,10 @@ class BudgetError(TorchhookError, RuntimeError):
 
 class OverwrittenError(TorchhookError, RuntimeError):
     """A value kept by reference was overwritten in place before it was read."""
+
+
+class NonfiniteError(TorchhookError, FloatingPointError):
+    """A model made NaN or Inf; the text tells where it began."""
 
 
 class NotRecordedError(TorchhookError, KeyError):

@@ -46,11 +46,8 @@ def check(
     >>> _ = nn.init.constant_(net[0].bias, -100)
     >>> with measure(net, by="channel") as stats:
     ...     _ = net(torch.randn(1000, 4))
-    >>> print(check(stats, ["TH201"], model="net"))
-    net: 1 error
+    >>> print(check(stats, ["TH201"]).findings[0])
     TH201 error: 1, step 0: 100 % of the units never fire
-      These units learn nothing any more. Lower the learning rate or the weight decay of the layer before, look for a
-      large negative bias, or use LeakyReLU or GELU.
     """
     history = _history(stats)
     found, skipped = {}, {}

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from torchhook.findings import Finding
+from torchhook.findings import Finding, Severity
 from torchhook.rules.rule import Rule
 
 
 def folded(found: Mapping[Rule, Sequence[Finding]], order: Mapping[str, int]) -> tuple[Finding, ...]:
     """The root causes among what rules found, worst first, with all that they explain as their `affected`."""
     roots = {rule: _root(rule, findings, order) for rule, findings in found.items() if findings}
-    while (pair := _explained(roots)) is not None:
+    while (pair := _explained(roots, order)) is not None:
         cause, consequence = pair
         roots[cause] = _under(roots[cause], roots.pop(consequence))
     return tuple(sorted(roots.values(), key=_rank))
@@ -22,7 +22,7 @@ def _root(rule: Rule, findings: Sequence[Finding], order: Mapping[str, int]) -> 
     """The first of one rule's findings, with the others under it."""
 
     def key(finding: Finding) -> tuple[int, int, int]:
-        place = order.get(finding.site, -1 if not finding.site else len(order))
+        place, _ = _place(finding, order)
         step = -1 if finding.step is None else finding.step
         return -finding.severity.rank, step, -place if rule.backward else place
 
@@ -30,25 +30,35 @@ def _root(rule: Rule, findings: Sequence[Finding], order: Mapping[str, int]) -> 
     return replace(first, affected=(*first.affected, *others))
 
 
-def _explained(roots: Mapping[Rule, Finding]) -> tuple[Rule, Rule] | None:
+def _explained(roots: Mapping[Rule, Finding], order: Mapping[str, int]) -> tuple[Rule, Rule] | None:
     """A cause and its consequence, if there still are any; the earliest causes come last, to take all with them."""
     for consequence, late in sorted(roots.items(), key=lambda item: _step(item[1]), reverse=True):
         for cause, early in roots.items():
-            if not (_may_cause(cause, consequence) and _precedes(early, late)):
+            if not _may_cause(cause, early, consequence, late):
                 continue
-            is_mutual = _may_cause(consequence, cause) and _precedes(late, early)
-            if not is_mutual or cause.code < consequence.code:
+            is_mutual = _may_cause(consequence, late, cause, early)
+            if not is_mutual or _place(early, order) < _place(late, order):  # what runs first is the cause
                 return cause, consequence
     return None
 
 
-def _may_cause(cause: Rule, consequence: Rule) -> bool:
-    return cause is not consequence and consequence.code.startswith(cause.explains)
+def _may_cause(cause: Rule, early: Finding, consequence: Rule, late: Finding) -> bool:
+    """Whether one finding may explain another: by its rule, its steps, and as much as it is a warning itself."""
+    if cause is consequence or not consequence.code.startswith(cause.explains):
+        return False
+    if early.severity == Severity.INFO and late.severity > Severity.INFO:
+        return False
+    first, second = _when(cause, early), _when(consequence, late)
+    return first is None or second is None or first <= second
 
 
-def _precedes(early: Finding, late: Finding) -> bool:
-    """Whether one can have come before the other, as far as their steps are known."""
-    return early.step is None or late.step is None or early.step <= late.step
+def _when(rule: Rule, finding: Finding) -> int | None:
+    """The step of a finding, if that is known; what a model at rest shows was there before the first."""
+    return -1 if finding.step is None and rule.is_at_rest else finding.step
+
+
+def _place(finding: Finding, order: Mapping[str, int]) -> tuple[int, str]:
+    return order.get(finding.site, -1 if not finding.site else len(order)), finding.code
 
 
 def _under(cause: Finding, consequence: Finding) -> Finding:

@@ -67,8 +67,7 @@ class ExplodingGradient(Flow):
     """Gradients grow more than a thousandfold towards the input, or are a thousand times larger than the parameter."""
 
     code, name, severity = "TH402", "exploding-gradient", Severity.ERROR
-    needs = (_OUTPUTS, Need("param_grad"))
-    facts = ("rest",)
+    uses = (Need("param_grad"),)
     explains = ("TH101", "TH103", "TH104", "TH2", "TH403", "TH501", "TH6", "TH8")
     hint = "Clip the gradient norm, lower the initial scale of the layer, or put norms between the layers."
     wrong = "A loss that is a sum over very many terms; targets that are not normalised."
@@ -76,9 +75,9 @@ class ExplodingGradient(Flow):
 
     def find(self, history: History) -> Iterator[Finding]:
         yield from self._by_depth(self.norms(history))
-        assert history.rest is not None
+        parameters = history.rest.parameters if history.rest is not None else {}
         for (path, _), by_step in history.summaries("param_grad").items():
-            known = history.rest.parameters.get(path)
+            known = parameters.get(path)
             if known is None or not known.is_matrix or not known.summary.l2 > 0:
                 continue
             sizes = finite(said.l2 / known.summary.l2 for said in by_step.values() if not said.nonfinite)
@@ -106,7 +105,7 @@ class GradientSpike(Rule):
 
     code, name = "TH403", "gradient-spike"
     needs = (Need("param_grad"),)
-    explains = ("TH2", "TH501", "TH602")
+    explains = ("TH2", "TH501", "TH601", "TH602")
     hint = "Look at the batch of that step; clip the gradient norm; lower the learning rate or warm it up."
     wrong = "Batches of very different lengths."
 

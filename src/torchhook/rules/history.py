@@ -38,7 +38,6 @@ class Task:
     classes: int | None = None  # if the loss is a cross entropy
     probabilities: bool = False  # whether the outputs are positive and add up to one
     broadcast: bool = False  # whether the loss compares every output with every target
-    guessed: bool = False  # whether the loss is not the user's own
 
 
 @dataclass(frozen=True)

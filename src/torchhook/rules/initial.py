@@ -10,6 +10,7 @@ from torchhook.rules.history import History, finite, owner, plain, readings
 from torchhook.rules.kinds import NORMS, kind_of
 from torchhook.rules.registry import register
 from torchhook.rules.rule import Need, Rule
+from torchhook.stats.reading import Reading
 
 
 @register
@@ -18,11 +19,11 @@ class PoorInit(Rule):
 
     The spread is the standard deviation of each unit over the batch, averaged over the layer: over the whole tensor
     biases would hide that a signal has died out. Layers before a norm, and those that begin as zero, do not count.
-    The finding is about the layer at which the spread changes most.
+    The finding is about the layer that changes the spread most, by its weights or by what is done to its output.
     """
 
     code, name = "TH301", "poor-init"
-    needs = (Need("output", "channels", ("weight",)),)
+    needs = (Need("output", "channels", ("weight",)), Need("input", "channels", ("weight",)))
     explains = ("TH105", "TH2", "TH4", "TH5", "TH6", "TH8", "TH103")
     hint = "Initialise with kaiming_normal_ (ReLU) or xavier_uniform_ (tanh), or put a norm after the layer."
     wrong = "Models that scale layers on purpose (muP, fixup) and have no norms."
@@ -32,28 +33,37 @@ class PoorInit(Rule):
         if history.windows[0].step > history.first_step:
             return
         spreads = self._spreads(history)
-        if len(spreads) < 2 or max(spreads.values()) <= self.ratio * min(spreads.values()):
+        known = [spread for _, spread in spreads]
+        if len(known) < 2 or max(known) <= self.ratio * min(known):
             return
-        logs = [(path, math.log10(value)) for path, value in spreads.items()]
-        changes = {path: abs(now - before) for (_, before), (path, now) in zip(logs, logs[1:], strict=False)}
-        changes[logs[0][0]] = abs(logs[0][1])  # as if the inputs had a spread of one
-        site = max(changes, key=lambda path: round(changes[path], 1))
-        low, high = min(spreads.values()), max(spreads.values())
-        said = f"signals change from {high:.2g} to {low:.2g} in spread over the layers"
-        if list(spreads).index(min(spreads, key=spreads.__getitem__)) < list(spreads).index(max(spreads, key=spreads.__getitem__)):
-            said = f"signals change from {low:.2g} to {high:.2g} in spread over the layers"
-        yield self.finding(said, site, history.first_step, largest=plain(high), smallest=plain(low))
+        changes = [
+            (path, abs(math.log(now / before))) for (path, before), (_, now) in zip(spreads, spreads[1:], strict=False)
+        ]
+        most = max(change for _, change in changes)
+        site = next(path for path, change in changes if change > 0.5 * most)
+        said = f"signals change in spread from {known[0]:.2g} to {known[-1]:.2g} over the layers"
+        yield self.finding(said, site, history.first_step, largest=plain(max(known)), smallest=plain(min(known)))
 
-    def _spreads(self, history: History) -> dict[str, float]:
-        rows = [reading for reading in readings(history.first(), "output", "channels")]
-        spreads: dict[str, float] = {}
+    def _spreads(self, history: History) -> list[tuple[str, float]]:
+        """The spread of what each layer is given and gives, by the layer that changes it next."""
+        snapshot = history.first()
+        rows = list(readings(snapshot, "output", "channels"))
+        found: list[tuple[str, float]] = []
         for number, reading in enumerate(rows):
             following = rows[number + 1].module_class if number + 1 < len(rows) else ""
-            spread = finite(reading["channels"].std.tolist())
-            if kind_of(reading.module_class) == "weight" and kind_of(following) not in NORMS and spread:
-                if (mean := sum(spread) / len(spread)) > 0:
-                    spreads.setdefault(reading.path, mean)
-        return spreads
+            if kind_of(reading.module_class) == "weight" and kind_of(following) not in NORMS:
+                given = snapshot.rows.get((reading.path, "input"))
+                before = _spread(snapshot[reading.path, "input"]) if given is not None else 0.0
+                after = _spread(reading)
+                if before > 0 and after > 0:
+                    found += [(reading.path, before), (reading.path, after)]
+        return found
+
+
+def _spread(reading: Reading) -> float:
+    """The mean over units of their standard deviation."""
+    known = finite(reading["channels"].std.tolist()) if "channels" in reading else []
+    return sum(known) / len(known) if known else 0.0
 
 
 @register

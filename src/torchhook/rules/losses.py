@@ -34,14 +34,13 @@ class LossNotFalling(Rule):
         first, last = values[:quarter], values[-quarter:]
         error = math.sqrt((variance(first) + variance(last)) / quarter)
         fall = fmean(first) - fmean(last)
-        step = min(history.losses)
         evidence = {"first": plain(fmean(first)), "last": plain(fmean(last)), "error": plain(error)}
         if fall < -3 * error and fall < -self.share * abs(fmean(first)):
             said = f"the loss rises, from {fmean(first):.3g} to {fmean(last):.3g}"
-            yield self.finding(said, "", step, "error", **evidence)
+            yield self.finding(said, "", None, "error", **evidence)
         elif fall < max(2 * error, self.share * abs(fmean(first))):
             said = f"the loss does not fall: {fmean(first):.3g} at first, {fmean(last):.3g} at last"
-            yield self.finding(said, "", step, **evidence)
+            yield self.finding(said, **evidence)
 
     def _is_small(self, history: History, values: list[float]) -> bool:
         """Whether there is little left to learn."""
@@ -55,7 +54,7 @@ class LossSpike(Rule):
 
     code, name = "TH602", "loss-spike"
     facts = ("losses",)
-    explains = ("TH403", "TH2")
+    explains = ("TH2", "TH403", "TH601")
     hint = "Look at the batch of that step; clip the gradient norm; lower the learning rate."
     wrong = "Batches of very different difficulty or length; a loss near zero."
 

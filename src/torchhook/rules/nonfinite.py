@@ -56,6 +56,8 @@ class NonfiniteState(Rule):
             if is_bad(said) or (path in parameters and said.neginf):
                 what = "parameter" if path in parameters else "buffer"
                 yield self.finding(f"the {what} is broken: {_amount(said)}", path, nan=said.nan, inf=said.posinf)
+        if history.origin is not None and history.origin.code == self.code:
+            yield history.origin
 
 
 @register

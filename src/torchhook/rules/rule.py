@@ -29,7 +29,7 @@ class Rule(ABC):
 
     The docstring says what the rule finds and by which numbers; `hint` says what to do, `wrong` when the rule is
     mistaken. `needs` are the statistics, `facts` the other parts of a `History` that it goes by: without them it is
-    skipped, and no more than the chosen rules need is collected. `explains` are the codes, or beginnings of codes, of
+    skipped. `uses` are statistics that it sees more with. No more than the chosen rules ask for is collected. `explains` are the codes, or beginnings of codes, of
     what may be a consequence: such findings are folded under this rule's. Findings of the rule itself are folded under
     the first in the order of execution, or under the last where a fault travels with the gradients (`backward`).
 
@@ -52,6 +52,7 @@ class Rule(ABC):
     name: ClassVar[str]
     severity: ClassVar[Severity] = Severity.WARNING
     needs: ClassVar[tuple[Need, ...]] = ()
+    uses: ClassVar[tuple[Need, ...]] = ()
     facts: ClassVar[tuple[str, ...]] = ()
     explains: ClassVar[tuple[str, ...]] = ()
     backward: ClassVar[bool] = False

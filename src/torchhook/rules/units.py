@@ -9,43 +9,40 @@ from torch import Tensor
 
 from torchhook.findings import Finding, Severity
 from torchhook.rules.history import History, finite, joined, plain, readings
-from torchhook.rules.kinds import ACTIVATIONS, NORMS
+from torchhook.rules.kinds import ACTIVATIONS, NORMS, kind_of
 from torchhook.rules.registry import register
 from torchhook.rules.rule import Need, Rule
 from torchhook.stats.channels import Units
 from torchhook.stats.reading import Snapshot
 
 _LAYERS = ("weight", *sorted(NORMS), *sorted(ACTIVATIONS))
-_STUCK = ("TH202", "TH204", "TH401", "TH404", "TH502", "TH601", "TH603", "TH701", "TH801")
+_GIVEN = (Need("input", "channels", ("weight",)), Need("input", "moments", ("weight",)))
+_STUCK = ("TH202", "TH204", "TH301", "TH401", "TH404", "TH502", "TH601", "TH603", "TH701", "TH801")
 
 
 @register
 class DeadUnits(Rule):
-    """Units of a ReLU that are positive on less than 0.1 % of positions, on at least 1,000 of them.
+    """Units of a ReLU that are positive on less than 0.1 % of positions, on at least 200 of them.
 
-    A fifth of a layer's units is worth knowing, two fifths are a warning, three an error. A ReLU that is called as a function counts too: units of
+    A quarter of a layer's units is worth knowing, half is a warning, three quarters an error. A ReLU that is called as a function counts too: units of
     the layer before it that are never positive, and zero for the layer after it. The share of zeros says nothing: a
     healthy ResNet has 40 % zeros and no dead unit.
     """
 
     code, name = "TH201", "dead-units"
-    needs = (
-        Need("output", "channels", _LAYERS),
-        Need("output"),
-        Need("input", "channels", ("weight",)),
-        Need("input", "moments", ("weight",)),
-    )
+    needs = (Need("output", "channels", _LAYERS),)
+    uses = (Need("output"), *_GIVEN)
     explains = _STUCK
     hint = (
         "These units learn nothing any more. Lower the learning rate or the weight decay of the layer before,"
         " look for a large negative bias, or use LeakyReLU or GELU."
     )
-    wrong = "Experts and adapters that these inputs do not use; pruned networks; fewer than 1,000 varied samples."
-    active, least = 0.001, 1000
-    limits: tuple[float, float, float] = (0.2, 0.4, 0.6)
+    wrong = "Experts and adapters that these inputs do not use; pruned networks; few or similar samples."
+    active, least = 0.001, 200
+    limits: tuple[float, float, float] = (0.25, 0.5, 0.75)
 
     def find(self, history: History) -> Iterator[Finding]:
-        window = history.whole(0.5)
+        window = history.whole(0.25)
         for site, dead in {**self._modules(window), **self._functions(window)}.items():
             share = float(dead.double().mean())
             if share >= self.limits[0]:
@@ -85,10 +82,10 @@ class _Pair(NamedTuple):
 
 def _pairs(window: Snapshot) -> Iterator[_Pair]:
     """Layers that are followed, in the order of execution, by one that takes a number of values for each unit."""
-    before = None
+    before = None  # the last that has weights, or a norm: an activation may be one module in several places
     rows = {place: window[place] for place, row in window.rows.items() if row.label}
     for (path, port), reading in rows.items():
-        if port != "output" or "channels" not in reading:
+        if port != "output" or "channels" not in reading or kind_of(reading.module_class) in ACTIVATIONS:
             continue
         after = rows.get((path, "input"))
         if before is not None and after is not None and "channels" in after:
@@ -110,7 +107,8 @@ class DormantUnits(Rule):
     """
 
     code, name = "TH202", "dormant-units"
-    needs = (Need("output", "channels", _LAYERS), Need("input", "channels", ("weight",)), Need("input", "moments", ("weight",)))
+    needs = (Need("output", "channels", _LAYERS),)
+    uses = (Need("output"), *_GIVEN)
     explains = ("TH204", "TH401", "TH502", "TH601", "TH801")
     hint = "Much of the layer is idle: look at the initialisation and the learning rate of the layer before, or prune it."
     wrong = "Gates that are meant to be closed; layers that were pruned; one-hot or sparse features."
@@ -142,7 +140,7 @@ class Saturated(Rule):
 
     code, name = "TH203", "saturated"
     needs = (Need("output", "saturation", ("sigmoid", "tanh")),)
-    explains = ("TH401", "TH404", "TH502", "TH601", "TH801", "TH204")
+    explains = ("TH204", "TH301", "TH401", "TH404", "TH502", "TH601", "TH801")
     hint = "No gradient passes. Make the weights of the layer before smaller, normalise its inputs, or use ReLU or GELU."
     wrong = "Gates, which are open or closed by design; the last activation of a confident classifier."
     limits: tuple[float, float] = (0.5, 0.9)

@@ -18,8 +18,8 @@ class Ratios(Rule):
     facts = ("rest", "own_optimizer")
     settling = 10  # steps after which the first ones no longer count
 
-    def ratios(self, history: History) -> dict[str, tuple[float, int]]:
-        """The median by parameter, and the first step of those it is of; parameters that begin as zero left out."""
+    def ratios(self, history: History) -> dict[str, float]:
+        """The median by parameter, without those that begin as zero."""
         assert history.rest is not None
         found = {}
         for (path, _), by_step in history.summaries("update_ratio").items():
@@ -29,14 +29,14 @@ class Ratios(Rule):
             late = {step: said.mean for step, said in by_step.items() if step >= history.first_step + self.settling}
             values = late if len(late) >= self.settling else {step: said.mean for step, said in by_step.items()}
             if numbers := finite(values.values()):
-                found[path] = median(numbers), min(values)
+                found[path] = median(numbers)
         return found
 
     def report(self, history: History, bad: dict[str, float], limit: float, said: str) -> Iterator[Finding]:
         """One finding about the learning rate if all parameters are meant, else one a parameter."""
         ratios = self.ratios(history)
         if bad and len(bad) == len(ratios):
-            middle = median(value for value, _ in ratios.values())
+            middle = median(ratios.values())
             text = f"the steps of the optimizer are {middle:.1e} of the weights: {said}"
             severity = "error" if self.code == "TH501" and middle > 3 * limit else None
             yield self.finding(text, "", None, severity, median=plain(middle), parameters=len(bad))
@@ -49,18 +49,35 @@ class Ratios(Rule):
 class UpdateTooLarge(Ratios):
     """A step changes a matrix by more than a tenth of its norm, in the median after the first ten steps.
 
-    About 1e-3 is healthy; three tenths in all matrices is an error. Vectors begin as zero too often to be judged.
+    About 1e-3 is healthy; three tenths in all matrices is an error, and so is a single step that changes half of
+    the matrices by half of their norm. Vectors begin as zero too often to be judged.
     """
 
     code, name = "TH501", "update-too-large"
     explains = ("TH1", "TH2", "TH402", "TH403", "TH6", "TH7", "TH8", "TH401", "TH404")
     hint = "Lower the learning rate, by ten to begin with, or warm it up."
     wrong = "The first steps of an optimizer without warm-up; very small layers."
-    limit = 0.1
+    limit, jump = 0.1, 0.5
 
     def find(self, history: History) -> Iterator[Finding]:
-        bad = {path: ratio for path, (ratio, _) in self.ratios(history).items() if ratio > self.limit}
+        bad = {path: ratio for path, ratio in self.ratios(history).items() if ratio > self.limit}
         yield from self.report(history, bad, self.limit, "too large to learn")
+        if not bad:
+            yield from self._jump(history)
+
+    def _jump(self, history: History) -> Iterator[Finding]:
+        """A step that changed half of the matrices by more than their norm."""
+        matrices = self.ratios(history)
+        by_step: dict[int, list[float]] = {}
+        for (path, _), said in history.summaries("update_ratio").items():
+            if path in matrices:
+                for step, summary in said.items():
+                    by_step.setdefault(step, []).append(summary.mean)
+        for step, values in by_step.items():
+            if median(values) > self.jump:
+                said = f"one step changes the weights by {median(values):.1e} of themselves"
+                yield self.finding(said, "", step, "error", ratio=plain(median(values)))
+                return
 
 
 @register
@@ -68,13 +85,13 @@ class UpdateTooSmall(Ratios):
     """A step changes a matrix by less than three millionths of its norm, in the median after the first ten steps."""
 
     code, name = "TH502", "update-too-small"
-    explains = ("TH601",)
+    explains = ("TH601", "TH801")
     hint = "Raise the learning rate; check its schedule, the loss's scale and the weight decay."
     wrong = "The end of a schedule; fine-tuning that is meant to be gentle."
     limit = 3e-6
 
     def find(self, history: History) -> Iterator[Finding]:
-        bad = {path: ratio for path, (ratio, _) in self.ratios(history).items() if 0 < ratio < self.limit}
+        bad = {path: ratio for path, ratio in self.ratios(history).items() if 0 < ratio < self.limit}
         yield from self.report(history, bad, self.limit, "too small to learn")
 
 

@@ -53,7 +53,7 @@ class Watch:
         self.history = history or History(rest=at_rest(model, optimizer), own_optimizer=optimizer is not None)
         self.steps = 0
         self.is_thorough = False
-        self._needs = {need for rule in rules for need in rule.needs}
+        self._needs = {need for rule in rules for need in (*rule.needs, *rule.uses)}
         self._clock = Clock(by_passes=optimizer is None)
         self._always = ExitStack()
         self._thorough = ExitStack()
@@ -151,7 +151,7 @@ def _grouped(needs: Iterable[Need], heavy: bool) -> dict[tuple[Port, frozenset[s
     for (port, stat), kinds in sorted(kinds_of.items()):
         wanted = frozenset(kind for one in kinds for kind in one) if all(kinds) else frozenset[str]()
         groups.setdefault((port, wanted), []).append(_HEAVY.get(stat) or named(stat))
-    return groups
+    return dict(sorted(groups.items(), key=lambda group: (bool(group[0][1]), group[0][0] != "output")))  # all come first
 
 
 def _of_kinds(kinds: frozenset[str]) -> Any:

@@ -1,0 +1,211 @@
+"""One call of a module: what it was given, in which setting, and whether what it returned is finite.
+
+Nothing here waits for the device. The smallest and the largest number of a tensor show NaN and Inf; they stay on the
+device as `marks`, until `read` fetches those of many tensors at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property, reduce
+from operator import or_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from torchhook.core.event import Event
+from torchhook.core.shards import local
+from torchhook.core.snapshot import frozen, snapshot
+from torchhook.core.tap import Unknown
+from torchhook.core.trees import Address, Arguments, leaves
+
+NAN, UP, DOWN = 1, 2, 4
+"""What a tensor may hold: NaN, +Inf, -Inf."""
+
+BAD = NAN | UP
+"""What no mask makes."""
+
+
+def marks(value: Any) -> list[Tensor]:
+    """The smallest and the largest number of every tensor in `value`, on its device."""
+    return [mark for _, tensor in leaves(value) for mark in _marks(tensor)]
+
+
+def read(marked: list[Tensor]) -> list[int]:
+    """What each of the marks says, as bits; this waits for the device.
+
+    >>> read(marks(torch.tensor([-torch.inf, 1.0])))
+    [4, 0]
+    """
+    groups: dict[Any, list[int]] = {}
+    for number, mark in enumerate(marked):
+        groups.setdefault((mark.device, mark.dtype), []).append(number)
+    bits = [0] * len(marked)
+    for numbers in groups.values():
+        together = torch.stack([marked[number] for number in numbers])
+        found = together.isnan() * NAN + together.isposinf() * UP + together.isneginf() * DOWN
+        for number, known in zip(numbers, found.tolist(), strict=True):
+            bits[number] = known
+    return bits
+
+
+def bits_in(value: Any) -> int:
+    """What the tensors in `value` hold.
+
+    >>> bits_in({"x": torch.tensor([1.0, torch.inf]), "n": torch.tensor(3)}) == UP
+    True
+    """
+    return merged(read(marks(value)))
+
+
+def merged(bits: Iterable[int]) -> int:
+    """All of them together."""
+    return reduce(or_, bits, 0)
+
+
+def extremes(tensor: Tensor) -> tuple[float, float] | None:
+    """The smallest and the largest number in `tensor`; None if it has none that could be NaN or Inf."""
+    found = [mark.item() for mark in marks(tensor)]
+    return (found[0], found[1]) if found else None
+
+
+def in_words(bits: int) -> str:
+    """What is not finite there.
+
+    >>> in_words(NAN | DOWN)
+    'NaN and -Inf'
+    """
+    return " and ".join(word for bit, word in ((NAN, "NaN"), (UP, "Inf"), (DOWN, "-Inf")) if bits & bit)
+
+
+class Setting(NamedTuple):
+    """What a forward depends on beside its module and its arguments."""
+
+    grad: bool
+    inference: bool
+    autocast: dict[str, tuple[bool, torch.dtype]]  # by type of device
+    seeds: dict[str, Tensor]  # the states of the random generators, by device
+
+    @staticmethod
+    def now(devices: tuple[str, ...]) -> Setting:
+        """The one that holds now; `devices` are the accelerators that the model uses."""
+        kinds = ("cpu", *{device.partition(":")[0] for device in devices})
+        return Setting(
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds},
+            {"cpu": torch.get_rng_state(), **{device: _generators(device).get_rng_state(device) for device in devices}},
+        )
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Have it so again for a while."""
+        devices = [device for device in self.seeds if device != "cpu"]
+        with ExitStack() as stack:
+            kind = devices[0].partition(":")[0] if devices else "cuda"
+            stack.enter_context(torch.random.fork_rng(devices, device_type=kind))
+            torch.set_rng_state(self.seeds["cpu"])
+            for device in devices:
+                _generators(device).set_rng_state(self.seeds[device], device)
+            for kind, (enabled, dtype) in self.autocast.items():
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
+            stack.enter_context(torch.inference_mode(self.inference))
+            if not self.inference:
+                stack.enter_context(torch.set_grad_enabled(self.grad))
+            yield
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of one module; `arguments` and `buffers` are as they were when it began, copied on write."""
+
+    path: str
+    module: nn.Module
+    number: int
+    pass_number: int
+    parent: Call | None
+    setting: Setting
+    begun: int
+    arguments: Arguments | None
+    wanted: list[bool]  # which tensors of the arguments required gradients
+    buffers: dict[str, Tensor]
+    compiled: bool = False
+    ended: int = 0
+    marks: list[Tensor] = field(default_factory=list)
+    bits: int = 0  # what the output holds, once it was read
+    grads: dict[Address, Tensor] = field(default_factory=dict)  # of the output
+
+    @staticmethod
+    def of(event: Event, parent: Call | None, setting: Setting, begun: int) -> Call:
+        """The call that begins with this event."""
+        given = Arguments(_positional(event), event.kwargs)
+        # What a norm knows of earlier batches is written to, not used, as long as it trains.
+        unused = isinstance(event.module, _NormBase) and event.module.training
+        kept = {} if unused else {name: frozen(b) for name, b in event.module._buffers.items() if b is not None}
+        wanted = [tensor.requires_grad for _, tensor in leaves(given)]
+        place = event.path, event.module, event.call, event.pass_number
+        return Call(*place, parent, setting, begun, snapshot(given), wanted, kept, isinstance(event.args, Unknown))
+
+    @property
+    def place(self) -> tuple[str, int, int]:
+        """Which one it is."""
+        return self.path, self.number, self.pass_number
+
+    @property
+    def ancestors(self) -> Iterator[Call]:
+        """The calls that it is part of, from the inside."""
+        call = self.parent
+        while call is not None:
+            yield call
+            call = call.parent
+
+    @cached_property
+    def input_bits(self) -> int:
+        """What the arguments hold."""
+        return bits_in(self.arguments)
+
+    def forget(self) -> None:
+        """Let go of all that takes memory."""
+        self.arguments = None
+        self.marks, self.buffers, self.grads = [], {}, {}
+
+
+def buffers_before(call: Call, calls: list[Call]) -> dict[str, Tensor]:
+    """The buffers of the module and its parts as they were when `call`, of all these, began."""
+    names = {id(part): f"{name}." if name else "" for name, part in call.module.named_modules()}
+    found = dict(call.module.named_buffers())
+    for other in sorted(calls, key=lambda other: -other.begun):  # of each part, the first call inside has the last word
+        if (other is call or call in other.ancestors) and id(other.module) in names:
+            found |= {names[id(other.module)] + name: buffer for name, buffer in other.buffers.items()}
+    return found
+
+
+def _positional(event: Event) -> tuple[Any, ...]:
+    """The positional arguments; a compiled graph hands out only what one gets of them."""
+    if not isinstance(event.args, Unknown):
+        return event.args
+    if event.live is event.kwargs:
+        return ()
+    return event.live if type(event.live) is tuple else (event.live,)
+
+
+def _marks(tensor: Tensor) -> tuple[Tensor, ...]:
+    tensor = local(tensor.detach())
+    try:
+        if tensor.layout != torch.strided or tensor.is_nested:
+            tensor = tensor._values() if tensor.is_sparse else tensor.values()
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor.resolve_conj())
+        if not tensor.is_floating_point() or not tensor.numel() or tensor.is_meta:
+            return ()
+        return torch.aminmax(tensor.float() if tensor.element_size() == 1 else tensor)  # float8 has no order
+    except RuntimeError:  # a kind of tensor that does not tell
+        return ()
+
+
+def _generators(device: str) -> Any:
+    return torch.get_device_module(device.partition(":")[0])

@@ -1,0 +1,61 @@
+"""The layers on the page: a table of modules and one of parameters, in execution order, linked to what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchhook.findings import Report
+from torchhook.render.tags import cell, code, text
+
+Layer = Mapping[str, Any]
+Links = Mapping[str, list[str]]
+
+COLUMNS = {
+    "module": "class",
+    "mean": "mean",
+    "std": "std",
+    "zero_fraction": "share of zeros",
+    "norm": "norm",
+    "grad_norm": "gradient",
+    "update_ratio": "update ratio",
+}
+
+
+def tables(report: Report) -> str:
+    """The layers of a report.
+
+    >>> "<h3>Modules</h3>" in tables(Report(layers=({"site": "fc", "kind": "module", "mean": 0.1},)))
+    True
+    """
+    links = _links(report)
+    kinds = {"Modules": "module", "Parameters": "parameter"}
+    return "".join(
+        _table(title, [row for row in report.layers if row["kind"] == kind], links) for title, kind in kinds.items()
+    )
+
+
+def _links(report: Report) -> dict[str, list[str]]:
+    """The findings by place."""
+    links: dict[str, list[str]] = {}
+    for number, finding in enumerate(report.findings, start=1):
+        links.setdefault(finding.site, []).append(f'<a href="#finding-{number}">{text(finding.code)}</a>')
+    return links
+
+
+def _table(title: str, layers: Sequence[Layer], links: Links) -> str:
+    if not layers:
+        return ""
+    keys = [key for key in COLUMNS if any(layer.get(key) is not None for layer in layers)]
+    header = "".join(
+        f'<th scope="col" class="{"" if key == "module" else "number"}">{COLUMNS[key]}</th>' for key in keys
+    )
+    rows = "".join(_row(layer, keys, links) for layer in layers)
+    table = f'<table><thead><tr><th scope="col">site</th>{header}</tr></thead><tbody>{rows}</tbody></table>'
+    # A box that scrolls by itself must be reached, and named, without a mouse.
+    return f'<h3>{title}</h3><div class="scroll" role="region" aria-label="{title}" tabindex="0">{table}</div>'
+
+
+def _row(layer: Layer, keys: Sequence[str], links: Links) -> str:
+    site = " ".join([code(layer["site"]), *links.get(layer["site"], [])])
+    return f'<tr><th scope="row">{site}</th>{"".join(cell(layer.get(key)) for key in keys)}</tr>'

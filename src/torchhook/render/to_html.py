@@ -1,0 +1,110 @@
+"""One page for people, whole in itself: it opens from disk and asks the network for nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torchhook.findings import Report, Severity
+from torchhook.plot import activations, gradient_flow, loss_curve, updates
+from torchhook.plot.style import plotly
+from torchhook.render.cards import cards
+from torchhook.render.tables import tables
+from torchhook.render.tags import pill, text
+from torchhook.render.words import by_reason, counts, scope
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; base-uri 'none'"
+STYLE = Path(__file__).with_name("page.css")
+
+PLOTS = {
+    "Loss": (loss_curve, "By step. Diamonds mark the steps at which something was found."),
+    "Gradient flow": (gradient_flow, "In execution order, on a log scale. A level line is healthy."),
+    "Activations": (activations, "In execution order. The spread should neither fade nor explode with depth."),
+    "Updates": (updates, "The healthy band, 1e-5 to 3e-2, is shaded. Diamonds lie outside of it."),
+}
+
+
+def html(report: Report) -> str:
+    """A report as one page, with its style, its plots and what draws them inside.
+
+    >>> page = html(Report(model="<Net>"))
+    >>> "<h1>&lt;Net&gt;</h1>" in page, "Nothing found" in page, "https:" in page
+    (True, True, False)
+    """
+    parts = {"Findings": cards(report), "Plots": _plots(report), "Layers": tables(report), "Checks": _checks(report)}
+    filled = {name: body for name, body in parts.items() if body}
+    sections = "\n".join(
+        f'<section id="{name.lower()}"><h2>{name}</h2>\n{body}</section>' for name, body in filled.items()
+    )
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{text(report.headline)}</title>
+<link rel="icon" href="data:,">
+<style>
+{STYLE.read_text(encoding="utf-8")}</style>
+</head>
+<body class="{_judged(report)}">
+<header>
+{_verdict(report)}
+<nav aria-label="Sections">{"".join(f'<a href="#{name.lower()}">{name}</a>' for name in filled)}</nav>
+</header>
+<main>
+{sections}
+</main>
+</body>
+</html>
+"""
+
+
+def _judged(report: Report) -> str:
+    return "passed" if report.ok else "failed"
+
+
+def _verdict(report: Report) -> str:
+    found = [severity for severity in reversed(Severity) if report.count(severity)]
+    pills = [pill(str(severity), said) for severity, said in zip(found, counts(report).split(", "), strict=False)]
+    judged = _judged(report)
+    worse = "" if report.fail_on == Severity.ERROR else " or worse"
+    return (
+        f'<p class="quiet">torchhook report</p><h1>{text(report.model)}</h1>'
+        f'<p class="tags">{pill(f"verdict {judged}", judged)}{"".join(pills)}</p>'
+        f'<p class="quiet">{scope(report)}, failing on {report.fail_on}{worse}</p>'
+    )
+
+
+def _plots(report: Report) -> str:
+    """The plots that have something to show, after what draws them; without a plot there is no script either."""
+    drawn = {name: (draw(report), caption) for name, (draw, caption) in PLOTS.items()}
+    figures = [
+        f'<figure class="card"><figcaption><h3>{name}</h3><p class="quiet">{caption}</p></figcaption>'
+        f'<div role="img" aria-label="{name}">{_figure(figure, name)}</div></figure>\n'
+        for name, (figure, caption) in drawn.items()
+        if figure is not None
+    ]
+    return f"<script>{plotly('offline').get_plotlyjs()}</script>\n{''.join(figures)}" if figures else ""
+
+
+def _figure(figure: Any, name: str) -> str:
+    own = {"div_id": f"plot-{name.lower().replace(' ', '-')}", "config": {"displayModeBar": False, "responsive": True}}
+    return str(figure.to_html(full_html=False, include_plotlyjs=False, **own))
+
+
+def _checks(report: Report) -> str:
+    """What was checked, what was not and why, and what else there is to know."""
+    checked = "".join(f"<li>{text(code)}</li>" for code in report.checked)
+    skipped = "".join(
+        f"<dt>{text(', '.join(codes))}</dt><dd>{text(reason)}</dd>"
+        for reason, codes in by_reason(report.skipped).items()
+    )
+    notes = "".join(f"<li>{text(note)}</li>" for note in report.notes)
+    lists = {
+        "Checked": checked and f'<ul class="codes">{checked}</ul>',
+        "Skipped": skipped and f"<dl>{skipped}</dl>",
+        "Notes": notes and f"<ul>{notes}</ul>",
+    }
+    return "".join(f"<h3>{name}</h3>{body}" for name, body in lists.items() if body)

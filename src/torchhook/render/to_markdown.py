@@ -1,0 +1,97 @@
+"""Markdown for the summary of a CI job, which GitHub cuts off at 1 MiB: the table first, what it explains folded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from torchhook.findings import Finding, Report
+from torchhook.render.words import by_reason, named, scope, short
+
+MARKS = {"error": "❌", "warning": "⚠️", "info": "ℹ️"}
+TABLE, FOLDED, REST = 500_000, 300_000, 100_000  # bytes, which leave some of the 1 MiB to others
+AFFECTED = 50
+
+T = TypeVar("T")
+
+_SPECIAL = re.compile(r"([\\`*_\[\]|~$#@])")
+
+
+def markdown(report: Report) -> str:
+    """A report for the summary of a job.
+
+    >>> print(markdown(Report((Finding("TH201", "error", "61 % never fire", site="relu", hint="Warm up."),), "Net")))
+    ## ❌ Net: 1 error
+    <BLANKLINE>
+    0 rules checked
+    <BLANKLINE>
+    | | code | where | what | what to do |
+    |---|---|---|---|---|
+    | ❌ error | TH201 | <code>relu</code> | 61 % never fire | Warm up. |
+    <BLANKLINE>
+    """
+    blocks = [
+        f"## {'✅' if report.ok else '❌'} {escaped(report.headline)}",
+        escaped(scope(report)),
+        _table(report),
+        _fit(_folded, [finding for finding in report.findings if finding.affected], FOLDED),
+        _notes(report),
+    ]
+    return "\n\n".join(filter(None, blocks)) + "\n"
+
+
+def escaped(text: str) -> str:
+    """`text` on one line, as it is: no markup of its own.
+
+    >>> escaped("a|b <script>")
+    'a\\\\|b &lt;script&gt;'
+    """
+    text = _SPECIAL.sub(r"\\\1", short(" ".join(text.split()), 1000))
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def _table(report: Report) -> str:
+    if not report.findings:
+        return ""
+    header = "| | code | where | what | what to do |\n|---|---|---|---|---|\n"
+    return header + _fit(_row, report.findings, TABLE)
+
+
+def _row(finding: Finding) -> str:
+    mark = f"{MARKS[finding.severity]} {finding.severity}"
+    step = "" if finding.step is None else f"step {finding.step}"
+    where = ", ".join(filter(None, [_code(finding.site) if finding.site else "the model", step]))
+    return f"| {mark} | {escaped(finding.code)} | {where} | {escaped(finding.message)} | {escaped(finding.hint)} |"
+
+
+def _folded(finding: Finding) -> str:
+    others = [f"- {escaped(named(other))}: {escaped(other.message)}" for other in finding.affected[:AFFECTED]]
+    rest = len(finding.affected) - len(others)
+    summary = f"<summary>{escaped(named(finding))} explains {len(finding.affected)} more</summary>"
+    return "\n".join(["<details>", summary, "", *others, *([_more(rest)] if rest else []), "", "</details>", ""])
+
+
+def _notes(report: Report) -> str:
+    skipped = [f"Skipped {', '.join(codes)}: {reason}" for reason, codes in by_reason(report.skipped).items()]
+    return _fit(lambda note: f"- {escaped(note)}", [*skipped, *report.notes], REST)
+
+
+def _fit(said: Callable[[T], str], items: Sequence[T], room: int) -> str:
+    """What is said of the items, of as many as there is room for, and how many are left out."""
+    kept: list[str] = []
+    for item in items:
+        block = said(item)
+        room -= len(block.encode(errors="replace")) + 1
+        if room < 0:
+            return "\n".join([*kept, "", _more(len(items) - len(kept))])
+        kept.append(block)
+    return "\n".join(kept)
+
+
+def _more(n: int) -> str:
+    return f"… and {n} more"
+
+
+def _code(text: str) -> str:
+    return f"<code>{escaped(text)}</code>"

@@ -1,0 +1,85 @@
+"""A report in a terminal: a few lines a finding, severity in words and then in colour."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+from torchhook.findings import Finding, Report
+from torchhook.render.words import by_reason, named, printable, scope, shown
+
+STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"}
+WIDEST = 110  # columns: longer lines are hard to follow
+AFFECTED = 3
+
+Piece = tuple[str, str]  # text and style
+Line = tuple[int, list[Piece]]  # how far in, and what
+
+
+def terminal(report: Report, console: Any = None) -> None:
+    """Print a report to a ``rich.console.Console``, by default standard output: no colour where there is no terminal.
+
+    >>> terminal(Report((Finding("TH201", "error", "61 % never fire", site="relu", hint="Warm up."),), "Net"))
+    FAILED  Net: 1 error
+    <BLANKLINE>
+    error TH201  relu
+      61 % never fire
+      > Warm up.
+    <BLANKLINE>
+    0 rules checked
+    """
+    console = console or _rich("console").Console()
+    for indent, pieces in _lines(report):
+        _print(console, indent, pieces)
+
+
+def _lines(report: Report) -> Iterator[Line]:
+    status = ("passed", "bold green") if report.ok else ("FAILED", "bold red")
+    yield 0, [status, ("  ", ""), (report.headline, "bold")]
+    for finding in report.findings:
+        yield 0, []
+        yield from _told(finding)
+    yield 0, []
+    yield 0, [(scope(report), "dim")]
+    for reason, codes in by_reason(report.skipped).items():
+        yield 2, [(f"{', '.join(codes)}: {reason}", "dim")]
+    for note in report.notes:
+        yield 0, [(f"note: {note}", "dim")]
+
+
+def _told(finding: Finding) -> Iterator[Line]:
+    yield 0, [(f"{finding.severity} {finding.code}", STYLES[finding.severity]), ("  ", ""), (finding.where, "bold")]
+    yield 2, [(finding.message, "")]
+    if finding.evidence:
+        yield 2, [("  ".join(f"{name}={shown(value)}" for name, value in finding.evidence.items()), "dim")]
+    if finding.affected:
+        yield 2, [(f"explains {_few(finding.affected)}", "dim")]
+    if finding.hint:
+        yield 2, [(f"> {finding.hint}", "green")]
+
+
+def _few(findings: tuple[Finding, ...]) -> str:
+    rest = f" and {len(findings) - AFFECTED} more" if len(findings) > AFFECTED else ""
+    return ", ".join(map(named, findings[:AFFECTED])) + rest
+
+
+def _print(console: Any, indent: int, pieces: list[Piece]) -> None:
+    """One line, wrapped where it is too long, with what it is indented by in front of every part."""
+    text = _rich("text").Text()
+    for piece, style in pieces:
+        text.append(_encodable(printable(piece), console.encoding), style)
+    for part in text.wrap(console, min(console.width, WIDEST) - indent, overflow="fold"):
+        part.rstrip()
+        console.print(" " * indent, part, sep="", highlight=False, soft_wrap=True)
+
+
+def _encodable(text: str, encoding: str) -> str:
+    return text.encode(encoding, errors="replace").decode(encoding)
+
+
+def _rich(module: str) -> Any:
+    try:
+        return import_module(f"rich.{module}")
+    except ImportError as error:
+        raise ImportError("a report in the terminal needs rich: pip install torchhook[cli]") from error

@@ -1,0 +1,97 @@
+"""Values as people read them, and names that may hold anything: what all formats for people share."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torchhook.findings import Finding, Report
+
+# Control characters (an escape sequence colours a terminal, XML forbids most), marks that turn the direction of
+# what follows, halves of characters, and two numbers that are none.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
+
+
+def printable(text: str) -> str:
+    """`text` without the characters that no page, terminal or XML file should get.
+
+    >>> printable("fc" + chr(27) + "[31m")
+    'fc[31m'
+    """
+    return _UNPRINTABLE.sub("", text)
+
+
+def spelled(number: float) -> str:
+    """What JSON has no number for, as JavaScript spells it.
+
+    >>> spelled(math.nan), spelled(-math.inf)
+    ('NaN', '-Infinity')
+    """
+    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
+
+
+def shown(value: Any) -> str:
+    """A value of the evidence or of a layer in a few characters.
+
+    >>> shown(0.61234567), shown(math.inf), shown([1, 2.5]), shown({"low": 1e-9})
+    ('0.6123', 'Infinity', '1, 2.5', 'low: 1e-09')
+    """
+    if isinstance(value, float):
+        return f"{value:.4g}" if math.isfinite(value) else spelled(value)
+    if isinstance(value, Mapping):
+        return short(", ".join(f"{key}: {shown(item)}" for key, item in value.items()))
+    if isinstance(value, (list, tuple)):
+        return short(", ".join(map(shown, value)))
+    return short(str(value))
+
+
+def short(text: str, length: int = 400) -> str:
+    """The beginning of a text that is too long, and nothing unprintable.
+
+    >>> short("abcdef", 4)
+    'abc…'
+    """
+    return printable(text) if len(text) <= length else printable(text[: length - 1]) + "…"
+
+
+def named(finding: Finding) -> str:
+    """The code of a finding and its place, for a list.
+
+    >>> named(Finding("TH201", "error", "61 % of the units never fire", site="relu"))
+    'TH201 at relu'
+    """
+    return short(f"{finding.code} at {finding.site or 'the model'}")
+
+
+def counts(report: Report) -> str:
+    """How much was found: the headline without the model.
+
+    >>> counts(Report(model="Net"))
+    'nothing found'
+    """
+    return report.headline.removeprefix(f"{report.model}: ")
+
+
+def scope(report: Report) -> str:
+    """How many rules had what they need, and how many had not.
+
+    >>> scope(Report(checked=("TH101",), skipped={"TH301": "no optimizer"}))
+    '1 rule checked, 1 skipped'
+    """
+    checked, skipped = len(report.checked), len(report.skipped)
+    said = f"{checked} rule{'' if checked == 1 else 's'} checked"
+    return f"{said}, {skipped} skipped" if skipped else said
+
+
+def by_reason(skipped: Mapping[str, str]) -> dict[str, list[str]]:
+    """The codes of the rules that were skipped, by why.
+
+    >>> by_reason({"TH301": "no optimizer", "TH302": "no optimizer"})
+    {'no optimizer': ['TH301', 'TH302']}
+    """
+    reasons: dict[str, list[str]] = {}
+    for code, reason in skipped.items():
+        reasons.setdefault(printable(reason), []).append(printable(code))
+    return reasons

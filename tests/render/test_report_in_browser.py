@@ -1,0 +1,176 @@
+"""The page in a real browser: nothing from outside, a quiet console, plots drawn, of use to thumbs and keyboards."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import report_samples
+from selenium.webdriver import Chrome, ChromeOptions
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.keys import Keys
+
+from torchhook import render
+from torchhook.findings import Report
+
+CHROMIUM, DRIVER = "/usr/bin/chromium", "/usr/bin/chromedriver"
+FLAGS = [
+    "--headless=new",
+    "--no-sandbox",  # which root has to do without
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+]
+DESKTOP, PHONE = (1280, 900), (390, 844)
+
+
+@pytest.fixture(scope="module")
+def chrome(tmp_path_factory):
+    if not (Path(CHROMIUM).exists() and Path(DRIVER).exists()):
+        pytest.fail("these tests need Debian's chromium and chromium-driver, which `make test` installs")
+    options = ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in [*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"]:
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = Chrome(options=options, service=Service(DRIVER))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pages")
+    for name in ("sick", "healthy", "hostile", "large"):
+        render.save(getattr(report_samples, name)(), folder / f"{name}.html")
+    render.save(Report(model="Net", checked=("TH101",)), folder / "empty.html")
+    return folder
+
+
+@pytest.fixture
+def browse(chrome, pages):
+    """Open a page in a window of a size and a theme; afterwards its console must be empty and the network unused."""
+    for log in ("browser", "performance"):  # what came before is read and gone
+        chrome.get_log(log)
+
+    def opened(name, size=DESKTOP, theme="light"):
+        width, height = size
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": size == PHONE}
+        chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        media = {"features": [{"name": "prefers-color-scheme", "value": theme}]}
+        chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+        chrome.get("about:blank")
+        chrome.get((pages / f"{name}.html").as_uri())
+        return chrome
+
+    yield opened
+    assert chrome.get_log("browser") == []
+    assert outside(chrome) == []
+    assert chrome.execute_script("return performance.getEntriesByType('resource').map(entry => entry.name)") == []
+
+
+def outside(chrome):
+    """What was asked for other than files and what is written in the page."""
+    messages = [json.loads(entry["message"])["message"] for entry in chrome.get_log("performance")]
+    urls = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+    assert urls
+    return [url for url in urls if not url.startswith(("file:", "data:", "about:"))]
+
+
+def count(chrome, selector):
+    return len(chrome.find_elements("css selector", selector))
+
+
+def width(chrome):
+    return chrome.execute_script("return document.documentElement.scrollWidth")
+
+
+@pytest.mark.parametrize("size", [DESKTOP, PHONE])
+@pytest.mark.parametrize("name", ["sick", "healthy", "hostile", "large"])
+def test_plots_are_drawn_and_the_page_fits(browse, name, size):
+    chrome = browse(name, size)
+    assert width(chrome) <= size[0]
+    for plot in ("loss", "gradient-flow", "activations", "updates"):
+        assert count(chrome, f"#plot-{plot} svg.main-svg"), plot
+        assert count(chrome, f"#plot-{plot} path.js-line, #plot-{plot} path.point"), plot
+        drawn = chrome.find_element("css selector", f"#plot-{plot} svg.main-svg").size
+        assert 250 < drawn["width"] <= size[0] and drawn["height"] >= 300
+
+
+def test_plots_follow_the_window(browse):
+    chrome = browse("sick")
+    metrics = {"width": 700, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    deadline = time.monotonic() + 5
+    while chrome.find_element("css selector", "#plot-loss svg.main-svg").size["width"] > 700:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert width(chrome) <= 700
+
+
+def test_a_page_without_plots_has_no_script(browse):
+    chrome = browse("empty", PHONE)
+    assert count(chrome, "script") == 0 and count(chrome, "svg") == 0
+    assert "Nothing found" in chrome.find_element("id", "findings").text
+
+
+def test_hostile_names_do_not_run(browse):
+    chrome = browse("hostile")
+    ActionChains(chrome).move_to_element(chrome.find_element("css selector", "#plot-updates .main-svg")).perform()
+    assert chrome.execute_script("return window.__pwned") is None
+    assert count(chrome, "img") == 0
+    assert "<script>" in chrome.find_element("tag name", "h1").text
+
+
+def test_light_and_dark(browse):
+    def brightness(selector, what):
+        script = "return getComputedStyle(document.querySelector(arguments[0]))[arguments[1]]"
+        colour = chrome.execute_script(script, selector, what)
+        return sum(map(int, colour.split("(")[1].rstrip(")").split(",")[:3])) / 3
+
+    for theme, is_dark in (("light", False), ("dark", True)):
+        chrome = browse("sick", theme=theme)
+        assert (brightness("body", "backgroundColor") < 128) is is_dark
+        assert (brightness("body", "color") > 128) is is_dark
+        assert (brightness("#plot-loss .xtick text", "fill") > 128) is is_dark
+
+
+def test_details_open_by_keyboard(browse):
+    chrome = browse("sick")
+    for _ in range(20):
+        ActionChains(chrome).send_keys(Keys.TAB).perform()
+        if chrome.switch_to.active_element.tag_name == "summary":
+            break
+    assert not chrome.find_element("tag name", "details").get_attribute("open")
+    ActionChains(chrome).send_keys(Keys.ENTER).perform()
+    assert chrome.find_element("tag name", "details").get_attribute("open")
+    assert "layer4.0.conv" in chrome.find_element("tag name", "details").text
+
+
+def test_wide_tables_scroll_in_their_own_box_by_keyboard(browse):
+    chrome = browse("sick", PHONE)
+    box = chrome.find_element("css selector", "#layers .scroll")
+    assert box.get_property("scrollWidth") > box.get_property("clientWidth")
+    chrome.execute_script("arguments[0].focus()", box)
+    assert chrome.switch_to.active_element == box
+    assert box.accessible_name == "Modules" and box.aria_role == "region"
+
+
+def test_a_layer_leads_to_what_was_found(browse):
+    chrome = browse("sick")
+    chrome.execute_script("arguments[0].click()", chrome.find_element("css selector", "#layers a"))
+    assert chrome.current_url.endswith("#finding-1")
+
+
+def test_a_large_report_opens_quickly(browse):
+    start = time.monotonic()
+    chrome = browse("large")
+    assert count(chrome, "article.card") == 300
+    assert count(chrome, "#layers tbody tr") == 1000
+    assert count(chrome, "#plot-updates svg.main-svg")
+    assert time.monotonic() - start < 5

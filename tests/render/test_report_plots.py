@@ -1,0 +1,118 @@
+"""The figures of a report: what is drawn, where what has no place goes, and nothing when there is nothing."""
+
+import math
+import sys
+
+import pytest
+import report_samples
+
+from torchhook.findings import Finding, Report
+from torchhook.plot import activations, gradient_flow, loss_curve, updates
+
+FIGURES = [loss_curve, gradient_flow, activations, updates]
+
+
+def module(site, **numbers):
+    return {"site": site, "kind": "module", **numbers}
+
+
+def parameter(site, **numbers):
+    return {"site": site, "kind": "parameter", **numbers}
+
+
+@pytest.mark.parametrize("figure", FIGURES)
+def test_nothing_to_show_is_none(figure):
+    assert figure(Report()) is None
+    assert figure(Report(layers=(module("a", std=None), parameter("b")), losses={0: None})) is None
+
+
+@pytest.mark.parametrize("figure", FIGURES)
+@pytest.mark.parametrize("name", ["sick", "healthy", "hostile", "large"])
+def test_every_report_can_be_drawn(figure, name):
+    assert "NaN" not in figure(getattr(report_samples, name)()).to_json()
+
+
+def test_layers_keep_their_order():
+    figure = gradient_flow(Report(layers=(module("b", grad_norm=0.1), module("a", grad_norm=0.01))))
+    assert figure.data[0].y == (0.1, 0.01)
+    assert figure.layout.xaxis.ticktext == ("b", "a")
+    assert figure.layout.yaxis.type == "log"
+
+
+def test_zero_and_nan_are_shown_though_they_have_no_height():
+    numbers = [1e-3, 0.0, math.nan, math.inf, 0.1]
+    figure = gradient_flow(Report(layers=tuple(module(str(n), grad_norm=n) for n in numbers)))
+    points, odd = figure.data
+    assert points.y == (1e-3, None, None, None, 0.1)
+    assert odd.x == (2, 3, 4) and odd.marker.symbol == ("triangle-down", "x", "x")
+    assert odd.y[0] < 1e-3 and odd.y[1] > 0.1
+
+
+def test_extreme_numbers_can_be_drawn():
+    assert gradient_flow(Report(layers=(module("a", grad_norm=5e-324), module("b", grad_norm=1.7e308)))).to_json()
+
+
+def test_the_zero_share_of_zero_has_a_height():
+    assert activations(Report(layers=(module("a", zero_fraction=0.0),))).data[0].y == (0.0,)
+
+
+def test_updates_outside_of_the_band_differ_in_shape_and_colour():
+    ratios = [1e-3, 0.3, 1e-7]
+    figure = updates(Report(layers=tuple(parameter(str(r), update_ratio=r) for r in ratios)))
+    assert figure.data[0].marker.symbol == ("circle", "diamond", "diamond")
+    assert len(set(figure.data[0].marker.color)) == 2
+    assert [figure.layout.shapes[0].y0, figure.layout.shapes[0].y1] == [1e-5, 3e-2]
+
+
+def test_names_are_no_markup():
+    site = "<a href='https://x'>fc</a>\u202e"
+    figure = updates(Report(layers=(parameter(site, update_ratio=1e-3),)))
+    assert figure.data[0].text[0].startswith("<b>&lt;a href='https://x'&gt;fc&lt;/a&gt;</b>")
+    assert "<" not in figure.layout.xaxis.ticktext[0]
+
+
+def test_many_layers_have_no_names_below():
+    figure = gradient_flow(report_samples.large())
+    assert figure.layout.xaxis.ticktext is None and len(figure.data[0].y) == 500
+
+
+def test_findings_are_marked_on_the_curve():
+    found = (
+        Finding("TH1", "warning", "", "a", step=2),
+        Finding("TH2", "error", "", "b", step=2),
+        Finding("TH3", "info", ""),
+    )
+    curve, crosses, marks = loss_curve(Report(found, losses={0: 3.0, 1: math.nan, 2: 2.0, 3: 1.0})).data
+    assert curve.x == (0, 2, 3)
+    assert crosses.x == (1,) and crosses.y == (3.0,)
+    assert marks.x == (2,) and marks.y == (2.0,) and marks.text == ("TH1 a<br>TH2 b",)
+    assert marks.marker.color == ("#d55e00",)
+
+
+def test_a_step_between_two_losses_and_one_after_all_are_marked():
+    found = tuple(Finding("TH1", "info", "", step=step) for step in (5, 99))
+    assert loss_curve(Report(found, losses={0: 3.0, 10: 2.0})).data[2].y == (2.0, 2.0)
+
+
+def test_a_loss_that_is_never_finite_is_still_shown():
+    figure = loss_curve(Report((Finding("TH1", "error", "", step=0),), losses={0: math.nan}))
+    assert figure.data[1].x == (0,)
+
+
+def test_long_curves_are_thinned_and_spikes_stay():
+    losses = dict.fromkeys(range(100_000), 1.0) | {54_321: 9.0}
+    curve = loss_curve(Report(losses=losses)).data[0]
+    assert len(curve.x) <= 2000 and 9.0 in curve.y and list(curve.x) == sorted(curve.x)
+
+
+def test_a_wide_range_of_losses_gets_a_log_scale():
+    assert loss_curve(Report(losses={0: 100.0, 1: 0.1})).layout.yaxis.type == "log"
+    assert loss_curve(Report(losses={0: 100.0, 1: -0.1})).layout.yaxis.type == "linear"
+
+
+@pytest.mark.parametrize("figure", FIGURES)
+def test_without_plotly_the_extra_is_named(figure, monkeypatch):
+    for name in ("graph_objects", "subplots"):
+        monkeypatch.setitem(sys.modules, f"plotly.{name}", None)
+    with pytest.raises(ImportError, match=r"pip install torchhook\[plot\]"):
+        figure(report_samples.healthy())

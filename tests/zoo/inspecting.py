@@ -1,0 +1,28 @@
+"""The diagnosis of a specimen, as its case wants it: by `diagnose`, by its own loop, or against a profile."""
+
+from __future__ import annotations
+
+from torchhook.diagnosing import diagnose
+from torchhook.findings import Report
+from torchhook.profiles import Profile
+from torchhook.rules import chosen
+from torchhook.rules.checking import check
+from torchhook.watching.watch import Watch
+from zoo.case import Specimen
+
+
+def inspected(specimen: Specimen, seed: int) -> Report:
+    """What is found in a specimen of the zoo."""
+    case = specimen.build(seed)
+    if case.profile_data is not None:
+        return Profile.of(case.model, case.profile_data).check(case.model, case.data)
+    if case.loop is not None:
+        with Watch(case.model, chosen(), case.optimizer) as watch:
+            case.loop(watch)
+        return check(watch.history)
+    return diagnose(case.model, case.data, loss=case.loss, optimizer=case.optimizer, steps=case.steps)
+
+
+def is_at(site: str, sites: tuple[str, ...]) -> bool:
+    """Whether a finding's site is one of `sites`, or a parameter of one."""
+    return any(site == known or (known and site.startswith(f"{known}.")) for known in sites)
