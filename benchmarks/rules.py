@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 def report_on(name: str, seed: int):
     """The report on one specimen of the zoo."""
     import torch
+
     from zoo import FAULTS, HEALTHY
     from zoo.inspecting import inspected
 
@@ -50,7 +51,9 @@ def main() -> None:
     true, false, planted, seconds = Counter(), Counter(), Counter(), 0.0
     misses = []
     with ProcessPoolExecutor(options.jobs) as pool:
-        jobs = {(specimen, seed): pool.submit(report_on, specimen.name, seed) for specimen in specimens for seed in seeds}
+        jobs = {
+            (specimen, seed): pool.submit(report_on, specimen.name, seed) for specimen in specimens for seed in seeds
+        }
         for (specimen, seed), job in jobs.items():
             try:
                 report, sites, spent = job.result()
@@ -71,7 +74,9 @@ def main() -> None:
                 if worth:
                     false[worth[0].code] += 1
                 shown = [str(finding) for finding in worth[:3]]
-                misses.append(f"{specimen.name} {seed}: wanted {specimen.codes} at {sites[:4]}, got {shown or 'nothing'}")
+                misses.append(
+                    f"{specimen.name} {seed}: wanted {specimen.codes} at {sites[:4]}, got {shown or 'nothing'}"
+                )
     print("\n".join(misses))
     print(f"\n{'rule':<8}{'planted':>8}{'found':>8}{'recall':>8}{'false':>8}")
     for code in sorted({*planted, *false}, key=str):
@@ -79,7 +84,9 @@ def main() -> None:
         print(f"{code!s:<8}{planted[code]:>8}{true[code]:>8}{share:>8}{false[code]:>8}")
     found, wrong, all_planted = sum(true.values()), sum(false.values()), sum(planted.values())
     healthy = sum(not specimen.codes for specimen in specimens) * len(seeds)
-    print(f"\nseeds {options.seeds}: {healthy} healthy trainings, {all_planted} faults, {seconds / max(len(jobs), 1):.1f} s each")
+    print(
+        f"\nseeds {options.seeds}: {healthy} healthy trainings, {all_planted} faults, {seconds / max(len(jobs), 1):.1f} s each"
+    )
     print(f"recall {found / max(all_planted, 1):.3f}, precision {found / max(found + wrong, 1):.3f}")
 
 

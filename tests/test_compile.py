@@ -9,6 +9,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 
+from specimens import Blocks, InPlace, hooks_of
 from torchhook import (
     HookManager,
     Record,
@@ -26,7 +27,6 @@ from torchhook import (
     marked,
     skip,
 )
-from specimens import Blocks, InPlace, hooks_of
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
 

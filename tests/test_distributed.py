@@ -14,9 +14,9 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from specimens import hooks_of
 from torchhook import TorchhookError, capture, edit, edits, select
 from torchhook.core import shards
-from specimens import hooks_of
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"

@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchhook import FeatureExtractor, SelectionError
 from specimens import InPlace, Shared, resnet18
+from torchhook import FeatureExtractor, SelectionError
 
 
 def test_features_are_right_under_in_place_ops_and_carry_their_graph():

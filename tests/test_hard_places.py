@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from torchhook import Session, SessionError, Tap, TapError, capture, edit, edits
 from specimens import hooks_of
+from torchhook import Session, SessionError, Tap, TapError, capture, edit, edits
 
 
 class Block(nn.Module):

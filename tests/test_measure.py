@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from contents import check_moments
+from specimens import Containers, InPlace, Returning, Shared, hooks_of, resnet18
 from torchhook import (
     Channels,
     NotRecordedError,
@@ -31,7 +32,6 @@ from torchhook import (
     measure,
 )
 from torchhook.core.passes import sessions_here
-from specimens import Containers, InPlace, Returning, Shared, hooks_of, resnet18
 
 SIX = ("moments", "histogram", "quantiles", "channels", "covariance", "topk")
 

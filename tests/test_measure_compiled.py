@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from torchhook import TopK, arm, measure
 from specimens import Blocks
+from torchhook import TopK, arm, measure
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchhook import SessionError, capture
 from specimens import hooks_of
+from torchhook import SessionError, capture
 
 
 def shipped(package: str, path: str) -> Path:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchhook import SelectionError, edit, edits, sweep
 from specimens import hooks_of, resnet18
+from torchhook import SelectionError, edit, edits, sweep
 
 
 class Net(nn.Module):

@@ -9,8 +9,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torchhook import distributed as distributed
+    from torchhook import edits as edits
+    from torchhook import render as render
+    from torchhook import rules as rules
     from torchhook.api import capture, overhead, trace
     from torchhook.captured import Calls, Capture
+    from torchhook.catching import catch_nonfinite
     from torchhook.core.edit import Edit
     from torchhook.core.event import Event
     from torchhook.core.marks import mark
@@ -18,6 +23,9 @@ if TYPE_CHECKING:
     from torchhook.core.session import Session
     from torchhook.core.site import Site
     from torchhook.core.tap import Sink, Tap, every, first, sample
+    from torchhook.diagnosing import diagnose
+    from torchhook.diagnostics import ModelDiagnostics
+    from torchhook.editing import arm, clip_gradients, edit, skip
     from torchhook.errors import (
         BudgetError,
         NotRecordedError,
@@ -28,17 +36,18 @@ if TYPE_CHECKING:
         TapError,
         TorchhookError,
     )
-    from torchhook.sinks.memory import Record, Ring
-    from torchhook.sinks.store import Store
-    from torchhook import distributed as distributed
-    from torchhook import edits as edits
-    from torchhook.editing import arm, clip_gradients, edit, skip
     from torchhook.extractor import FeatureExtractor
+    from torchhook.findings import Finding, Report, Severity
     from torchhook.inventory import HookInfo, detach, hooks
     from torchhook.manager import HookManager
     from torchhook.measured import Stats
     from torchhook.measuring import measure
+    from torchhook.profiles import Profile
+    from torchhook.rules.checking import check
+    from torchhook.rules.rule import Need, Rule
+    from torchhook.sinks.memory import Record, Ring
     from torchhook.sinks.reduce import Reduce
+    from torchhook.sinks.store import Store
     from torchhook.stats import Channels, Covariance, Histogram, Moments, Quantiles, Stat, TopK
     from torchhook.stats.reading import Reading, Snapshot
     from torchhook.summary import (
@@ -48,19 +57,10 @@ if TYPE_CHECKING:
         model_summary,
     )
     from torchhook.sweeping import Sweep, sweep
-    from torchhook import render as render
-    from torchhook import rules as rules
-    from torchhook.catching import catch_nonfinite
-    from torchhook.diagnosing import diagnose
-    from torchhook.diagnostics import ModelDiagnostics
-    from torchhook.findings import Finding, Report, Severity
-    from torchhook.profiles import Profile
-    from torchhook.rules.checking import check
-    from torchhook.rules.rule import Need, Rule
 
 __version__ = "1.0.0.dev0"
 
-# Where the names are: each is imported when it is first used, so that importing the package needs nothing, not even torch.
+# Where the names are. Each is imported when it is first used: importing the package needs nothing, not even torch.
 _NAMES = {
     "BudgetError": "errors",
     "Calls": "captured",

@@ -1,12 +1,12 @@
 """What a project wants of the rules: ``[tool.torchhook]`` of its pyproject.toml, in the shape that linters have.
 
-    [tool.torchhook]
-    select = ["TH1", "TH2"]
-    ignore = ["TH202"]
-    fail-on = "warning"
+[tool.torchhook]
+select = ["TH1", "TH2"]
+ignore = ["TH202"]
+fail-on = "warning"
 
-    [tool.torchhook.per-module-ignores]
-    "head.*" = ["TH201"]
+[tool.torchhook.per-module-ignores]
+"head.*" = ["TH201"]
 """
 
 from __future__ import annotations

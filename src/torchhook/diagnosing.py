@@ -24,7 +24,7 @@ from torchhook.rules.checking import check
 from torchhook.rules.history import History, Modes, Task, settled
 from torchhook.rules.registry import Choice, chosen
 from torchhook.rules.rest import at_rest
-from torchhook.rules.rule import Need, Rule
+from torchhook.rules.rule import Need, Phase, Rule
 from torchhook.stepping.steps import unwrapped
 from torchhook.watching.watch import Watch
 
@@ -80,13 +80,11 @@ def diagnose(
     require_module(model)
     if isinstance(parts, str) or any(part not in PARTS for part in parts):
         raise ValueError(f"parts must be some of {PARTS}, not {parts!r}")
-    applied = [rule for rule in chosen(rules, ignore) if "rest" in parts or not rule.is_at_rest]
+    applied = [rule for rule in chosen(rules, ignore) if "rest" in parts or rule.phase != Phase.REST]
     inspection = Inspection(model, data, loss, optimizer, applied, progress or _silent)
     with _as_before(model):
         inspection.run(steps if "train" in parts else 0, "pass" in parts)
-    report = check(
-        inspection.history, applied, per_module=per_module, fail_on=fail_on, model=type(model).__name__
-    )
+    report = check(inspection.history, applied, per_module=per_module, fail_on=fail_on, model=type(model).__name__)
     return replace(report, notes=tuple(inspection.notes))
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchhook import Record, Ring, Session, Tap, capture
 from specimens import Containers, InPlace, OutOfPlace, Returning, Shared, resnet18
+from torchhook import Record, Ring, Session, Tap, capture
 
 
 def test_in_place_ops_give_the_gradients_of_what_was_there_before_them():

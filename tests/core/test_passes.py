@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchhook import NotRecordedError, Record, Ring, Session, SilentError, Tap, capture, every, first, sample
 from specimens import hooks_of
+from torchhook import NotRecordedError, Record, Ring, Session, SilentError, Tap, capture, every, first, sample
 
 
 class Branching(nn.Module):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from specimens import Returning, hooks_of
 from torchhook import (
     HookManager,
     NotRecordedError,
@@ -32,7 +33,6 @@ from torchhook import (
     trace,
 )
 from torchhook.core import marks
-from specimens import Returning, hooks_of
 
 
 def test_two_stores_in_one_session_are_two():

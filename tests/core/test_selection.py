@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from specimens import Shared, resnet18
 from torchhook import SelectionError, Selector, glob, marked, of_type, regex, select
 from torchhook.core.selection import walk
-from specimens import Shared, resnet18
 
 SEGMENTS = st.text("ab1", min_size=1, max_size=3)
 PATHS = st.lists(SEGMENTS, min_size=1, max_size=4).map(".".join)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchhook import Event, Record, Ring, SelectionError, Session, SessionError, Sink, Site, Tap, TapError, capture
 from specimens import Shared, hooks_of
+from torchhook import Event, Record, Ring, SelectionError, Session, SessionError, Sink, Site, Tap, TapError, capture
 
 
 def net():

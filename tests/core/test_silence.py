@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchhook import HookManager, Record, Session, SilentError, Tap, capture, edit, edits, trace
 from specimens import hooks_of
+from torchhook import HookManager, Record, Session, SilentError, Tap, capture, edit, edits, trace
 
 
 class Net(nn.Module):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from specimens import Returning, hooks_of
 from torchhook import (
     NotRecordedError,
     Session,
@@ -21,7 +22,6 @@ from torchhook import (
     skip,
     sweep,
 )
-from specimens import Returning, hooks_of
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
 

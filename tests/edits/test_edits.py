@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from torchhook import Record, Ring, SelectionError, Session, Tap, TapError, capture, edit, edits, skip
 from specimens import InPlace, Returning, hooks_of
+from torchhook import Record, Ring, SelectionError, Session, Tap, TapError, capture, edit, edits, skip
 
 
 def chain():

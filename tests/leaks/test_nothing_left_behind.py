@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from specimens import hooks_of
 from torchhook import FeatureExtractor, HookManager, Record, Ring, SelectionError, Session, Tap, capture, measure, trace
 from torchhook.core import marks
 from torchhook.core.passes import sessions_here
-from specimens import hooks_of
 
 
 class Fails(nn.Module):

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from sick_models import Between, Calls, Divide, Sqrt, line_of, linear
 from torch import nn
 
 from torchhook.origins import Catch
-from sick_models import Between, Calls, Divide, Sqrt, linear, line_of
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
 

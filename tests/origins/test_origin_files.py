@@ -6,16 +6,16 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
-
 import saved_calls
+import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from sick_models import Calls, Divide, Log, Sqrt, line_of, linear
+from torch import nn
+
 from torchhook.catching import catch_nonfinite
 from torchhook.errors import NonfiniteError
 from torchhook.origins import Catch, replay
-from sick_models import Calls, Divide, Log, Sqrt, linear, line_of
 
 KEY = "torchhook.call"
 
@@ -102,7 +102,9 @@ print(origin.message())
 
 def test_a_backward_comes_back_with_its_gradients(tmp_path):
     model = nn.Sequential(linear(), Sqrt(), linear())
-    catch = saved(model, lambda: model(torch.zeros(2, 4)).square().sum().add(model[0].weight.sum()).backward(), tmp_path)
+    catch = saved(
+        model, lambda: model(torch.zeros(2, 4)).square().sum().add(model[0].weight.sum()).backward(), tmp_path
+    )
     assert catch.origin.phase == "backward" and catch.file.name == "nonfinite_1_backward_0.safetensors"
     assert replay(catch.file, model) == catch.origin
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
+from sick_models import Between, Calls, Divide, Log, line_of, linear
 from torch import nn
 
 from torchhook.catching import catch_nonfinite
 from torchhook.errors import NonfiniteError, TorchhookError
 from torchhook.findings import Finding, Report
 from torchhook.origins import Catch, origin_of
-from sick_models import Attention, Between, Calls, Divide, Log, linear, line_of
 
 INF, NAN = float("inf"), float("nan")
 
@@ -53,7 +53,12 @@ def test_the_finding_is_plain_and_folds_what_passed_it_on():
 def test_an_op_between_children_is_inside_their_parent_after_one_of_them():
     model = nn.Sequential(linear(), Between())
     origin = caught(model, lambda: model(torch.ones(1, 4))).origin
-    assert (origin.path, origin.after, origin.op, origin.line) == ("1", "1.first", "aten.div", line_of(Between, "between"))
+    assert (origin.path, origin.after, origin.op, origin.line) == (
+        "1",
+        "1.first",
+        "aten.div",
+        line_of(Between, "between"),
+    )
     assert "after '1.first'" in origin.message()
 
 
@@ -375,7 +380,9 @@ def test_gpt2_of_transformers_with_its_outputs_and_cache():
     mask[0, :3] = 0
     for training in (True, False):
         model.train(training)
-        assert caught(model, lambda: model(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()).finding is None
+        assert (
+            caught(model, lambda: model(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()).finding is None
+        )
     with torch.no_grad():
         assert caught(model, lambda: model.generate(ids, max_new_tokens=3, do_sample=False)).finding is None
     model.transformer.h[1].mlp.act = Log()

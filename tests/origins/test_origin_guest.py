@@ -6,15 +6,15 @@ import weakref
 
 import pytest
 import torch
+from sick_models import Calls, Divide, Log, Sqrt, linear
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from specimens import Blocks, hooks_of
 from torchhook import capture
 from torchhook.catching import catch_nonfinite
 from torchhook.errors import NonfiniteError
 from torchhook.origins import Catch, search, watch
-from sick_models import Calls, Divide, Log, Sqrt, linear
-from specimens import Blocks, hooks_of
 
 
 class Ops(TorchDispatchMode):
@@ -42,13 +42,26 @@ def test_a_healthy_model_pays_with_marks_alone():
     plain, watched = ops(torch.enable_grad()), ops(catch_nonfinite(model))
     assert not [name for name in watched if any(wait in name for wait in WAITS)]
     extra = {name for name in watched if watched.count(name) > plain.count(name)}
-    cheap = ("aminmax", "detach", "_lazy_clone", "view", "alias", "stack", "isnan", "mul", "eq", "add", "isposinf", "isneginf")
+    cheap = (
+        "aminmax",
+        "detach",
+        "_lazy_clone",
+        "view",
+        "alias",
+        "stack",
+        "isnan",
+        "mul",
+        "eq",
+        "add",
+        "isposinf",
+        "isneginf",
+    )
     assert all(name.split(".")[1].strip("_") in [one.strip("_") for one in cheap] for name in extra), extra
     # Of the forward nothing is read before its last op, and of the rest nothing before the end of the backward.
-    first_read = watched.index("aten.isnan.default")
+    first_read = watched.index("aten.stack.default")
     linear_ops = [number for number, name in enumerate(watched) if name.startswith("aten.addmm")]
     assert len(linear_ops) == plain.count("aten.addmm.default") and first_read > linear_ops[-1]
-    assert watched.count("aten.isnan.default") == 2
+    assert watched.count("aten.stack.default") == 2
 
 
 def sick_forward():

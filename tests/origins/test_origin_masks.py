@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from sick_models import Attention, Calls, Divide, Log, line_of, linear
 from torch import nn
 
 from torchhook.origins import Catch, search
-from sick_models import Attention, Calls, Divide, Log, linear, line_of
 
 INF = float("inf")
 
@@ -68,7 +68,9 @@ MADE = {
 
 @pytest.mark.parametrize("mask", MADE.values(), ids=MADE)
 def test_masked_logits_are_a_legal_output(mask, monkeypatch):
-    model = Calls(lambda self, x, m: self.mask(self.logits(x), m), logits=linear(), mask=Calls(lambda self, x, m: mask(x, m)))
+    model = Calls(
+        lambda self, x, m: self.mask(self.logits(x), m), logits=linear(), mask=Calls(lambda self, x, m: mask(x, m))
+    )
     m = torch.eye(3, 4, dtype=torch.bool)
     replays = []
     replay_call = search.replay_call
@@ -105,7 +107,9 @@ def test_a_log_of_zero_that_is_masked_later_is_legal_also_beside_masks_that_stay
 
 
 def test_a_row_that_is_all_masked_is_the_softmax_s_fault():
-    model = Calls(lambda self, x, m: self.out(self.attention(self.qkv(x), m)), qkv=linear(), attention=Attention(), out=linear())
+    model = Calls(
+        lambda self, x, m: self.out(self.attention(self.qkv(x), m)), qkv=linear(), attention=Attention(), out=linear()
+    )
     m = torch.eye(3, dtype=torch.bool)
     assert caught(model, lambda: model(torch.randn(3, 4), m)).finding is None
     m[1] = True
@@ -115,7 +119,9 @@ def test_a_row_that_is_all_masked_is_the_softmax_s_fault():
     assert "mask" in catch.finding.hint
 
 
-@pytest.mark.parametrize("later", [lambda x: x * 0, lambda x: x - x, lambda x: x.softmax(0)], ids=["times 0", "minus", "softmax"])
+@pytest.mark.parametrize(
+    "later", [lambda x: x * 0, lambda x: x - x, lambda x: x.softmax(0)], ids=["times 0", "minus", "softmax"]
+)
 def test_nan_from_a_computed_minus_infinity_began_there(later):
     model = nn.Sequential(linear(), nn.ReLU(), Log(), nn.Identity(), Calls(lambda self, x: later(x)), linear())
     origin = caught(model, lambda: model(torch.zeros(2, 4))).origin

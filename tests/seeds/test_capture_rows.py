@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from specimens import hooks_of, resnet18
 from torchhook import (
     FeatureExtractor,
     Record,
@@ -27,7 +28,6 @@ from torchhook import (
     select,
     trace,
 )
-from specimens import hooks_of, resnet18
 
 
 class TestForHook(nn.Module):

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import torchhook
-from torchhook import HookManager
 from specimens import hooks_of, resnet18
+from torchhook import HookManager
 
 QUICK_START_OUTPUT = """\
 Conv1 feature shape: torch.Size([1, 64, 112, 112])

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchhook import SilentError, capture, clip_gradients, edit, edits
 from specimens import hooks_of, resnet18
+from torchhook import SilentError, capture, clip_gradients, edit, edits
 
 
 def parameter_hooks(model):

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from torchhook import Stat, capture, measure
 from specimens import hooks_of, resnet18
+from torchhook import Stat, capture, measure
 
 
 def test_c17_statistics_by_layer():

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from torchhook import BudgetError, NotRecordedError, OverwrittenError, Record, Ring, Session, Site, Tap, capture
 from specimens import InPlace, Shared, hooks_of, resnet18
+from torchhook import BudgetError, NotRecordedError, OverwrittenError, Record, Ring, Session, Site, Tap, capture
 
 
 def net():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from specimens import Returning
 from torchhook import (
     BudgetError,
     Channels,
@@ -19,7 +20,6 @@ from torchhook import (
     capture,
     measure,
 )
-from specimens import Returning
 
 
 def by_unit(values, dim):

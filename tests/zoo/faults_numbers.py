@@ -52,7 +52,7 @@ class Spread(nn.Module):
         return torch.cat([mean, (x.square().mean((2, 3)) - mean**2).sqrt()], 1)
 
 
-@fault("TH101", sites=lambda seed: (str(2 * pick(seed, 1, 2, 3)),), step=BAD)
+@fault("TH101", "TH103", sites=lambda seed: (str(2 * pick(seed, 1, 2, 3)),), step=BAD)
 def root_of_rounding(seed: int) -> Case:
     """Some pictures of one batch are blank."""
     torch.manual_seed(seed)

@@ -31,7 +31,7 @@ def dead_relu(seed: int) -> Case:
     return case
 
 
-@fault("TH201", sites=lambda seed: (f"linears.{seed % 3}", ""))
+@fault("TH201", sites=lambda seed: (f"linears.{seed % 3}",))
 def dead_relu_functional(seed: int) -> Case:
     torch.manual_seed(seed)
     model = FunctionalMlp([64, *[pick(seed, 32, 48)] * 3])
@@ -65,7 +65,7 @@ JUMP = 30
 @fault(
     "TH201",
     "TH501",
-    sites=lambda seed: tuple(f"layers.{kind}{i}" for kind in ("linear", "act") for i in range(3)),
+    sites=("", *(f"layers.{kind}{i}" for kind in ("linear", "act") for i in range(3))),  # the rate is everybody's
     step=JUMP,
 )
 def relus_die(seed: int) -> Case:
@@ -138,7 +138,7 @@ class Gated(nn.Module):
         return self.head(torch.cat([x.mean(2), x.amax(2)], 1))
 
 
-@fault("TH202", "TH203", "TH204", sites=("gate", ""))
+@fault("TH301", "TH202", "TH203", "TH204", sites=("gate",))
 def gate_shut(seed: int) -> Case:
     """A sigmoid, called as a function, that lets nothing through."""
     torch.manual_seed(seed)

@@ -84,7 +84,7 @@ def zero_layer(seed: int) -> Case:
     return Case(model, digits(seed), F.cross_entropy, torch.optim.Adam(model.parameters(), 3e-3))
 
 
-@fault("TH603", sites=("head", "head.weight", ""))
+@fault("TH603", sites=("head", "head.weight"))
 def large_head(seed: int) -> Case:
     """Fifty times too large: sure of itself, and wrong, before it has seen anything."""
     case = pick(seed, convnet_textures, convnet_batchnorm, vit_encoder_layers).build(seed)
@@ -134,7 +134,7 @@ def _apart(output, _batch) -> torch.Tensor:
     return F.mse_loss(*output)
 
 
-@fault("TH801", "TH204", sites=lambda seed: anywhere(collapse.build(seed).model))
+@fault("TH801", "TH204", "TH201", sites=lambda seed: anywhere(collapse.build(seed).model))
 def collapse(seed: int) -> Case:
     torch.manual_seed(seed)
     model = Collapsing(pick(seed, 24, 32))

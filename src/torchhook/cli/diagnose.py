@@ -13,13 +13,19 @@ _BATCHES = 4
 
 
 def diagnose(
-    model: Annotated[str, typer.Argument(help="What makes the model: package.module:name, a function, class or object.")],
+    model: Annotated[
+        str, typer.Argument(help="What makes the model: package.module:name, a function, class or object.")
+    ],
     shapes: Annotated[
         list[str] | None,
         typer.Option("--input", help="The shape of a random input, as 1,3,224,224 or 4,64:int; once for each input."),
     ] = None,
-    loader: Annotated[str | None, typer.Option(help="What makes the batches, (input, target): package.module:name.")] = None,
-    loss: Annotated[str | None, typer.Option(help="The loss: a name of torch.nn.functional, or package.module:name.")] = None,
+    loader: Annotated[
+        str | None, typer.Option(help="What makes the batches, (input, target): package.module:name.")
+    ] = None,
+    loss: Annotated[
+        str | None, typer.Option(help="The loss: a name of torch.nn.functional, or package.module:name.")
+    ] = None,
     optimizer: Annotated[
         str | None, typer.Option(help="What makes the optimizer, called with the model: package.module:name.")
     ] = None,
@@ -43,7 +49,9 @@ def diagnose(
         from torchhook.config import Config
 
         if not shapes and not loader:
-            raise typer.BadParameter("what is the model to be given? --input 1,3,224,224 or --loader package.module:name")
+            raise typer.BadParameter(
+                "what is the model to be given? --input 1,3,224,224 or --loader package.module:name"
+            )
         config = Config.find(Path.cwd())
         net = model_of(model)
         net = net if device is None else net.to(device)

@@ -37,7 +37,7 @@ def model_of(target: str) -> Any:
 
 def loss_of(target: str | None) -> Any:
     """The loss by its name in torch.nn.functional, or as ``pkg.module:name``."""
-    import torch.nn.functional as F  # noqa: N812
+    import torch.nn.functional as F
     from torch import nn
 
     if target is None:
@@ -64,7 +64,9 @@ def inputs_of(shapes: list[str]) -> tuple[Any, ...]:
         try:
             shape = [int(size) for size in sizes.split(",")]
         except ValueError:
-            raise typer.BadParameter(f"--input must be sizes with commas between, as 1,3,224,224, not {text!r}") from None
+            raise typer.BadParameter(
+                f"--input must be sizes with commas between, as 1,3,224,224, not {text!r}"
+            ) from None
         is_whole = kind in ("int", "bool")
         x = torch.randint(0, 2 if kind == "bool" else 10, shape) if is_whole else torch.randn(shape)
         inputs.append(x.bool() if kind == "bool" else x)

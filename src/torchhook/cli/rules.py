@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from torchhook.rules import Rule
 
 
-def rules(code: Annotated[str | None, typer.Argument(help="A code or name, as TH201; all are listed without.")] = None) -> None:
+def rules(
+    code: Annotated[str | None, typer.Argument(help="A code or name, as TH201; all are listed without.")] = None,
+) -> None:
     """List the rules, or tell all about one: what it finds, by which numbers, what to do, when it is wrong."""
     with told():
         from rich.console import Console

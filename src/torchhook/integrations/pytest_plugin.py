@@ -44,7 +44,9 @@ def model_check(request: pytest.FixtureRequest, record_property: Callable[[str, 
     config = Config.find(Path(request.config.rootpath))
     fail_on = request.config.getoption("--torchhook-fail-on") or config.fail_on
 
-    def check(model: Any, batch: Any, loss: Any = None, optimizer: Any = None, steps: int = 20, **options: Any) -> Report:
+    def check(
+        model: Any, batch: Any, loss: Any = None, optimizer: Any = None, steps: int = 20, **options: Any
+    ) -> Report:
         __tracebackhide__ = True
         from torchhook.diagnosing import diagnose
 

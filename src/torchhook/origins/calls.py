@@ -6,6 +6,7 @@ device as `marks`, until `read` fetches those of many tensors at once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -46,18 +47,28 @@ def read(marked: list[Tensor]) -> list[int]:
         groups.setdefault((mark.device, mark.dtype), []).append(number)
     bits = [0] * len(marked)
     for numbers in groups.values():
-        together = torch.stack([marked[number] for number in numbers])
-        found = together.isnan() * NAN + together.isposinf() * UP + together.isneginf() * DOWN
-        for number, known in zip(numbers, found.tolist(), strict=True):
-            bits[number] = known
+        values = torch.stack([marked[number] for number in numbers]).tolist()
+        for number, value in zip(numbers, values, strict=True):
+            bits[number] = bits_of(value)
     return bits
 
 
-def bits_in(value: Any) -> int:
-    """What the tensors in `value` hold.
+def bits_of(*values: float) -> int:
+    """What is not finite among numbers.
 
-    >>> bits_in({"x": torch.tensor([1.0, torch.inf]), "n": torch.tensor(3)}) == UP
-    True
+    >>> in_words(bits_of(1.0, math.nan, -math.inf))
+    'NaN and -Inf'
+    """
+    return merged(
+        NAN if value != value else UP if value == math.inf else DOWN * (value == -math.inf) for value in values
+    )
+
+
+def bits_in(value: Any) -> int:
+    """What is not finite in the tensors of `value`.
+
+    >>> in_words(bits_in({"x": torch.tensor([1.0, torch.inf]), "n": torch.tensor(3)}))
+    'Inf'
     """
     return merged(read(marks(value)))
 
@@ -67,18 +78,8 @@ def merged(bits: Iterable[int]) -> int:
     return reduce(or_, bits, 0)
 
 
-def extremes(tensor: Tensor) -> tuple[float, float] | None:
-    """The smallest and the largest number in `tensor`; None if it has none that could be NaN or Inf."""
-    found = [mark.item() for mark in marks(tensor)]
-    return (found[0], found[1]) if found else None
-
-
 def in_words(bits: int) -> str:
-    """What is not finite there.
-
-    >>> in_words(NAN | DOWN)
-    'NaN and -Inf'
-    """
+    """The names of the bits."""
     return " and ".join(word for bit, word in ((NAN, "NaN"), (UP, "Inf"), (DOWN, "-Inf")) if bits & bit)
 
 
@@ -143,9 +144,7 @@ class Call:
     def of(event: Event, parent: Call | None, setting: Setting, begun: int) -> Call:
         """The call that begins with this event."""
         given = Arguments(_positional(event), event.kwargs)
-        # What a norm knows of earlier batches is written to, not used, as long as it trains.
-        unused = isinstance(event.module, _NormBase) and event.module.training
-        kept = {} if unused else {name: frozen(b) for name, b in event.module._buffers.items() if b is not None}
+        kept = {name: frozen(buffer) for name, buffer in used_buffers(event.module).items()}
         wanted = [tensor.requires_grad for _, tensor in leaves(given)]
         place = event.path, event.module, event.call, event.pass_number
         return Call(*place, parent, setting, begun, snapshot(given), wanted, kept, isinstance(event.args, Unknown))
@@ -172,6 +171,13 @@ class Call:
         """Let go of all that takes memory."""
         self.arguments = None
         self.marks, self.buffers, self.grads = [], {}, {}
+
+
+def used_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers that a forward of `module` may read; a norm that trains only writes what it knows of the data."""
+    if isinstance(module, _NormBase) and module.training:
+        return {}
+    return dict(module.named_buffers(recurse=False))
 
 
 def buffers_before(call: Call, calls: list[Call]) -> dict[str, Tensor]:

@@ -154,13 +154,13 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def _setting(told: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Setting:
     """The setting; devices that are not here are left out."""
-    here = {device: seed for device, seed in told["seeds"].items() if str(available(device)) == device}
-    return Setting(
-        bool(told["grad"]),
-        bool(told["inference"]),
-        {kind: (bool(on), dtype_of(dtype)) for kind, on, dtype in told["autocast"]},
-        {device: unpack(seed, tensors) for device, seed in here.items()},
-    )
+    autocast = {kind: (bool(on), dtype_of(dtype)) for kind, on, dtype in told["autocast"] if _is_here(kind)}
+    seeds = {device: unpack(seed, tensors) for device, seed in told["seeds"].items() if _is_here(device)}
+    return Setting(bool(told["grad"]), bool(told["inference"]), autocast, {"cpu": seeds.pop("cpu"), **seeds})
+
+
+def _is_here(device: str) -> bool:
+    return str(available(device)) == device
 
 
 def _module(model: nn.Module, path: str, kind: str) -> nn.Module:

@@ -24,6 +24,8 @@ _HINTS = (
     (("acos", "asin", "atanh", "acosh"), "The argument left the domain, if only by rounding: clamp it."),
 )
 
+_OTHERWISE = "Look at the ranges of its operands: what comes before has grown too large, or cancels out."
+
 
 class Range(NamedTuple):
     """What an op was given: one tensor, as far as one has to know it.
@@ -92,12 +94,15 @@ class Origin:
         """What to do about it."""
         if self.phase == "state":
             return "Load a checkpoint from before it broke, and train on inside torchhook.catch_nonfinite."
+        if self.came_with:
+            made = "loss: look for logarithms, divisions and roots in it" if self.phase == "backward" else "data"
+            return f"The model is not at fault. Check the {made}."
         if "Inf" in self.what and (
             self.op.endswith("_to_copy") or "float16" in {known.dtype for known in self.operands}
         ):
             return "float16 ends at 65,504: use bfloat16, scale the values down, or keep this in float32."
         name = self.op.lower()
-        said = next((said for words, said in _HINTS if any(word in name for word in words)), "")
+        said = next((said for words, said in _HINTS if any(word in name for word in words)), _OTHERWISE if name else "")
         where = " If a torch.where masks it, mask the argument instead: the side not taken is differentiated, too."
         return said + where if said and self.phase == "backward" else said
 
@@ -115,14 +120,14 @@ class Origin:
         """The same with what a replay showed; `paths` are those of the modules, by their ids."""
         step = shown.step
         if step is None:
-            return replace(self, note=shown.note)
+            return replace(self, note="; ".join(filter(None, (self.note, shown.note))))
         return replace(
             self,
             what=in_words(step.bits),
             op=f"{step.node} ({step.op})" if step.node else step.op,
             line=str(step.place or ""),
             file=step.place.file if step.place else "",
-            after=paths.get(id(step.after), self.after),
+            after=paths.get(id(step.where.after), "") if step.where else self.after,
             operands=tuple(Range(*known[:4]) for known in step.operands),
         )
 

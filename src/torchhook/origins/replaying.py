@@ -11,6 +11,7 @@ import copy
 import linecache
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -21,12 +22,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import _get_sequence_nr
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchhook.core.shards import is_sharded
 from torchhook.core.trees import Address, Arguments, leaves, mapped
-from torchhook.origins.calls import BAD, Call, Setting, bits_in, buffers_before, extremes
+from torchhook.origins.calls import BAD, Call, Setting, bits_in, bits_of, buffers_before, marks, merged, used_buffers
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parents[1])
@@ -59,6 +61,14 @@ class Operand(NamedTuple):
     name: str
 
 
+class Where(NamedTuple):
+    """In the forward of which module an op is: in which call of it, and after which of its children."""
+
+    module: nn.Module
+    number: int
+    after: nn.Module | None
+
+
 @dataclass(eq=False)
 class Step:
     """An op that wrote something that is not finite."""
@@ -69,9 +79,8 @@ class Step:
     bits: int  # what it wrote
     fills: bool  # whether it was told to write -Inf, as one masks
     place: Place | None
+    where: Where | None
     node: str = ""  # of a backward
-    module: nn.Module | None = None  # in whose forward
-    after: nn.Module | None = None  # the child of it that ran before
 
     def __post_init__(self) -> None:
         """Settle where it began: what is known of the operands says it."""
@@ -97,9 +106,12 @@ class Tracer(TorchDispatchMode):
         self.originals = originals  # the modules, by the ids of their twins
         self.known = known
         self.writers: dict[int, Step] = {}  # who wrote what is not finite, by memory
+        self.backward = False  # a forward may run inside of some other backward
         self.number = 0
-        self.stack: list[tuple[FrameType, nn.Module]] = []
-        self.latest: dict[int, nn.Module] = {}  # which child ran last, by the id of the parent
+        self.stack: list[tuple[FrameType, nn.Module, int]] = []  # the calls under way
+        self.begun: Counter[nn.Module] = Counter()  # how many of each module there were
+        self.latest: dict[nn.Module, nn.Module] = {}  # which child ran last
+        self.where: dict[int, Where] = {}  # by the number of the node of the graph
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -112,54 +124,66 @@ class Tracer(TorchDispatchMode):
             written = [tensor.zero_() for tensor in written]
         self.number += 1
         self._follow_modules()
-        broken = [tensor for tensor in written if bits_in(tensor)]
+        broken = {_memory(tensor): bits for tensor in written if (bits := bits_in(tensor))}
         if broken:
-            step = self._step(name, operands, bits_in(broken), (*args, *kwargs.values()))
-            self.writers.update((_memory(tensor), step) for tensor in broken)
-        for memory in set(map(_memory, written)) - set(map(_memory, given + broken)):  # new, where something else was
+            step = self._step(name, operands, merged(broken.values()), (*args, *kwargs.values()))
+            self.writers.update(dict.fromkeys(broken, step))
+        for memory in (
+            {*map(_memory, written)} - {*map(_memory, given)} - broken.keys()
+        ):  # new, where something else was
             self.writers.pop(memory, None)
         return result
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self.stack.clear()  # frames hold all that was computed in them
 
     def seen(self, tensor: Tensor) -> Operand | None:
         """`tensor` as it is now, None if nothing in it could be NaN or Inf."""
-        found = extremes(tensor)
-        if found is None:
+        extremes = [mark.item() for mark in marks(tensor)]
+        if not extremes:
             return None
-        memory, bits = _memory(tensor), bits_in(tensor)
+        low, high = extremes
+        memory, bits, dtype = _memory(tensor), bits_of(low, high), str(tensor.dtype).removeprefix("torch.")
         source = self.writers.get(memory) if bits else None
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        return Operand(tuple(tensor.shape), dtype, *found, bits, source, *self.known.get(memory, ("", "")))
+        return Operand(tuple(tensor.shape), dtype, low, high, bits, source, *self.known.get(memory, ("", "")))
 
     def _step(self, name: str, operands: list[Operand], bits: int, arguments: tuple[Any, ...]) -> Step:
         fills = any(isinstance(value, float) and value == -torch.inf for value in arguments)
-        node: Any = torch._C._current_autograd_node()
-        if node is not None:
-            text = "".join(node.metadata.get("traceback_", ()))
-            places = [Place(file, int(number)) for file, number in _PLACE.findall(text)]
-            return Step(self.number, name, operands, bits, fills, _chosen(places[::-1]), node.name())
-        module = self.stack[-1][1] if self.stack else None
-        where = self.originals.get(id(module)), self.latest.get(id(module))
-        return Step(self.number, name, operands, bits, fills, _chosen(_frames()), "", *where)
+        node: Any = torch._C._current_autograd_node() if self.backward else None
+        step = self.number, name, operands, bits, fills
+        if node is None:
+            return Step(*step, _chosen(_frames()), self._here())
+        text = "".join(node.metadata.get("traceback_", ()))
+        places = [Place(file, int(number)) for file, number in _PLACE.findall(text)]
+        return Step(*step, _chosen(places[::-1]), self.where.get(node._sequence_nr()), node.name())
+
+    def _here(self) -> Where | None:
+        if not self.stack:
+            return None
+        _, module, number = self.stack[-1]
+        return Where(module, number, self.latest.get(module))
 
     def _follow_modules(self) -> None:
         """Note whose forward is running, and which of its children ran before."""
-        stack: list[tuple[FrameType, nn.Module]] = []
+        frames: list[FrameType] = []
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             if frame.f_code is _CALL and id(frame.f_locals["self"]) in self.originals:
-                stack.insert(0, (frame, frame.f_locals["self"]))
+                frames.insert(0, frame)
             frame = frame.f_back
-        before = [known for known, _ in self.stack]
-        for begun, module in stack:
-            if not any(begun is known for known in before):
-                self.latest.pop(id(module), None)
-        for (_, outer), (_, inner) in pairwise(stack):
-            self.latest[id(outer)] = self.originals[id(inner)]
-        self.stack = stack
+        known = {id(frame): (module, number) for frame, module, number in self.stack}
+        self.stack = [(frame, *(known.get(id(frame)) or self._begun(frame))) for frame in frames]
+        for (_, outer, _), (_, inner, _) in pairwise(self.stack):
+            self.latest[outer] = inner
+        if (here := self._here()) is not None:  # the op that comes after its node was made is its op
+            self.where.setdefault(_get_sequence_nr() - 1, here)
+
+    def _begun(self, frame: FrameType) -> tuple[nn.Module, int]:
+        module = self.originals[id(frame.f_locals["self"])]
+        self.begun[module] += 1
+        self.latest.pop(module, None)
+        return module, self.begun[module] - 1
 
 
 class Detached(TorchFunctionMode):
@@ -235,12 +259,16 @@ def show(
         given = mapped(_requiring(inputs, wanted if backward else []), given, faithful=True)
     known = {_memory(tensor): ("argument", _spelt(address)) for address, tensor in leaves(given)}
     known |= {_memory(tensor): ("parameter", name) for name, tensor in twin.named_parameters()}
-    known |= {_memory(tensor): ("buffer", name) for name, tensor in twin.named_buffers()}
+    for path, part in twin.named_modules():
+        known |= {
+            _memory(tensor): ("buffer", f"{path}.{name}".strip(".")) for name, tensor in used_buffers(part).items()
+        }
     tracer = Tracer(originals, known)
     with tracer, _eager(), torch.autograd.set_detect_anomaly(backward, check_nan=False):
         with setting._replace(grad=setting.grad or backward).restored():
             result = twin(*given.args, **given.kwargs)
         if grads is not None:
+            tracer.backward = True
             result = _differentiated(result, grads, [*inputs, *twin.parameters()])
     return _judged([seen for _, tensor in leaves(result) if (seen := tracer.seen(tensor)) and seen.bits], backward)
 

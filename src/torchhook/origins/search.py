@@ -56,33 +56,34 @@ def in_forward(calls: list[Call], top: Call, masking: set[str]) -> Hit | None:
     if want == DOWN and shown.step is None:
         masking.update(call.path for call in made)
         return None
-    return _hit(call if shown.told else first, shown, calls, made)
+    return _hit(call if shown.told else first, shown, calls)
 
 
 def in_unfinished(calls: list[Call]) -> Hit | None:
     """Where it began in a forward that raised."""
     made = makers(calls, BAD)
-    return _hit(made[0], replay_call(made[0], calls), calls, made) if made else None
+    return _hit(made[0], replay_call(made[0], calls), calls) if made else None
 
 
 def in_backward(broken: list[tuple[Arrival, int]], calls: list[Call], parameters: Mapping[str, nn.Parameter]) -> Hit:
     """Where it began in a backward, given the gradients that are not finite, in the order in which they came."""
     first, bits = broken[0]
     suspects, after = _suspects(broken, calls, parameters)
+    call: Call | None = first.call
     if suspects:
         call, shown = _replayed([*suspects, *calls[-1:]], calls, backward=True)
-        call = call if call in suspects else suspects[0]
+        call = _inside(call, shown, calls) if shown.told else suspects[-1]
         if first.port == "param_grad" and not shown.told:
             shown = Shown(note=f"{shown.note}; perhaps the .grad of {first.path!r} held it before")
-        origin = replace(_origin(call, "backward", bits), after=after).shown(shown, _paths(calls))
-    elif first.call is not None:
-        call = list((first.call, *first.call.ancestors))[-1]
+        origin = replace(_origin(call, "backward", bits), after="" if shown.told else after).shown(shown, _paths(calls))
+    elif call is not None:
+        call = [call, *call.ancestors][-1]
         came_with = "the gradient of the output, which the loss made,"
         origin = replace(_origin(call, "backward", bits), came_with=came_with)
     else:
-        call, note = None, "not replayed: another pass began before this backward"
+        note = "not replayed: another pass began before this backward"
         origin = Origin(first.path, "", "backward", first.number, first.pass_number, in_words(bits), note=note)
-    passed = dict.fromkeys((known.path, known.number) for known, _ in broken if known.port != "param_grad")
+    passed = dict.fromkeys((known.path, known.number) for known, _ in broken if known.port == "grad_output")
     return Hit(origin, call, [place for place in passed if place != (origin.path, origin.call)])
 
 
@@ -96,7 +97,7 @@ def makers(calls: list[Call], want: int) -> list[Call]:
 def _suspects(
     broken: list[tuple[Arrival, int]], calls: list[Call], parameters: Mapping[str, nn.Parameter]
 ) -> tuple[list[Call], str]:
-    """The calls whose backward may have made the first of the gradients, and the child whose output that is of."""
+    """The calls whose backward may have made the first of the gradients, and the call whose output that is of."""
     first, _ = broken[0]
     if first.port == "param_grad":
         it = parameters.get(first.path)
@@ -108,7 +109,10 @@ def _suspects(
     inner, around = first.call, first.call.parent
     while around in given:  # what its parent returns is the same, and was not made by it either
         inner, around = around, around.parent
-    return ([around], inner.path) if around else ([], "")
+    if around is None:
+        return [], ""
+    later = [call for call in calls if call.parent is around and call.begun > inner.ended]
+    return [*sorted(later, key=lambda call: call.begun)[:1], around], inner.path
 
 
 def _replayed(suspects: list[Call], calls: list[Call], backward: bool = False) -> tuple[Call, Shown]:
@@ -122,7 +126,7 @@ def _replayed(suspects: list[Call], calls: list[Call], backward: bool = False) -
     return silent[0]
 
 
-def _hit(call: Call, shown: Shown, calls: list[Call], made: list[Call]) -> Hit:
+def _hit(call: Call, shown: Shown, calls: list[Call]) -> Hit:
     """The place in the forward of `call` that its replay showed, or, if it did not, the call itself."""
     culprit = shown.culprit
     role, name, bits = (culprit.role, culprit.name, culprit.bits) if culprit else _broken_state(call, shown)
@@ -133,11 +137,21 @@ def _hit(call: Call, shown: Shown, calls: list[Call], made: list[Call]) -> Hit:
         path = plain(f"{call.path}.{name}" if call.path else name)
         origin = replace(_origin(call, "state", bits), path=path, kind=type(owner).__name__)
     else:
-        inside = shown.step.module if shown.step else None
-        call = next((other for other in (*made, *calls) if other.module is inside and other.bits), call)
+        call = _inside(call, shown, calls)
         origin = _origin(call, "forward", call.bits).shown(shown, _paths(calls))
     passed = [(other.path, other.number) for other in calls if other.ended > call.ended and other.bits & BAD]
     return Hit(origin, call, passed)
+
+
+def _inside(call: Call, shown: Shown, calls: list[Call]) -> Call:
+    """The call, of `call` and those inside it, in whose forward the op is that a replay of `call` showed."""
+    where = shown.step.where if shown.step else None
+    if where is None:
+        return call
+    parts = [part for part in calls if part is call or call in part.ancestors]
+    same = [part for part in parts if part.module is where.module]
+    same.sort(key=lambda part: part.begun)
+    return same[where.number] if where.number < len(same) else call
 
 
 def _broken_state(call: Call, shown: Shown) -> tuple[str, str, int]:

@@ -67,7 +67,7 @@ class Watch:
             Tap(where, self._safely(self._begin), "input"),
             Tap(where, self._safely(self._end), "output"),
             Tap(where, arrive, "grad_output"),
-            Tap(where, arrive, "grad_input"),
+            Tap("", arrive, "grad_input"),  # a tensor given twice becomes two there, so not elsewhere
             Tap("", arrive, "param_grad"),
         ]
 

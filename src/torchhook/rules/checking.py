@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from torchhook.findings import Finding, Report, Severity
 from torchhook.measured import Stats
 from torchhook.rules.folding import folded
-from torchhook.rules.history import History, joined
+from torchhook.rules.history import History, finite, joined
 from torchhook.rules.kinds import kind_of
 from torchhook.rules.registry import Choice, chosen
-from torchhook.rules.rule import Rule
 from torchhook.stats.reading import Reading, Snapshot
+
+_SHORTLY = 10  # steps
 
 BROKEN = "TH000"
 """The code of what this library itself failed at."""
@@ -60,11 +63,11 @@ def check(
                 skipped[rule.code] = reason
             else:
                 found[rule] = [finding for finding in rule.find(history) if not _is_ignored(finding, per_module or {})]
-        except Exception as error:
+        except Exception as error:  # noqa: PERF203 (each by itself)
             skipped[rule.code] = f"raised {type(error).__name__}: {error}"
             broken.append(failed(f"rule {rule.code}", error))
     return Report(
-        findings=(*folded(found, history.order), *broken),
+        findings=(*(_after_rise(finding, history.rates) for finding in folded(found, history.order)), *broken),
         model=model,
         fail_on=Severity(fail_on),
         checked=tuple(rule.code for rule in found),
@@ -77,13 +80,15 @@ def check(
 def failed(what: str, error: Exception) -> Finding:
     """That this library itself failed at something, as a finding: it must not stop what it looks at."""
     said = f"{what} raised {type(error).__name__}: {error}"
-    return Finding(BROKEN, Severity.INFO, said, hint="This is a fault of torchhook or of a rule of yours, not of the model.")
+    return Finding(
+        BROKEN, Severity.INFO, said, hint="This is a fault of torchhook or of a rule of yours, not of the model."
+    )
 
 
 def layers_of(history: History) -> tuple[dict[str, Any], ...]:
     """The numbers by place, for tables and plots: the last half of the history."""
     layers: dict[str, dict[str, Any]] = {}
-    for (path, port), _ in (snapshot := history.whole(0.5)).rows.items():
+    for path, port in (snapshot := history.whole(0.5)).rows:
         reading = snapshot[path, port]
         if "moments" in reading and (entry := _ENTRIES.get(port.partition("[")[0])):
             kind = "module" if reading.module_class else "parameter"
@@ -107,6 +112,17 @@ def _history(stats: Stats | Snapshot | History) -> History:
     return history
 
 
+def _after_rise(finding: Finding, rates: Mapping[int, float]) -> Finding:
+    """The finding, and that the learning rate went up shortly before, if it did."""
+    if finding.step is None:
+        return finding
+    for before, step in pairwise(step for step in rates if finding.step - _SHORTLY <= step <= finding.step):
+        if rates[step] > 1.5 * rates[before] > 0:
+            said = f"{finding.message}, after the learning rate went from {rates[before]:.2g} to {rates[step]:.2g}"
+            return replace(finding, message=said, evidence={**finding.evidence, "rate_rose_at": step})
+    return finding
+
+
 def _is_ignored(finding: Finding, per_module: Mapping[str, Sequence[str]]) -> bool:
     return any(
         fnmatch.fnmatchcase(finding.site, pattern) and finding.code.startswith(tuple(codes))
@@ -121,9 +137,15 @@ def _of_output(reading: Reading) -> dict[str, Any]:
         "module": label,
         "role": kind_of(label),
         "mean": said.mean,
-        "std": said.std,
+        "std": _spread(reading),
         "zero_fraction": said.zero_fraction,
     }
+
+
+def _spread(reading: Reading) -> float:
+    """The deviation over samples, as a mean over units where those are known: else biases would hide a dead signal."""
+    known = finite(reading["channels"].std.tolist()) if "channels" in reading else []
+    return sum(known) / len(known) if known else float(reading["moments"].std)
 
 
 def _rms(reading: Reading) -> float:
@@ -131,7 +153,7 @@ def _rms(reading: Reading) -> float:
     return float(said.l2 / max(said.count, 1) ** 0.5)
 
 
-_ENTRIES = {
+_ENTRIES: dict[str, Callable[[Reading], dict[str, Any]]] = {
     "output": _of_output,
     "grad_output": lambda reading: {"grad_norm": _rms(reading)},
     "param_grad_norm": lambda reading: {"grad_norm": reading["moments"].mean},

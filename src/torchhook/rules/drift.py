@@ -23,7 +23,7 @@ class Drift(Rule):
     needs = (Need("output", "histogram"),)
     facts = ("profile",)
     explains = ("TH2",)
-    hint = "If it begins at the first layer, the inputs have changed: compare their preprocessing with that of the profile."
+    hint = "If it begins at the first layer, the inputs have changed: compare their preprocessing with the profile's."
     wrong = "Batches that are much smaller, or of fewer classes, than those of the profile."
     warning, error = (3.0, 0.1), (10.0, 0.5)
 
@@ -36,7 +36,9 @@ class Drift(Rule):
             distance = known.bins.distance(live[place].histogram()) / known.std
             severity = self._severity(distance, known.noise)
             if severity:
-                said = f"its outputs are {distance:.2g} deviations away from the profile (its batches: {known.noise:.2g})"
+                said = (
+                    f"its outputs are {distance:.2g} deviations away from the profile (its batches: {known.noise:.2g})"
+                )
                 yield self.finding(said, place[0], None, severity, distance=plain(distance), noise=plain(known.noise))
 
     def _severity(self, distance: float, noise: float) -> str | None:

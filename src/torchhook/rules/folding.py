@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torchhook.findings import Finding, Severity
-from torchhook.rules.rule import Rule
+from torchhook.rules.rule import Phase, Rule
 
 
 def folded(found: Mapping[Rule, Sequence[Finding]], order: Mapping[str, int]) -> tuple[Finding, ...]:
@@ -52,13 +52,19 @@ def _may_cause(cause: Rule, early: Finding, consequence: Rule, late: Finding) ->
     return first is None or second is None or first <= second
 
 
-def _when(rule: Rule, finding: Finding) -> int | None:
-    """The step of a finding, if that is known; what a model at rest shows was there before the first."""
-    return -1 if finding.step is None and rule.is_at_rest else finding.step
+def _when(rule: Rule, finding: Finding) -> tuple[int, int] | None:
+    """The step and phase of a finding, if that is known; what a model at rest shows was there before the first."""
+    if finding.step is None:
+        return (-1, rule.phase) if rule.phase == Phase.REST else None
+    return finding.step, rule.phase
 
 
 def _place(finding: Finding, order: Mapping[str, int]) -> tuple[int, str]:
-    return order.get(finding.site, -1 if not finding.site else len(order)), finding.code
+    """Where in the order of execution a finding is: that of its site, or of the first thing inside of it."""
+    if finding.site in order:
+        return order[finding.site], finding.code
+    inside = [place for path, place in order.items() if path.startswith(f"{finding.site}.")]
+    return min(inside, default=len(order)) if finding.site else -1, finding.code
 
 
 def _under(cause: Finding, consequence: Finding) -> Finding:

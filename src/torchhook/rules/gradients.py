@@ -9,7 +9,7 @@ from statistics import median
 from torchhook.findings import Finding, Severity
 from torchhook.rules.history import History, finite, norm, owner, plain, readings
 from torchhook.rules.registry import register
-from torchhook.rules.rule import Need, Rule
+from torchhook.rules.rule import Need, Phase, Rule
 from torchhook.rules.series import outliers
 
 _OUTPUTS = Need("grad_output", "moments", ("weight", "recurrent", "embedding"))
@@ -18,6 +18,7 @@ _OUTPUTS = Need("grad_output", "moments", ("weight", "recurrent", "embedding"))
 class Flow(Rule):
     """The norms of the gradients of what layers return, in the order of execution."""
 
+    phase = Phase.BACKWARD
     needs = (_OUTPUTS,)
 
     def norms(self, history: History) -> dict[str, float]:
@@ -40,7 +41,9 @@ class VanishingGradient(Flow):
 
     code, name = "TH401", "vanishing-gradient"
     explains = ("TH502",)
-    hint = "Use ReLU or GELU instead of sigmoids, residual connections, norms, or an initialisation that keeps the scale."
+    hint = (
+        "Use ReLU or GELU instead of sigmoids, residual connections, norms, or an initialisation that keeps the scale."
+    )
     wrong = "Side branches with a small weight in the loss."
     ratio = 1e-4
 
@@ -98,16 +101,19 @@ class ExplodingGradient(Flow):
 
 @register
 class GradientSpike(Rule):
-    """The norm of all gradients leaves what it was before by more than eight robust deviations, and fivefold.
+    """The norm of all gradients is for a step more than five times, and six robust deviations, above what it was.
 
-    By the logarithm, against the median of up to 128 steps before, after 20 steps; after clipping, if there is any.
+    By the logarithm, against the median of sixteen steps before; after clipping, if there is any. Without a jump of the
+    loss as well, by a fifth or more, it is only worth knowing: healthy trainings have such steps.
     """
 
     code, name = "TH403", "gradient-spike"
+    phase = Phase.BACKWARD
     needs = (Need("param_grad"),)
     explains = ("TH2", "TH501", "TH601", "TH602")
     hint = "Look at the batch of that step; clip the gradient norm; lower the learning rate or warm it up."
     wrong = "Batches of very different lengths."
+    loss = 1.2
 
     def find(self, history: History) -> Iterator[Finding]:
         totals: dict[int, float] = {}
@@ -115,9 +121,11 @@ class GradientSpike(Rule):
         for by_step in taken.values():
             for step, said in by_step.items():
                 totals[step] = math.hypot(totals.get(step, 0), norm(said))
+        jumps = dict(outliers(history.losses, factor=self.loss)) if history.losses else {}
         for step, times in outliers(totals, factor=5):
-            said = f"the norm of all gradients is {times:.0f} times what it was"
-            yield self.finding(said, "", step, norm=plain(totals[step]), times=plain(times))
+            severity = "info" if history.losses and step not in jumps else "warning"
+            text = f"the norm of all gradients is {times:.0f} times what it was"
+            yield self.finding(text, "", step, severity, norm=plain(totals[step]), times=plain(times))
 
 
 @register
@@ -129,6 +137,7 @@ class NoGradient(Rule):
     """
 
     code, name, severity = "TH404", "no-gradient", Severity.ERROR
+    phase = Phase.BACKWARD
     needs = (Need("param_grad"),)
     facts = ("rest",)
     backward = True

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 
 from torchhook.findings import Finding
 from torchhook.rules.history import History, finite, owner, plain, readings
-from torchhook.rules.kinds import NORMS, kind_of
+from torchhook.rules.kinds import ACTIVATIONS, NORMS, kind_of
 from torchhook.rules.registry import register
-from torchhook.rules.rule import Need, Rule
+from torchhook.rules.rule import Need, Phase, Rule
 from torchhook.stats.reading import Reading
 
 
@@ -24,6 +25,7 @@ class PoorInit(Rule):
 
     code, name = "TH301", "poor-init"
     needs = (Need("output", "channels", ("weight",)), Need("input", "channels", ("weight",)))
+    uses = (Need("output", "channels", tuple(ACTIVATIONS)),)
     explains = ("TH105", "TH2", "TH4", "TH5", "TH6", "TH8", "TH103")
     hint = "Initialise with kaiming_normal_ (ReLU) or xavier_uniform_ (tanh), or put a norm after the layer."
     wrong = "Models that scale layers on purpose (muP, fixup) and have no norms."
@@ -36,9 +38,7 @@ class PoorInit(Rule):
         known = [spread for _, spread in spreads]
         if len(known) < 2 or max(known) <= self.ratio * min(known):
             return
-        changes = [
-            (path, abs(math.log(now / before))) for (path, before), (_, now) in zip(spreads, spreads[1:], strict=False)
-        ]
+        changes = [(path, abs(math.log(now / before))) for (path, before), (_, now) in pairwise(spreads)]
         most = max(change for _, change in changes)
         site = next(path for path, change in changes if change > 0.5 * most)
         said = f"signals change in spread from {known[0]:.2g} to {known[-1]:.2g} over the layers"
@@ -56,6 +56,8 @@ class PoorInit(Rule):
                 before = _spread(snapshot[reading.path, "input"]) if given is not None else 0.0
                 after = _spread(reading)
                 if before > 0 and after > 0:
+                    if found:  # what has changed it since then is what ran last
+                        found[-1] = rows[number - 1].path, found[-1][1]
                     found += [(reading.path, before), (reading.path, after)]
         return found
 
@@ -74,6 +76,7 @@ class SymmetricInit(Rule):
     """
 
     code, name = "TH302", "symmetric-init"
+    phase = Phase.REST
     facts = ("rest",)
     explains = ("TH2", "TH301", "TH4", "TH502", "TH6", "TH8")
     hint = "Initialise the weight at random: nn.init.kaiming_uniform_(layer.weight)."
@@ -86,9 +89,9 @@ class SymmetricInit(Rule):
             if parameter.alike and parameter.trainable and not is_zero:
                 yield self.finding("all units have the same weights", owner(path), value=plain(parameter.summary.mean))
             after = history.after.parameters.get(path) if history.after is not None else None
-            if is_zero and parameter.is_matrix and after is not None and after.trainable and after.groups:
-                if after.summary.zero_fraction == 1:
-                    yield self.finding("the weight is zero, and training leaves it so", owner(path), None, "error")
+            stays = after is not None and bool(after.groups) and after.trainable and after.summary.zero_fraction == 1
+            if is_zero and parameter.is_matrix and stays:
+                yield self.finding("the weight is zero, and training leaves it so", owner(path), None, "error")
 
 
 @register

@@ -9,7 +9,7 @@ from statistics import fmean, variance
 from torchhook.findings import Finding, Severity
 from torchhook.rules.history import History, finite, plain, readings
 from torchhook.rules.registry import register
-from torchhook.rules.rule import Rule
+from torchhook.rules.rule import Phase, Rule
 from torchhook.rules.series import outliers
 
 
@@ -21,6 +21,7 @@ class LossNotFalling(Rule):
     """
 
     code, name = "TH601", "loss-not-falling"
+    phase = Phase.LOSS
     facts = ("losses",)
     hint = "Overfit one batch first. If that works, look at the labels and their order; if not, at the learning rate."
     wrong = "Losses that are not meant to fall: of a GAN or a policy. Pass none."
@@ -40,7 +41,7 @@ class LossNotFalling(Rule):
             yield self.finding(said, "", None, "error", **evidence)
         elif fall < max(2 * error, self.share * abs(fmean(first))):
             said = f"the loss does not fall: {fmean(first):.3g} at first, {fmean(last):.3g} at last"
-            yield self.finding(said, **evidence)
+            yield self.finding(said, "", None, None, **evidence)
 
     def _is_small(self, history: History, values: list[float]) -> bool:
         """Whether there is little left to learn."""
@@ -50,9 +51,10 @@ class LossNotFalling(Rule):
 
 @register
 class LossSpike(Rule):
-    """The loss leaves what it was before by more than eight robust deviations, and threefold."""
+    """The loss is for a step more than three times, and six robust deviations, above the median of sixteen before."""
 
     code, name = "TH602", "loss-spike"
+    phase = Phase.LOSS
     facts = ("losses",)
     explains = ("TH2", "TH403", "TH601")
     hint = "Look at the batch of that step; clip the gradient norm; lower the learning rate."
@@ -72,6 +74,7 @@ class InitialLoss(Rule):
     """
 
     code, name = "TH603", "initial-loss"
+    phase = Phase.LOSS
     facts = ("task",)
     explains = ("TH602", "TH601")
     hint = "Make the initial weights of the last layer smaller, or zero."
@@ -85,7 +88,9 @@ class InitialLoss(Rule):
         chance = math.log(task.classes)
         if task.loss - chance > max(1.0, 0.5 * chance):
             said = f"the first loss is {task.loss:.3g}, where guessing costs ln {task.classes} = {chance:.3g}"
-            yield self.finding(said, last_layer(history), history.first_step, loss=plain(task.loss), chance=plain(chance))
+            yield self.finding(
+                said, last_layer(history), history.first_step, loss=plain(task.loss), chance=plain(chance)
+            )
 
 
 @register
@@ -96,6 +101,7 @@ class SoftmaxTwice(Rule):
     """
 
     code, name, severity = "TH604", "softmax-twice", Severity.ERROR
+    phase = Phase.REST
     facts = ("task",)
     explains = ("TH401", "TH502", "TH601", "TH603", "TH203")
     hint = "Remove the softmax at the end of the model, or use nll_loss on the log of its output."
@@ -104,7 +110,9 @@ class SoftmaxTwice(Rule):
     def find(self, history: History) -> Iterator[Finding]:
         assert history.task is not None
         if history.task.classes and history.task.probabilities:
-            yield self.finding("the outputs are probabilities already, and the loss takes their softmax", last_site(history))
+            yield self.finding(
+                "the outputs are probabilities already, and the loss takes their softmax", last_site(history)
+            )
 
 
 @register
@@ -112,6 +120,7 @@ class Broadcast(Rule):
     """Output and target have different shapes that the loss broadcasts: every output is compared with every target."""
 
     code, name, severity = "TH605", "broadcast-loss", Severity.ERROR
+    phase = Phase.REST
     facts = ("task",)
     explains = ("TH601", "TH603")
     hint = "Give both the same shape: output.squeeze(-1), or target.unsqueeze(-1)."

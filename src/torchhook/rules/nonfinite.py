@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torchhook.findings import Finding, Severity
 from torchhook.rules.history import History, plain
 from torchhook.rules.registry import register
-from torchhook.rules.rule import Need, Rule
+from torchhook.rules.rule import Need, Phase, Rule
 from torchhook.stats.moments import Summary
 
 
@@ -44,6 +44,7 @@ class NonfiniteState(Rule):
     """
 
     code, name, severity = "TH102", "nonfinite-state", Severity.ERROR
+    phase = Phase.REST
     facts = ("rest",)
     explains = ("TH1", "TH2", "TH3", "TH4", "TH5", "TH6", "TH7", "TH8", "TH9")
     hint = "Load a checkpoint from before it broke; if it was loaded like this, check how it was saved."
@@ -69,6 +70,7 @@ class NonfiniteGradient(Rule):
     """
 
     code, name, severity = "TH103", "nonfinite-gradient", Severity.ERROR
+    phase = Phase.BACKWARD
     needs = (Need("grad_output"),)
     explains = ("TH101", "TH2", "TH3", "TH4", "TH5", "TH6", "TH7", "TH8")
     backward = True
@@ -94,6 +96,7 @@ class NonfiniteLoss(Rule):
     """The loss is NaN or infinite."""
 
     code, name, severity = "TH104", "nonfinite-loss", Severity.ERROR
+    phase = Phase.LOSS
     facts = ("losses",)
     explains = ("TH103", "TH2", "TH4", "TH5", "TH6", "TH7", "TH8")
     hint = "If all outputs are finite, the loss itself makes it: a log of zero, or a division by an empty batch."
@@ -137,4 +140,8 @@ def is_bad(said: Summary) -> bool:
 def _amount(said: Summary) -> str:
     bad = said.nan + said.posinf + said.neginf
     kinds = [f"{count:,} {name}" for name, count in (("NaN", said.nan), ("Inf", said.posinf + said.neginf)) if count]
-    return f"{' and '.join(kinds)} among {said.count:,} values" if bad < said.count else f"all {bad:,} values are {kinds[0].split()[1]}"
+    return (
+        f"{' and '.join(kinds)} among {said.count:,} values"
+        if bad < said.count
+        else f"all {bad:,} values are {kinds[0].split()[1]}"
+    )

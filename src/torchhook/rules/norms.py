@@ -12,13 +12,13 @@ from torchhook.findings import Finding, Severity
 from torchhook.rules.history import History, plain, readings
 from torchhook.rules.kinds import kind_of
 from torchhook.rules.registry import register
-from torchhook.rules.rule import Need, Rule
+from torchhook.rules.rule import Need, Phase, Rule
 from torchhook.stats.channels import Units
 
 
 @register
 class RunningStatistics(Rule):
-    """The running mean of a batch norm is a deviation away from that of the batches, or its variance differs by 2.5 times.
+    """The running mean of a batch norm is a deviation off that of the batches, or the variances differ by 2.5 times.
 
     On average over the channels, after it has averaged over ten batches. Then eval mode computes something else.
     """
@@ -42,7 +42,9 @@ class RunningStatistics(Rule):
             shift = float(((units.mean - norm.mean).abs() / units.std.clamp(min=1e-12)).mean())
             factor = _factor(units, norm.var)
             if shift > self.shift or factor > self.factor:
-                said = f"running statistics are {shift:.2g} deviations and {factor:.2g} times in variance off the batches"
+                said = (
+                    f"running statistics are {shift:.2g} deviations and {factor:.2g} times in variance off the batches"
+                )
                 yield self.finding(said, reading.path, shift=plain(shift), factor=plain(factor), momentum=norm.momentum)
 
 
@@ -58,6 +60,7 @@ class UntrainedNorm(Rule):
     """A batch norm is in eval mode and has never seen a batch: it divides by one and subtracts zero."""
 
     code, name, severity = "TH702", "untrained-norm", Severity.ERROR
+    phase = Phase.REST
     facts = ("rest",)
     explains = ("TH2", "TH3", "TH4", "TH6", "TH701", "TH704", "TH8")
     hint = "Load the buffers of the checkpoint too (strict=True), or train before model.eval()."
@@ -76,6 +79,7 @@ class RunningVariance(Rule):
     """A running variance is negative, or below 1e-8 in a channel: eval mode divides by next to nothing."""
 
     code, name, severity = "TH703", "running-variance", Severity.ERROR
+    phase = Phase.REST
     facts = ("rest",)
     explains = ("TH101", "TH103", "TH104", "TH2", "TH4", "TH6", "TH701", "TH704")
     hint = "The channel was constant when it was averaged, or the checkpoint is broken: reset it and run some batches."
@@ -86,7 +90,8 @@ class RunningVariance(Rule):
         for path, norm in history.rest.norms.items():
             low = int((norm.var < 1e-8).sum())
             if low:
-                said = f"the running variance of {low} of {len(norm.var)} channels is {float(norm.var.nan_to_num(1).min()):.1e}"
+                least = float(norm.var.nan_to_num(1).min())
+                said = f"the running variance of {low} of {len(norm.var)} channels is too small: down to {least:.1e}"
                 yield self.finding(said, path, channels=low)
 
 

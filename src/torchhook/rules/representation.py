@@ -22,15 +22,14 @@ class RankCollapse(Rule):
     code, name = "TH801", "rank-collapse"
     needs = (Need("output", "covariance", ("weight",)), Need("input", "covariance", ("weight",)))
     explains = ("TH2", "TH401", "TH601")
-    hint = "Look at the rank of the layer's weight: at its initialisation, and at weight decay or learning rate if it fell."
+    hint = "Look at the rank of the layer's weight: at its initialisation, and at weight decay if it fell."
     wrong = "Bottlenecks of low rank by design."
     share, least = 0.15, 8
 
     def find(self, history: History) -> Iterator[Finding]:
         window = history.whole(0.5)
         inputs = {reading.path: reading for reading in readings(window, "input", "covariance", "weight")}
-        *rows, last = [*readings(window, "output", "covariance", "weight")] or [None]  # the last may be sure of itself
-        for reading in rows:
+        for reading in list(readings(window, "output", "covariance", "weight"))[:-1]:  # the last may be sure of itself
             if reading.path not in inputs:
                 continue
             before, after = inputs[reading.path]["covariance"], reading["covariance"]

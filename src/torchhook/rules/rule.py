@@ -5,10 +5,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, ClassVar
 
 from torchhook.findings import Finding, Severity
 from torchhook.rules.history import History
+
+
+class Phase(IntEnum):
+    """Which part of a step a rule is about, in the order in which they come."""
+
+    REST = 0
+    FORWARD = 1
+    LOSS = 2
+    BACKWARD = 3
+    UPDATE = 4
 
 
 @dataclass(frozen=True)
@@ -29,9 +40,11 @@ class Rule(ABC):
 
     The docstring says what the rule finds and by which numbers; `hint` says what to do, `wrong` when the rule is
     mistaken. `needs` are the statistics, `facts` the other parts of a `History` that it goes by: without them it is
-    skipped. `uses` are statistics that it sees more with. No more than the chosen rules ask for is collected. `explains` are the codes, or beginnings of codes, of
-    what may be a consequence: such findings are folded under this rule's. Findings of the rule itself are folded under
-    the first in the order of execution, or under the last where a fault travels with the gradients (`backward`).
+    skipped. `uses` are statistics that it sees more with. No more than the chosen rules ask for is collected.
+
+    `explains` are the codes, or beginnings of codes, of what may be a consequence: such findings are folded under this
+    rule's, unless they came before, by step and `phase`. Findings of the rule itself are folded under the first in the
+    order of execution, or under the last where a fault travels with the gradients (`backward`).
 
     One of your own needs a code, a name and `find`:
 
@@ -55,6 +68,7 @@ class Rule(ABC):
     uses: ClassVar[tuple[Need, ...]] = ()
     facts: ClassVar[tuple[str, ...]] = ()
     explains: ClassVar[tuple[str, ...]] = ()
+    phase: ClassVar[Phase] = Phase.FORWARD
     backward: ClassVar[bool] = False
     hint: ClassVar[str] = ""
     wrong: ClassVar[str] = ""
@@ -68,11 +82,6 @@ class Rule(ABC):
         absent = [_FACTS[name] for name in self.facts if not getattr(history, name)]
         absent += [f"{need}" for need in self.needs if not history.has(need.port, need.stat)]
         return f"needs {', '.join(absent)}" if absent else ""
-
-    @property
-    def is_at_rest(self) -> bool:
-        """Whether it is about a model at which nothing runs."""
-        return not self.needs and set(self.facts) <= {"rest", "own_optimizer"}
 
     def finding(
         self, message: str, site: str = "", step: int | None = None, severity: str | None = None, **evidence: Any

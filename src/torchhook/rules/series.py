@@ -7,24 +7,23 @@ from collections.abc import Iterator, Mapping
 from statistics import median
 
 
-def outliers(
-    values: Mapping[int, float], factor: float, deviations: float = 8, warmup: int = 20, window: int = 128
-) -> Iterator[tuple[int, float]]:
-    """Steps at which a positive number is far above the median of those before it, and how many times.
+def outliers(values: Mapping[int, float], factor: float) -> Iterator[tuple[int, float]]:
+    """Steps at which a positive number is far above what it was before and is after, and how many times.
 
-    By the logarithm: more than `deviations` robust ones, and `factor` times the median.
+    By the logarithm: `factor` times the median of the sixteen before, and six robust deviations of those from it.
 
     >>> [(step, round(times)) for step, times in outliers({**dict.fromkeys(range(30), 1.0), 30: 50.0}, factor=5)]
     [(30, 50)]
     """
-    past: list[float] = []
-    for step, value in values.items():
-        if not 0 < value < math.inf:
-            continue
-        level = math.log(value)
-        if len(past) >= warmup:
-            centre = median(past[-window:])
-            spread = 1.4826 * median(abs(known - centre) for known in past[-window:])
-            if level - centre > max(math.log(factor), deviations * max(spread, 0.05)):
-                yield step, math.exp(level - centre)
-        past.append(level)
+    steps = [step for step, value in values.items() if 0 < value < math.inf]
+    levels = [math.log(values[step]) for step in steps]
+    for number in range(_WINDOW, len(levels)):
+        before, after = levels[number - _WINDOW : number], levels[number + 1 : number + 1 + _WINDOW]
+        centre = median(before)
+        limit = max(math.log(factor), 6 * 1.4826 * median(abs(level - centre) for level in before))
+        has_returned = not after or median(after) - centre < limit / 2
+        if levels[number] - centre > limit and has_returned:
+            yield steps[number], math.exp(levels[number] - centre)
+
+
+_WINDOW = 16

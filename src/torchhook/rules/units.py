@@ -24,9 +24,9 @@ _STUCK = ("TH202", "TH204", "TH301", "TH401", "TH404", "TH502", "TH601", "TH603"
 class DeadUnits(Rule):
     """Units of a ReLU that are positive on less than 0.1 % of positions, on at least 200 of them.
 
-    A quarter of a layer's units is worth knowing, half is a warning, three quarters an error. A ReLU that is called as a function counts too: units of
-    the layer before it that are never positive, and zero for the layer after it. The share of zeros says nothing: a
-    healthy ResNet has 40 % zeros and no dead unit.
+    A quarter of a layer's units is worth knowing, three fifths are a warning, four an error. A ReLU that is called as a
+    function counts too: units of the layer before it that are never positive, and zero for the layer after it. The
+    share of zeros says nothing: a healthy ResNet has 40 % zeros and no dead unit.
     """
 
     code, name = "TH201", "dead-units"
@@ -39,13 +39,13 @@ class DeadUnits(Rule):
     )
     wrong = "Experts and adapters that these inputs do not use; pruned networks; few or similar samples."
     active, least = 0.001, 200
-    limits: tuple[float, float, float] = (0.25, 0.5, 0.75)
+    limits: tuple[float, float, float] = (0.25, 0.6, 0.8)
 
     def find(self, history: History) -> Iterator[Finding]:
         window = history.whole(0.25)
         for site, dead in {**self._modules(window), **self._functions(window)}.items():
             share = float(dead.double().mean())
-            if share >= self.limits[0]:
+            if share >= self.limits[0] and len(dead) >= 6:
                 step = _since(history, site, dead, self.active)
                 said = f"{100 * share:.0f} % of the units never fire"
                 severity = list(Severity)[sum(share >= limit for limit in self.limits) - 1]
@@ -64,7 +64,7 @@ class DeadUnits(Rule):
         """Dead units of rectifiers that are functions between two modules."""
         found = {}
         for pair in _pairs(window):
-            if pair.count >= self.least and pair.least >= 0:
+            if pair.samples >= self.least and pair.least >= 0:
                 dead = (pair.before.active_fraction < self.active) & (pair.given < 1e-12)
                 found[pair.path] = dead
         return found
@@ -74,7 +74,7 @@ class _Pair(NamedTuple):
     """A layer, and what of its units the next layer is given."""
 
     path: str
-    count: int
+    samples: int
     before: Units
     given: Tensor  # the mean absolute of each unit, as the next layer sees it
     least: float  # the smallest value that it is given
@@ -110,7 +110,9 @@ class DormantUnits(Rule):
     needs = (Need("output", "channels", _LAYERS),)
     uses = (Need("output"), *_GIVEN)
     explains = ("TH204", "TH401", "TH502", "TH601", "TH801")
-    hint = "Much of the layer is idle: look at the initialisation and the learning rate of the layer before, or prune it."
+    hint = (
+        "Much of the layer is idle: look at the initialisation and the learning rate of the layer before, or prune it."
+    )
     wrong = "Gates that are meant to be closed; layers that were pruned; one-hot or sparse features."
     tau, share, least = 0.025, 0.4, 256
 
@@ -122,7 +124,7 @@ class DormantUnits(Rule):
         }
         for pair in _pairs(window):
             if pair.least < 0:
-                sizes.setdefault(pair.path, (pair.given, pair.count))
+                sizes.setdefault(pair.path, (pair.given, pair.samples))
         for site, (size, count) in sizes.items():
             dormant = size <= self.tau * size.mean()
             share = float(dormant.double().mean())
@@ -133,7 +135,7 @@ class DormantUnits(Rule):
 
 @register
 class Saturated(Rule):
-    """Units of a sigmoid or tanh at the ends of their range (beyond 0.02 and 0.98, or ±0.97) on 90 % of positions.
+    """Units of a sigmoid or tanh at the ends of their range (beyond 0.02 and 0.98, or ±0.97) on 60 % of positions.
 
     Half of a layer's units is a warning, nine tenths an error. The last layer of a model may be sure of itself.
     """
@@ -141,8 +143,11 @@ class Saturated(Rule):
     code, name = "TH203", "saturated"
     needs = (Need("output", "saturation", ("sigmoid", "tanh")),)
     explains = ("TH204", "TH301", "TH401", "TH404", "TH502", "TH601", "TH801")
-    hint = "No gradient passes. Make the weights of the layer before smaller, normalise its inputs, or use ReLU or GELU."
+    hint = (
+        "No gradient passes. Make the weights of the layer before smaller, normalise its inputs, or use ReLU or GELU."
+    )
     wrong = "Gates, which are open or closed by design; the last activation of a confident classifier."
+    part = 0.6
     limits: tuple[float, float] = (0.5, 0.9)
 
     def find(self, history: History) -> Iterator[Finding]:
@@ -151,7 +156,7 @@ class Saturated(Rule):
         last = max((history.order[path] for path in weights), default=-1)
         for reading in readings(window, "output", "saturation", "sigmoid", "tanh"):
             part: Tensor = reading["saturation"]
-            share = float((part > 0.9).double().mean())
+            share = float((part > self.part).double().mean())
             if share >= self.limits[0] and history.order[reading.path] < last:
                 said = f"{100 * share:.0f} % of the units are saturated"
                 severity = "error" if share >= self.limits[1] else "warning"

@@ -8,12 +8,13 @@ from statistics import median
 from torchhook.findings import Finding, Severity
 from torchhook.rules.history import History, finite, owner, plain
 from torchhook.rules.registry import register
-from torchhook.rules.rule import Need, Rule
+from torchhook.rules.rule import Need, Phase, Rule
 
 
 class Ratios(Rule):
     """The norm of a step over that of the parameter, for matrices."""
 
+    phase = Phase.UPDATE
     needs = (Need("update_ratio"),)
     facts = ("rest", "own_optimizer")
     settling = 10  # steps after which the first ones no longer count
@@ -75,8 +76,8 @@ class UpdateTooLarge(Ratios):
                     by_step.setdefault(step, []).append(summary.mean)
         for step, values in by_step.items():
             if median(values) > self.jump:
-                said = f"one step changes the weights by {median(values):.1e} of themselves"
-                yield self.finding(said, "", step, "error", ratio=plain(median(values)))
+                text = f"one step changes the weights by {median(values):.1e} of themselves"
+                yield self.finding(text, "", step, "error", ratio=plain(median(values)))
                 return
 
 
@@ -100,6 +101,7 @@ class NotInOptimizer(Rule):
     """A parameter that requires a gradient is in no group of the optimizer: it is never trained."""
 
     code, name, severity = "TH503", "not-in-optimizer", Severity.ERROR
+    phase = Phase.REST
     facts = ("rest", "own_optimizer")
     explains = ("TH302", "TH601")
     hint = "Pass model.parameters() to the optimizer; if the layer is meant to rest, requires_grad_(False)."
@@ -122,6 +124,7 @@ class RateZero(Rule):
     """
 
     code, name, severity = "TH504", "rate-zero", Severity.ERROR
+    phase = Phase.REST
     facts = ("rest", "own_optimizer")
     explains = ("TH302", "TH502", "TH601")
     hint = "Give the group a learning rate; make the optimizer after the model is complete."

@@ -29,7 +29,8 @@ __all__ = [
 ]
 
 _NAMED: dict[str, type[Stat]] = {
-    kind.name: kind for kind in (Moments, Histogram, Quantiles, Channels, Covariance, TopK, Headroom, Saturation, Attention)
+    kind.name: kind
+    for kind in (Moments, Histogram, Quantiles, Channels, Covariance, TopK, Headroom, Saturation, Attention)
 }
 
 

@@ -43,7 +43,6 @@ class Bins(NamedTuple):
         low, high = self.edges[number : number + 2].tolist()
         return 0.0 if 0 in (low, high) else float(low + (high - low) * inside)  # zeros are far more than denormals
 
-
     def distance(self, other: Bins) -> float:
         """The Wasserstein distance: how far values have to be moved, on average, to be distributed as the other's.
 

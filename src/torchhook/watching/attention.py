@@ -72,9 +72,8 @@ def _of_multihead(
 ) -> Tensor:
     """The logits of ``nn.MultiheadAttention``, whose queries are positions × samples × features."""
     width = query.shape[-1]
-    if use_separate_proj_weight or in_proj_weight is None:
-        weights = q_proj_weight, k_proj_weight
-    else:
+    weights: Any = q_proj_weight, k_proj_weight
+    if not use_separate_proj_weight and in_proj_weight is not None:
         weights = in_proj_weight[:width], in_proj_weight[width : 2 * width]
     biases = (None, None) if in_proj_bias is None else (in_proj_bias[:width], in_proj_bias[width : 2 * width])
     pair = zip((query, key), weights, biases, strict=True)
@@ -94,7 +93,7 @@ def _of_softmax(input: Tensor, dim: int | None = None, *rest: Any, **others: Any
 
 
 def _split(x: Tensor, heads: int) -> Tensor:
-    return x.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)
+    return x.view(*x.shape[:-1], heads, -1).permute(1, 2, 0, 3)
 
 
 def _masked(logits: Tensor, mask: Tensor | None) -> Tensor:

@@ -64,7 +64,9 @@ class Watch:
         stepped = {FLAGS[need.port] for need in self._needs if FLAGS.get(need.port) in _STEPPED}
         taps, steps = self._sites(heavy=False), None
         if stepped and self.optimizer is not None and self._is_ours():
-            steps = Steps(self.optimizer, self._reduce(), Selector.of(""), **{flag: flag in stepped for flag in _STEPPED})
+            steps = Steps(
+                self.optimizer, self._reduce(), Selector.of(""), **{flag: flag in stepped for flag in _STEPPED}
+            )
             taps += steps.taps(None)
         elif "param_grads" in stepped and any(parameter.requires_grad for parameter in self.model.parameters()):
             taps.append(Tap("", self._reduce(), "param_grad"))
@@ -151,7 +153,9 @@ def _grouped(needs: Iterable[Need], heavy: bool) -> dict[tuple[Port, frozenset[s
     for (port, stat), kinds in sorted(kinds_of.items()):
         wanted = frozenset(kind for one in kinds for kind in one) if all(kinds) else frozenset[str]()
         groups.setdefault((port, wanted), []).append(_HEAVY.get(stat) or named(stat))
-    return dict(sorted(groups.items(), key=lambda group: (bool(group[0][1]), group[0][0] != "output")))  # all come first
+    return dict(
+        sorted(groups.items(), key=lambda group: (bool(group[0][1]), group[0][0] != "output"))
+    )  # all come first
 
 
 def _of_kinds(kinds: frozenset[str]) -> Any:
