@@ -12,9 +12,13 @@ fail-on = "warning"
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
+
+from torchhook.findings import Severity
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -28,7 +32,7 @@ class Config:
 
     select: tuple[str, ...] | None = None
     ignore: tuple[str, ...] = ()
-    fail_on: str = "error"
+    fail_on: Severity = Severity.ERROR
     per_module: dict[str, list[str]] = field(default_factory=dict)
 
     @classmethod
@@ -36,31 +40,72 @@ class Config:
         """That of the nearest pyproject.toml with a table for us, upwards from `start`."""
         for folder in (start, *start.parents):
             file = folder / "pyproject.toml"
-            if file.is_file():
-                table = tomllib.loads(file.read_text(encoding="utf-8")).get("tool", {}).get("torchhook")
-                if table is not None:
-                    return cls.of(table, str(file))
+            table = _table(file) if file.is_file() else None
+            if table is not None:
+                return cls.of(table, f"{file}: [tool.torchhook]")
         return cls()
 
     @classmethod
-    def of(cls, table: dict[str, Any], where: str = "[tool.torchhook]") -> Config:
+    def of(cls, table: Any, where: str = "[tool.torchhook]") -> Config:
         """The settings of a table.
 
-        >>> Config.of({"ignore": ["TH202"], "fail-on": "warning"}).fail_on
-        'warning'
+        >>> Config.of({"ignore": ["TH202"], "fail-on": "warning"}).ignore
+        ('TH202',)
+        >>> Config.of({"fail_on": "warning"})
+        Traceback (most recent call last):
+        ValueError: [tool.torchhook]: there is no setting 'fail_on'; did you mean 'fail-on'?
         """
-        unknown = sorted(set(table) - set(_KEYS))
-        if unknown:
-            raise ValueError(f"{where}: there is no setting {unknown[0]!r}; there are {', '.join(_KEYS)}")
-        for key in ("select", "ignore"):
-            if not isinstance(table.get(key, []), list):
-                raise ValueError(f"{where}: {key} must be a list of codes, not {table[key]!r}")
+        if not isinstance(table, dict):
+            raise ValueError(f"{where} must be a table, not {table!r}")
+        for key, value in table.items():
+            if key not in _KEYS:
+                near = get_close_matches(key, _KEYS, 1)
+                known = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(_KEYS)}"
+                raise ValueError(f"{where}: there is no setting {key!r}; {known}")
+            meant, is_meant = _KEYS[key]
+            if not is_meant(value):
+                raise ValueError(f"{where}: {key} must be {meant}, not {value!r}")
         return cls(
             select=tuple(table["select"]) if "select" in table else None,
             ignore=tuple(table.get("ignore", ())),
-            fail_on=table.get("fail-on", "error"),
+            fail_on=Severity(table.get("fail-on", "error")),
             per_module=dict(table.get("per-module-ignores", {})),
         )
 
+    def overruled(self, select: Sequence[str] = (), ignore: Sequence[str] = (), fail_on: str | None = None) -> Config:
+        """With what somebody says here and now: `select` begins anew, `ignore` takes more away.
 
-_KEYS = ("select", "ignore", "fail-on", "per-module-ignores")
+        >>> Config(ignore=("TH2",)).overruled(["TH201"]).arguments()["ignore"]
+        ()
+        """
+        base = replace(self, select=tuple(select), ignore=()) if select else self
+        return replace(base, ignore=(*base.ignore, *ignore), fail_on=Severity(fail_on or self.fail_on))
+
+    def arguments(self) -> dict[str, Any]:
+        """As `diagnose` and `check` take them."""
+        rules = {"rules": self.select, "ignore": self.ignore, "per_module": self.per_module}
+        return {**rules, "fail_on": self.fail_on}
+
+
+def _table(file: Path) -> Any:
+    """What a pyproject.toml has for us."""
+    try:
+        tool = tomllib.loads(file.read_text(encoding="utf-8")).get("tool", {})
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid TOML: {error}") from error
+    return tool.get("torchhook") if isinstance(tool, dict) else None
+
+
+def _is_codes(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(code, str) for code in value)
+
+
+_KEYS = {
+    "select": ("a list of codes", _is_codes),
+    "ignore": ("a list of codes", _is_codes),
+    "fail-on": ("info, warning or error", lambda value: value in list(Severity)),
+    "per-module-ignores": (
+        "a table of lists of codes",
+        lambda value: isinstance(value, dict) and all(map(_is_codes, value.values())),
+    ),
+}

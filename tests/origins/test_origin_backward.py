@@ -123,6 +123,38 @@ def test_a_loss_that_is_to_blame_itself():
     assert catch.finding.code == "TH103" and catch.origin.path == "" and "the loss made" in catch.origin.message()
 
 
+def test_an_op_of_the_parent_between_two_calls_of_which_the_second_is_fine():
+    def forward(self, x):
+        h = self.first(x)
+        return self.second(h) + self.third(h.sqrt())  # root
+
+    model = Calls(forward, first=linear(), second=linear(), third=linear())
+    origin = caught(model, lambda: model(torch.zeros(2, 4)).sum().backward()).origin
+    assert (origin.path, origin.after, origin.line) == ("", "second", line_of(forward, "root"))
+
+
+def test_deep_inside_blocks_and_in_one_of_many_calls():
+    class Block(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.fc, self.act = linear(width), Calls(lambda self, x: torch.sqrt(x - 1))
+
+        def forward(self, x):
+            return x + self.act(self.fc(x)) + 1
+
+    block = Block(4)
+    model = nn.Sequential(block, nn.Sequential(block, block), linear())
+    x = torch.tensor([[1.0, 2.0, 3.0, 4.0]])  # only in the first of three calls does the root see 0
+    origin = caught(model, lambda: model(x).sum().backward()).origin
+    assert (origin.path, origin.call, origin.op) == ("0.act", 0, "SqrtBackward0 (aten.div)")
+    model[0], model[1][0] = Block(4), Block(4)
+    x = torch.tensor([[1.5, 2.0, 3.0, 4.0]])
+    with torch.no_grad():
+        model[1][1].fc.bias[0] = 1 - model[1][0](model[0](x))[0, 0]
+    origin = caught(model, lambda: model(x).sum().backward()).origin
+    assert origin.path == "1.1.act"
+
+
 def test_in_place_and_views_do_not_disturb():
     def forward(self, x):
         h = self.first(x)
@@ -217,8 +249,8 @@ def test_another_pass_before_the_backward():
         first = model(torch.zeros(2, 4))
         model(torch.ones(2, 4))
         first.sum().backward()
-    assert (catch.origin.path, catch.origin.pass_number, catch.origin.op) == ("1", 0, "")
-    assert "another pass" in catch.origin.note
+    assert (catch.origin.path, catch.origin.after, catch.origin.pass_number, catch.origin.op) == ("", "0", 0, "")
+    assert "another pass" in catch.finding.message and "after '0'" in catch.finding.message
 
 
 def test_several_backwards_of_one_forward():
@@ -253,6 +285,28 @@ def test_a_backward_that_raises_itself_is_left_alone():
         model[1] = nn.Identity()
         model(torch.ones(2, 4)).sum().backward()
     assert catch.finding is None
+
+
+def test_a_tensor_given_three_times_stays_one():
+    class Attends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(64, 4, batch_first=True)
+
+        def forward(self, x):
+            return self.attention(x, x, x, need_weights=False)[0]
+
+    model = nn.Sequential(nn.Linear(64, 64), Attends())
+    x = torch.randn(4, 32, 64)
+
+    def gradients():
+        model.zero_grad()
+        model(x).square().sum().backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    plain = gradients()
+    with catch_nonfinite(model):
+        assert all(map(torch.equal, plain, gradients()))
 
 
 def test_gradients_are_bit_equal_to_those_without():

@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
+from torchhook import __version__
 from torchhook.cli import diagnose, replay, rules
 
 app = typer.Typer(
     name="torchhook",
-    help="See, record, change and diagnose what happens inside a PyTorch model.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
 )
 app.command("diagnose")(diagnose.diagnose)
 app.command("rules")(rules.rules)
 app.command("replay")(replay.replay)
+
+
+def _tell_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"torchhook {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def torchhook(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """See, record, change and diagnose what happens inside a PyTorch model.
+
+    Commands end with 0 if all is well, 1 if something was found, 2 if they failed.
+    """

@@ -2,76 +2,145 @@
 
 from __future__ import annotations
 
+import random
+import sys
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from torchhook.cli.errors import told
+from torchhook.cli.loading import Shape, data_of, loss_of, model_of, optimizer_of, split, wrong
+from torchhook.cli.outputs import Format, deliver, require_writable
+from torchhook.cli.progress import bar
+from torchhook.config import Config
+from torchhook.findings import Severity
 
 _BATCHES = 4
+_TASK, _RULES, _OUTPUT = "What it is trained on", "What to look for", "What to write"
 
 
 def diagnose(
     model: Annotated[
-        str, typer.Argument(help="What makes the model: package.module:name, a function, class or object.")
+        str,
+        typer.Argument(metavar="MODEL", help="package.module:name of a model, or of a function or class making one."),
     ],
     shapes: Annotated[
         list[str] | None,
-        typer.Option("--input", help="The shape of a random input, as 1,3,224,224 or 4,64:int; once for each input."),
+        typer.Option(
+            "--input",
+            metavar="SHAPE",
+            rich_help_panel=_TASK,
+            help="Random inputs, as 2,3,224,224, or 2,64:int for an embedding; once for each input of the model.",
+        ),
     ] = None,
     loader: Annotated[
-        str | None, typer.Option(help="What makes the batches, (input, target): package.module:name.")
+        str | None,
+        typer.Option(metavar="NAME", rich_help_panel=_TASK, help="Batches (input, target), or a function making them."),
     ] = None,
     loss: Annotated[
-        str | None, typer.Option(help="The loss: a name of torch.nn.functional, or package.module:name.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            rich_help_panel=_TASK,
+            help="A function of output and target, or the name of one of torch.nn.functional.",
+        ),
     ] = None,
     optimizer: Annotated[
-        str | None, typer.Option(help="What makes the optimizer, called with the model: package.module:name.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            rich_help_panel=_TASK,
+            help="A function that makes it from the model, or the name of a class of torch.optim.",
+        ),
     ] = None,
-    steps: Annotated[int, typer.Option(min=0, help="How many steps to train a copy for; 0 for none.")] = 100,
-    device: Annotated[str | None, typer.Option(help="Where to put the model, as cuda.")] = None,
-    select: Annotated[list[str] | None, typer.Option(help="Only these rules: codes, or beginnings of them.")] = None,
-    ignore: Annotated[list[str] | None, typer.Option(help="Not these rules.")] = None,
-    fail_on: Annotated[str | None, typer.Option(help="End with 1 from this on: info, warning or error.")] = None,
-    report: Annotated[
-        list[Path] | None, typer.Option(help="Where to write the report: .html, .json, .xml (JUnit) or .md.")
+    steps: Annotated[
+        int, typer.Option(metavar="N", min=0, rich_help_panel=_TASK, help="How many to train a copy for; 0 for none.")
+    ] = 100,
+    device: Annotated[
+        str | None, typer.Option(metavar="NAME", rich_help_panel=_TASK, help="Where to put the model: cuda, cpu, ...")
     ] = None,
+    seed: Annotated[
+        int, typer.Option(metavar="N", rich_help_panel=_TASK, help="Of all random numbers: the same findings again.")
+    ] = 0,
+    select: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CODES", rich_help_panel=_RULES, help="Only these rules: TH201, or TH2,TH4 for families."),
+    ] = None,
+    ignore: Annotated[
+        list[str] | None, typer.Option(metavar="CODES", rich_help_panel=_RULES, help="Not these rules.")
+    ] = None,
+    fail_on: Annotated[
+        Severity | None,
+        typer.Option(
+            metavar="SEVERITY",
+            rich_help_panel=_RULES,
+            help="End with 1 from this on: info, warning or error.",
+            show_default="error",
+        ),
+    ] = None,
+    reports: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--report",
+            metavar="FILE",
+            rich_help_panel=_OUTPUT,
+            help="Write a report: .html, .json, .xml (JUnit) or .md. May be given more than once.",
+        ),
+    ] = None,
+    form: Annotated[
+        Format,
+        typer.Option(
+            "--format", metavar="FORMAT", rich_help_panel=_OUTPUT, help="What to print: text, json, junit or markdown."
+        ),
+    ] = Format.TEXT,
 ) -> None:
     """Inspect a model: at rest, in a forward and backward, and in a short training of a copy.
 
-    torchhook diagnose torchvision.models:resnet18 --input 2,3,224,224 --report out.html
-    """
-    with told():
-        from torchhook import diagnosing, render
-        from torchhook.cli.loading import inputs_of, loss_of, model_of, named
-        from torchhook.cli.progress import bar
-        from torchhook.config import Config
+    NAME and MODEL are package.module:name, also of modules in the current folder.
+    With --input there are no targets, and nothing is trained.
+    Rules may be chosen in pyproject.toml, too: \\[tool.torchhook] with select,
+    ignore, fail-on and per-module-ignores. What is said here counts for more.
 
-        if not shapes and not loader:
-            raise typer.BadParameter(
-                "what is the model to be given? --input 1,3,224,224 or --loader package.module:name"
-            )
-        config = Config.find(Path.cwd())
-        net = model_of(model)
-        net = net if device is None else net.to(device)
-        data: Any = named(loader, "--loader")() if loader else [inputs_of(shapes or []) for _ in range(_BATCHES)]
-        data = data if loader else [(*inputs, None) for inputs in data]
-        with bar() as progress:
-            found = diagnosing.diagnose(
-                net,
-                data,
-                loss_of(loss),
-                named(optimizer, "--optimizer")(net) if optimizer else None,
-                steps,
-                rules=select or config.select,
-                ignore=(*config.ignore, *(ignore or ())),
-                per_module=config.per_module,
-                fail_on=fail_on or config.fail_on,
-                progress=progress,
-            )
-        render.terminal(found)
-        for path in report or []:
-            render.save(found, path)
-            typer.echo(f"written: {path}", err=True)
-    raise typer.Exit(found.exit_code)
+    [bold]torchhook diagnose torchvision.models:resnet18 --input 2,3,224,224
+    torchhook diagnose net:Net --loader data:batches --report report.html[/]
+    """
+    inputs = [Shape.of(text) for text in shapes or ()]
+    if bool(inputs) == bool(loader):
+        raise wrong("--input / --loader", "give one of them, for the model needs something to be run on")
+    require_writable(reports or ())
+    config = Config.find(Path.cwd()).overruled(split(select), split(ignore), fail_on)
+    # What the user's own code prints must not get between the lines that a program reads.
+    with bar("loading") as progress, nullcontext() if form == Format.TEXT else redirect_stdout(sys.stderr):
+        from torchhook.diagnosing import diagnose as inspect
+        from torchhook.rules import chosen
+
+        chosen(config.select, config.ignore)  # raises for an unknown one
+        _seed(seed)
+        net = model_of(model) if device is None else model_of(model).to(device)
+        data = data_of(loader) if loader else _random(inputs)
+        report = inspect(
+            net,
+            data,
+            loss_of(loss) if loss else None,
+            optimizer_of(optimizer, net) if optimizer else None,
+            steps,
+            progress=progress,
+            **config.arguments(),
+        )
+    deliver(report, form, reports or ())
+    raise typer.Exit(report.exit_code)
+
+
+def _random(inputs: list[Shape]) -> list[tuple[Any, ...]]:
+    """Some batches of random inputs, without targets."""
+    return [(*(shape.random() for shape in inputs), None) for _ in range(_BATCHES)]
+
+
+def _seed(seed: int) -> None:
+    import torch
+
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed)

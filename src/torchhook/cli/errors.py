@@ -1,24 +1,46 @@
-"""What fails ends with 2 and a sentence; findings end with 1."""
+"""What fails ends with 2 and a sentence."""
 
 from __future__ import annotations
 
 import os
+import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import typer
+from torchhook.errors import TorchhookError
+
+_OTHERS = {*sys.stdlib_module_names, "__main__", "rich", "torch", "torchhook", "typer"}
+_ON_PURPOSE = (ImportError, TorchhookError, ValueError)
 
 
 @contextmanager
 def told() -> Iterator[None]:
-    """Say in a line what was raised, and end with 2. With TORCHHOOK_TRACEBACK set, raise it as it is."""
+    """Say in a line what was raised, and end with 2; with TORCHHOOK_TRACEBACK=1, show the traceback instead."""
     try:
         yield
-    except (typer.Exit, typer.Abort, typer.BadParameter, KeyboardInterrupt):
-        raise
     except Exception as error:
         if os.environ.get("TORCHHOOK_TRACEBACK"):
-            raise
-        typer.echo(f"torchhook: {type(error).__name__}: {error}", err=True)
-        typer.echo("(set TORCHHOOK_TRACEBACK=1 for the traceback)", err=True)
-        raise typer.Exit(2) from None
+            traceback.print_exc()
+        else:
+            print(f"torchhook: {in_words(error)}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def in_words(error: Exception) -> str:
+    """What was raised and on which line of the user's; of what we raise ourselves, the message is enough.
+
+    >>> print(in_words(ZeroDivisionError("division by zero")))
+    ZeroDivisionError: division by zero
+    (TORCHHOOK_TRACEBACK=1 shows the traceback)
+    """
+    frames = list(traceback.walk_tb(error.__traceback__))
+    modules = [str(frame.f_globals.get("__name__")) for frame, _ in frames]
+    if modules and modules[-1].startswith("torchhook.") and isinstance(error, _ON_PURPOSE):
+        return str(error)
+    places = [
+        f" ({frame.f_code.co_filename}:{line})"
+        for (frame, line), module in zip(frames, modules, strict=True)
+        if module.split(".")[0] not in _OTHERS
+    ]
+    return f"{type(error).__name__}: {error}{''.join(places[-1:])}\n(TORCHHOOK_TRACEBACK=1 shows the traceback)"

@@ -1,73 +1,141 @@
-"""From what one writes on a command line to objects: ``pkg.module:name``, and shapes of inputs."""
+"""From what one writes on a command line to objects: ``package.module:name``, and shapes of inputs."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+class Shape(NamedTuple):
+    """The shape of a random input, and of what kind its numbers are."""
+
+    sizes: tuple[int, ...]
+    kind: str = "float"
+
+    @classmethod
+    def of(cls, text: str) -> Shape:
+        """The shape that is written as ``1,3,224,224``, or as ``4,64:int`` for an embedding.
+
+        >>> Shape.of("4,64:int")
+        Shape(sizes=(4, 64), kind='int')
+        """
+        sizes, _, kind = text.partition(":")
+        if kind not in ("", "bool", "float", "int"):
+            raise wrong("--input", f"after the colon comes int, float or bool, not {kind!r}")
+        if not all(size.strip().isdecimal() and int(size) for size in sizes.split(",")):
+            raise wrong("--input", f"write sizes with commas between, as 1,3,224,224, not {text!r}")
+        return cls(tuple(map(int, sizes.split(","))), kind or "float")
+
+    def random(self) -> Tensor:
+        """An input: normal numbers, or whole ones below ten."""
+        import torch
+
+        if self.kind == "float":
+            return torch.randn(self.sizes)
+        return torch.randint(10, self.sizes) if self.kind == "int" else torch.rand(self.sizes) < 0.5
+
+
+def model_of(target: str, option: str = "MODEL") -> nn.Module:
+    """The model that ``package.module:name`` names: a module, or a function or class that makes one."""
+    from torch import nn
+
+    found = named(target, option)
+    model = found if isinstance(found, nn.Module) else _called(found, target)
+    if not isinstance(model, nn.Module):
+        raise wrong(option, f"{target} gave a {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def data_of(target: str) -> Any:
+    """Batches: what ``package.module:name`` names, or makes."""
+    found = named(target, "--loader")
+    return _called(found, target) if callable(found) else found
+
+
+def loss_of(target: str) -> Callable[[Any, Any], Any]:
+    """The loss by its name in torch.nn.functional, or as ``package.module:name``."""
+    from torch import nn
+
+    found = named(target if ":" in target else f"torch.nn.functional:{target}", "--loss")
+    made = _called(found, target) if isinstance(found, type) and issubclass(found, nn.Module) else found
+    if not callable(made):
+        raise wrong("--loss", f"{target} is a {type(made).__name__}, which cannot be called")
+    return made  # type: ignore[no-any-return]
+
+
+def optimizer_of(target: str, model: nn.Module) -> Any:
+    """The optimizer: a class by its name in torch.optim, or what ``package.module:name`` makes of the model."""
+    from torch.optim import Optimizer
+
+    found = named(target if ":" in target else f"torch.optim:{target}", "--optimizer")
+    whole = isinstance(found, type) and issubclass(found, Optimizer)
+    return _called(found, target, model.parameters() if whole else model)
+
 
 def named(target: str, option: str) -> Any:
-    """The object that ``pkg.module:name`` names; modules in the current folder are found too."""
+    """The object that ``package.module:name`` names; modules in the current folder are found, too."""
     module, _, name = target.partition(":")
-    if not module or not name:
-        raise typer.BadParameter(f"{option} must be written as package.module:name, not {target!r}")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    found: Any = import_module(module)
+    if module.endswith(".py") or "/" in module:
+        dotted = module.removesuffix(".py").strip("./").replace("/", ".")
+        raise wrong(option, f"write it as one imports it: {dotted}:{name or 'name'}, not {target}")
+    if not module.strip(".") or not name:
+        raise wrong(option, f"write package.module:name, not {target!r}")
+    found: Any = _imported(module, option)
     for part in name.split("."):
         if not hasattr(found, part):
-            raise typer.BadParameter(f"{option}: {module!r} has no {name!r}")
+            near = get_close_matches(part, dir(found), 3)
+            raise wrong(option, f"{module} has no {name!r}" + (f"; did you mean {', '.join(near)}?" if near else ""))
         found = getattr(found, part)
     return found
 
 
-def model_of(target: str) -> Any:
-    """The model that ``pkg.module:name`` names: a module, or a function or class that makes one."""
-    from torch import nn
-
-    found = named(target, "MODEL")
-    model = found if isinstance(found, nn.Module) else found()
-    if not isinstance(model, nn.Module):
-        raise typer.BadParameter(f"{target} gave a {type(model).__name__}, not a torch.nn.Module")
-    return model
+def wrong(option: str, why: str) -> typer.BadParameter:
+    """That an option is used wrongly."""
+    return typer.BadParameter(why, param_hint=option)
 
 
-def loss_of(target: str | None) -> Any:
-    """The loss by its name in torch.nn.functional, or as ``pkg.module:name``."""
-    import torch.nn.functional as F
-    from torch import nn
+def split(texts: Iterable[str] | None) -> list[str]:
+    """What was written at once, with commas between, or one after the other; codes in capitals.
 
-    if target is None:
-        return None
-    found = named(target, "--loss") if ":" in target else getattr(F, target, None)
-    if found is None:
-        raise typer.BadParameter(f"--loss: torch.nn.functional has no {target!r}; or write package.module:name")
-    return found() if isinstance(found, type) and issubclass(found, nn.Module) else found
-
-
-def inputs_of(shapes: list[str]) -> tuple[Any, ...]:
-    """Random inputs of some shapes: ``1,3,224,224`` are numbers, ``4,64:int`` whole ones, as for an embedding.
-
-    >>> [(x.shape, x.dtype) for x in inputs_of(["2,3", "4:int"])]
-    [(torch.Size([2, 3]), torch.float32), (torch.Size([4]), torch.int64)]
+    >>> split(["th1,TH202", "loss-spike"])
+    ['TH1', 'TH202', 'loss-spike']
     """
-    import torch
+    words = [word.strip() for text in texts or () for word in text.split(",")]
+    return [word.upper() if word[-1:].isdigit() else word for word in words if word]
 
-    inputs = []
-    for text in shapes:
-        sizes, _, kind = text.partition(":")
-        if kind not in ("", "int", "float", "bool"):
-            raise typer.BadParameter(f"--input: after the colon comes int, float or bool, not {kind!r}")
-        try:
-            shape = [int(size) for size in sizes.split(",")]
-        except ValueError:
-            raise typer.BadParameter(
-                f"--input must be sizes with commas between, as 1,3,224,224, not {text!r}"
-            ) from None
-        is_whole = kind in ("int", "bool")
-        x = torch.randint(0, 2 if kind == "bool" else 10, shape) if is_whole else torch.randn(shape)
-        inputs.append(x.bool() if kind == "bool" else x)
-    return tuple(inputs)
+
+def _imported(module: str, option: str) -> Any:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        with _going_on(f"importing {module}"):
+            return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name and f"{module}.".startswith(f"{error.name}."):
+            raise wrong(option, f"there is no module {error.name!r}, neither installed nor in {here}") from error
+        raise
+
+
+def _called(maker: Callable[..., Any], target: str, *args: Any) -> Any:
+    with _going_on(target):
+        return maker(*args)
+
+
+@contextmanager
+def _going_on(what: str) -> Iterator[None]:
+    """A script that ends the process when it is imported must not end this one as if all were well."""
+    try:
+        yield
+    except SystemExit as error:
+        raise ValueError(f"{what} ended with sys.exit({error.code!r})") from error

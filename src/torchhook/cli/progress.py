@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from torchhook.diagnosing import Progress as Told
-
 
 @contextmanager
-def bar() -> Iterator[Told | None]:
-    """What to tell of the progress, or None if nobody looks."""
+def bar(first: str) -> Iterator[Callable[[str, int, int], None] | None]:
+    """What to tell of the progress, or None if nobody looks; `first` is what is done before anything is told."""
     console = Console(stderr=True)
-    if not console.is_terminal:
+    if not sys.stderr.isatty() or console.is_dumb_terminal:
         yield None
         return
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=None)
+        task = progress.add_task(first, total=None)
         yield lambda what, done, total: progress.update(task, description=what, completed=done, total=total)

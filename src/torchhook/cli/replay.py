@@ -7,21 +7,29 @@ from typing import Annotated
 
 import typer
 
-from torchhook.cli.errors import told
-
 
 def replay(
-    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="What catch_nonfinite(save=...) wrote.")],
-    model: Annotated[str, typer.Option(help="What makes the model: package.module:name.")],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            exists=True, dir_okay=False, metavar="FILE", help="What catch_nonfinite(model, save=...) has written."
+        ),
+    ],
+    model: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="What the call was of: a model, or a function or class that makes one."),
+    ],
 ) -> None:
-    """Run a call that was saved by catch_nonfinite once more, and show where it makes NaN or Inf.
+    """Run a call that catch_nonfinite saved once more, and show where NaN or Inf begins.
 
-    Ends with 1 if it does again, with 0 if all is finite this time.
+    Weights, arguments and random states are those of the file.
+    Ends with 1 if it shows again, with 0 if all is finite this time.
+
+    [bold]torchhook replay nonfinite_head_forward_3.safetensors --model net:make[/]
     """
-    with told():
-        from torchhook.cli.loading import model_of
-        from torchhook.origins import replay as run
+    from torchhook.cli.loading import model_of
+    from torchhook.origins import replay as run
 
-        origin = run(file, model_of(model))
-        typer.echo(origin.message() if origin is not None else "everything was finite this time")
-    raise typer.Exit(1 if origin is not None else 0)
+    origin = run(file, model_of(model, "--model"))
+    typer.echo("\n".join(filter(None, [origin.message(), origin.hint])))
+    raise typer.Exit(1 if origin.op or origin.came_with else 0)

@@ -6,44 +6,63 @@ import inspect
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
-from torchhook.cli.errors import told
+from torchhook.cli.loading import split, wrong
 
 if TYPE_CHECKING:
     from torchhook.rules import Rule
 
 
 def rules(
-    code: Annotated[str | None, typer.Argument(help="A code or name, as TH201; all are listed without.")] = None,
+    rule: Annotated[
+        str | None, typer.Argument(metavar="RULE", help="A code, the beginning of one, or a name; without it, all.")
+    ] = None,
 ) -> None:
-    """List the rules, or tell all about one: what it finds, by which numbers, what to do, when it is wrong."""
-    with told():
-        from rich.console import Console
-        from rich.table import Table
+    """List the rules, or tell all about one: what it finds, what to do, when it is wrong.
 
-        from torchhook.rules import chosen
+    [bold]torchhook rules[/]
+    [bold]torchhook rules TH201[/]
+    [bold]torchhook rules dead-units[/]
+    """
+    from torchhook.rules import chosen
 
-        console = Console()
-        if code is not None:
-            for rule in chosen([code]):
-                console.print(_all_about(rule))
-            return
-        table = Table("code", "name", "severity", "what it finds", box=None, pad_edge=False, header_style="bold")
-        for rule in chosen():
-            table.add_row(rule.code, rule.name, str(rule.severity), _docs(rule).split("\n\n")[0])
-        console.print(table)
+    console = Console(highlight=False)
+    if rule is None:
+        _list(console, chosen())
+        return
+    try:
+        told = chosen(split([rule]))
+    except ValueError as error:
+        raise wrong("RULE", str(error)) from None
+    console.print("\n\n".join(map(_all_about, told)))
+
+
+def _list(console: Console, rules: list[Rule]) -> None:
+    """A table on a terminal; elsewhere a line a rule, to be searched."""
+    header = ["code", "name", "severity", "finds"]
+    rows = [[rule.code, rule.name, str(rule.severity), _paragraphs(rule)[0].split(". ")[0]] for rule in rules]
+    if not console.is_terminal:
+        from torchhook.text import table
+
+        typer.echo(table(header, rows))
+        return
+    shown = Table(*header, box=None, pad_edge=False, header_style="bold")
+    for row in rows:
+        shown.add_row(*map(escape, row))
+    console.print(shown)
 
 
 def _all_about(rule: Rule) -> str:
-    from rich.markup import escape
+    needs = ", ".join([*map(str, rule.needs), *rule.facts]) or "nothing that runs"
+    parts = {"What to do": rule.hint, "When it is wrong": rule.wrong, "Needs": needs}
+    title = f"[bold]{rule.code} {rule.name}[/] ({rule.severity})"
+    said = [f"[bold]{name}:[/] {escape(text)}" for name, text in parts.items() if text]
+    return "\n\n".join([title, *map(escape, _paragraphs(rule)), *said])
 
-    needs = ", ".join(str(need) for need in rule.needs) or "nothing that runs"
-    parts = {"what to do": rule.hint, "when it is wrong": rule.wrong, "needs": needs}
-    said = "\n".join(f"[bold]{name}[/]: {escape(text)}" for name, text in parts.items() if text)
-    return f"[bold]{rule.code} {rule.name}[/] ({rule.severity})\n\n{escape(_docs(rule))}\n\n{said}\n"
 
-
-def _docs(rule: Rule) -> str:
+def _paragraphs(rule: Rule) -> list[str]:
     """What the rule says of itself, each paragraph in a line."""
-    paragraphs = inspect.cleandoc(type(rule).__doc__ or "").split("\n\n")
-    return "\n\n".join(" ".join(paragraph.split("\n")) for paragraph in paragraphs)
+    return [" ".join(text.split()) for text in inspect.cleandoc(type(rule).__doc__ or "").split("\n\n")]

@@ -9,7 +9,6 @@ pytest loads this file by itself, for every project, so it imports torch only on
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,23 +16,20 @@ import pytest
 if TYPE_CHECKING:
     from torchhook.findings import Report
 
-SEVERITIES = ("info", "warning", "error")
-_REPORTS = pytest.StashKey[list[tuple[str, "Report"]]]()
+_SECTION = "torchhook"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The options of this plugin."""
+    """The option of this plugin."""
     group = parser.getgroup("torchhook", "checks of models by torchhook")
-    group.addoption("--torchhook-fail-on", choices=SEVERITIES, help="how bad a finding fails a model_check")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """A place for the reports of this session."""
-    config.stash[_REPORTS] = []
+    severities = ("info", "warning", "error")
+    group.addoption("--torchhook-fail-on", choices=severities, help="how bad a finding fails a model_check")
 
 
 @pytest.fixture
-def model_check(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> Any:
+def model_check(
+    request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
+) -> Callable[..., Report]:
     """Check a model: ``model_check(model, batch, loss)`` gives a `Report`, or fails the test with its findings.
 
     `batch` may be a list of batches. Other arguments are those of `torchhook.diagnose`; the copy is trained for twenty
@@ -41,8 +37,11 @@ def model_check(request: pytest.FixtureRequest, record_property: Callable[[str, 
     """
     from torchhook.config import Config
 
-    config = Config.find(Path(request.config.rootpath))
-    fail_on = request.config.getoption("--torchhook-fail-on") or config.fail_on
+    try:
+        fail_on = request.config.getoption("--torchhook-fail-on")
+        config = Config.find(request.config.rootpath).overruled(fail_on=fail_on)
+    except ValueError as error:
+        pytest.fail(str(error), pytrace=False)
 
     def check(
         model: Any, batch: Any, loss: Any = None, optimizer: Any = None, steps: int = 20, **options: Any
@@ -50,21 +49,36 @@ def model_check(request: pytest.FixtureRequest, record_property: Callable[[str, 
         __tracebackhide__ = True
         from torchhook.diagnosing import diagnose
 
-        settings = {"rules": config.select, "ignore": config.ignore, "per_module": config.per_module}
-        report = diagnose(model, batch, loss, optimizer, steps, **{**settings, "fail_on": fail_on, **options})
-        request.config.stash[_REPORTS].append((request.node.nodeid, report))
+        report = diagnose(model, batch, loss, optimizer, steps, **{**config.arguments(), **options})
         record_property("torchhook", report.headline)
         if not report.ok:
-            pytest.fail(f"torchhook found, at or above {report.fail_on}:\n{report}", pytrace=False)
+            pytest.fail(_told(report), pytrace=False)
+        if report.findings:  # sections travel with the results, from the workers of pytest-xdist, too
+            request.node.add_report_section("call", _SECTION, _told(report))
         return report
 
     return check
 
 
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+def pytest_terminal_summary(terminalreporter: Any) -> None:
     """What was found below the level that fails a test: it would not be seen otherwise."""
-    told = [(node, report) for node, report in config.stash[_REPORTS] if report.ok and report.findings]
+    told = [
+        (result.nodeid, text)
+        for outcome in ("passed", "xpassed")
+        for result in terminalreporter.getreports(outcome)
+        for name, text in result.sections
+        if name == f"Captured {_SECTION} call"
+    ]
     if told:
-        terminalreporter.section("torchhook")
-        for node, report in told:
-            terminalreporter.write_line(f"{node}: {report}")
+        terminalreporter.section("torchhook: found, but not bad enough to fail")
+        for node, text in told:
+            terminalreporter.write_line(f"{node}\n{text}\n")
+
+
+def _told(report: Report) -> str:
+    """The findings as a table, and what to do about them."""
+    from torchhook.text import table
+
+    rows = [[found.severity, found.code, found.where, found.message.split("\n")[0]] for found in report.findings]
+    hints = {found.code: f"{found.code}: {found.hint}" for found in report.findings if found.hint}
+    return "\n".join([report.headline, "", table(["severity", "code", "where", "what"], rows), "", *hints.values()])

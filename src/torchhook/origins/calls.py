@@ -131,7 +131,7 @@ class Call:
     parent: Call | None
     setting: Setting
     begun: int
-    arguments: Arguments | None
+    arguments: Arguments
     wanted: list[bool]  # which tensors of the arguments required gradients
     buffers: dict[str, Tensor]
     compiled: bool = False
@@ -166,11 +166,6 @@ class Call:
     def input_bits(self) -> int:
         """What the arguments hold."""
         return bits_in(self.arguments)
-
-    def forget(self) -> None:
-        """Let go of all that takes memory."""
-        self.arguments = None
-        self.marks, self.buffers, self.grads = [], {}, {}
 
 
 def used_buffers(module: nn.Module) -> dict[str, Tensor]:

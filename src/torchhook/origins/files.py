@@ -101,7 +101,6 @@ def _write(file: Path, call: Call, calls: list[Call], origin: Origin) -> list[st
     """Write the file; the names of what it cannot hold."""
     from safetensors.torch import save_file
 
-    assert call.arguments is not None
     module, setting, packing = call.module, call.setting, Packing()
     parameters = dict(module.named_parameters(remove_duplicate=False))
     state = {**parameters, **buffers_before(call, calls)}

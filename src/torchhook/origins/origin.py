@@ -136,7 +136,7 @@ class Origin:
             return f"{self.path!r} (of a {self.kind}) holds {self.what} since before pass {self.pass_number}"
         begun = f"{self.what} in the {self.phase} of pass {self.pass_number}"
         place = f"{self.path!r}" if self.path else "the model"
-        where = f"{place} ({self.kind}{f', call {self.call}' if self.call else ''})"
+        where = f"{place} ({self.kind}{f', call {self.call}' if self.call else ''})" if self.kind else place
         if self.came_with:
             return f"{begun}: it came in with {self.came_with} of {where}"
         made = f"{self.op} made it" if self.op else "it began"

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import _get_sequence_nr
+from torch._C._autograd import _get_sequence_nr
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -212,8 +212,6 @@ class Shown(NamedTuple):
 
 def replay_call(call: Call, calls: list[Call], backward: bool = False) -> Shown:
     """Run `call` once more, on a twin of its module; `calls` are all of its pass."""
-    if call.arguments is None:
-        return Shown(note="not replayed: what it was given is not kept once another pass has begun")
     try:
         if reason := _refusal(call.module):
             return Shown(note=f"not replayed: {reason}")

@@ -82,7 +82,7 @@ def in_backward(broken: list[tuple[Arrival, int]], calls: list[Call], parameters
         origin = replace(_origin(call, "backward", bits), came_with=came_with)
     else:
         note = "not replayed: another pass began before this backward"
-        origin = Origin(first.path, "", "backward", first.number, first.pass_number, in_words(bits), note=note)
+        origin = Origin("", "", "backward", 0, first.pass_number, in_words(bits), after=first.path, note=note)
     passed = dict.fromkeys((known.path, known.number) for known, _ in broken if known.port == "grad_output")
     return Hit(origin, call, [place for place in passed if place != (origin.path, origin.call)])
 

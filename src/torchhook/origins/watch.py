@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 from torch.autograd import Variable
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from torchhook.core.event import Event
 from torchhook.core.selection import Selector, walk
@@ -49,19 +50,19 @@ class Watch:
         self.file: Path | None = None
         self.over = False
         self.seen = False  # whether anything ran
-        self.parameters: dict[str, nn.Parameter] = {}
+        self._parameters: dict[str, nn.Parameter] = {}
         self._open: list[Call] = []
         self._calls: dict[tuple[str, int, int], Call] = {}  # those that ended, in this order
-        self._arrived: list[Arrival] = []
+        self._arrived: list[Arrival] = []  # gradients that were not read yet
+        self._broken: list[tuple[Arrival, int]] = []  # those that were and are not finite
         self._masking: set[str] = set()
         self._clock = count(1)
-        devices = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())}
-        self._devices = tuple(sorted(devices - {"cpu", "meta"}))
+        self._devices: tuple[str, ...] = ()
 
     def taps(self) -> list[Tap]:
         """What has to be seen: every call, and all gradients."""
-        parts = any(path and _takes_hooks(path, module) for path, module in walk(self.model))
-        where = Selector.union(("", _takes_hooks) if parts else ("",))
+        parts = any(path and _is_called(path, module) for path, module in walk(self.model))
+        where = Selector.union(("", _is_called) if parts else ("",))
         arrive = self._safely(self._arrive)
         return [
             Tap(where, self._safely(self._begin), "input"),
@@ -71,11 +72,16 @@ class Watch:
             Tap("", arrive, "param_grad"),
         ]
 
+    def start(self, session: Session) -> None:
+        """Watch from now on, as a session tells."""
+        self._parameters = session.parameters(Selector.of(""))
+        devices = {str(tensor.device) for tensor in (*self.model.parameters(), *self.model.buffers())}
+        self._devices = tuple(sorted(devices - {"cpu", "meta"}))
+
     def stop(self) -> None:
         """Watch no more."""
         self.over = True
         self._forget()
-        self._open.clear()
 
     def explain(self, error: Exception) -> None:
         """Note on an error of the user's that the forward which raised it had made NaN or Inf, if it had."""
@@ -112,7 +118,6 @@ class Watch:
         self.seen = True
         is_stale = bool(self._open) and self._open[0].pass_number != event.pass_number  # that forward raised
         if is_stale or not self._open or len(self._calls) > _MOST:
-            self._open.clear()
             self._forget()
         parent = self._open[-1] if self._open else None
         self._open.append(Call.of(event, parent, Setting.now(self._devices), next(self._clock)))
@@ -155,8 +160,9 @@ class Watch:
         bits = iter(read([mark for arrival in arrived for mark in arrival.marks]))
         known = [(arrival, merged(next(bits) for _ in arrival.marks)) for arrival in arrived]
         broken = [(arrival, bits) for arrival, bits in known if bits]
+        self._broken += broken  # FSDP fills in the gradients of parameters when all is over
         if any(arrival.leaves_model for arrival, _ in broken) and not _is_scaled():
-            self._tell(in_backward(broken, list(self._calls.values()), self.parameters))
+            self._tell(in_backward(self._broken, list(self._calls.values()), self._parameters))
 
     def _read(self, calls: list[Call]) -> None:
         bits = iter(read([mark for call in calls for mark in call.marks]))
@@ -173,7 +179,7 @@ class Watch:
 
     def _note(self, hit: Hit) -> None:
         self.origin, self.finding = hit.origin, hit.origin.finding(hit.affected)
-        if self.save is not None and hit.call is not None and hit.call.arguments is not None:
+        if self.save is not None and hit.call is not None:
             calls = list(self._calls.values())
             self.file, self.finding = save_call(self.save, hit.call, calls, self.origin, self.finding)
         self.stop()
@@ -187,16 +193,16 @@ class Watch:
         return "\n".join(lines)
 
     def _forget(self) -> None:
-        for call in (*self._calls.values(), *self._open):
-            call.forget()  # a graph that lives on may hold the call itself
-        self._calls.clear()
-        self._arrived.clear()
+        for kept in (self._open, self._calls, self._arrived, self._broken):
+            kept.clear()
 
 
 class Catch:
     """A model that is watched for NaN and Inf; see `torchhook.catch_nonfinite`."""
 
     def __init__(self, model: nn.Module, save: Path | None, on_found: OnFound) -> None:
+        if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
+            raise ValueError("DataParallel runs copies of the model in threads; watch its .module, on one device")
         self._watch = Watch(model, save, on_found)
         self._session = Session(model, self._watch.taps(), on_silent="ignore", detach_on_error=False)
 
@@ -218,14 +224,14 @@ class Catch:
     def attach(self) -> Catch:
         """Begin to watch. (``with`` does this.)"""
         self._session.attach()
-        self._watch.parameters = self._session.parameters(Selector.of(""))
+        self._watch.start(self._session)
         return self
 
     def detach(self) -> None:
         """Take the hooks away. (The end of the ``with`` block does this.)"""
         self._session.detach()
         if not self._watch.seen:
-            warn(f"nothing was watched for NaN: {self._session.silent[Site('')]}")
+            warn(f"nothing was watched for NaN: {self._session.silent.get(Site(''), 'nothing ran')}")
         self._watch.stop()
 
     def __enter__(self) -> Catch:
@@ -260,8 +266,9 @@ def origin_of(model: nn.Module, run: Callable[[], object]) -> Finding | None:
     return caught.finding
 
 
-def _takes_hooks(path: str, module: nn.Module) -> bool:
-    return not isinstance(module, torch.jit.ScriptModule)
+def _is_called(path: str, module: nn.Module) -> bool:
+    """Whether hooks on `module` tell anything. Attention uses the weights of its last layer without calling it."""
+    return not isinstance(module, (torch.jit.ScriptModule, NonDynamicallyQuantizableLinear))
 
 
 def _is_scaled() -> bool:

@@ -10,7 +10,7 @@ from torchhook.findings import Finding, Severity
 from torchhook.rules.history import History, finite, norm, owner, plain, readings
 from torchhook.rules.registry import register
 from torchhook.rules.rule import Need, Phase, Rule
-from torchhook.rules.series import outliers
+from torchhook.rules.series import jumps, outliers
 
 _OUTPUTS = Need("grad_output", "moments", ("weight", "recurrent", "embedding"))
 
@@ -103,8 +103,8 @@ class ExplodingGradient(Flow):
 class GradientSpike(Rule):
     """The norm of all gradients is for a step more than five times, and six robust deviations, above what it was.
 
-    By the logarithm, against the median of sixteen steps before; after clipping, if there is any. Without a jump of the
-    loss as well, by a fifth or more, it is only worth knowing: healthy trainings have such steps.
+    By the logarithm, against the median of eight steps before; after clipping, if there is any. Without a jump of the
+    loss as well, by a third, it is only worth knowing: healthy trainings have such steps.
     """
 
     code, name = "TH403", "gradient-spike"
@@ -113,7 +113,7 @@ class GradientSpike(Rule):
     explains = ("TH2", "TH501", "TH601", "TH602")
     hint = "Look at the batch of that step; clip the gradient norm; lower the learning rate or warm it up."
     wrong = "Batches of very different lengths."
-    loss = 1.2
+    loss = 1.33
 
     def find(self, history: History) -> Iterator[Finding]:
         totals: dict[int, float] = {}
@@ -121,11 +121,12 @@ class GradientSpike(Rule):
         for by_step in taken.values():
             for step, said in by_step.items():
                 totals[step] = math.hypot(totals.get(step, 0), norm(said))
-        jumps = dict(outliers(history.losses, factor=self.loss)) if history.losses else {}
         for step, times in outliers(totals, factor=5):
-            severity = "info" if history.losses and step not in jumps else "warning"
+            is_harmless = bool(history.losses) and not jumps(history.losses, step, self.loss)
             text = f"the norm of all gradients is {times:.0f} times what it was"
-            yield self.finding(text, "", step, severity, norm=plain(totals[step]), times=plain(times))
+            yield self.finding(
+                text, "", step, "info" if is_harmless else None, norm=plain(totals[step]), times=plain(times)
+            )
 
 
 @register

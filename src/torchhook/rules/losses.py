@@ -51,7 +51,7 @@ class LossNotFalling(Rule):
 
 @register
 class LossSpike(Rule):
-    """The loss is for a step more than three times, and six robust deviations, above the median of sixteen before."""
+    """The loss is for a step more than three times, and six robust deviations, above the median of eight before."""
 
     code, name = "TH602", "loss-spike"
     phase = Phase.LOSS
@@ -76,7 +76,7 @@ class InitialLoss(Rule):
     code, name = "TH603", "initial-loss"
     phase = Phase.LOSS
     facts = ("task",)
-    explains = ("TH602", "TH601")
+    explains = ("TH402", "TH501", "TH601", "TH602")
     hint = "Make the initial weights of the last layer smaller, or zero."
     wrong = "Fine-tuning on labels that mean something else than before."
 

@@ -106,6 +106,7 @@ class ModesDisagree(Rule):
 
     code, name = "TH704", "modes-disagree"
     facts = ("modes",)
+    explains = ("TH601",)
     hint = "Look at the dropout probability, the batch size of batch norms and their momentum."
     wrong = "Strong regularisation that is meant; batches that differ much from each other."
     shift = 0.2

@@ -10,14 +10,15 @@ from statistics import median
 def outliers(values: Mapping[int, float], factor: float) -> Iterator[tuple[int, float]]:
     """Steps at which a positive number is far above what it was before and is after, and how many times.
 
-    By the logarithm: `factor` times the median of the sixteen before, and six robust deviations of those from it.
+    By the logarithm: `factor` times the median of the eight before, and six robust deviations of those from it. So few,
+    since what is watched falls or rises by itself. The first sixteen are let be.
 
     >>> [(step, round(times)) for step, times in outliers({**dict.fromkeys(range(30), 1.0), 30: 50.0}, factor=5)]
     [(30, 50)]
     """
     steps = [step for step, value in values.items() if 0 < value < math.inf]
     levels = [math.log(values[step]) for step in steps]
-    for number in range(_WINDOW, len(levels)):
+    for number in range(_WARMUP, len(levels)):
         before, after = levels[number - _WINDOW : number], levels[number + 1 : number + 1 + _WINDOW]
         centre = median(before)
         limit = max(math.log(factor), 6 * 1.4826 * median(abs(level - centre) for level in before))
@@ -26,4 +27,10 @@ def outliers(values: Mapping[int, float], factor: float) -> Iterator[tuple[int, 
             yield steps[number], math.exp(levels[number] - centre)
 
 
-_WINDOW = 16
+def jumps(values: Mapping[int, float], step: int, factor: float) -> bool:
+    """Whether a number is at `step` that many times what it was in the four before."""
+    before = [value for known, value in values.items() if known < step][-4:]
+    return step in values and bool(before) and values[step] > factor * median(before) > 0
+
+
+_WARMUP, _WINDOW = 16, 8

@@ -1,0 +1,57 @@
+"""Where a report goes: to standard output in some form, to files, to the summary of a CI job."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from enum import Enum
+from pathlib import Path
+
+import typer
+
+from torchhook import render
+from torchhook.cli.loading import wrong
+from torchhook.findings import Report
+from torchhook.plot.style import plotly
+from torchhook.render.files import FORMATS
+
+
+class Format(str, Enum):
+    """What is printed."""
+
+    TEXT = "text"
+    JSON = "json"
+    JUNIT = "junit"
+    MARKDOWN = "markdown"
+
+
+def require_writable(paths: Iterable[Path]) -> None:
+    """Refuse files that a report could not be written to, before anything is worked for."""
+    for path in paths:
+        if path.suffix.lower() not in FORMATS:
+            raise wrong("--report", f"a report ends in {', '.join(FORMATS)}, and {path.name!r} does not")
+        if not path.parent.is_dir():
+            raise wrong("--report", f"there is no folder {str(path.parent)!r}")
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise wrong("--report", f"{str(path)!r} cannot be written")
+        if path.suffix.lower() == ".html":
+            plotly("offline")
+
+
+def deliver(report: Report, form: Format, paths: Iterable[Path]) -> None:
+    """Write the files, print the report, and add it to the summary of a GitHub job if this is one."""
+    paths = list(paths)
+    for path in paths:
+        render.save(report, path)
+    if form == Format.TEXT:
+        render.terminal(report)
+        for path in paths:
+            typer.echo(f"written: {path}")
+    else:
+        typer.echo(_FORMS[form](report).encode(errors="replace"), nl=False)
+    if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
+        with Path(summary).open("a", encoding="utf-8", errors="replace") as file:
+            file.write(render.markdown(report) + "\n")
+
+
+_FORMS = {Format.JSON: render.json, Format.JUNIT: render.junit, Format.MARKDOWN: render.markdown}

@@ -1,0 +1,747 @@
+"""Each rule finds what it is about at its place, and is quiet where that is not so: far beyond any threshold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from specimens import Returning
+from torchhook import Profile, check, diagnose
+from torchhook.rules import RULES, History
+from torchhook.watching.watch import Watch
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """More gain nothing for small tensors, and wait for each other where somebody else works, too."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Example(NamedTuple):
+    """What makes a report by one rule, and where (at one of these sites) that finds something, if it does."""
+
+    code: str
+    name: str
+    make: Callable
+    sites: tuple[str, ...]
+    step: int | None
+
+
+EXAMPLES: list[Example] = []
+
+
+def example(code, *sites, step=None):
+    """An example of one rule; without sites, of what it must not find."""
+
+    def add(make):
+        EXAMPLES.append(Example(code, make.__name__, partial(make, code), sites, step))
+        return make
+
+    return add
+
+
+def mlp(*between, width=32):
+    """A layer, what comes between, and another layer."""
+    return nn.Sequential(nn.Linear(8, width), *between, nn.Linear(width, 4))
+
+
+def batches(count=8, size=64, scale=1.0, classes=4):
+    return [(scale * torch.randn(size, 8), torch.randint(classes, (size,))) for _ in range(count)]
+
+
+def square(output, target):
+    return output.square().mean()
+
+
+def flowed(code, model, x=None):
+    """What one rule says to one forward and backward, of which nothing is measured but what it asks for."""
+    with Watch(model, [RULES[code]], history=History()) as watch:
+        watch.be_thorough(True)
+        model(torch.randn(512, 8) if x is None else x).float().sum().backward()
+        watch.step()
+    return check(watch.history, [code])
+
+
+def at_rest(code, model, optimizer=None):
+    return diagnose(model, [], optimizer=optimizer, parts=("rest",), rules=[code])
+
+
+def looked(code, model, data=None, loss=F.cross_entropy, **options):
+    parts = ("rest", "pass")
+    return diagnose(model, data or batches(), loss, parts=parts, rules=[code], **options)
+
+
+def trained(code, model, optimizer, data=None, loss=square, steps=25):
+    return diagnose(model, data or batches(), loss, optimizer, steps, rules=[code])
+
+
+def told(code, losses):
+    """What one rule says to some losses."""
+    return check(History(losses=dict(enumerate(losses))), [code])
+
+
+# --- TH1: not finite
+
+
+@example("TH101", "1", step=0)
+def a_log_of_negative_values(code):
+    return flowed(code, mlp(Returning(torch.log)))
+
+
+@example("TH101", "1", step=0)
+def plus_infinity(code):
+    return flowed(code, mlp(Returning(lambda x: x + math.inf)))
+
+
+@example("TH101")
+def a_log_of_positive_values(code):
+    return flowed(code, mlp(Returning(lambda x: x.abs().add(1).log())))
+
+
+@example("TH101")
+def a_mask_of_minus_infinity(code):
+    return flowed(code, nn.Sequential(nn.Linear(8, 8), Returning(lambda x: x.masked_fill(x < 0, -math.inf))))
+
+
+@example("TH102", "0.weight")
+def one_nan_in_a_weight(code):
+    model = mlp()
+    model[0].weight.data[3, 4] = math.nan
+    return at_rest(code, model)
+
+
+@example("TH102", "1.running_var")
+def an_infinite_running_variance(code):
+    model = mlp(nn.BatchNorm1d(32))
+    model[1].running_var[7] = math.inf
+    return at_rest(code, model)
+
+
+@example("TH102")
+def finite_state_and_a_mask(code):
+    model = mlp(nn.BatchNorm1d(32))
+    model.register_buffer("mask", torch.full((4, 4), -math.inf).triu(1))
+    return at_rest(code, model)
+
+
+@example("TH103", "1", step=0)
+def a_root_at_zero(code):
+    return flowed(code, mlp(nn.Identity(), Returning(lambda x: (0 * x).sqrt())))
+
+
+@example("TH103")
+def a_root_beside_zero(code):
+    return flowed(code, mlp(nn.Identity(), Returning(lambda x: (0 * x + 1).sqrt())))
+
+
+@example("TH104", "", step=0)
+def a_loss_of_nan(code):
+    return looked(code, mlp(), loss=lambda output, target: output.mean() * math.nan)
+
+
+@example("TH104", "", step=2)
+def an_infinite_loss_later_on(code):
+    return told(code, [1.0, 0.5, math.inf, 0.5])
+
+
+@example("TH104")
+def finite_losses(code):
+    return looked(code, mlp())
+
+
+@example("TH105", "1")
+def float16_near_its_end(code):
+    near = Returning(lambda x: x.clamp(-1, 1).half() * 65_000)
+    return flowed(code, nn.Sequential(nn.Linear(8, 8), near))
+
+
+@example("TH105")
+def float16_far_from_its_end_and_bfloat16_beyond(code):
+    far, beyond = Returning(lambda x: x.clamp(-1, 1).half() * 100), Returning(lambda x: x.bfloat16() * 65_000)
+    return flowed(code, nn.Sequential(nn.Linear(8, 8), far, beyond))
+
+
+# --- TH2: units
+
+
+@example("TH201", "0", "1", step=0)
+def a_dead_rectifier(code):
+    model = mlp(nn.ReLU())
+    nn.init.constant_(model[0].bias, -100)
+    return flowed(code, model)
+
+
+class Rectified(nn.Module):
+    """A ReLU that is no module."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(8, 32), nn.Linear(32, 4)
+
+    def forward(self, x):
+        return self.head(F.relu(self.first(x)))
+
+
+@example("TH201", "first", step=0)
+def a_dead_rectifier_that_is_a_function(code):
+    model = Rectified()
+    nn.init.constant_(model.first.bias, -100)
+    return flowed(code, model)
+
+
+@example("TH201")
+def half_of_all_values_zero(code):
+    return flowed(code, mlp(nn.ReLU()))
+
+
+@example("TH201")
+def half_of_all_values_zero_by_a_function(code):
+    return flowed(code, Rectified())
+
+
+@example("TH201")
+def a_few_dead_units(code):
+    model = mlp(nn.ReLU())
+    nn.init.constant_(model[0].bias[:2], -100)
+    return flowed(code, model)
+
+
+@example("TH201")
+def too_few_samples_to_say(code):
+    model = mlp(nn.ReLU())
+    nn.init.constant_(model[0].bias, -100)
+    return flowed(code, model, torch.randn(8, 8))
+
+
+@example("TH202", "0", "1")
+def a_mostly_dormant_gelu(code):
+    model = mlp(nn.GELU())
+    nn.init.constant_(model[0].bias[:28], -100)
+    return flowed(code, model)
+
+
+@example("TH202")
+def an_active_gelu(code):
+    return flowed(code, mlp(nn.GELU()))
+
+
+@example("TH203", "1")
+def a_saturated_tanh(code):
+    model = mlp(nn.Tanh())
+    nn.init.constant_(model[0].bias, 100)
+    return flowed(code, model)
+
+
+@example("TH203", "1")
+def a_saturated_sigmoid(code):
+    model = mlp(nn.Sigmoid())
+    nn.init.constant_(model[0].bias, -100)
+    return flowed(code, model)
+
+
+@example("TH203")
+def a_tanh_in_its_middle(code):
+    return flowed(code, mlp(nn.Tanh()))
+
+
+@example("TH203")
+def a_sure_last_tanh(code):
+    model = nn.Sequential(nn.Linear(8, 4), nn.Tanh())
+    nn.init.constant_(model[0].bias, 100)
+    return flowed(code, model)
+
+
+@example("TH204", "0")
+def a_layer_that_says_the_same_to_everything(code):
+    model = mlp(nn.ReLU())
+    nn.init.zeros_(model[0].weight)
+    nn.init.ones_(model[0].bias)
+    return looked(code, model)
+
+
+@example("TH204")
+def a_layer_that_listens(code):
+    return looked(code, mlp(nn.ReLU()))
+
+
+# --- TH3: beginnings
+
+
+def deep(**scales):
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    with torch.no_grad():
+        for number, scale in scales.items():
+            model[int(number[1:])].weight *= scale
+    return model
+
+
+@example("TH301", "2")
+def a_layer_that_blows_signals_up(code):
+    return flowed(code, deep(_2=1e8), torch.randn(256, 16))
+
+
+@example("TH301", "1")
+def a_layer_that_lets_signals_die(code):
+    return flowed(code, deep(_1=1e-8), torch.randn(256, 16))
+
+
+@example("TH301")
+def layers_that_keep_the_scale(code):
+    return flowed(code, deep(), torch.randn(256, 16))
+
+
+@example("TH302", "0")
+def weights_that_are_all_alike(code):
+    model = mlp()
+    nn.init.constant_(model[0].weight, 0.1)
+    return at_rest(code, model)
+
+
+@example("TH302", "1")
+def zeros_that_training_leaves_so(code):
+    class Never(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(4, 4))
+
+        def forward(self, x):
+            return x + 0 * (x @ self.weight).detach()
+
+    model = nn.Sequential(nn.Linear(8, 4), Never())
+    return trained(code, model, torch.optim.SGD(model.parameters(), 0.01), steps=3)
+
+
+@example("TH302")
+def random_weights_and_a_frozen_filter(code):
+    model = mlp()
+    model.filter = nn.Parameter(torch.ones(3, 3), requires_grad=False)
+    return at_rest(code, model)
+
+
+@example("TH302")
+def zeros_that_are_trained(code):
+    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4))
+    nn.init.zeros_(model[1].weight)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    return trained(code, model, optimizer, loss=F.cross_entropy, steps=3)
+
+
+@example("TH303", "0", step=0)
+def pictures_of_bytes(code):
+    return flowed(code, mlp(), torch.randint(256, (512, 8)).float())
+
+
+@example("TH303")
+def normal_inputs(code):
+    return flowed(code, mlp())
+
+
+@example("TH303")
+def large_values_inside(code):
+    return flowed(code, mlp(Returning(lambda x: x * 1e4)))
+
+
+# --- TH4: gradients
+
+
+@example("TH401", "0")
+def a_gradient_that_is_almost_stopped(code):
+    return flowed(code, mlp(Returning(lambda x: x * 1e-9)))
+
+
+@example("TH401", "0")
+def a_stack_of_sigmoids(code):
+    layers = [layer for _ in range(20) for layer in (nn.Linear(8, 8), nn.Sigmoid())]
+    return flowed(code, nn.Sequential(*layers, nn.Linear(8, 1)))
+
+
+@example("TH401")
+def a_gradient_that_arrives(code):
+    return flowed(code, mlp(nn.ReLU()))
+
+
+@example("TH402", "0")
+def a_gradient_that_grows_on_its_way(code):
+    return flowed(code, mlp(Returning(lambda x: x * 1e9)))
+
+
+@example("TH402")
+def a_gradient_that_keeps_its_size(code):
+    return flowed(code, mlp(nn.ReLU()))
+
+
+def still(model):
+    """An optimizer that hardly moves."""
+    return torch.optim.SGD(model.parameters(), 1e-12)
+
+
+@example("TH403", "", step=30)
+def one_batch_that_is_huge(code):
+    model, data = mlp(), batches(40)
+    data[30] = 1e3 * data[30][0], data[30][1]
+    return trained(code, model, still(model), data, steps=40)
+
+
+@example("TH403")
+def batches_of_one_size(code):
+    model = mlp()
+    return trained(code, model, still(model), batches(40), steps=40)
+
+
+class Ends(nn.Module):
+    """Two layers, of which gradients reach the second; or both."""
+
+    def __init__(self, stopped):
+        super().__init__()
+        self.first, self.head, self.stopped = nn.Linear(8, 8), nn.Linear(8, 4), stopped
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.head(x.detach() if self.stopped else x)
+
+
+@example("TH404", "first")
+def a_detached_layer(code):
+    return looked(code, Ends(stopped=True))
+
+
+@example("TH404", "spare")
+def a_layer_that_is_never_called(code):
+    model = Ends(stopped=False)
+    model.spare = nn.Linear(8, 8)
+    return looked(code, model)
+
+
+@example("TH404")
+def gradients_everywhere_and_a_frozen_layer(code):
+    model = Ends(stopped=False)
+    model.spare = nn.Linear(8, 8).requires_grad_(False)
+    return looked(code, model)
+
+
+# --- TH5: updates
+
+
+@example("TH501", "")
+def a_rate_that_is_far_too_high(code):
+    model = mlp(nn.ReLU())
+    return trained(code, model, torch.optim.Adam(model.parameters(), 10.0), loss=F.cross_entropy, steps=5)
+
+
+@example("TH502", "")
+def a_rate_that_is_far_too_low(code):
+    model = mlp(nn.ReLU())
+    return trained(code, model, torch.optim.Adam(model.parameters(), 1e-7), loss=F.cross_entropy)
+
+
+@example("TH502", "")
+def a_rate_so_low_that_its_steps_are_lost_in_rounding(code):
+    model = mlp(nn.ReLU())
+    return trained(code, model, torch.optim.Adam(model.parameters(), 1e-12), loss=F.cross_entropy)
+
+
+@example("TH502", "0.weight")
+def a_group_whose_rate_is_far_too_low(code):
+    model = mlp(nn.ReLU())
+    groups = [{"params": model[0].parameters(), "lr": 1e-7}, {"params": model[2].parameters(), "lr": 1e-3}]
+    return trained(code, model, torch.optim.Adam(groups), loss=F.cross_entropy)
+
+
+@example("TH501")
+@example("TH502")
+def a_usual_rate(code):
+    model = mlp(nn.ReLU())
+    return trained(code, model, torch.optim.Adam(model.parameters(), 1e-3), loss=F.cross_entropy)
+
+
+@example("TH503", "1")
+def a_layer_that_the_optimizer_has_not(code):
+    model = mlp()
+    return at_rest(code, model, torch.optim.SGD(model[0].parameters(), 0.1))
+
+
+@example("TH503")
+def an_optimizer_that_has_all_but_a_frozen_layer(code):
+    model = mlp()
+    model[0].requires_grad_(False)
+    return at_rest(code, model, torch.optim.SGD(model[1].parameters(), 0.1))
+
+
+@example("TH504", "0")
+def a_group_whose_rate_is_zero(code):
+    model = mlp()
+    groups = [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[1].parameters(), "lr": 0.1}]
+    return at_rest(code, model, torch.optim.SGD(groups))
+
+
+@example("TH504", "")
+def an_optimizer_of_another_model(code):
+    return at_rest(code, mlp(), torch.optim.SGD(mlp().parameters(), 0.1))
+
+
+@example("TH504")
+def an_optimizer_of_the_model(code):
+    model = mlp()
+    return at_rest(code, model, torch.optim.SGD(model.parameters(), 0.1))
+
+
+# --- TH6: losses
+
+
+def noise(count):
+    return (0.001 * torch.randn(count)).tolist()
+
+
+@example("TH601", "")
+def a_loss_that_stays(code):
+    return told(code, [2.0 + each for each in noise(80)])
+
+
+@example("TH601", "")
+def a_loss_that_rises(code):
+    return told(code, [2.0 + 0.1 * step for step in range(80)])
+
+
+@example("TH601")
+def a_loss_that_falls(code):
+    return told(code, [2.0 * 0.95**step + each for step, each in enumerate(noise(80))])
+
+
+@example("TH601")
+def a_loss_of_too_few_steps(code):
+    return told(code, [2.0] * 10)
+
+
+@example("TH602", "", step=40)
+def a_loss_that_jumps(code):
+    return told(code, [100.0 if step == 40 else 1.0 + each for step, each in enumerate(noise(60))])
+
+
+@example("TH602")
+def a_loss_that_does_not_jump(code):
+    return told(code, [1.0 + each for each in noise(60)])
+
+
+@example("TH603", "1", step=0)
+def logits_that_are_far_too_large(code):
+    model = mlp()
+    model[1].weight.data *= 1e3
+    return looked(code, model)
+
+
+@example("TH603")
+def logits_that_guess(code):
+    return looked(code, mlp())
+
+
+@example("TH604", "2")
+def a_softmax_before_the_cross_entropy(code):
+    return looked(code, nn.Sequential(*mlp(), nn.Softmax(1)))
+
+
+@example("TH604")
+def logits_for_the_cross_entropy(code):
+    return looked(code, mlp())
+
+
+@example("TH604")
+def a_softmax_before_the_likelihood(code):
+    def likelihood(output, target):
+        return F.nll_loss(output.log(), target)
+
+    return looked(code, nn.Sequential(*mlp(), nn.Softmax(1)), loss=likelihood)
+
+
+def regression(*shape):
+    return [(torch.randn(64, 8), torch.randn(64, *shape)) for _ in range(8)]
+
+
+@example("TH605", "")
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def a_column_against_a_row(code):
+    return looked(code, nn.Linear(8, 1), regression(), lambda output, target: (output - target).square().mean())
+
+
+@example("TH605")
+def a_column_against_a_column(code):
+    return looked(code, nn.Linear(8, 1), regression(1), F.mse_loss)
+
+
+# --- TH7: batch norms and modes
+
+
+def with_norm(seen=0, train=True, **options):
+    model = nn.Sequential(nn.BatchNorm1d(8, **options), nn.Linear(8, 4))
+    for _ in range(seen):
+        model(torch.randn(256, 8))
+    return model.train(train)
+
+
+@example("TH701", "0")
+def running_statistics_of_other_data(code):
+    model = with_norm(seen=20)
+    model[0].running_mean += 50
+    return looked(code, model)
+
+
+@example("TH701")
+def running_statistics_of_these_data(code):
+    return looked(code, with_norm(seen=60), batches(size=256))
+
+
+@example("TH702", "0")
+def a_norm_in_eval_mode_that_has_seen_nothing(code):
+    return at_rest(code, with_norm(train=False))
+
+
+@example("TH702")
+def a_norm_in_eval_mode_that_has_seen_something(code):
+    return at_rest(code, with_norm(seen=3, train=False))
+
+
+@example("TH702")
+def a_norm_in_train_mode_that_has_seen_nothing(code):
+    return at_rest(code, with_norm())
+
+
+@example("TH703", "0")
+def a_running_variance_of_zero(code):
+    model = with_norm(seen=3)
+    model[0].running_var[5] = 0
+    return at_rest(code, model)
+
+
+@example("TH703")
+def a_usual_running_variance(code):
+    return at_rest(code, with_norm(seen=3))
+
+
+@example("TH704", "1")
+def a_dropout_of_nearly_everything(code):
+    return looked(code, mlp(nn.Dropout(0.99)), loss=lambda output, target: 1 + 0 * output.mean())
+
+
+@example("TH704", "")
+def a_loss_that_differs_by_mode(code):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.layer(x) * (1 if self.training else 100)
+
+    return looked(code, Net(), loss=square)
+
+
+@example("TH704")
+def a_light_dropout(code):
+    return looked(code, mlp(nn.Dropout(0.05)))
+
+
+# --- TH8: representations
+
+
+def ranked(rank):
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
+    if rank:
+        model[0].weight.data = torch.randn(16, rank) @ torch.randn(rank, 16)
+    return model
+
+
+@example("TH801", "0")
+def a_weight_of_rank_one(code):
+    return flowed(code, ranked(1), torch.randn(512, 16))
+
+
+@example("TH801")
+def a_weight_of_full_rank(code):
+    return flowed(code, ranked(None), torch.randn(512, 16))
+
+
+class Attends(nn.Module):
+    """Attention, of queries and keys that are larger by a factor."""
+
+    def __init__(self, scale=1.0):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.attention.in_proj_weight.data[:16] *= scale
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(self.attention(x, x, x)[0].mean(1))
+
+
+def sequences():
+    return [(torch.randn(16, 12, 8), torch.randint(4, (16,))) for _ in range(8)]
+
+
+@example("TH802", "attention")
+@example("TH803", "attention")
+def attention_to_one_key_alone(code):
+    return looked(code, Attends(100), sequences())
+
+
+@example("TH802")
+@example("TH803")
+def attention_to_many_keys(code):
+    return looked(code, Attends(), sequences())
+
+
+# --- TH9: drift
+
+
+def profiled(code, scale):
+    model = mlp(nn.ReLU()).eval()
+    profile = Profile.of(model, [torch.randn(256, 8) for _ in range(8)])
+    return profile.check(model, scale * torch.randn(256, 8), [code])
+
+
+@example("TH901", "0")
+def inputs_that_are_far_larger(code):
+    return profiled(code, 100)
+
+
+@example("TH901")
+def inputs_as_ever(code):
+    return profiled(code, 1)
+
+
+# --- the tests
+
+
+def named(each):
+    return f"{each.code}-{each.name}"
+
+
+@pytest.mark.parametrize("each", [each for each in EXAMPLES if each.sites], ids=named)
+def test_it_is_found_at_its_place(each):
+    report = each.make()
+    assert report.findings, report.skipped
+    first = report.findings[0]
+    assert first.code == each.code and first.site in each.sites, first
+    assert each.step is None or first.step == each.step
+    assert first.severity >= "warning"
+    assert first.hint and "nan" not in first.hint and str(first) in str(report)
+
+
+@pytest.mark.parametrize("each", [each for each in EXAMPLES if not each.sites], ids=named)
+def test_it_is_not_found_where_it_is_not(each):
+    report = each.make()
+    assert report.checked == (each.code,), report.skipped  # it did look
+    assert not [finding for finding in report.findings if finding.severity >= "warning"]
+
+
+@pytest.mark.parametrize("code", RULES)
+def test_every_rule_has_an_example_of_both(code):
+    assert {bool(each.sites) for each in EXAMPLES if each.code == code} == {True, False}
