@@ -18,12 +18,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from torchhook.findings import Severity
-
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+SEVERITIES = ("info", "warning", "error")
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Config:
 
     select: tuple[str, ...] | None = None
     ignore: tuple[str, ...] = ()
-    fail_on: Severity = Severity.ERROR
+    fail_on: str = "error"
     per_module: dict[str, list[str]] = field(default_factory=dict)
 
     @classmethod
@@ -68,7 +68,7 @@ class Config:
         return cls(
             select=tuple(table["select"]) if "select" in table else None,
             ignore=tuple(table.get("ignore", ())),
-            fail_on=Severity(table.get("fail-on", "error")),
+            fail_on=table.get("fail-on", "error"),
             per_module=dict(table.get("per-module-ignores", {})),
         )
 
@@ -79,7 +79,7 @@ class Config:
         ()
         """
         base = replace(self, select=tuple(select), ignore=()) if select else self
-        return replace(base, ignore=(*base.ignore, *ignore), fail_on=Severity(fail_on or self.fail_on))
+        return replace(base, ignore=(*base.ignore, *ignore), fail_on=fail_on or self.fail_on)
 
     def arguments(self) -> dict[str, Any]:
         """As `diagnose` and `check` take them."""
@@ -103,7 +103,7 @@ def _is_codes(value: Any) -> bool:
 _KEYS = {
     "select": ("a list of codes", _is_codes),
     "ignore": ("a list of codes", _is_codes),
-    "fail-on": ("info, warning or error", lambda value: value in list(Severity)),
+    "fail-on": ("info, warning or error", lambda value: value in SEVERITIES),
     "per-module-ignores": (
         "a table of lists of codes",
         lambda value: isinstance(value, dict) and all(map(_is_codes, value.values())),

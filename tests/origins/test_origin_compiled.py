@@ -5,6 +5,8 @@ import torch
 from sick_models import Between, Calls, Divide, Sqrt, line_of, linear
 from torch import nn
 
+from torchhook.catching import catch_nonfinite
+from torchhook.errors import NonfiniteError
 from torchhook.origins import Catch
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
@@ -37,6 +39,13 @@ def test_a_backward(backend):
     model = torch.compile(nn.Sequential(linear(), Sqrt(), linear()), backend=backend)
     origin = caught(model, lambda: model(torch.zeros(2, 4)).sum().backward()).origin
     assert (origin.path, origin.phase) == ("1", "backward") and origin.line == line_of(Sqrt, "sqrt")
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_the_error_comes_out_of_the_graph_as_it_is(backend):
+    model = torch.compile(nn.Sequential(linear(), Divide()), backend=backend)
+    with pytest.raises(NonfiniteError, match="aten.div made it in '1'"), catch_nonfinite(model):
+        model(torch.ones(2, 4))
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -76,6 +76,17 @@ def test_a_module_of_torchs_own_is_told_by_the_line_inside_it():
     assert origin.path == "0" and origin.line.startswith("linear.py:") and "F.linear" in origin.line
 
 
+def test_other_libraries_are_users_also_if_their_names_begin_like_torch():
+    from torchvision.models.resnet import BasicBlock
+
+    block = BasicBlock(2, 2).eval()
+    with torch.no_grad():
+        block.conv1.weight.zero_(), block.bn2.bias.fill_(3e38)
+    catch = caught(block, lambda: block(torch.full((1, 2, 4, 4), 3e38)))
+    assert catch.origin.line.startswith("resnet.py:") and catch.origin.line.endswith("out += identity")
+    assert (catch.origin.op, catch.origin.after) == ("aten.add_", "bn2")
+
+
 @dataclass
 class Data:
     x: torch.Tensor
@@ -242,6 +253,14 @@ def test_a_broken_running_variance_counts_only_where_it_is_used():
     assert (finding.code, finding.site) == ("TH101", "0")
 
 
+def test_a_norm_that_trains_is_at_fault_itself_whatever_it_remembers():
+    model = nn.Sequential(linear(), nn.BatchNorm1d(4))
+    with torch.no_grad():
+        model[1].running_mean.fill_(NAN), model[1].weight.fill_(3e38)
+    finding = caught(model, lambda: model(torch.eye(8, 4))).finding
+    assert (finding.code, finding.site) == ("TH101", "1")
+
+
 def test_a_norm_that_became_nan_in_this_very_pass_is_not_blamed():
     model = nn.Sequential(Divide(), nn.BatchNorm1d(4))
     origin = caught(model, lambda: model(torch.randn(8, 4))).origin
@@ -266,6 +285,18 @@ def test_a_buffer_that_a_forward_changes_is_as_it_was_before_it():
         model(torch.ones(1, 4))
     assert (catch.origin.path, catch.origin.pass_number, catch.origin.op) == ("0", 1, "aten.div")
     assert model[0].left == -1  # the replay has not touched it
+
+
+def test_where_no_replay_helps_a_broken_parameter_is_found_all_the_same():
+    def once(self, x):
+        assert self.left, "no more"
+        self.left -= 1
+        return x * self.gain
+
+    model = nn.Sequential(linear(), Calls(once))
+    model[1].left, model[1].gain = 1, nn.Parameter(torch.tensor(NAN))
+    finding = caught(model, lambda: model(torch.ones(1, 4))).finding
+    assert (finding.code, finding.site) == ("TH102", "1.gain") and "AssertionError: no more" in finding.message
 
 
 def test_an_infinite_buffer_that_has_nothing_to_do_with_it_is_not_blamed():
@@ -354,6 +385,10 @@ def test_modules_that_are_hard_to_copy_are_replayed_all_the_same():
         model = Calls(lambda self, x: self.part(x) / 0, part=part)
         model(torch.ones(2, 4))
         assert caught(model, lambda model=model: model(torch.ones(2, 4))).origin.op == "aten.div"
+    marked = nn.Linear(4, 4)
+    marked.weight.is_mine = True  # as Megatron writes on them
+    model = Calls(lambda self, x: self.part(x) / (0 if self.part.weight.is_mine else 1), part=marked)
+    assert caught(model, lambda: model(torch.ones(2, 4))).origin.op == "aten.div"
     lstm = nn.LSTM(4, 4, batch_first=True)
     model = Calls(lambda self, x: self.lstm(x / 0)[0], lstm=lstm)
     assert caught(model, lambda: model(torch.ones(1, 3, 4))).origin.op == "aten.div"

@@ -567,7 +567,6 @@ def regression(*shape):
 
 
 @example("TH605", "")
-@pytest.mark.filterwarnings("ignore:Using a target size")
 def a_column_against_a_row(code):
     return looked(code, nn.Linear(8, 1), regression(), lambda output, target: (output - target).square().mean())
 

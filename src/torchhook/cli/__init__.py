@@ -19,4 +19,4 @@ def main() -> None:
         print(f"torchhook's command line needs {error.name}: pip install 'torchhook[cli]'", file=sys.stderr)
         raise SystemExit(2) from None
     with told():
-        app()
+        app(prog_name="torchhook")

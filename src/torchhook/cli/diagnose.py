@@ -107,7 +107,9 @@ def diagnose(
     """
     inputs = [Shape.of(text) for text in shapes or ()]
     if bool(inputs) == bool(loader):
-        raise wrong("--input / --loader", "give one of them, for the model needs something to be run on")
+        raise wrong("--input / --loader", "give one of the two: what the model is to be run on")
+    if inputs and loss and ":" not in loss:
+        raise wrong("--loss", f"{loss} compares with targets, which random inputs have not: use --loader")
     require_writable(reports or ())
     config = Config.find(Path.cwd()).overruled(split(select), split(ignore), fail_on)
     # What the user's own code prints must not get between the lines that a program reads.

@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from torchhook.errors import TorchhookError
 
@@ -38,8 +39,9 @@ def in_words(error: Exception) -> str:
     modules = [str(frame.f_globals.get("__name__")) for frame, _ in frames]
     if modules and modules[-1].startswith("torchhook.") and isinstance(error, _ON_PURPOSE):
         return str(error)
+    here = f"{Path.cwd()}{os.sep}"
     places = [
-        f" ({frame.f_code.co_filename}:{line})"
+        f" ({frame.f_code.co_filename.removeprefix(here)}:{line})"
         for (frame, line), module in zip(frames, modules, strict=True)
         if module.split(".")[0] not in _OTHERS
     ]

@@ -52,7 +52,7 @@ def model_of(target: str, option: str = "MODEL") -> nn.Module:
     found = named(target, option)
     model = found if isinstance(found, nn.Module) else _called(found, target)
     if not isinstance(model, nn.Module):
-        raise wrong(option, f"{target} gave a {type(model).__name__}, not a torch.nn.Module")
+        raise wrong(option, f"{target} gave {model!r:.60}, which is no torch.nn.Module")
     return model
 
 
@@ -69,7 +69,7 @@ def loss_of(target: str) -> Callable[[Any, Any], Any]:
     found = named(target if ":" in target else f"torch.nn.functional:{target}", "--loss")
     made = _called(found, target) if isinstance(found, type) and issubclass(found, nn.Module) else found
     if not callable(made):
-        raise wrong("--loss", f"{target} is a {type(made).__name__}, which cannot be called")
+        raise wrong("--loss", f"{target} is {made!r:.60}, which cannot be called")
     return made  # type: ignore[no-any-return]
 
 

@@ -31,5 +31,7 @@ def replay(
     from torchhook.origins import replay as run
 
     origin = run(file, model_of(model, "--model"))
-    typer.echo("\n".join(filter(None, [origin.message(), origin.hint])))
-    raise typer.Exit(1 if origin.op or origin.came_with else 0)
+    shown = bool(origin.op or origin.came_with)
+    lines = [origin.message(), origin.hint] if shown else ["All is finite this time. Saved was:", origin.message()]
+    typer.echo("\n".join(filter(None, lines)))
+    raise typer.Exit(1 if shown else 0)

@@ -102,6 +102,7 @@ def _unfused(attention: nn.MultiheadAttention) -> Callable[..., Any]:
         return attention.out_proj(x.view(second, first, -1).transpose(0, 1)).transpose(0, 1).flatten(0, 1)
 
     inner = _rebound(F.multi_head_attention_forward, linear=linear)
+    inner.__globals__[inner.__name__] = inner  # what torch hands to a TorchFunctionMode, to be called by it
     functional = SimpleNamespace(**{**vars(F), "multi_head_attention_forward": inner})
     forward = _rebound(nn.MultiheadAttention.forward, F=functional, torch=_Torch())
 

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from torchhook.config import SEVERITIES, Config
+
 if TYPE_CHECKING:
-    from torchhook.findings import Report
+    from torchhook.findings import Finding, Report
 
 _SECTION = "torchhook"
 
@@ -22,21 +24,16 @@ _SECTION = "torchhook"
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The option of this plugin."""
     group = parser.getgroup("torchhook", "checks of models by torchhook")
-    severities = ("info", "warning", "error")
-    group.addoption("--torchhook-fail-on", choices=severities, help="how bad a finding fails a model_check")
+    group.addoption("--torchhook-fail-on", choices=SEVERITIES, help="how bad a finding fails a model_check")
 
 
 @pytest.fixture
-def model_check(
-    request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
-) -> Callable[..., Report]:
+def model_check(request: pytest.FixtureRequest) -> Callable[..., Report]:
     """Check a model: ``model_check(model, batch, loss)`` gives a `Report`, or fails the test with its findings.
 
     `batch` may be a list of batches. Other arguments are those of `torchhook.diagnose`; the copy is trained for twenty
     steps, unless `steps` says otherwise. Settings come from ``[tool.torchhook]`` in pyproject.toml.
     """
-    from torchhook.config import Config
-
     try:
         fail_on = request.config.getoption("--torchhook-fail-on")
         config = Config.find(request.config.rootpath).overruled(fail_on=fail_on)
@@ -50,7 +47,7 @@ def model_check(
         from torchhook.diagnosing import diagnose
 
         report = diagnose(model, batch, loss, optimizer, steps, **{**config.arguments(), **options})
-        record_property("torchhook", report.headline)
+        request.node.user_properties.append(("torchhook", report.headline))  # for --junitxml
         if not report.ok:
             pytest.fail(_told(report), pytrace=False)
         if report.findings:  # sections travel with the results, from the workers of pytest-xdist, too
@@ -76,9 +73,17 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def _told(report: Report) -> str:
-    """The findings as a table, and what to do about them."""
+    """The findings as a table, then more of them; the first line is all that pytest's own summary shows."""
     from torchhook.text import table
 
+    first = report.findings[0]
     rows = [[found.severity, found.code, found.where, found.message.split("\n")[0]] for found in report.findings]
-    hints = {found.code: f"{found.code}: {found.hint}" for found in report.findings if found.hint}
-    return "\n".join([report.headline, "", table(["severity", "code", "where", "what"], rows), "", *hints.values()])
+    more = dict.fromkeys(f"{found.code}: {line}" for found in report.findings for line in _more(found))
+    headline = f"{first.code} at {first.where} ({report.headline})"
+    return "\n".join([headline, "", table(["severity", "code", "where", "what"], rows), "", *more])
+
+
+def _more(found: Finding) -> list[str]:
+    """What the table has no room for."""
+    explained = f"explains {len(found.affected)} more findings" if found.affected else ""
+    return [line.strip() for line in (*found.message.split("\n")[1:], explained, found.hint) if line]

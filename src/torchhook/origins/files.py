@@ -20,7 +20,7 @@ from torchhook.findings import Finding
 from torchhook.origins.calls import Call, Setting, buffers_before
 from torchhook.origins.origin import Origin
 from torchhook.origins.packing import Packing, available, dtype_of, unpack
-from torchhook.origins.replaying import fill, show, twin_of
+from torchhook.origins.replaying import fill, show, state_of, twin_of
 from torchhook.text import shape_of
 
 FORMAT = 1
@@ -68,41 +68,32 @@ def replay(file: str | Path, model: nn.Module) -> Origin:
     'aten.log'
     """
     require_safetensors()
-    file = Path(file)
-    told, tensors = _read(file)
+    told, tensors = _read(Path(file))
     if told.get("lost"):
-        raise ValueError(
-            f"{file} cannot be replayed, for this could not be stored: {', '.join(map(str, told['lost']))}"
-        )
+        raise ValueError(f"{file} cannot be replayed, for this could not be stored: {', '.join(told['lost'])}")
     try:
         origin = Origin(**{name: told["origin"][name] for name in _OF_ORIGIN})
-        module = _module(model, told["path"], told["class"])
-        state = {name: unpack(of, tensors) for name, of in told["state"].items()}
+        twin = twin_of(_module(model, told["path"], told["class"]))
+        _load(twin, told, tensors)
         arguments = Arguments(unpack(told["args"], tensors), unpack(told["kwargs"], tensors))
         grads = {tuple(address): unpack(of, tensors) for address, of in told["grads"]}
-        setting = _setting(told["setting"], tensors)
-        wanted, training, trained = list(told["wanted"]), set(told["training"]), set(told["trained"])
-    except (LookupError, TypeError, AttributeError, RecursionError, RuntimeError) as error:
-        raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}") from error
-    twin = twin_of(module)
-    _require_same(twin, state, file)
-    fill(twin, state)
-    for name, parameter in twin.named_parameters():
-        parameter.requires_grad_(name in trained)
-    for name, part in twin.named_modules():
-        part.training = name in training
-    names = {id(part): f"{told['path']}.{name}".strip(".") for name, part in twin.named_modules()}
+        setting, wanted = _setting(told["setting"], tensors), list(told["wanted"])
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError, RuntimeError) as error:
+        raise ValueError(f"{file} cannot be replayed: {error}") from error
     originals = {id(part): part for part in twin.modules()}
     shown = show(twin, originals, arguments, wanted, setting, grads if origin.phase == "backward" else None)
-    return origin.shown(shown, names)
+    if origin.came_with and shown.told:
+        return origin
+    paths = {id(part): f"{told['path']}.{name}".strip(".") for name, part in twin.named_modules()}
+    return replace(origin, came_with="").shown(shown, paths)
 
 
 def _write(file: Path, call: Call, calls: list[Call], origin: Origin) -> list[str]:
     """Write the file; the names of what it cannot hold."""
     from safetensors.torch import save_file
 
-    module, setting, packing = call.module, call.setting, Packing()
-    parameters = dict(module.named_parameters(remove_duplicate=False))
+    module, packing = call.module, Packing()
+    parameters, grads = dict(module.named_parameters()), enumerate(call.grads.items())
     state = {**parameters, **buffers_before(call, calls)}
     told = {
         "format": FORMAT,
@@ -113,25 +104,25 @@ def _write(file: Path, call: Call, calls: list[Call], origin: Origin) -> list[st
         "args": packing.pack(tuple(call.arguments.args), "args"),
         "kwargs": packing.pack(dict(call.arguments.kwargs), "kwargs"),
         "wanted": call.wanted,
-        "grads": [
-            [list(at), packing.pack(grad, f"grad{number}")] for number, (at, grad) in enumerate(call.grads.items())
-        ],
+        "grads": [[list(address), packing.pack(grad, f"grad.{number}")] for number, (address, grad) in grads],
         "state": {name: packing.pack(tensor, f"state.{name}") for name, tensor in state.items()},
         "trained": [name for name, parameter in parameters.items() if parameter.requires_grad],
         "training": [name for name, part in module.named_modules() if part.training],
-        "setting": {
-            "grad": setting.grad,
-            "inference": setting.inference,
-            "autocast": [
-                [kind, on, str(dtype).removeprefix("torch.")] for kind, (on, dtype) in setting.autocast.items()
-            ],
-            "seeds": {device: packing.pack(seed, f"seed.{device}") for device, seed in setting.seeds.items()},
-        },
+        "setting": _packed(call.setting, packing),
         "lost": packing.lost,
     }
     file.parent.mkdir(parents=True, exist_ok=True)
     save_file(packing.tensors, file, {_KEY: json.dumps(told)})
     return packing.lost
+
+
+def _packed(setting: Setting, packing: Packing) -> dict[str, Any]:
+    return {
+        "grad": setting.grad,
+        "inference": setting.inference,
+        "autocast": [[kind, on, str(dtype).removeprefix("torch.")] for kind, (on, dtype) in setting.autocast.items()],
+        "seeds": {device: packing.pack(seed, f"seed.{device}") for device, seed in setting.seeds.items()},
+    }
 
 
 def _read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -145,9 +136,7 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} holds no call that torchhook saved, or is damaged: {error}") from error
     if version != FORMAT:
-        raise ValueError(
-            f"{file} is of format {version!r}, and this torchhook reads {FORMAT}: update the older of them"
-        )
+        raise ValueError(f"{file} is of format {version!r}, and this torchhook reads {FORMAT}: update the older one")
     return told, tensors
 
 
@@ -170,12 +159,18 @@ def _module(model: nn.Module, path: str, kind: str) -> nn.Module:
     raise ValueError(f"the saved call is of {path!r}, a {kind}; the {type(model).__name__} given neither is nor has it")
 
 
-def _require_same(twin: nn.Module, state: Mapping[str, Tensor], file: Path) -> None:
-    own = {**dict(twin.named_parameters(remove_duplicate=False)), **dict(twin.named_buffers(remove_duplicate=False))}
+def _load(twin: nn.Module, told: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Give `twin` the state that it had."""
+    own, state = state_of(twin), {name: unpack(of, tensors) for name, of in told["state"].items()}
     for name in own.keys() | state.keys():
         here, there = own.get(name), state.get(name)
         if here is None or there is None or here.shape != there.shape:
-            raise ValueError(f"{name!r} is {shape_of(there)} in {file}, and {shape_of(here)} in the model given")
+            raise ValueError(f"{name!r} is {shape_of(there)} in the file, and {shape_of(here)} in the model given")
+    fill(twin, state)
+    for name, parameter in twin.named_parameters():
+        parameter.requires_grad_(name in told["trained"])
+    for name, part in twin.named_modules():
+        part.training = name in told["training"]
 
 
 def _noting(finding: Finding, **notes: Any) -> Finding:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import linecache
+import math
+import os
 import re
 import sys
 from collections import Counter
@@ -30,9 +32,10 @@ from torchhook.core.shards import is_sharded
 from torchhook.core.trees import Address, Arguments, leaves, mapped
 from torchhook.origins.calls import BAD, Call, Setting, bits_in, bits_of, buffers_before, marks, merged, used_buffers
 
-_TORCH = str(Path(torch.__file__).parent)
-_OURS = str(Path(__file__).parents[1])
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+_OURS = f"{Path(__file__).parents[1]}{os.sep}"
 _CALL = nn.Module._call_impl.__code__
+_FSDP = "_get_fsdp_state"  # what modules have that fully_shard made its own
 _PLACE = re.compile(r'File "(.+?)", line (\d+)')
 _EMPTY = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
 
@@ -120,7 +123,7 @@ class Tracer(TorchDispatchMode):
         result = func(*args, **kwargs)
         name = ".".join(str(func).split(".")[:2])  # without the overload
         written = [tensor for _, tensor in leaves(result)]
-        if name.split(".")[1] in _EMPTY:  # what lies in memory by chance is nobody's fault
+        if name.rpartition(".")[2] in _EMPTY:  # what lies in memory by chance is nobody's fault
             written = [tensor.zero_() for tensor in written]
         self.number += 1
         self._follow_modules()
@@ -128,9 +131,8 @@ class Tracer(TorchDispatchMode):
         if broken:
             step = self._step(name, operands, merged(broken.values()), (*args, *kwargs.values()))
             self.writers.update(dict.fromkeys(broken, step))
-        for memory in (
-            {*map(_memory, written)} - {*map(_memory, given)} - broken.keys()
-        ):  # new, where something else was
+        fresh = {*map(_memory, written)} - {*map(_memory, given)}
+        for memory in fresh - broken.keys():  # where something else was before
             self.writers.pop(memory, None)
         return result
 
@@ -143,7 +145,7 @@ class Tracer(TorchDispatchMode):
         extremes = [mark.item() for mark in marks(tensor)]
         if not extremes:
             return None
-        low, high = extremes
+        low, high = (math.nan if value != value else value for value in extremes)  # one NaN, which equals itself
         memory, bits, dtype = _memory(tensor), bits_of(low, high), str(tensor.dtype).removeprefix("torch.")
         source = self.writers.get(memory) if bits else None
         return Operand(tuple(tensor.shape), dtype, low, high, bits, source, *self.known.get(memory, ("", "")))
@@ -219,9 +221,7 @@ def replay_call(call: Call, calls: list[Call], backward: bool = False) -> Shown:
         fill(twin, buffers_before(call, calls))
         pairs = zip(twin.modules(), call.module.modules(), strict=True)
         originals = {id(module): original for module, original in pairs}
-        # The first run of a reentrant checkpoint knows nothing of gradients.
-        wanted = call.wanted if call.setting.grad else [True] * len(call.wanted)
-        return show(twin, originals, call.arguments, wanted, call.setting, call.grads if backward else None)
+        return show(twin, originals, call.arguments, call.wanted, call.setting, call.grads if backward else None)
     except Exception as error:
         return Shown(note=f"its replay raised {type(error).__name__}: {error}")
 
@@ -229,13 +229,21 @@ def replay_call(call: Call, calls: list[Call], backward: bool = False) -> Shown:
 def twin_of(module: nn.Module) -> nn.Module:
     """A copy of `module`, its parameters in the same memory."""
     with torch.inference_mode(False), Detached():
-        shared: dict[int, Any] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in module.parameters()}
+        shared: dict[int, Any] = {}
+        for parameter in module.parameters():
+            shared[id(parameter)] = same = nn.Parameter(parameter.detach(), parameter.requires_grad)
+            vars(same).update(vars(parameter))  # what people write on them
         return copy.deepcopy(module, shared)
+
+
+def state_of(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of `module`, by their names."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def fill(twin: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Give `twin` these values of parameters and buffers."""
-    own = {**dict(twin.named_parameters(remove_duplicate=False)), **dict(twin.named_buffers(remove_duplicate=False))}
+    own = state_of(twin)
     for name, tensor in state.items():
         own[name].data = tensor.clone()
 
@@ -253,14 +261,14 @@ def show(
     with torch.inference_mode(setting.inference), Detached():
         given = copy.deepcopy(arguments)
     inputs: list[Tensor] = []
-    with torch.enable_grad():
-        given = mapped(_requiring(inputs, wanted if backward else []), given, faithful=True)
+    if backward:
+        with torch.enable_grad():  # a call without it is the first run of a reentrant checkpoint
+            given = mapped(_requiring(inputs, wanted if setting.grad else [True] * len(wanted)), given, faithful=True)
     known = {_memory(tensor): ("argument", _spelt(address)) for address, tensor in leaves(given)}
     known |= {_memory(tensor): ("parameter", name) for name, tensor in twin.named_parameters()}
     for path, part in twin.named_modules():
-        known |= {
-            _memory(tensor): ("buffer", f"{path}.{name}".strip(".")) for name, tensor in used_buffers(part).items()
-        }
+        for name, tensor in used_buffers(part).items():
+            known[_memory(tensor)] = "buffer", f"{path}.{name}".strip(".")
     tracer = Tracer(originals, known)
     with tracer, _eager(), torch.autograd.set_detect_anomaly(backward, check_nan=False):
         with setting._replace(grad=setting.grad or backward).restored():
@@ -306,8 +314,8 @@ def _requiring(inputs: list[Tensor], wanted: list[bool]) -> Callable[[Tensor], T
 def _refusal(module: nn.Module) -> str:
     """Why `module` must not be run by this rank alone."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    together = distributed and any(isinstance(part, nn.SyncBatchNorm) for part in module.modules())
-    if together or any(map(is_sharded, module.parameters())):
+    together = any(isinstance(part, nn.SyncBatchNorm) or hasattr(part, _FSDP) for part in module.modules())
+    if (distributed and together) or any(map(is_sharded, module.parameters())):
         return "all ranks compute it together, and a rank that does so alone would wait for ever"
     return ""
 

@@ -135,7 +135,7 @@ def _hit(call: Call, shown: Shown, calls: list[Call]) -> Hit:
     elif role:
         owner = call.module.get_submodule(name.rpartition(".")[0])
         path = plain(f"{call.path}.{name}" if call.path else name)
-        origin = replace(_origin(call, "state", bits), path=path, kind=type(owner).__name__)
+        origin = replace(_origin(call, "state", bits), path=path, kind=type(owner).__name__).shown(shown, _paths(calls))
     else:
         call = _inside(call, shown, calls)
         origin = _origin(call, "forward", call.bits).shown(shown, _paths(calls))
@@ -155,12 +155,13 @@ def _inside(call: Call, shown: Shown, calls: list[Call]) -> Call:
 
 
 def _broken_state(call: Call, shown: Shown) -> tuple[str, str, int]:
-    """A parameter or buffer of `call` that was broken before it, where no replay told: role, name, what it holds."""
-    state = {} if shown.told else dict(call.module.named_parameters())
-    found = [("parameter", name, bits) for name, known in state.items() if (bits := bits_in(known))]
-    masks = {} if shown.told else call.buffers
-    found += [("buffer", name, bits) for name, known in masks.items() if (bits := bits_in(known)) & NAN]
-    return next(iter(found), ("", "", 0))
+    """A parameter or buffer of `call` that was broken before it: role, name, what it holds. (A replay knows better.)"""
+    state: dict[str, Mapping[str, Tensor]] = {"parameter": dict(call.module.named_parameters()), "buffer": call.buffers}
+    for role, tensors in state.items() if not shown.told else ():
+        for name, tensor in tensors.items():
+            if (bits := bits_in(tensor)) & (NAN if role == "buffer" else ~0):  # there are buffers of infinities
+                return role, name, bits
+    return "", "", 0
 
 
 def _origin(call: Call, phase: Phase, bits: int) -> Origin:

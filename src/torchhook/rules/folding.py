@@ -11,11 +11,24 @@ from torchhook.rules.rule import Phase, Rule
 
 def folded(found: Mapping[Rule, Sequence[Finding]], order: Mapping[str, int]) -> tuple[Finding, ...]:
     """The root causes among what rules found, worst first, with all that they explain as their `affected`."""
-    roots = {rule: _root(rule, findings, order) for rule, findings in found.items() if findings}
-    while (pair := _explained(roots, order)) is not None:
-        cause, consequence = pair
-        roots[cause] = _under(roots[cause], roots.pop(consequence))
-    return tuple(sorted(roots.values(), key=_rank))
+    first = {rule: _root(rule, findings, order) for rule, findings in found.items() if findings}
+    causes = {rule: [cause for cause in first if _is_cause(cause, rule, first, order)] for rule in first}
+    left, roots = set(first), []
+    while left:
+        sources = [rule for rule in left if not left & set(causes[rule])]
+        root = min(sources or left, key=lambda rule: _rank(first[rule]))  # without sources, they all cause each other
+        explained = _reached(root, causes, left)
+        left -= {root, *explained}
+        roots.append(_over(first[root], [first[rule] for rule in explained]))
+    return tuple(sorted(roots, key=_rank))
+
+
+def _reached(root: Rule, causes: Mapping[Rule, Sequence[Rule]], left: set[Rule]) -> list[Rule]:
+    """What of `left` a cause explains, at once or by way of others, in the order of their codes."""
+    found = {root}
+    while more := {rule for rule in left - found if found & set(causes[rule])}:
+        found |= more
+    return sorted(found - {root}, key=lambda rule: rule.code)
 
 
 def _root(rule: Rule, findings: Sequence[Finding], order: Mapping[str, int]) -> Finding:
@@ -30,16 +43,12 @@ def _root(rule: Rule, findings: Sequence[Finding], order: Mapping[str, int]) -> 
     return replace(first, affected=(*first.affected, *others))
 
 
-def _explained(roots: Mapping[Rule, Finding], order: Mapping[str, int]) -> tuple[Rule, Rule] | None:
-    """A cause and its consequence, if there still are any; the earliest causes come last, to take all with them."""
-    for consequence, late in sorted(roots.items(), key=lambda item: _step(item[1]), reverse=True):
-        for cause, early in roots.items():
-            if not _may_cause(cause, early, consequence, late):
-                continue
-            is_mutual = _may_cause(consequence, late, cause, early)
-            if not is_mutual or _place(early, order) < _place(late, order):  # what runs first is the cause
-                return cause, consequence
-    return None
+def _is_cause(cause: Rule, rule: Rule, first: Mapping[Rule, Finding], order: Mapping[str, int]) -> bool:
+    """Whether one rule's finding explains another's; of two that may explain each other, what runs first does."""
+    early, late = first[cause], first[rule]
+    if not _may_cause(cause, early, rule, late):
+        return False
+    return not _may_cause(rule, late, cause, early) or _place(early, order) < _place(late, order)
 
 
 def _may_cause(cause: Rule, early: Finding, consequence: Rule, late: Finding) -> bool:
@@ -67,10 +76,11 @@ def _place(finding: Finding, order: Mapping[str, int]) -> tuple[int, str]:
     return min(inside, default=len(order)) if finding.site else -1, finding.code
 
 
-def _under(cause: Finding, consequence: Finding) -> Finding:
-    worst = max(cause.severity, consequence.severity, key=lambda severity: severity.rank)
-    alone = replace(consequence, affected=())
-    return replace(cause, severity=worst, affected=(*cause.affected, alone, *consequence.affected))
+def _over(cause: Finding, consequences: Sequence[Finding]) -> Finding:
+    """A cause with its consequences: as bad as the worst of them."""
+    every = [part for finding in consequences for part in (replace(finding, affected=()), *finding.affected)]
+    worst = max((cause.severity, *(finding.severity for finding in every)), key=lambda severity: severity.rank)
+    return replace(cause, severity=worst, affected=(*cause.affected, *every))
 
 
 def _step(finding: Finding) -> int:

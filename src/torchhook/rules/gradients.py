@@ -71,7 +71,7 @@ class ExplodingGradient(Flow):
 
     code, name, severity = "TH402", "exploding-gradient", Severity.ERROR
     uses = (Need("param_grad"),)
-    explains = ("TH101", "TH103", "TH104", "TH2", "TH403", "TH501", "TH6", "TH8")
+    explains = ("TH101", "TH103", "TH104", "TH2", "TH403", "TH501", "TH6", "TH801")
     hint = "Clip the gradient norm, lower the initial scale of the layer, or put norms between the layers."
     wrong = "A loss that is a sum over very many terms; targets that are not normalised."
     ratio, size = 1e3, 1e3

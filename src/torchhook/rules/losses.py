@@ -17,7 +17,7 @@ from torchhook.rules.series import outliers
 class LossNotFalling(Rule):
     """The mean loss of the last quarter of steps is not clearly below that of the first quarter, or even above it.
 
-    Clearly is two standard errors and a thirtieth. Asked after forty steps, and not of a loss that began near zero.
+    Clearly is two standard errors and a twentieth. Asked after forty steps, and not of a loss that began near zero.
     """
 
     code, name = "TH601", "loss-not-falling"
@@ -25,7 +25,7 @@ class LossNotFalling(Rule):
     facts = ("losses",)
     hint = "Overfit one batch first. If that works, look at the labels and their order; if not, at the learning rate."
     wrong = "Losses that are not meant to fall: of a GAN or a policy. Pass none."
-    least, share = 40, 0.03
+    least, share = 40, 0.05
 
     def find(self, history: History) -> Iterator[Finding]:
         values = finite(history.losses.values())
@@ -76,7 +76,7 @@ class InitialLoss(Rule):
     code, name = "TH603", "initial-loss"
     phase = Phase.LOSS
     facts = ("task",)
-    explains = ("TH402", "TH501", "TH601", "TH602")
+    explains = ("TH2", "TH4", "TH501", "TH601", "TH602")
     hint = "Make the initial weights of the last layer smaller, or zero."
     wrong = "Fine-tuning on labels that mean something else than before."
 

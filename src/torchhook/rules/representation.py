@@ -16,7 +16,7 @@ class RankCollapse(Rule):
     """The outputs of a layer vary in far fewer directions than its inputs: an effective rank below 15 % of theirs.
 
     Of what the layer could keep, which is the smaller of the rank of its inputs and the number of its units, if that is
-    eight or more. The effective rank is the exponential of the entropy of the spectrum of the covariance.
+    six or more; or below 1.2 itself. The effective rank is the exponential of the entropy of the covariance's spectrum.
     """
 
     code, name = "TH801", "rank-collapse"
@@ -24,7 +24,7 @@ class RankCollapse(Rule):
     explains = ("TH2", "TH401", "TH601")
     hint = "Look at the rank of the layer's weight: at its initialisation, and at weight decay if it fell."
     wrong = "Bottlenecks of low rank by design."
-    share, least = 0.15, 8
+    share, one, least = 0.15, 1.2, 6
 
     def find(self, history: History) -> Iterator[Finding]:
         window = history.whole(0.5)
@@ -33,8 +33,8 @@ class RankCollapse(Rule):
             if reading.path not in inputs:
                 continue
             before, after = inputs[reading.path]["covariance"], reading["covariance"]
-            possible = min(_rank(before), len(after.mean))
-            if possible >= self.least and (rank := _rank(after)) < self.share * possible:
+            possible, rank = min(_rank(before), len(after.mean)), _rank(after)
+            if 0 < rank < max(self.share * possible, self.one) and possible >= self.least:
                 said = f"its outputs vary in {rank:.1f} directions, of {possible:.0f} that its inputs have"
                 yield self.finding(said, reading.path, rank=plain(rank), possible=plain(possible))
 
@@ -77,7 +77,7 @@ class AttentionLogits(Rule):
 
     code, name = "TH803", "attention-logits"
     needs = (Need("attention", "attention"),)
-    explains = ("TH101", "TH103", "TH401", "TH601", "TH801", "TH802")
+    explains = ("TH101", "TH103", "TH4", "TH601", "TH801", "TH802")
     hint = "Normalise queries and keys (QK norm), cap the logits, or check the scale of 1/√d."
     wrong = "Models that cap logits afterwards."
     limit = 100.0

@@ -24,9 +24,9 @@ _STUCK = ("TH202", "TH204", "TH301", "TH401", "TH404", "TH502", "TH601", "TH603"
 class DeadUnits(Rule):
     """Units of a ReLU that are positive on less than 0.1 % of positions, on at least 200 of them.
 
-    A quarter of a layer's units is worth knowing, three fifths are a warning, four an error. A ReLU that is called as a
-    function counts too: units of the layer before it that are never positive, and zero for the layer after it. The
-    share of zeros says nothing: a healthy ResNet has 40 % zeros and no dead unit.
+    A quarter of a layer's units is worth knowing, 65 % are a warning (50 % if they did fire at first), 80 % an error.
+    A ReLU that is called as a function counts too: units of the layer before it that are never positive, and zero for
+    the layer after it. The share of zeros says nothing: a healthy ResNet has 40 % zeros and no dead unit.
     """
 
     code, name = "TH201", "dead-units"
@@ -39,17 +39,22 @@ class DeadUnits(Rule):
     )
     wrong = "Experts and adapters that these inputs do not use; pruned networks; few or similar samples."
     active, least = 0.001, 200
-    limits: tuple[float, float, float] = (0.25, 0.6, 0.8)
+    info, lost, warning, error = 0.25, 0.5, 0.65, 0.8
 
     def find(self, history: History) -> Iterator[Finding]:
         window = history.whole(0.25)
         for site, dead in {**self._modules(window), **self._functions(window)}.items():
             share = float(dead.double().mean())
-            if share >= self.limits[0] and len(dead) >= 6:
+            if share >= self.info and len(dead) >= 8:
                 step = _since(history, site, dead, self.active)
                 said = f"{100 * share:.0f} % of the units never fire"
-                severity = list(Severity)[sum(share >= limit for limit in self.limits) - 1]
+                severity = self._severity(share, step is not None and step > history.first_step)
                 yield self.finding(said, site, step, severity, dead=int(dead.sum()), units=len(dead))
+
+    def _severity(self, share: float, have_fired: bool) -> Severity:
+        if share >= self.error:
+            return Severity.ERROR
+        return Severity.WARNING if share >= (self.lost if have_fired else self.warning) else Severity.INFO
 
     def _modules(self, window: Snapshot) -> dict[str, Tensor]:
         """Dead units of rectifiers that are modules."""

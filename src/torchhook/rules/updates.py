@@ -83,17 +83,27 @@ class UpdateTooLarge(Ratios):
 
 @register
 class UpdateTooSmall(Ratios):
-    """A step changes a matrix by less than three millionths of its norm, in the median after the first ten steps."""
+    """A step changes a matrix by less than three millionths of its norm, in the median after the first ten steps.
+
+    Nothing at all counts as well, if there is a gradient: the step is lost in rounding.
+    """
 
     code, name = "TH502", "update-too-small"
-    explains = ("TH601", "TH801")
+    uses = (Need("param_grad"),)
+    explains = ("TH4", "TH601", "TH801")
     hint = "Raise the learning rate; check its schedule, the loss's scale and the weight decay."
     wrong = "The end of a schedule; fine-tuning that is meant to be gentle."
     limit = 3e-6
 
     def find(self, history: History) -> Iterator[Finding]:
-        bad = {path: ratio for path, ratio in self.ratios(history).items() if 0 < ratio < self.limit}
+        moved = {path for path, ratio in self.ratios(history).items() if ratio > 0 or self._has_gradient(history, path)}
+        bad = {path: ratio for path, ratio in self.ratios(history).items() if path in moved and ratio < self.limit}
         yield from self.report(history, bad, self.limit, "too small to learn")
+
+    def _has_gradient(self, history: History, path: str) -> bool:
+        """Whether a parameter mostly has a gradient, so that a step of zero was lost in rounding."""
+        by_step = history.summaries("param_grad").get((path, "param_grad"), {})
+        return sum(said.l2 > 0 for said in by_step.values()) > 0.5 * len(history.windows)
 
 
 @register

@@ -14,8 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-_SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
-
 
 class Attending(TorchFunctionMode):
     """While it is entered, gives `tell` the logits of every attention."""
@@ -27,7 +25,7 @@ class Attending(TorchFunctionMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        logits = _LOGITS.get(function)
+        logits = _LOGITS.get(getattr(function, "__name__", ""))
         if logits is not None and torch._C._current_graph_task_id() == -1:
             with torch.no_grad():
                 found = logits(*args, **kwargs)
@@ -115,8 +113,8 @@ def _inverted(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return logits
 
 
-_LOGITS: dict[Any, Callable[..., Tensor | None]] = {
-    F.scaled_dot_product_attention: _of_product,
-    F.multi_head_attention_forward: _inverted(_of_multihead),
-    **dict.fromkeys(_SOFTMAX, _of_softmax),
+_LOGITS: dict[str, Callable[..., Tensor | None]] = {  # by name, for a function may have a double that calls modules
+    "scaled_dot_product_attention": _of_product,
+    "multi_head_attention_forward": _inverted(_of_multihead),
+    "softmax": _of_softmax,
 }

@@ -1,0 +1,47 @@
+"""``torchhook replay``: what catch_nonfinite has saved is shown again."""
+
+import sys
+
+import pytest
+import torch
+
+import torchhook
+
+
+@pytest.fixture
+def saved(project, tmp_path):
+    sys.path.insert(0, str(project))
+    from small.net import infinite
+
+    model = infinite()
+    with torchhook.catch_nonfinite(model, save=tmp_path, on_found="warn") as caught, pytest.warns(match="aten.log"):
+        model(torch.randn(4, 8))
+    return caught.file
+
+
+def test_shows_it_again_and_ends_with_1(command, saved):
+    done = command("replay", saved, "--model", "small.net:infinite")
+    assert (done.code, done.err) == (1, "")
+    assert "-Inf in the forward of pass 0: aten.log made it in '3' (Log)" in done.out
+    assert "net.py:19: return (x * 0).log()" in done.out
+    assert "clamp it" in done.out
+
+
+def test_ends_with_0_once_it_is_mended(command, saved, monkeypatch):
+    from small import net
+
+    monkeypatch.setattr(net.Log, "forward", lambda _, x: (x * 0).exp())
+    done = command("replay", saved, "--model", "small.net:infinite")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith("All is finite this time. Saved was:\n-Inf in the forward of pass 0")
+
+
+def test_what_cannot_be_replayed_ends_with_2(command, saved, project):
+    other = command("replay", saved, "--model", "small.net:Net")
+    assert other.code == 2 and "a Log; the Net given neither is nor has it" in other.err
+    foreign = command("replay", project / "script.py", "--model", "small.net:Net")
+    assert foreign.code == 2 and "holds no call that torchhook saved" in foreign.err
+    missing = command("replay", "nowhere.safetensors", "--model", "small.net:Net")
+    assert missing.code == 2 and "'nowhere.safetensors' does not exist" in missing.said
+    assert "Missing option '--model'" in command("replay", saved).said
+    assert "--model: small.net has no 'Nte'" in command("replay", saved, "--model", "small.net:Nte").said
