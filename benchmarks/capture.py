@@ -456,8 +456,8 @@ class Growth:
 
 
 def import_milliseconds(repeats: int = 9) -> list[float]:
-    """What `from torchhook import capture` adds to `import torch`, each time in a fresh process, with bytecode as pip leaves it."""
-    code = "import time, torch; start = time.perf_counter(); from torchhook import capture; print(time.perf_counter() - start)"
+    """What importing `capture` adds to `import torch`, each time in a fresh process, with bytecode as pip leaves it."""
+    code = "import time, torch; a = time.perf_counter(); from torchhook import capture; print(time.perf_counter() - a)"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     with tempfile.TemporaryDirectory() as cache:
         environment["PYTHONPYCACHEPREFIX"] = cache

@@ -66,7 +66,9 @@ def test_the_seed_makes_it_happen_again(diagnosed):
 
 
 def test_rules_are_chosen(diagnosed):
-    done = diagnosed("small.net:Net", "--select", "th2,TH503", "--ignore", "TH202", "--ignore", "TH204", "--format", "json")
+    done = diagnosed(
+        "small.net:Net", "--select", "th2,TH503", "--ignore", "TH202", "--ignore", "TH204", "--format", "json"
+    )
     report = json.loads(done.out)
     assert {*report["checked"], *report["skipped"]} == {"TH201", "TH203", "TH503"}
 

@@ -56,7 +56,7 @@ def test_help_fits_in_80_columns(command, name):
     assert "\x1b" not in done.out and "\\" not in done.out and "[/" not in done.out
     assert all(len(line) <= 80 for line in done.out.splitlines())
     prose = re.findall(r"^ \S.*$", done.out, re.MULTILINE)
-    assert all(len(line.split()) > 2 for line in prose), "a word is alone on its line"
+    assert all(len(line.split()) > 1 for line in prose), "a word is alone on its line"
 
 
 def test_no_arguments_show_the_help(command):
@@ -73,10 +73,9 @@ def test_on_a_terminal_a_bar_is_drawn_and_standard_output_stays_clean(project):
 
 
 def test_colours_are_for_terminals_that_want_them(project):
-    seen, _ = in_terminal(["rules", "TH101"])
-    assert "\x1b[1m" in seen
-    error = ["diagnose", "small.net:crashing", "--input", "1,8"]
-    assert "ZeroDivisionError" in in_terminal(error)[1]
+    assert COLOUR.search(in_terminal(["rules", "--help"])[0])
+    assert not COLOUR.search(in_terminal(["rules", "--help"], NO_COLOR="1")[0])
+    assert "\x1b" not in in_terminal(["rules", "--help"], out=False)[0]
 
 
 def in_terminal(arguments, out=True, **environment):
@@ -93,7 +92,9 @@ def in_terminal(arguments, out=True, **environment):
     for end in (out_write, err_write):
         os.close(end)
     said = {}
-    readers = [threading.Thread(target=lambda end=end: said.update({end: drained(end)})) for end in (out_read, err_read)]
+    readers = [
+        threading.Thread(target=lambda end=end: said.update({end: drained(end)})) for end in (out_read, err_read)
+    ]
     for reader in readers:
         reader.start()
     process.wait(120)

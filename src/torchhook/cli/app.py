@@ -35,5 +35,5 @@ def torchhook(
 ) -> None:
     """See, record, change and diagnose what happens inside a PyTorch model.
 
-    Commands end with 0 if all is well, 1 if something was found, 2 if they failed.
+    They end with 0 if all is well, 1 if something was found, 2 if they failed.
     """

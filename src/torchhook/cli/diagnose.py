@@ -95,7 +95,7 @@ def diagnose(
         ),
     ] = Format.TEXT,
 ) -> None:
-    """Inspect a model: at rest, in a forward and backward, and in a short training of a copy.
+    """Inspect a model: at rest, in a pass, and in a short training of a copy.
 
     NAME and MODEL are package.module:name, also of modules in the current folder.
     With --input there are no targets, and nothing is trained.

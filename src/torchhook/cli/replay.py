@@ -20,7 +20,7 @@ def replay(
         typer.Option(metavar="NAME", help="What the call was of: a model, or a function or class that makes one."),
     ],
 ) -> None:
-    """Run a call that catch_nonfinite saved once more, and show where NaN or Inf begins.
+    """Run a call that catch_nonfinite saved, and show where NaN or Inf begins.
 
     Weights, arguments and random states are those of the file.
     Ends with 1 if it shows again, with 0 if all is finite this time.

@@ -21,7 +21,7 @@ def rules(
         str | None, typer.Argument(metavar="RULE", help="A code, the beginning of one, or a name; without it, all.")
     ] = None,
 ) -> None:
-    """List the rules, or tell all about one: what it finds, what to do, when it is wrong.
+    """List the rules, or tell of one what it finds, what to do, when it is wrong.
 
     [bold]torchhook rules[/]
     [bold]torchhook rules TH201[/]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torchhook.findings import Finding
-from torchhook.rules.history import History, plain, readings
+from torchhook.rules.history import History, joined, plain, readings, settled
 from torchhook.rules.registry import register
 from torchhook.rules.rule import Need, Rule
 from torchhook.stats.covariance import Spread
+from torchhook.stats.reading import Snapshot
 
 
 @register
@@ -27,16 +28,23 @@ class RankCollapse(Rule):
     share, one, least = 0.15, 1.2, 6
 
     def find(self, history: History) -> Iterator[Finding]:
-        window = history.whole(0.5)
+        half = len(history.windows) // 2
+        first = settled(joined(window.snapshot for window in history.windows[:half]))
+        since = {path: history.first_step for path, *_ in self._collapsed(first)}
+        for path, rank, possible in self._collapsed(history.whole(0.5)):
+            said = f"its outputs vary in {rank:.1f} directions, of {possible:.0f} that its inputs have"
+            step = since.get(path, history.windows[half].step)
+            yield self.finding(said, path, step, rank=plain(rank), possible=plain(possible))
+
+    def _collapsed(self, window: Snapshot) -> Iterator[tuple[str, float, float]]:
+        """Layers that lost most directions, how many are left, and how many there could be."""
         inputs = {reading.path: reading for reading in readings(window, "input", "covariance", "weight")}
         for reading in list(readings(window, "output", "covariance", "weight"))[:-1]:  # the last may be sure of itself
-            if reading.path not in inputs:
-                continue
-            before, after = inputs[reading.path]["covariance"], reading["covariance"]
-            possible, rank = min(_rank(before), len(after.mean)), _rank(after)
-            if 0 < rank < max(self.share * possible, self.one) and possible >= self.least:
-                said = f"its outputs vary in {rank:.1f} directions, of {possible:.0f} that its inputs have"
-                yield self.finding(said, reading.path, rank=plain(rank), possible=plain(possible))
+            if reading.path in inputs:
+                before, after = inputs[reading.path]["covariance"], reading["covariance"]
+                possible, rank = min(_rank(before), len(after.mean)), _rank(after)
+                if 0 < rank < max(self.share * possible, self.one) and possible >= self.least:
+                    yield reading.path, rank, possible
 
 
 def _rank(spread: Spread) -> float:

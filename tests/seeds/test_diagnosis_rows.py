@@ -1,0 +1,205 @@
+"""The rows of diagnosis: C20, C21, C22, C39, C43, B04, B10, B11."""
+
+import inspect
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from specimens import hooks_of, resnet18
+from torchhook import ModelDiagnostics, Profile, catch_nonfinite, check, diagnose, measure, origins, render
+from torchhook.errors import NonfiniteError
+from zoo import FAULTS, HEALTHY
+from zoo.inspecting import inspected, is_at
+
+
+def batches(count=4, size=64):
+    return [(torch.randn(size, 8), torch.randint(3, (size,))) for _ in range(count)]
+
+
+def mlp(*between):
+    return nn.Sequential(nn.Linear(8, 32), *between, nn.Linear(32, 3))
+
+
+class Scale(nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return x * self.factor
+
+
+def test_c20_one_diagnostics_object_over_features_and_gradients():
+    class Writer:
+        tags = ()
+
+        def add_histogram(self, tag, values, global_step=None):
+            self.tags = (*self.tags, (tag, global_step, values.numel()))
+
+    model, writer = resnet18(num_classes=3), Writer()
+    before = hooks_of(model)
+    diagnostics = ModelDiagnostics(model)
+    model(torch.randn(2, 3, 32, 32)).sum().backward()
+    diagnostics.visualize(writer, 5)
+    diagnostics.close()
+    assert hooks_of(model) == before
+    convolutions = [path for path, module in model.named_modules() if isinstance(module, nn.Conv2d)]
+    assert sorted(diagnostics.features) == sorted(diagnostics.gradients) == sorted(convolutions)
+    assert diagnostics.features["conv1"].shape == diagnostics.gradients["conv1"].shape == (2, 64, 16, 16)
+    stats = diagnostics.compute_activation_stats()["conv1"]
+    assert stats["mean"] == pytest.approx(float(diagnostics.features["conv1"].mean()), abs=1e-5)
+    assert set(stats) == {"mean", "std", "max", "min"}
+    assert ("features/conv1", 5, 2 * 64 * 16 * 16) in writer.tags and len(writer.tags) == 2 * len(convolutions)
+
+
+def test_c21_dead_units_are_found():
+    model = mlp(nn.ReLU())
+    with measure(model, by="channel") as stats:
+        model(torch.randn(500, 8))
+    assert not check(stats, ["TH201"]).findings  # half of all values are zero, and no unit is dead
+    nn.init.constant_(model[0].bias[:30], -100)
+    with measure(model, by="channel") as stats:
+        model(torch.randn(500, 8))
+    (finding,) = check(stats, ["dead-units"]).findings
+    assert (finding.code, finding.site, finding.severity) == ("TH201", "1", "error")
+    assert finding.evidence["dead"] == 30 and finding.evidence["units"] == 32
+
+
+@pytest.mark.parametrize("factor, code", [(1e-9, "TH401"), (1e9, "TH402"), (1.0, None)])
+def test_c22_exploding_and_vanishing_gradients_are_found(factor, code):
+    model = mlp(nn.ReLU(), Scale(factor))
+    with measure(model, grads=True) as stats:
+        F.cross_entropy(model(torch.randn(64, 8)), torch.randint(3, (64,))).backward()
+    found = [(finding.code, finding.site) for finding in check(stats, ["TH4"]).findings]
+    assert found == ([(code, "0")] if code else [])
+
+
+NETS = """
+import torch
+from torch import nn
+
+def healthy():
+    return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 3))
+
+def sick():
+    model = healthy()
+    model[0].weight.data[0, 0] = float("nan")
+    return model
+
+def batches():
+    torch.manual_seed(0)
+    return [(torch.randn(64, 8), torch.randint(3, (64,))) for _ in range(4)]
+"""
+TESTS = """
+import torch.nn.functional as F
+from nets import batches, healthy, sick
+
+def test_healthy(model_check):
+    assert model_check(healthy(), batches(), F.cross_entropy).ok
+
+def test_sick(model_check):
+    model_check(sick(), batches(), F.cross_entropy)
+"""
+
+
+def run(folder, *arguments):
+    return subprocess.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=250)
+
+
+def test_c39_health_checks_in_continuous_integration(tmp_path):
+    (tmp_path / "nets.py").write_text(NETS)
+    (tmp_path / "test_nets.py").write_text(TESTS)
+    command = "-c", "from torchhook.cli import main; main()", "diagnose"
+    options = "--loader", "nets:batches", "--steps", "5", "--fail-on", "error"
+    done = run(tmp_path, *command, "nets:healthy", *options)
+    assert done.returncode == 0, done.stderr
+    done = run(tmp_path, *command, "nets:sick", *options, "--report", "report.xml", "--report", "report.json")
+    assert done.returncode == 1 and "TH102" in done.stdout, done.stderr
+    assert ElementTree.parse(tmp_path / "report.xml").getroot().iter("failure")
+    assert render.load(tmp_path / "report.json").exit_code == 1
+    done = run(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_nets.py")
+    assert done.returncode == 1 and "1 failed, 1 passed" in done.stdout, done.stdout
+    assert "TH102" in done.stdout and "0.weight" in done.stdout
+
+
+def test_c43_anomalies_in_production_against_a_stored_profile(tmp_path):
+    model = mlp(nn.ReLU()).eval()
+    Profile.of(model, [x for x, _ in batches(8)]).save(tmp_path / "profile.safetensors")
+    profile = Profile.load(tmp_path / "profile.safetensors")
+    live = batches(1)[0][0]
+    assert profile.check(model, live, fail_on="warning").ok
+    report = profile.check(model, 50 * live)
+    assert not report.ok
+    assert (report.findings[0].code, report.findings[0].site) == ("TH901", "0")
+    with torch.no_grad():
+        model[2].weight *= 50
+    assert profile.check(model, live).findings[0].site == "2"
+
+
+class Log(nn.Module):
+    def forward(self, x):
+        return x.log()  # here
+
+
+def test_b04_the_origin_of_the_first_nan_its_op_its_line_and_the_input_that_reproduces_it(tmp_path):
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), Log(), nn.Linear(8, 3))
+    before = hooks_of(model)
+    with pytest.raises(NonfiniteError), catch_nonfinite(model, save=tmp_path) as caught:
+        model(torch.randn(4, 8))
+    assert hooks_of(model) == before
+    lines, start = inspect.getsourcelines(Log)
+    (line,) = [start + number for number, text in enumerate(lines) if text.rstrip().endswith("# here")]
+    assert (caught.origin.path, caught.origin.op) == ("2", "aten.log")
+    assert caught.origin.line.startswith(f"{Path(__file__).name}:{line}:")
+    assert [finding.site for finding in caught.finding.affected][:1] == ["3"]
+    fresh = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), Log(), nn.Linear(8, 3))
+    assert origins.replay(caught.file, fresh).op == "aten.log"
+
+
+def named(specimens, name):
+    return next(specimen for specimen in specimens if specimen.name == name)
+
+
+def test_b10_rules_are_calibrated_on_a_zoo_of_healthy_and_sick_trainings():
+    assert len(HEALTHY) >= 12 and len(FAULTS) >= 24
+    assert len({specimen.name for specimen in (*HEALTHY, *FAULTS)}) == len(HEALTHY) + len(FAULTS)
+    report = inspected(HEALTHY[0], 1000)
+    assert not [finding for finding in report.findings if finding.severity >= "warning"], report
+    fault = named(FAULTS, "dead_relu")
+    first = inspected(fault, 1000).findings[0]
+    assert first.code in fault.codes and is_at(first.site, fault.sites_for(1000))
+
+
+def test_b10_precision_and_recall_are_published():
+    pages = (Path(__file__).parents[2] / "docs").glob("*.md")
+    assert any(
+        "precision" in page.lower() and "recall" in page.lower() for page in (file.read_text() for file in pages)
+    )
+
+
+def test_b11_one_report_for_people_and_machines(tmp_path):
+    model = mlp(nn.ReLU())
+    with torch.no_grad():
+        model[0].weight[0, 0] = math.nan
+    report = diagnose(model, batches(), F.cross_entropy, steps=3)
+    code, site = report.findings[0].code, report.findings[0].site
+    assert (code, site) == ("TH102", "0.weight")
+    for suffix in ("html", "json", "xml", "md"):
+        render.save(report, tmp_path / f"report.{suffix}")
+        text = (tmp_path / f"report.{suffix}").read_text()
+        assert code in text and site in text, suffix
+    page = (tmp_path / "report.html").read_text()
+    assert page.lstrip().lower().startswith("<!doctype html") and "<script src" not in page  # works from disk
+    assert render.load(tmp_path / "report.json").findings == report.findings
+    assert json.loads(render.json(report))["ok"] is False
+    failures = [case for case in ElementTree.parse(tmp_path / "report.xml").iter("testcase") if len(case)]
+    assert failures
+    assert code in render.terminal(report) and code in str(report) and code in report._repr_html_()
