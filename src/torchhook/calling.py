@@ -70,7 +70,7 @@ def loss_of(output: Any, target: Any, loss: Loss | None) -> Guess:
     brought = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(brought, Tensor):
         return Guess(_scalar(brought))
-    if isinstance(output, Tensor) and not output.dim() and output.requires_grad:
+    if isinstance(output, Tensor) and not output.dim() and output.is_floating_point():
         return Guess(output)
     prediction = main_tensor(output)
     if isinstance(target, Tensor) and target.dtype in _CLASSES and target.dim() == prediction.dim() - 1:

@@ -149,7 +149,7 @@ class Report:
         return f"{self.model}: {', '.join(said) or 'nothing found'}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Numbers, strings, lists and dicts alone: the contract for programs, and `from_dict` reads it back.
+        """Numbers, strings, lists and dicts alone, which `from_dict` reads back and `render.json` writes.
 
         >>> Report.from_dict(Report(model="Net").to_dict()) == Report(model="Net")
         True

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from torchhook.calling import Batch, call, on_device
-from torchhook.core.selection import Query
+from torchhook.core.selection import Query, plain
 from torchhook.findings import Report
 from torchhook.measuring import measure
 from torchhook.rules.checking import check
-from torchhook.rules.history import History, joined, settled
+from torchhook.rules.history import History, finite, joined, settled
 from torchhook.rules.registry import Choice
 from torchhook.stats import Histogram
 from torchhook.stats.histogram import Bins
@@ -28,16 +28,20 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Known:
-    """What a profile knows of one place: the bins, the deviation, and how far its own batches are from their whole."""
+    """What a profile knows of one place.
+
+    The bins, the unit that distances are told in, how far its own batches are from the others, and how large they are.
+    """
 
     state: Tensor
-    std: float
+    unit: float
     noise: float
+    size: float
 
     @property
     def bins(self) -> Bins:
         """How the values are distributed."""
-        return Histogram().compute(self.state)
+        return _bins(self.state)
 
 
 class Profile:
@@ -62,8 +66,8 @@ class Profile:
         ['0']
         """
         windows = list(_measured(model, data, queries))
-        if not windows:
-            raise ValueError("data has no batches, and a profile is made of them")
+        if len(windows) < 2:
+            raise ValueError(f"a profile needs two batches or more, to know how they differ; data has {len(windows)}")
         whole = settled(joined(windows))
         return cls({place: _known(whole[place], place, windows) for place in whole}, type(model).__name__)
 
@@ -71,18 +75,21 @@ class Profile:
         self, model: nn.Module, data: Any, rules: Iterable[Choice] | None = None, fail_on: str = "error"
     ) -> Report:
         """Where `model` differs from the profile on a live batch, or on a list of them."""
-        paths = [path for path, _ in self.places]
+        paths = list(dict.fromkeys(path for path, _ in self.places))
+        gone = [path for path in paths if path not in {plain(known) for known, _ in model.named_modules()}]
+        if gone:
+            raise ValueError(f"the profile is of another model, a {self.model}: this one has no {gone[0]!r}")
         history = History(profile=self)
         batches = data if isinstance(data, list) else [data]
-        for step, window in enumerate(_measured(model, batches, list(dict.fromkeys(paths)))):
+        for step, window in enumerate(_measured(model, batches, paths)):
             history.add(step, window)
         return check(history, rules or ["TH101", "TH901"], fail_on=fail_on, model=self.model)
 
     def save(self, path: str | Path) -> None:
         """Write it to a file, as tensors and JSON: nothing in it is ever executed."""
         places = [
-            {"path": place[0], "port": place[1], "std": known.std, "noise": known.noise}
-            for place, known in self.places.items()
+            {"path": path, "port": port, "unit": known.unit, "noise": known.noise, "size": known.size}
+            for (path, port), known in self.places.items()
         ]
         about = {"torchhook_profile": VERSION, "model": self.model, "places": places}
         states = {str(number): known.state.contiguous() for number, known in enumerate(self.places.values())}
@@ -94,7 +101,7 @@ class Profile:
 
         >>> import tempfile
         >>> file = Path(tempfile.mkdtemp()) / "profile.safetensors"
-        >>> Profile.of(nn.ReLU(), [torch.randn(8, 4)]).save(file)
+        >>> Profile.of(nn.ReLU(), [torch.randn(8, 4) for _ in range(2)]).save(file)
         >>> Profile.load(file)
         Profile of ReLU: 1 place
         """
@@ -103,7 +110,9 @@ class Profile:
             if about.get("torchhook_profile") != VERSION:
                 raise ValueError(f"{str(path)!r} is no profile of version {VERSION}")
             places = {
-                (known["path"], known["port"]): Known(file.get_tensor(str(number)), known["std"], known["noise"])
+                (known["path"], known["port"]): Known(
+                    file.get_tensor(str(number)), known["unit"], known["noise"], known["size"]
+                )
                 for number, known in enumerate(about["places"])
             }
         return cls(places, about["model"])
@@ -113,19 +122,28 @@ class Profile:
 
 
 def _measured(model: nn.Module, data: Iterable[Any], queries: Iterable[Query]) -> Iterator[Snapshot]:
-    """What the outputs are like, batch by batch."""
+    """What the outputs are like, batch by batch; buffers that a forward changes are put back."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with torch.no_grad(), measure(model, *queries, stats=("moments", "histogram"), on_silent="ignore") as stats:
         for batch in data:
             call(model, Batch.of(on_device(batch, model)))
             yield settled(stats.snapshot())
             stats.reset()
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
 
 
 def _known(whole: Reading, place: Place, windows: list[Snapshot]) -> Known:
-    bins, std = whole.histogram(), whole.std
-    distances = [bins.distance(window[place].histogram()) for window in windows if place in window.rows]
-    noise = max(distances) / std if std > 0 else 0.0
-    return Known(whole.state(Histogram.name), std, noise)
+    state, said = whole.state(Histogram.name), whole["moments"]
+    unit = said.std if said.std > 0 else abs(said.mean) or 1.0
+    parts = [window[place].state(Histogram.name) for window in windows if place in window.rows]
+    distances = [_bins(part).distance(_bins(state - part)) for part in parts]
+    noise = max(finite(distances), default=0.0) / unit
+    return Known(state, unit, noise, said.count / len(parts))
+
+
+def _bins(state: Tensor) -> Bins:
+    return Histogram().compute(state)
 
 
 def _safetensors() -> Any:

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torchhook.catching import catch_nonfinite
 from torchhook.errors import NonfiniteError
-from torchhook.origins import Catch
+from torchhook.origins import Catch, replay
 
 
 def caught(model, run):
@@ -167,6 +167,12 @@ def test_in_place_and_views_do_not_disturb():
     assert (origin.path, origin.op) == ("root", "SqrtBackward0 (aten.div)")
 
 
+def test_a_call_that_overwrites_what_it_is_given():
+    model = nn.Sequential(linear(), Calls(lambda self, x: x.mul_(0).sqrt()), linear())
+    origin = caught(model, lambda: model(torch.ones(2, 4)).sum().backward()).origin
+    assert (origin.path, origin.op, origin.note) == ("1", "SqrtBackward0 (aten.div)", "")
+
+
 def test_dropout_is_the_same_again():
     class Sick(nn.Module):
         def forward(self, x):
@@ -181,7 +187,7 @@ def test_dropout_is_the_same_again():
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointed_models(reentrant):
+def test_checkpointed_models(reentrant, tmp_path):
     class Checkpointed(nn.Module):
         def __init__(self, *layers):
             super().__init__()
@@ -199,8 +205,11 @@ def test_checkpointed_models(reentrant):
     origin = caught(model, run(model)).origin
     assert (origin.path, origin.phase, origin.call) == ("1.layers.1", "forward", 0)
     model = nn.Sequential(linear(), Checkpointed(linear(), Sqrt()), linear())
-    origin = caught(model, run(model)).origin
+    with Catch(model, tmp_path, "record") as catch:
+        run(model)()
+    origin = catch.origin
     assert (origin.path, origin.phase) == ("1.layers.1", "backward") and origin.line == line_of(Sqrt, "sqrt")
+    assert replay(catch.file, model) == origin
 
 
 class Scaled(nn.Module):

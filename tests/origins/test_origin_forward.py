@@ -132,17 +132,19 @@ def test_every_container_that_goes_in_or_comes_out(wrap, unwrap, by_name):
 
 def test_what_a_call_was_given_is_what_it_was_given_then_whatever_was_overwritten_since():
     def sick(self, x):
-        x.sub_(x.clone())  # its own input
-        return torch.ones(1) / x
+        y = (x - 3).reciprocal()
+        x.fill_(7)  # its own input
+        return y
 
     def forward(self, x):
-        h = self.sick(self.first(x))
-        return h.mul_(2)
+        h = self.first(x)
+        y = self.sick(h)
+        return h.mul_(2) + y
 
     model = Calls(forward, first=linear(), sick=Calls(sick))
-    origin = caught(model, lambda: model(torch.full((1, 4), 3.0))).origin
-    assert (origin.path, origin.op) == ("sick", "aten.div")
-    assert origin.operands[1].high == 0.0
+    with torch.no_grad():
+        origin = caught(model, lambda: model(torch.full((1, 4), 3.0))).origin
+    assert (origin.path, origin.op, origin.operands[0].high) == ("sick", "aten.reciprocal", 0.0)
 
 
 def test_ops_in_place_are_found_where_they_write():
@@ -173,6 +175,25 @@ def test_a_shared_module_is_told_by_the_number_of_the_call():
         ("sick", "call 3 passed it on"),
         ("sick", "call 4 passed it on"),
     ]
+
+
+def test_after_which_child_is_told_of_the_call_itself_not_of_an_earlier_one():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = linear()
+
+        def forward(self, x):
+            return self.fc((x - 4).reciprocal())
+
+    model = Calls(lambda self, x: self.twice(self.twice(x)) + self.fine(x), twice=Twice(), fine=linear())
+    origin = caught(model, lambda: model(torch.full((1, 4), 4.25))).origin
+    assert (origin.path, origin.call, origin.after, origin.op) == ("twice", 1, "", "aten.reciprocal")
+
+
+def test_complex_numbers():
+    halves = nn.Sequential(Calls(lambda self, x: torch.complex(x, x)), Calls(lambda self, x: x / 0))
+    assert caught(halves, lambda: halves(torch.ones(2))).origin.path == "1"
 
 
 def test_of_two_independent_sources_the_first_is_told():
@@ -224,6 +245,17 @@ def test_memory_that_was_never_written_to_is_nobodys_fault(nan_in_fresh_memory):
     model = Calls(forward, space=space, sick=Divide(on=False), last=linear())
     assert caught(model, lambda: model(torch.ones(2, 4))).finding is None
     model = Calls(forward, space=space, sick=Divide(), last=linear())
+    assert caught(model, lambda: model(torch.ones(2, 4))).origin.path == "sick"
+
+    def with_space(self, x):
+        space = self.space(x)
+        return self.last(self.sick(x, space)), space.view(4, 2)
+
+    model = Calls(with_space, space=space, sick=Calls(lambda self, x, space: x + 1), last=linear())
+    assert caught(model, lambda: model(torch.ones(2, 4))).finding is None
+    model = Calls(with_space, space=space, sick=Calls(lambda self, x, space: x / 0), last=linear())
+    assert caught(model, lambda: model(torch.ones(2, 4))).origin.path == "sick"
+    model = Calls(with_space, space=space, sick=Calls(lambda self, x, space: space.copy_(x / 0)), last=linear())
     assert caught(model, lambda: model(torch.ones(2, 4))).origin.path == "sick"
 
 

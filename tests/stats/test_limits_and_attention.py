@@ -395,12 +395,15 @@ def test_a_softmax_over_something_else_is_not(shape, dim):
     assert told(lambda: torch.randn(shape).softmax(dim))[0] == []
 
 
-def test_nothing_is_seen_afterwards_and_a_second_time_in_a_backward():
+@pytest.mark.parametrize("backward", [torch.Tensor.backward, torch.autograd.backward])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_nothing_is_seen_a_second_time_in_a_backward_and_nothing_afterwards(reentrant, backward):
     query, key, value = (x.requires_grad_() for x in qkv())
     seen = []
     with Attending(seen.append):
-        checkpoint(F.scaled_dot_product_attention, query, key, value, use_reentrant=False).sum().backward()
-    assert len(seen) == 1
+        output = checkpoint(F.scaled_dot_product_attention, query, key, value, use_reentrant=reentrant)
+        backward(output.sum())
+    assert len(seen) == 1 and query.grad is not None
     F.scaled_dot_product_attention(query, key, value)
     assert len(seen) == 1
 

@@ -61,7 +61,8 @@ def diagnose(
         str | None, typer.Option(metavar="NAME", rich_help_panel=_TASK, help="Where to put the model: cuda, cpu, ...")
     ] = None,
     seed: Annotated[
-        int, typer.Option(metavar="N", rich_help_panel=_TASK, help="Of all random numbers: the same findings again.")
+        int,
+        typer.Option(metavar="N", rich_help_panel=_TASK, help="Of all random numbers, so that findings come again."),
     ] = 0,
     select: Annotated[
         list[str] | None,
@@ -75,8 +76,7 @@ def diagnose(
         typer.Option(
             metavar="SEVERITY",
             rich_help_panel=_RULES,
-            help="End with 1 from this on: info, warning or error.",
-            show_default="error",
+            help="End with 1 from this on: info, warning or, if not said, error.",
         ),
     ] = None,
     reports: Annotated[

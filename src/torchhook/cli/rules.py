@@ -43,7 +43,9 @@ def rules(
 def _list(console: Console, rules: list[Rule]) -> None:
     """A table on a terminal; elsewhere a line a rule, to be searched."""
     header = ["code", "name", "severity", "finds"]
-    rows = [[rule.code, rule.name, str(rule.severity), _paragraphs(rule)[0].split(". ")[0]] for rule in rules]
+    rows = [
+        [rule.code, rule.name, str(rule.severity), _paragraphs(rule)[0].split(". ")[0].rstrip(".")] for rule in rules
+    ]
     if not console.is_terminal:
         from torchhook.text import table
 

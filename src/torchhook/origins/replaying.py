@@ -109,6 +109,7 @@ class Tracer(TorchDispatchMode):
         self.originals = originals  # the modules, by the ids of their twins
         self.known = known
         self.writers: dict[int, Step] = {}  # who wrote what is not finite, by memory
+        self.blank: set[int] = set()  # memory to which nothing was written
         self.backward = False  # a forward may run inside of some other backward
         self.number = 0
         self.stack: list[tuple[FrameType, nn.Module, int]] = []  # the calls under way
@@ -118,22 +119,21 @@ class Tracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [tensor for _, tensor in leaves((args, kwargs))]
-        operands = [seen for tensor in given if (seen := self.seen(tensor))]  # before it may write to them
+        given = leaves((args, kwargs))
+        operands = [seen for _, tensor in given if (seen := self.seen(tensor))]  # before it may write to them
         result = func(*args, **kwargs)
         name = ".".join(str(func).split(".")[:2])  # without the overload
         written = [tensor for _, tensor in leaves(result)]
         if name.rpartition(".")[2] in _EMPTY:  # what lies in memory by chance is nobody's fault
-            written = [tensor.zero_() for tensor in written]
+            self.blank.update(_memory(tensor.zero_()) for tensor in written)
+        elif func._schema.is_mutable:
+            self.blank -= {*map(_memory, written)}
         self.number += 1
         self._follow_modules()
         broken = {_memory(tensor): bits for tensor in written if (bits := bits_in(tensor))}
         if broken:
             step = self._step(name, operands, merged(broken.values()), (*args, *kwargs.values()))
             self.writers.update(dict.fromkeys(broken, step))
-        fresh = {*map(_memory, written)} - {*map(_memory, given)}
-        for memory in fresh - broken.keys():  # where something else was before
-            self.writers.pop(memory, None)
         return result
 
     def __exit__(self, *error: object) -> None:
@@ -203,7 +203,8 @@ class Shown(NamedTuple):
 
     step: Step | None = None
     culprit: Operand | None = None
-    masked: bool = False  # it shows nothing but masks
+    masked: bool = False  # nobody is, there are but masks
+    blank: bool = False  # it did not, but there is memory to which nothing was written
     note: str = ""
 
     @property
@@ -276,7 +277,10 @@ def show(
         if grads is not None:
             tracer.backward = True
             result = _differentiated(result, grads, [*inputs, *twin.parameters()])
-    return _judged([seen for _, tensor in leaves(result) if (seen := tracer.seen(tensor)) and seen.bits], backward)
+    found = [seen for _, tensor in leaves(result) if (seen := tracer.seen(tensor)) and seen.bits]
+    if not found and any(_memory(tensor) in tracer.blank for _, tensor in leaves(result)):
+        return Shown(blank=True)
+    return _judged(found, backward)
 
 
 def _judged(found: list[Operand], backward: bool) -> Shown:

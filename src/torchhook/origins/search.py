@@ -56,6 +56,8 @@ def in_forward(calls: list[Call], top: Call, masking: set[str]) -> Hit | None:
     if want == DOWN and shown.step is None:
         masking.update(call.path for call in made)
         return None
+    if shown.blank:
+        return None
     return _hit(call if shown.told else first, shown, calls)
 
 
@@ -116,14 +118,14 @@ def _suspects(
 
 
 def _replayed(suspects: list[Call], calls: list[Call], backward: bool = False) -> tuple[Call, Shown]:
-    """The first of `suspects` whose replay tells something, and what; else why that of the first did not."""
+    """The first of `suspects` whose replay tells something, and what; else what another says, or the first."""
     silent: list[tuple[Call, Shown]] = []
     for call in dict.fromkeys(suspects):
         shown = replay_call(call, calls, backward)
         if shown.told:
             return call, shown
         silent.append((call, shown))
-    return silent[0]
+    return next((pair for pair in silent if pair[1].blank), silent[0])
 
 
 def _hit(call: Call, shown: Shown, calls: list[Call]) -> Hit:

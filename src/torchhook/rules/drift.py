@@ -14,8 +14,8 @@ from torchhook.rules.rule import Need, Rule
 class Drift(Rule):
     """The outputs of a layer are distributed otherwise than in the profile.
 
-    By the Wasserstein distance of the histograms, in deviations of the profile: three times what the profile's own
-    batches are away from their whole, and a tenth of a deviation, is a warning; ten times, and half a deviation, an
+    By the Wasserstein distance of the histograms, in deviations of the profile: three times what each of the profile's
+    own batches is away from the others, and a tenth of a deviation, is a warning; ten times, and half a deviation, an
     error. The finding is about the first such layer in the order of execution.
     """
 
@@ -31,15 +31,14 @@ class Drift(Rule):
         assert history.profile is not None
         live = history.whole()
         for place, known in history.profile.places.items():
-            if place not in live.rows or known.std <= 0:
+            if place not in live.rows:
                 continue
-            distance = known.bins.distance(live[place].histogram()) / known.std
-            severity = self._severity(distance, known.noise)
+            distance = known.bins.distance(live[place].histogram()) / known.unit
+            noise = known.noise * max(1.0, known.size / max(live[place].count, 1)) ** 0.5  # small batches vary more
+            severity = self._severity(distance, noise)
             if severity:
-                said = (
-                    f"its outputs are {distance:.2g} deviations away from the profile (its batches: {known.noise:.2g})"
-                )
-                yield self.finding(said, place[0], None, severity, distance=plain(distance), noise=plain(known.noise))
+                said = f"its outputs are {distance:.2g} deviations away from the profile (good batches: {noise:.2g})"
+                yield self.finding(said, place[0], None, severity, distance=plain(distance), noise=plain(noise))
 
     def _severity(self, distance: float, noise: float) -> str | None:
         for severity, (times, least) in (("error", self.error), ("warning", self.warning)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 from statistics import median
 
 from torchhook.findings import Finding, Severity
@@ -16,13 +17,16 @@ _OUTPUTS = Need("grad_output", "moments", ("weight", "recurrent", "embedding"))
 
 
 class Flow(Rule):
-    """The norms of the gradients of what layers return, in the order of execution."""
+    """How gradients change from the end of a model to its beginning."""
 
     phase = Phase.BACKWARD
     needs = (_OUTPUTS,)
 
     def norms(self, history: History) -> dict[str, float]:
-        """By path; without layers that no gradient reaches, or whose gradient is not finite."""
+        """The norms of the gradients of what layers return, in the order of execution.
+
+        Without layers that no gradient reaches, or whose gradient is not finite.
+        """
         found: dict[str, float] = {}
         for reading in readings(history.whole(), "grad_output", "moments", *_OUTPUTS.kinds):
             said = reading["moments"]
@@ -30,13 +34,24 @@ class Flow(Rule):
                 found[reading.path] = math.hypot(found.get(reading.path, 0), said.l2)
         return found
 
+    def splits(self, history: History) -> dict[str, float]:
+        """The largest norm up to each layer, over the largest behind it.
+
+        The largest on either side is that of the main path: queries and keys, gates and other side branches have
+        gradients that are far smaller, and healthy.
+        """
+        norms = self.norms(history)
+        paths, values = list(norms), list(norms.values())
+        most = len(paths) - max(1, len(paths) // 8)  # the last few are not told by a single one of them
+        return {paths[n - 1]: max(values[:n]) / max(values[n:]) for n in range(1, most + 1)}
+
 
 @register
 class VanishingGradient(Flow):
-    """The gradient of a layer's output has less than a ten-thousandth of the norm that it has in a later layer.
+    """Up to some layer, no gradient has a thousandth of the norm that there is behind it.
 
-    Relative to other layers, since the absolute size follows the loss and its reduction. If a single layer takes most
-    of it away, the finding is about that layer, else about the one with the smallest gradient.
+    Relative to other layers, since the absolute size follows the loss and its reduction. If gradients fall at a single
+    layer, the finding is about that one, else about the first of the model.
     """
 
     code, name = "TH401", "vanishing-gradient"
@@ -44,59 +59,53 @@ class VanishingGradient(Flow):
     hint = (
         "Use ReLU or GELU instead of sigmoids, residual connections, norms, or an initialisation that keeps the scale."
     )
-    wrong = "Side branches with a small weight in the loss."
-    ratio = 1e-4
+    wrong = "Models of several parts, the first of which has a small weight in the loss."
+    ratio = 1e-3
 
     def find(self, history: History) -> Iterator[Finding]:
-        norms = self.norms(history)
-        paths = list(norms)
-        largest = 0.0
-        falls: dict[str, float] = {}
-        for before, path in zip(reversed(paths[:-1]), reversed(paths[1:]), strict=True):
-            largest = max(largest, norms[path])
-            falls[before] = math.log(norms[path] / norms[before])
-        if not falls or (least := min(norms.values())) >= self.ratio * largest:
+        splits = self.splits(history)
+        if not splits or min(splits.values()) >= self.ratio:
             return
-        lowest, steepest = min(norms, key=norms.__getitem__), max(falls, key=falls.__getitem__)
-        alone = falls[steepest] > 0.5 * math.log(largest / least)
-        site = steepest if alone else lowest
-        share = norms[site] / largest
-        said = f"its gradient has {share:.1e} of the norm of a later layer's"
-        yield self.finding(said, site, None, "error" if share < self.ratio**2 else None, ratio=plain(share))
+        first = min(splits, key=splits.__getitem__)
+        falls = {path: now / after for (path, now), (_, after) in pairwise(splits.items())}
+        steepest = min(falls, key=falls.__getitem__, default=first)
+        is_alone = falls.get(steepest, 1.0) < math.sqrt(splits[first]) and splits[steepest] < self.ratio
+        site = steepest if is_alone else first
+        said = f"up to here gradients have {splits[site]:.1e} of the norm that they have behind it"
+        severity = "error" if splits[site] < self.ratio**2 else None
+        yield self.finding(said, site, None, severity, ratio=plain(splits[site]))
 
 
 @register
 class ExplodingGradient(Flow):
-    """Gradients grow more than a thousandfold towards the input, or are a thousand times larger than the parameter."""
+    """Up to some layer gradients have a thousand times the norm that they have behind it.
+
+    Or the gradient of a parameter is a thousand times as large as itself, in the median over the steps.
+    """
 
     code, name, severity = "TH402", "exploding-gradient", Severity.ERROR
     uses = (Need("param_grad"),)
     explains = ("TH101", "TH103", "TH104", "TH2", "TH403", "TH501", "TH6", "TH801")
     hint = "Clip the gradient norm, lower the initial scale of the layer, or put norms between the layers."
     wrong = "A loss that is a sum over very many terms; targets that are not normalised."
-    ratio, size = 1e3, 1e3
+    ratio = 1e3
 
     def find(self, history: History) -> Iterator[Finding]:
-        yield from self._by_depth(self.norms(history))
+        splits = self.splits(history)
+        worst = max(splits, key=splits.__getitem__, default=None)
+        if worst is not None and splits[worst] > self.ratio:
+            norms = self.norms(history)
+            site = max(norms, key=norms.__getitem__)
+            said = f"its gradient has {splits[worst]:.1e} times the norm that there is behind {worst}"
+            yield self.finding(said, site, ratio=plain(splits[worst]))
         parameters = history.rest.parameters if history.rest is not None else {}
         for (path, _), by_step in history.summaries("param_grad").items():
             known = parameters.get(path)
             if known is None or not known.is_matrix or not known.summary.l2 > 0:
                 continue
             sizes = finite(said.l2 / known.summary.l2 for said in by_step.values() if not said.nonfinite)
-            if sizes and (size := median(sizes)) > self.size:
+            if sizes and (size := median(sizes)) > self.ratio:
                 yield self.finding(f"its gradient is {size:.1e} times as large as itself", path, ratio=plain(size))
-
-    def _by_depth(self, norms: dict[str, float]) -> Iterator[Finding]:
-        paths = list(norms)
-        smallest, growths = math.inf, {}
-        for before, path in zip(reversed(paths[:-1]), reversed(paths[1:]), strict=True):
-            smallest = min(smallest, norms[path])
-            growths[before] = norms[before] / smallest
-        worst = max(growths, key=growths.__getitem__, default=None)
-        if worst is not None and growths[worst] > self.ratio:
-            said = f"its gradient has {growths[worst]:.1e} times the norm of a later layer's"
-            yield self.finding(said, worst, ratio=plain(growths[worst]))
 
 
 @register

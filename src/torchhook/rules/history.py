@@ -141,6 +141,11 @@ def settled(snapshot: Snapshot) -> Snapshot:
     return Snapshot({place: _settled(row) for place, row in snapshot.rows.items()})
 
 
+def samples(reading: Reading) -> int:
+    """How many values of each unit `Channels` have seen."""
+    return int(reading.state("channels")[0].max())
+
+
 def owner(path: str) -> str:
     """The module that a parameter belongs to.
 

@@ -117,7 +117,10 @@ class SoftmaxTwice(Rule):
 
 @register
 class Broadcast(Rule):
-    """Output and target have different shapes that the loss broadcasts: every output is compared with every target."""
+    """Output and target have different shapes, and the loss does not care which target belongs to which output.
+
+    It broadcasts: every output is compared with every target. Seen by computing it with the targets in another order.
+    """
 
     code, name, severity = "TH605", "broadcast-loss", Severity.ERROR
     phase = Phase.REST

@@ -53,12 +53,15 @@ class NonfiniteState(Rule):
     def find(self, history: History) -> Iterator[Finding]:
         assert history.rest is not None
         parameters = {path: parameter.summary for path, parameter in history.rest.parameters.items()}
+        broken = set()
         for path, said in {**parameters, **history.rest.buffers}.items():
             if is_bad(said) or (path in parameters and said.neginf):
+                broken.add(path)
                 what = "parameter" if path in parameters else "buffer"
                 yield self.finding(f"the {what} is broken: {_amount(said)}", path, nan=said.nan, inf=said.posinf)
-        if history.origin is not None and history.origin.code == self.code:
-            yield history.origin
+        origin = history.origin
+        if origin is not None and origin.code == self.code and origin.site not in broken:
+            yield origin  # it broke later
 
 
 @register

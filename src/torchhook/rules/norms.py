@@ -9,18 +9,20 @@ from typing import ClassVar
 import torch
 
 from torchhook.findings import Finding, Severity
-from torchhook.rules.history import History, plain, readings
+from torchhook.rules.history import History, plain, readings, samples
 from torchhook.rules.kinds import kind_of
 from torchhook.rules.registry import register
+from torchhook.rules.rest import Norm
 from torchhook.rules.rule import Need, Phase, Rule
 from torchhook.stats.channels import Units
 
 
 @register
 class RunningStatistics(Rule):
-    """The running mean of a batch norm is a deviation off that of the batches, or the variances differ by 2.5 times.
+    """The running mean of a batch norm is a deviation off that of the batches, or the variances differ threefold.
 
-    On average over the channels, after it has averaged over ten batches. Then eval mode computes something else.
+    On average over the channels, once it has averaged over enough batches for its momentum (a momentum below 0.005 is
+    too small to wait for), of at least 40 values a channel. Then eval mode computes something else.
     """
 
     code, name = "TH701", "running-statistics"
@@ -29,7 +31,7 @@ class RunningStatistics(Rule):
     explains = ("TH704",)
     hint = "Check the momentum (0.1 is usual); run some batches in train mode before evaluating; use larger batches."
     wrong = "Very small batches; the first steps of a training; frozen norms on data of another domain."
-    least, shift, factor = 10, 1.0, 2.5
+    shift, factor, samples = 1.0, 3.0, 40
 
     def find(self, history: History) -> Iterator[Finding]:
         rest = history.after or history.rest
@@ -37,7 +39,7 @@ class RunningStatistics(Rule):
         window = history.modes.train if history.modes is not None else history.whole(0.25)
         for reading in readings(window, "input", "channels", "batchnorm"):
             norm, units = rest.norms.get(reading.path), reading["channels"]
-            if norm is None or norm.batches is None or norm.batches < self.least:
+            if norm is None or not self._has_settled(norm) or samples(reading) < self.samples:
                 continue
             shift = float(((units.mean - norm.mean).abs() / units.std.clamp(min=1e-12)).mean())
             factor = _factor(units, norm.var)
@@ -46,6 +48,11 @@ class RunningStatistics(Rule):
                     f"running statistics are {shift:.2g} deviations and {factor:.2g} times in variance off the batches"
                 )
                 yield self.finding(said, reading.path, shift=plain(shift), factor=plain(factor), momentum=norm.momentum)
+
+    def _has_settled(self, norm: Norm) -> bool:
+        momentum = norm.momentum or 1.0
+        wanted = 3 / momentum if momentum >= 0.005 else 10
+        return norm.batches is not None and norm.batches >= max(10, wanted)
 
 
 def _factor(units: Units, var: torch.Tensor) -> float:
@@ -99,8 +106,9 @@ class RunningVariance(Rule):
 class ModesDisagree(Rule):
     """In eval mode the model computes something else than in train mode, on the same batches.
 
-    That is a batch norm whose outputs differ by a fifth of a deviation or in deviation by a fifth, on average over the
-    channels; a dropout that makes the deviation 2.3 times as large; or a loss that is twice as large, and by a half.
+    That is a batch norm whose outputs are shifted by a fifth of their size (root mean square), or changed by a quarter
+    of it, on average over the channels; a dropout that makes them 2.3 times as large; or a loss that is twice as large,
+    and by a half.
     Batch norms are given thirty batches to catch up with the weights before.
     """
 
@@ -109,8 +117,8 @@ class ModesDisagree(Rule):
     explains = ("TH601",)
     hint = "Look at the dropout probability, the batch size of batch norms and their momentum."
     wrong = "Strong regularisation that is meant; batches that differ much from each other."
-    shift = 0.2
-    factors: ClassVar[dict[str, float]] = {"batchnorm": 1.2, "dropout": 2.3}
+    shift, samples = 0.2, 20
+    factors: ClassVar[dict[str, float]] = {"batchnorm": 1.25, "dropout": 2.3}
     times, least = 2.0, 0.5
 
     def find(self, history: History) -> Iterator[Finding]:
@@ -120,10 +128,12 @@ class ModesDisagree(Rule):
             place = reading.path, reading.port
             if place not in modes.eval.rows:
                 continue
-            shift, factor = _difference(reading["channels"], modes.eval[place]["channels"])
-            kind = kind_of(reading.module_class)
+            units, kind = reading["channels"], kind_of(reading.module_class)
+            shift, factor = _difference(units, modes.eval[place]["channels"])
+            if samples(reading) < self.samples:
+                continue
             if factor > self.factors[kind] or (kind == "batchnorm" and shift > self.shift):
-                said = f"in eval mode its outputs are {shift:.2g} deviations off, and {factor:.2g} times in deviation"
+                said = f"in eval mode its outputs are shifted by {shift:.2g} of their size, and {factor:.2g} times as large"
                 yield self.finding(said, reading.path, shift=plain(shift), factor=plain(factor))
         low, high = sorted((modes.train_loss, modes.eval_loss))
         if low >= 0 and high > self.times * low and high - low > self.least:
@@ -132,8 +142,12 @@ class ModesDisagree(Rule):
 
 
 def _difference(a: Units, b: Units) -> tuple[float, float]:
-    """How far apart the means are, in deviations, and by what factor the deviations differ; means over the channels."""
-    varied = (a.std > 1e-6) & (b.std > 1e-6)
-    shift = (a.mean - b.mean).abs() / torch.maximum(a.std, b.std).clamp(min=1e-6)
-    logs = (a.std[varied] / b.std[varied]).log().abs()
+    """How far apart the means are, in sizes, and by what factor the sizes differ; means over the channels.
+
+    The size is the root of the mean square, so that what hardly varies is not told from noise.
+    """
+    size, other = (units.std.square().add(units.mean.square()).sqrt() for units in (a, b))
+    known = (size > 1e-6) & (other > 1e-6)
+    shift = (a.mean - b.mean).abs() / torch.maximum(size, other).clamp(min=1e-6)
+    logs = (size[known] / other[known]).log().abs()
     return float(shift.mean()), math.exp(float(logs.mean())) if len(logs) else 1.0

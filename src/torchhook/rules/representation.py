@@ -42,8 +42,9 @@ class RankCollapse(Rule):
         for reading in list(readings(window, "output", "covariance", "weight"))[:-1]:  # the last may be sure of itself
             if reading.path in inputs:
                 before, after = inputs[reading.path]["covariance"], reading["covariance"]
-                possible, rank = min(_rank(before), len(after.mean)), _rank(after)
-                if 0 < rank < max(self.share * possible, self.one) and possible >= self.least:
+                given, rank = _rank(before), _rank(after)
+                possible = min(given, len(after.mean))
+                if rank and possible >= self.least and rank < max(self.share * possible, self.one):
                     yield reading.path, rank, possible
 
 

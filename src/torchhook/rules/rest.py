@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
+from torchhook.core.selection import plain
 from torchhook.stats import Moments
 from torchhook.stats.moments import Summary
 
@@ -49,7 +50,6 @@ class Rest:
     parameters: dict[str, Parameter]
     buffers: dict[str, Summary]
     norms: dict[str, Norm]
-    modules: frozenset[str]
     has_optimizer: bool = False
     strangers: int = 0  # parameters that the optimizer has and the model has not
 
@@ -63,14 +63,13 @@ def at_rest(model: nn.Module, optimizer: Any = None) -> Rest:
     (True, False)
     """
     groups = [] if optimizer is None else optimizer.param_groups
-    known = {name: p for name, p in model.named_parameters() if not is_lazy(p) and not p.is_meta}
+    known = {plain(path): p for path, p in model.named_parameters() if not is_lazy(p) and not p.is_meta}
     own = {id(parameter) for parameter in known.values()}
-    buffers = {name: buffer for name, buffer in model.named_buffers() if _is_measurable(buffer)}
+    buffers = {plain(path): buffer for path, buffer in model.named_buffers() if _is_measurable(buffer)}
     return Rest(
         parameters={path: _parameter(parameter, groups) for path, parameter in known.items()},
         buffers={path: Moments().of(buffer) for path, buffer in buffers.items()},
-        norms={path: _norm(module) for path, module in model.named_modules() if _is_tracking(module)},
-        modules=frozenset(path for path, _ in model.named_modules()),
+        norms={plain(path): _norm(module) for path, module in model.named_modules() if _is_tracking(module)},
         has_optimizer=optimizer is not None,
         strangers=sum(id(parameter) not in own for group in groups for parameter in group["params"]),
     )
@@ -84,8 +83,14 @@ def _parameter(parameter: nn.Parameter, groups: list[dict[str, Any]]) -> Paramet
         trainable=parameter.requires_grad,
         alike=parameter.dim() > 1 and len(parameter) > 1 and bool((parameter == parameter[:1]).all()),
         groups=tuple(inside),
-        lr=max((float(groups[number]["lr"]) for number in inside), default=None),
+        lr=max((rate for number in inside if (rate := rate_of(groups[number])) is not None), default=None),
     )
+
+
+def rate_of(group: dict[str, Any]) -> float | None:
+    """The learning rate of a group, before any schedule; None if it has none: some optimizers choose it themselves."""
+    rate = group.get("initial_lr", group.get("lr"))
+    return None if rate is None else float(rate)
 
 
 def _norm(module: _BatchNorm) -> Norm:

@@ -8,12 +8,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from torchhook.findings import Finding, Severity
-from torchhook.rules.history import History, finite, joined, plain, readings
+from torchhook.rules.history import History, finite, joined, plain, readings, samples
 from torchhook.rules.kinds import ACTIVATIONS, NORMS, kind_of
 from torchhook.rules.registry import register
 from torchhook.rules.rule import Need, Rule
 from torchhook.stats.channels import Units
-from torchhook.stats.reading import Snapshot
+from torchhook.stats.reading import Reading, Snapshot
 
 _LAYERS = ("weight", *sorted(NORMS), *sorted(ACTIVATIONS))
 _GIVEN = (Need("input", "channels", ("weight",)), Need("input", "moments", ("weight",)))
@@ -61,7 +61,7 @@ class DeadUnits(Rule):
         found = {}
         for reading in readings(window, "output", "channels", "rectifier"):
             units: Units = reading["channels"]
-            if reading.count >= self.least * len(units.mean):
+            if samples(reading) >= self.least:
                 found[reading.path] = units.active_fraction < self.active
         return found
 
@@ -87,20 +87,28 @@ class _Pair(NamedTuple):
 
 def _pairs(window: Snapshot) -> Iterator[_Pair]:
     """Layers that are followed, in the order of execution, by one that takes a number of values for each unit."""
-    before = None  # the last that has weights, or a norm: an activation may be one module in several places
+    before, between = None, None  # the last that has weights, or a norm; and the activation since then
     rows = {place: window[place] for place, row in window.rows.items() if row.label}
     for (path, port), reading in rows.items():
-        if port != "output" or "channels" not in reading or kind_of(reading.module_class) in ACTIVATIONS:
+        if port != "output" or "channels" not in reading:
+            continue
+        if kind_of(reading.module_class) in ACTIVATIONS:
+            between = reading
             continue
         after = rows.get((path, "input"))
-        if before is not None and after is not None and "channels" in after:
+        if before is not None and after is not None and "channels" in after and not _is_its_own(between, before):
             units: Units = before["channels"]
             given: Tensor = after["channels"].abs_mean
             if len(given) % len(units.mean) == 0:
                 given = given.view(len(units.mean), -1).amax(1)
                 least = after["moments"].min if "moments" in after else 0.0
-                yield _Pair(before.path, before.count // len(units.mean), units, given, least)
-        before = reading
+                yield _Pair(before.path, samples(before), units, given, least)
+        before, between = reading, None
+
+
+def _is_its_own(activation: Reading | None, layer: Reading) -> bool:
+    """Whether an activation is a module that nobody but a layer uses: then its own outputs tell."""
+    return activation is not None and samples(activation) == samples(layer)
 
 
 @register
@@ -124,7 +132,7 @@ class DormantUnits(Rule):
     def find(self, history: History) -> Iterator[Finding]:
         window = history.whole(0.5)
         sizes = {
-            reading.path: (reading["channels"].abs_mean, reading.count / len(reading["channels"].mean))
+            reading.path: (reading["channels"].abs_mean, samples(reading))
             for reading in readings(window, "output", "channels", "leaky")
         }
         for pair in _pairs(window):
@@ -188,7 +196,7 @@ class ConstantOutput(Rule):
         for reading in readings(joined([history.windows[-1].snapshot]), "output", "channels", *_LAYERS):
             units: Units = reading["channels"]
             spread = finite(units.std.tolist())
-            if spread and max(spread) <= 1e-6 * max(float(units.abs_mean.max()), 1e-30) and reading.count > len(spread):
+            if spread and max(spread) <= 1e-6 * max(float(units.abs_mean.max()), 1e-30) and samples(reading) > 1:
                 said = "it gives the same for every input"
                 yield self.finding(said, reading.path, spread=plain(max(spread)), size=plain(units.abs_mean.max()))
 

@@ -108,13 +108,17 @@ class UpdateTooSmall(Ratios):
 
 @register
 class NotInOptimizer(Rule):
-    """A parameter that requires a gradient is in no group of the optimizer: it is never trained."""
+    """A parameter that requires a gradient is in no group of the optimizer: it is never trained.
+
+    Or the optimizer has parameters that the model has not, as when a model is copied, or its layers are replaced, after
+    the optimizer was made.
+    """
 
     code, name, severity = "TH503", "not-in-optimizer", Severity.ERROR
     phase = Phase.REST
     facts = ("rest", "own_optimizer")
     explains = ("TH302", "TH601")
-    hint = "Pass model.parameters() to the optimizer; if the layer is meant to rest, requires_grad_(False)."
+    hint = "Pass model.parameters() of the complete model; if the layer is meant to rest, requires_grad_(False)."
     wrong = "Several optimizers, each with its part of the model."
 
     def find(self, history: History) -> Iterator[Finding]:
@@ -124,21 +128,21 @@ class NotInOptimizer(Rule):
             for site, names in _by_owner(left).items():
                 said = f"the optimizer does not have it: {', '.join(names)}"
                 yield self.finding(said, site, parameters=names)
+            if history.rest.strangers:
+                said = f"the optimizer has {history.rest.strangers} parameters that are not the model's"
+                yield self.finding(said, strangers=history.rest.strangers)
 
 
 @register
 class RateZero(Rule):
-    """A parameter group has a learning rate of zero, or the optimizer has parameters that the model has not.
-
-    The latter happens when a model is copied, or its layers replaced, after the optimizer was made.
-    """
+    """A parameter group has a learning rate of zero, and not because a schedule begins there."""
 
     code, name, severity = "TH504", "rate-zero", Severity.ERROR
     phase = Phase.REST
     facts = ("rest", "own_optimizer")
     explains = ("TH302", "TH502", "TH601")
-    hint = "Give the group a learning rate; make the optimizer after the model is complete."
-    wrong = "A warm-up that begins at zero."
+    hint = "Give the group a learning rate, or requires_grad_(False) to what is not to be trained."
+    wrong = "A warm-up that begins at zero and is not one of torch's schedules."
 
     def find(self, history: History) -> Iterator[Finding]:
         assert history.rest is not None
@@ -147,9 +151,6 @@ class RateZero(Rule):
             still = {path: p for path, p in still.items() if history.after.parameters[path].lr == 0}
         for site, names in _by_owner(still).items():
             yield self.finding(f"its learning rate is 0: {', '.join(names)}", site, parameters=names)
-        if history.rest.strangers:
-            said = f"the optimizer has {history.rest.strangers} parameters that are not the model's"
-            yield self.finding(said, parameters=history.rest.strangers)
 
 
 def _by_owner(paths: Iterable[str]) -> dict[str, list[str]]:

@@ -14,6 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from torchhook.text import warn
+
+_MOST = 2**27  # logits that are computed again: kernels that never hold them are used where they are many
+
 
 class Attending(TorchFunctionMode):
     """While it is entered, gives `tell` the logits of every attention."""
@@ -26,11 +30,14 @@ class Attending(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         logits = _LOGITS.get(getattr(function, "__name__", ""))
-        if logits is not None and torch._C._current_graph_task_id() == -1:
-            with torch.no_grad():
-                found = logits(*args, **kwargs)
-                if found is not None:
-                    self.tell(found)
+        if logits is not None and torch._C._current_graph_task_id() == -1:  # not in a backward
+            try:
+                with torch.no_grad():
+                    found = logits(*args, **kwargs)
+                    if found is not None:
+                        self.tell(found)
+            except Exception as error:  # to be looked at must not stop a training
+                warn(f"what {function.__name__} looks at is not measured, for that raised {error!r:.200}")
         return function(*args, **kwargs)
 
 
@@ -43,7 +50,9 @@ def _of_product(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Tensor:
+) -> Tensor | None:
+    if query.shape[:-1].numel() * key.shape[-2] > _MOST:
+        return None
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
     logits = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)

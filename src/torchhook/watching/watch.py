@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
@@ -25,7 +25,8 @@ from torchhook.stats.reading import FLAGS
 from torchhook.stepping.steps import Steps
 from torchhook.watching.attention import Attending
 
-_HEAVY: dict[str, Stat] = {"covariance": Covariance(max_units=512), "attention": Attention()}
+_HEAVY: dict[str, Stat] = {"covariance": Covariance(), "attention": Attention()}
+_WIDEST = 512  # units of which a covariance is not too large
 _MODULES: dict[str, Port] = {"input": "input", "output": "output", "grad_output": "grad_output"}
 
 
@@ -46,19 +47,25 @@ class Watch:
     """
 
     def __init__(
-        self, model: nn.Module, rules: Iterable[Rule], optimizer: Any = None, history: History | None = None
+        self,
+        model: nn.Module,
+        rules: Iterable[Rule],
+        optimizer: Any = None,
+        history: History | None = None,
+        needs: Iterable[Need] = (),
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.history = history or History(rest=at_rest(model, optimizer), own_optimizer=optimizer is not None)
         self.steps = 0
         self.is_thorough = False
-        self._needs = {need for rule in rules for need in (*rule.needs, *rule.uses)}
+        self._needs = {*needs, *(need for rule in rules for need in (*rule.needs, *rule.uses))}
         self._clock = Clock(by_passes=optimizer is None)
         self._always = ExitStack()
         self._thorough = ExitStack()
-        self._reduces: list[Reduce] = []
-        self._running: list[tuple[str, nn.Module]] = []  # the modules inside of which we are
+        self._attention = ExitStack()
+        self._light: list[Reduce] = []
+        self._heavy: list[Reduce] = []
 
     def __enter__(self) -> Watch:
         stepped = {FLAGS[need.port] for need in self._needs if FLAGS.get(need.port) in _STEPPED}
@@ -80,42 +87,46 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._thorough.close()
+        self.be_thorough(False)
         self._always.close()
 
     def be_thorough(self, wanted: bool) -> None:
-        """Measure, or no longer measure, what is too dear for every step."""
+        """Measure, or no longer measure, what is too dear for every step: all of it goes into one window."""
         if wanted == self.is_thorough:
             return
         self.is_thorough = wanted
-        self._thorough.close()
-        if not wanted:
+        if wanted:
+            taps = self._sites(heavy=True)
+            self._thorough.callback(Session(self.model, taps, on_silent="ignore").attach().abandon)
+            if any(need.port == "attention" for need in self._needs):
+                self._attend()
             return
-        taps = self._sites(heavy=True)
-        if any(need.port == "attention" for need in self._needs):
-            taps += [Tap(_EVERYTHING, self._enter, "input"), Tap(_EVERYTHING, self._leave, "output")]
-            reduce = self._reduce(_HEAVY["attention"])
-            self._thorough.enter_context(Attending(lambda logits: self._attend(reduce, logits)))
-        self._thorough.callback(Session(self.model, taps, on_silent="ignore").attach().abandon)
+        self._attention.close()
+        self._thorough.close()
+        if self.history.windows:
+            step, window = self.history.windows.pop()
+            self.history.add(step, joined([window, *(reduce.snapshot() for reduce in self._heavy)]))
+        self._heavy.clear()
 
     def step(self, loss: Tensor | float | None = None) -> None:
         """A step of the training is over, and its window with it."""
-        window = joined(reduce.snapshot() for reduce in self._reduces)
-        for reduce in self._reduces:
+        window = joined(reduce.snapshot() for reduce in self._light)
+        for reduce in self._light:
             reduce.reset()
         self.history.add(self.steps, window, None if loss is None else float(loss))
         if self.optimizer is not None:
-            rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+            rates = [float(group["lr"]) for group in self.optimizer.param_groups if group.get("lr") is not None]
             self.history.rates[self.steps] = max(rates, default=0.0)
         self.steps += 1
+        self._attention.close()  # one step tells enough
 
     def _sites(self, heavy: bool) -> list[Tap]:
         """What has to be seen of modules."""
         taps = []
         for (port, kinds), stats in _grouped(self._needs, heavy).items():
-            selector = Selector.of(_of_kinds(kinds))
+            selector = Selector.of(_of_kinds(kinds, _WIDEST if heavy else None))
             if any(selector.test(path, module, None) for path, module in self.model.named_modules()):
-                taps.append(Tap(selector, self._reduce(*stats), port))
+                taps.append(Tap(selector, self._reduce(*stats, heavy=heavy), port))
         return taps
 
     def _is_ours(self) -> bool:
@@ -123,20 +134,29 @@ class Watch:
         own = {id(parameter) for parameter in self.model.parameters()}
         return any(id(p) in own for group in self.optimizer.param_groups for p in group["params"])
 
-    def _reduce(self, *stats: Stat) -> Reduce:
+    def _reduce(self, *stats: Stat, heavy: bool = False) -> Reduce:
         reduce = Reduce(*stats, clock=self._clock)
-        self._reduces.append(reduce)
+        (self._heavy if heavy else self._light).append(reduce)
         return reduce
 
-    def _enter(self, event: Event) -> None:
-        self._running.append((event.path, event.module))
+    def _attend(self) -> None:
+        """Look at attention until the step ends."""
+        reduce = self._reduce(_HEAVY["attention"], heavy=True)
+        running: list[tuple[str, nn.Module]] = []  # the modules inside of which we are
 
-    def _leave(self, event: Event) -> None:
-        self._running.pop()
+        def enter(event: Event) -> None:
+            running.append((event.path, event.module))
 
-    def _attend(self, reduce: Reduce, logits: Tensor) -> None:
-        path, module = self._running[-1] if self._running else ("", self.model)
-        reduce.cell(Site(path, "attention"), module).update(logits)  # type: ignore[arg-type]  # a place, not a port
+        def leave(event: Event) -> None:
+            running.pop()
+
+        def tell(logits: Tensor) -> None:
+            path, module = running[-1] if running else ("", self.model)
+            reduce.cell(Site(path, "attention"), module).update(logits)  # type: ignore[arg-type]  # a place, not a port
+
+        taps = [Tap(_EVERYTHING, enter, "input"), Tap(_EVERYTHING, leave, "output")]
+        self._attention.callback(Session(self.model, taps, on_silent="ignore").attach().abandon)
+        self._attention.enter_context(Attending(tell))
 
 
 _STEPPED = ("params", "param_grads", "updates")
@@ -158,9 +178,16 @@ def _grouped(needs: Iterable[Need], heavy: bool) -> dict[tuple[Port, frozenset[s
     )  # all come first
 
 
-def _of_kinds(kinds: frozenset[str]) -> Any:
+def _of_kinds(kinds: frozenset[str], widest: int | None) -> Callable[[str, nn.Module], bool]:
+    """Whether a module is a leaf of one of some kinds, and not too wide."""
+
     def test(path: str, module: nn.Module) -> bool:
         is_leaf = next(module.children(), None) is None
-        return is_leaf and (not kinds or kind_of(type(module).__name__) in kinds)
+        sizes = getattr(getattr(module, "weight", None), "shape", ())[:2] if widest is not None else ()
+        return (
+            is_leaf
+            and (not kinds or kind_of(type(module).__name__) in kinds)
+            and max(sizes, default=0) <= (widest or 0)
+        )
 
     return test

@@ -1,0 +1,51 @@
+"""A copy of a model together with its optimizer, so that the original stays as it is."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+
+def twins_of(model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
+    """A copy of the model, and one of the optimizer that trains that copy.
+
+    >>> model = nn.Linear(2, 2)
+    >>> twin, optimizer = twins_of(model, torch.optim.SGD(model.parameters(), 0.1))
+    >>> optimizer.param_groups[0]["params"][0] is twin.weight
+    True
+    """
+    refused = _refusal(model)
+    if refused:
+        raise ValueError(f"{refused}; parts=('rest',) does without running it")
+    memo: dict[int, Any] = {}
+    try:
+        twin = copy.deepcopy(model, memo)
+        return twin, None if optimizer is None else _twin_of(optimizer, memo)
+    except Exception as error:
+        raise ValueError(
+            f"the model cannot be copied ({type(error).__name__}: {error}), and is not to be changed itself;"
+            " parts=('rest',) does without a copy"
+        ) from error
+
+
+def _refusal(model: nn.Module) -> str:
+    if isinstance(model, torch.jit.ScriptModule):
+        return "the model is compiled by torch.jit, which lets nobody look inside; pass what it was made of"
+    lazy = next((path for path, parameter in model.named_parameters() if is_lazy(parameter)), None)
+    return "" if lazy is None else f"{lazy!r} has no values yet: run the model once first"
+
+
+def _twin_of(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
+    """A copy with all attributes (`copy.deepcopy` keeps only some), but the hooks of others."""
+    twin: Optimizer = type(optimizer).__new__(type(optimizer))
+    memo[id(optimizer)] = twin
+    for name, value in vars(optimizer).items():
+        is_hooks = name.endswith("_hooks") and isinstance(value, OrderedDict)
+        twin.__dict__[name] = OrderedDict() if is_hooks else copy.deepcopy(value, memo)
+    return twin
