@@ -172,6 +172,19 @@ def test_all_is_as_before_when_the_loss_raises():
     assert (state_of(model, optimizer), dice()) == (before, dice_before)
 
 
+def test_neither_schedules_nor_hooks_of_an_optimizer_lead_from_the_copy_back_to_the_model():
+    model, optimizer = trained_a_little()
+    called = []
+    optimizer.register_step_post_hook(lambda *_: called.append(1))
+    plain = diagnose(model, (data := batches()), F.cross_entropy, optimizer, steps=4)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # it wraps the step of the optimizer
+    before = state_of(model, optimizer)
+    report = diagnose(model, data, F.cross_entropy, optimizer, steps=4)
+    assert state_of(model, optimizer) == before
+    assert report.losses == plain.losses
+    assert not called
+
+
 def test_a_diagnosis_says_the_same_again():
     model, data = Net(), batches()
     first, second = (diagnose(model, data, F.cross_entropy, steps=12) for _ in range(2))
@@ -384,7 +397,7 @@ def test_at_rest_the_model_is_not_run():
         def forward(self, x):
             raise AssertionError
 
-    report = diagnose(Never(), None, parts=("rest",))
+    report = diagnose(Never(), [], parts=("rest",))
     assert report.ok and {"TH102", "TH302", "TH702"} <= set(report.checked)
     assert "TH101" in report.skipped and not report.losses and not report.layers
 
@@ -543,11 +556,28 @@ def test_a_compiled_model(nothing_compiled):
     assert not worst(report) and len(report.losses) == 5
 
 
-def test_a_lazy_model_is_initialised_in_the_copy_alone():
+@pytest.mark.parametrize("loss", [F.cross_entropy, None])
+def test_a_lazy_model_has_to_be_run_first(loss):
     model = nn.Sequential(nn.LazyLinear(16), nn.ReLU(), nn.LazyLinear(3))
-    report = diagnose(model, batches(), F.cross_entropy, steps=3)
-    assert len(report.losses) == 3
-    assert isinstance(model[0], nn.LazyLinear) and model[0].has_uninitialized_params()
+    with pytest.raises(ValueError, match="'0.weight' has no values yet: run the model once"):
+        diagnose(model, batches(), loss, steps=3)
+    assert model[0].has_uninitialized_params()
+    model(batches()[0][0])
+    assert len(diagnose(model, batches(), loss, steps=3).losses) == 3
+
+
+@pytest.mark.parametrize("wrong", [-1, 2.5, True, "3"])
+def test_steps_are_a_whole_number(wrong):
+    with pytest.raises(ValueError, match="steps"):
+        diagnose(mlp(), batches(), F.cross_entropy, steps=wrong)
+
+
+def test_what_is_no_data_and_no_loss_is_refused():
+    for wrong in (None, 3):
+        with pytest.raises(TypeError, match="data"):
+            diagnose(mlp(), wrong, F.cross_entropy)
+    with pytest.raises(TypeError, match="loss"):
+        diagnose(mlp(), batches(), "cross_entropy")
 
 
 def test_gradients_are_computed_also_where_they_are_switched_off():

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from specimens import Containers, hooks_of
-from torchhook import NotRecordedError, Profile, SelectionError, TorchhookError
+from torchhook import Profile, SelectionError, TorchhookError
 from torchhook.profiles import VERSION
 
 
@@ -68,7 +68,7 @@ def test_what_is_read_back_says_the_same(model, profile, file):
     for place, known in profile.places.items():
         same = again.places[place]
         assert torch.equal(same.state, known.state)
-        assert (same.std, same.noise) == (known.std, known.noise)
+        assert (same.unit, same.noise, same.size) == (known.unit, known.noise, known.size)
     for scale in (1, 3, 100):
         live = scale * data(1, seed=1)[0]
         assert again.check(model, live) == profile.check(model, live)
@@ -102,8 +102,8 @@ def test_a_profile_is_of_all_values_of_all_batches(model, profile):
         values = torch.cat([model.first(x) for x in data()])
     known = profile.places["first", "output"]
     assert int(known.bins.counts.sum()) == values.numel()
-    assert known.std == pytest.approx(float(values.std()), rel=1e-5)
-    assert known.noise > 0
+    assert known.unit == pytest.approx(float(values.std()), rel=1e-5)
+    assert known.noise > 0 and known.size == values.numel() / len(data())
 
 
 def test_batches_may_be_tuples_and_dicts(model):
@@ -127,15 +127,36 @@ def test_the_model_is_as_before(model, profile):
     batch = data(1)[0]
     given = batch.clone()
     profile.check(model, batch)
-    Profile.of(model, [batch])
+    Profile.of(model, [batch, batch])
     assert hooks_of(model) == before and torch.equal(batch, given)
     assert all(torch.equal(p, values[name]) and p.grad is None for name, p in model.named_parameters())
     assert not model.training
 
 
-def test_a_profile_of_nothing_is_refused(model):
-    with pytest.raises(ValueError, match="no batches"):
-        Profile.of(model, [])
+def norm_net():
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+
+
+def test_the_buffers_of_a_model_in_train_mode_are_as_before():
+    model = norm_net()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    profile = Profile.of(model, data())
+    profile.check(model, data())
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
+def test_the_buffers_are_as_before_when_a_batch_does_not_fit():
+    model = norm_net()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with pytest.raises(RuntimeError, match="shapes"):
+        Profile.of(model, [*data(2), torch.randn(4, 5)])
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_profile_of_too_little_is_refused(model, count):
+    with pytest.raises(ValueError, match=f"two batches.*{count}"):
+        Profile.of(model, data(count))
 
 
 # --- what it finds
@@ -259,9 +280,17 @@ def test_without_safetensors_it_says_what_to_install(monkeypatch, profile, file)
             action()
 
 
+@pytest.mark.parametrize("wrap", [nn.DataParallel, lambda model: torch.compile(model, backend="eager")])
+def test_a_profile_fits_the_model_inside_a_wrapper_too(model, profile, wrap, nothing_compiled):
+    wrapped = wrap(model)
+    assert [path for path, _ in Profile.of(wrapped, data()).places] == [path for path, _ in profile.places]
+    assert profile.check(wrapped, data(1, seed=1)[0], fail_on="warning").ok
+    assert profile.check(wrapped, 50 * data(1, seed=1)[0]).findings[0].site == "first"
+
+
 def test_a_layer_that_is_gone_is_named(model, profile):
     other = nn.Sequential(model.first, nn.GELU(), model.head)
-    with pytest.raises((SelectionError, NotRecordedError), match="first"):
+    with pytest.raises(ValueError, match="of another model, a Net.*'first'"):
         profile.check(other, data(1)[0])
 
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from torchhook.origins import Catch
 from torchhook.rules.history import History, Modes, settled
 from torchhook.rules.rest import at_rest
 from torchhook.rules.rule import Need, Rule
-from torchhook.stats.reading import Snapshot
 from torchhook.stepping.steps import unwrapped
 from torchhook.tasks import task_of
 from torchhook.twins import twins_of
@@ -156,17 +156,17 @@ class Inspection:
         except Exception as error:  # of the user's: a loss that does not fit what the model gives in eval mode
             self.notes.append(f"eval mode was not compared, for it raised {type(error).__name__}: {error}")
             return
-        self.history.modes = Modes(trained[0], evaluated[0], trained[1], evaluated[1])
+        batches = tuple(settled(window.snapshot) for window in trained.windows)
+        losses = [fmean(seen.losses.values()) for seen in (trained, evaluated)]
+        self.history.modes = Modes(trained.whole(), batches, evaluated.whole(), *losses)
 
-    def _run(self, twin: nn.Module) -> tuple[Snapshot, float]:
-        """What batch norms and dropouts do on some batches, and the mean of the loss."""
-        values = []
+    def _run(self, twin: nn.Module) -> History:
+        """What batch norms and dropouts do on some batches, and the losses."""
         with Watch(twin, [], needs=_MODES) as watch:
             for data in islice(self._batches(), _COMPARED):
                 batch = Batch.of(on_device(data, twin))
-                values.append(float(loss_of(call(twin, batch), batch.target, self.loss).loss))
-            watch.step()
-        return settled(watch.history.windows[0].snapshot), sum(values) / len(values)
+                watch.step(loss_of(call(twin, batch), batch.target, self.loss).loss)
+        return watch.history
 
 
 def _wants_closure(optimizer: Any) -> bool:

@@ -64,7 +64,7 @@ def test_what_crashes_ends_with_2_and_a_line(command, model, line):
 
 
 def test_data_without_batches(diagnosed):
-    done = diagnosed("small.net:Net", "--loss", "cross_entropy", loader="small.data:none")
+    done = diagnosed("small.net:Net", loader="small.data:none")
     assert (done.code, done.err) == (2, "torchhook: data has no batches\n")
 
 

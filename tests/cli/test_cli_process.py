@@ -87,7 +87,7 @@ def in_terminal(arguments, out=True, **environment):
         stdin=subprocess.DEVNULL,
         stdout=out_write,
         stderr=err_write,
-        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", **environment},
+        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "OMP_NUM_THREADS": "1", **environment},
     )
     for end in (out_write, err_write):
         os.close(end)

@@ -24,7 +24,7 @@ def test_shows_it_again_and_ends_with_1(command, saved):
     assert (done.code, done.err) == (1, "")
     assert "-Inf in the forward of pass 0: aten.log made it in '3' (Log)" in done.out
     assert "net.py:19: return (x * 0).log()" in done.out
-    assert "clamp it" in done.out
+    assert len(done.out.splitlines()) == 4  # what, where, of what, and what to do
 
 
 def test_ends_with_0_once_it_is_mended(command, saved, monkeypatch):

@@ -17,6 +17,15 @@ from torchhook.stats.reading import FLAGS
 from torchhook.watching.watch import Watch
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """More gain nothing for small tensors, and wait for each other where somebody else works, too."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def registry():
     """The rules, which are as before afterwards."""

@@ -484,7 +484,7 @@ def a_group_whose_rate_is_zero(code):
     return at_rest(code, model, torch.optim.SGD(groups))
 
 
-@example("TH504", "")
+@example("TH503", "", "0", "1")
 def an_optimizer_of_another_model(code):
     return at_rest(code, mlp(), torch.optim.SGD(mlp().parameters(), 0.1))
 
@@ -588,7 +588,7 @@ def with_norm(seen=0, train=True, **options):
 
 @example("TH701", "0")
 def running_statistics_of_other_data(code):
-    model = with_norm(seen=20)
+    model = with_norm(seen=60)
     model[0].running_mean += 50
     return looked(code, model)
 

@@ -7,7 +7,7 @@ device as `marks`, until `read` fetches those of many tensors at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
@@ -18,10 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from torchhook.core.event import Event
 from torchhook.core.shards import local
-from torchhook.core.snapshot import frozen, snapshot
-from torchhook.core.tap import Unknown
 from torchhook.core.trees import Address, Arguments, leaves
 
 NAN, UP, DOWN = 1, 2, 4
@@ -51,6 +48,20 @@ def read(marked: list[Tensor]) -> list[int]:
         for number, value in zip(numbers, values, strict=True):
             bits[number] = bits_of(value)
     return bits
+
+
+def are_finite(tensors: list[Tensor]) -> bool:
+    """Whether nothing in them is NaN or Inf; this waits for the device.
+
+    >>> are_finite([torch.ones(2), torch.tensor([1.0, torch.nan])])
+    False
+    """
+    groups: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        if (numbers := _numbers(tensor)) is not None:
+            groups.setdefault((numbers.device, numbers.dtype), []).append(numbers)
+    largest = [torch.stack(torch._foreach_norm(group, torch.inf)).tolist() for group in groups.values()]
+    return all(math.isfinite(value) for values in largest for value in values)
 
 
 def bits_of(*values: float) -> int:
@@ -92,14 +103,14 @@ class Setting(NamedTuple):
     seeds: dict[str, Tensor]  # the states of the random generators, by device
 
     @staticmethod
-    def now(devices: tuple[str, ...]) -> Setting:
-        """The one that holds now; `devices` are the accelerators that the model uses."""
-        kinds = ("cpu", *{device.partition(":")[0] for device in devices})
+    def now(sources: Mapping[str, torch.Generator]) -> Setting:
+        """The one that holds now, with the states of these generators."""
+        kinds = {device.partition(":")[0] for device in sources}
         return Setting(
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
             {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds},
-            {"cpu": torch.get_rng_state(), **{device: _generators(device).get_rng_state(device) for device in devices}},
+            {device: generator.get_state() for device, generator in sources.items()},
         )
 
     @contextmanager
@@ -111,7 +122,7 @@ class Setting(NamedTuple):
             stack.enter_context(torch.random.fork_rng(devices, device_type=kind))
             torch.set_rng_state(self.seeds["cpu"])
             for device in devices:
-                _generators(device).set_rng_state(self.seeds[device], device)
+                torch.get_device_module(device).set_rng_state(self.seeds[device], device)
             for kind, (enabled, dtype) in self.autocast.items():
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
             stack.enter_context(torch.inference_mode(self.inference))
@@ -125,29 +136,20 @@ class Call:
     """One call of one module; `arguments` and `buffers` are as they were when it began, copied on write."""
 
     path: str
-    module: nn.Module
     number: int
     pass_number: int
+    module: nn.Module
     parent: Call | None
     setting: Setting
     begun: int
     arguments: Arguments
     wanted: list[bool]  # which tensors of the arguments required gradients
     buffers: dict[str, Tensor]
-    compiled: bool = False
+    compiled: bool
     ended: int = 0
     marks: list[Tensor] = field(default_factory=list)
     bits: int = 0  # what the output holds, once it was read
     grads: dict[Address, Tensor] = field(default_factory=dict)  # of the output
-
-    @staticmethod
-    def of(event: Event, parent: Call | None, setting: Setting, begun: int) -> Call:
-        """The call that begins with this event."""
-        given = Arguments(_positional(event), event.kwargs)
-        kept = {name: frozen(buffer) for name, buffer in used_buffers(event.module).items()}
-        wanted = [tensor.requires_grad for _, tensor in leaves(given)]
-        place = event.path, event.module, event.call, event.pass_number
-        return Call(*place, parent, setting, begun, snapshot(given), wanted, kept, isinstance(event.args, Unknown))
 
     @property
     def place(self) -> tuple[str, int, int]:
@@ -185,28 +187,31 @@ def buffers_before(call: Call, calls: list[Call]) -> dict[str, Tensor]:
     return found
 
 
-def _positional(event: Event) -> tuple[Any, ...]:
-    """The positional arguments; a compiled graph hands out only what one gets of them."""
-    if not isinstance(event.args, Unknown):
-        return event.args
-    if event.live is event.kwargs:
-        return ()
-    return event.live if type(event.live) is tuple else (event.live,)
-
-
 def _marks(tensor: Tensor) -> tuple[Tensor, ...]:
+    numbers = _numbers(tensor)
+    return () if numbers is None else torch.aminmax(numbers)
+
+
+def _numbers(tensor: Tensor) -> Tensor | None:
+    """The floating point numbers in `tensor`, None if there are none or it does not tell."""
     tensor = local(tensor.detach())
     try:
         if tensor.layout != torch.strided or tensor.is_nested:
             tensor = tensor._values() if tensor.is_sparse else tensor.values()
-        if tensor.is_complex():
-            tensor = torch.view_as_real(tensor.resolve_conj())
-        if not tensor.is_floating_point() or not tensor.numel() or tensor.is_meta:
-            return ()
-        return torch.aminmax(tensor.float() if tensor.element_size() == 1 else tensor)  # float8 has no order
-    except RuntimeError:  # a kind of tensor that does not tell
-        return ()
+    except RuntimeError:
+        return None
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if not tensor.is_floating_point() or not tensor.numel() or tensor.is_meta:
+        return None
+    return tensor.float() if tensor.element_size() == 1 else tensor  # float8 has no order
 
 
-def _generators(device: str) -> Any:
-    return torch.get_device_module(device.partition(":")[0])
+def generators(devices: Iterable[torch.device]) -> dict[str, torch.Generator]:
+    """The generators of random numbers of the CPU and of these devices."""
+    found = {"cpu": torch.default_generator}
+    for device in sorted(map(str, devices)):
+        kind, _, index = device.partition(":")
+        if kind not in ("cpu", "meta"):
+            found[device] = torch.get_device_module(kind).default_generators[int(index or 0)]
+    return found

@@ -30,7 +30,7 @@ class Arrival(NamedTuple):
     number: int
     pass_number: int
     call: Call | None  # unless it is a parameter's, or of a pass that is not kept any more
-    marks: list[Tensor]
+    gradient: Tensor
 
     @property
     def leaves_model(self) -> bool:

@@ -1,33 +1,48 @@
 """Watching a model for NaN and Inf, a pass at a time.
 
-Of each call is kept what it was given, copied on write, and how what it returned is marked. The marks are read at the
-end of the forward, and those of gradients at the end of the backward; if what leaves the model there is not finite, it
-is searched where that began. What is kept goes when the next pass begins.
+Of each call is kept what it was given, copied on write, and how what it returned is marked, and of the backward the
+gradients of what it returned. The marks are read at the end of the forward, and at the end of the backward what the
+optimizer will use; if that is not finite, it is searched where it began. All this goes when the next pass begins.
 """
 
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.autograd import Variable
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from torchhook.core.event import Event
+from torchhook.core.passes import Pass, Scope
 from torchhook.core.selection import Selector, walk
 from torchhook.core.session import Session
 from torchhook.core.site import Site
-from torchhook.core.tap import Tap
+from torchhook.core.snapshot import frozen, snapshot
+from torchhook.core.tap import Act, Receive, Sink, Tap, Unknown, at_once
+from torchhook.core.trees import Address, Arguments, leaves
 from torchhook.errors import NonfiniteError
 from torchhook.findings import Finding
-from torchhook.origins.calls import BAD, Call, Setting, marks, merged, read
+from torchhook.origins.calls import (
+    BAD,
+    Call,
+    Setting,
+    are_finite,
+    bits_in,
+    generators,
+    marks,
+    merged,
+    read,
+    used_buffers,
+)
 from torchhook.origins.files import save_call
 from torchhook.origins.origin import Origin
 from torchhook.origins.search import Arrival, Hit, in_backward, in_forward, in_unfinished
@@ -38,7 +53,7 @@ OnFound = Literal["raise", "warn", "record"]
 _MOST = 100_000  # calls that are kept: a forward that raised outside of any pass never ends
 
 
-class Watch:
+class Watch(Sink):
     """What the hooks tell, and what was found. (Apart from `Catch`, which the hooks must not keep alive.)"""
 
     def __init__(self, model: nn.Module, save: Path | None, on_found: OnFound) -> None:
@@ -51,32 +66,56 @@ class Watch:
         self.over = False
         self.seen = False  # whether anything ran
         self._parameters: dict[str, nn.Parameter] = {}
+        self._generators: dict[str, torch.Generator] = {}
         self._open: list[Call] = []
         self._calls: dict[tuple[str, int, int], Call] = {}  # those that ended, in this order
-        self._arrived: list[Arrival] = []  # gradients that were not read yet
-        self._broken: list[tuple[Arrival, int]] = []  # those that were and are not finite
+        self._arrived: list[Arrival] = []  # gradients that were not looked at yet
+        self._looked_at: list[Arrival] = []  # those of outputs that were
         self._masking: set[str] = set()
         self._clock = count(1)
-        self._devices: tuple[str, ...] = ()
 
     def taps(self) -> list[Tap]:
         """What has to be seen: every call, and all gradients."""
         parts = any(path and _is_called(path, module) for path, module in walk(self.model))
         where = Selector.union(("", _is_called) if parts else ("",))
-        arrive = self._safely(self._arrive)
-        return [
-            Tap(where, self._safely(self._begin), "input"),
-            Tap(where, self._safely(self._end), "output"),
-            Tap(where, arrive, "grad_output"),
-            Tap("", arrive, "grad_input"),  # a tensor given twice becomes two there, so not elsewhere
-            Tap("", arrive, "param_grad"),
-        ]
+        everywhere = [Tap(where, self, "input"), Tap(where, self, "output"), Tap(where, self, "grad_output")]
+        # At the port grad_input, a tensor that is given twice becomes two: not where it can be helped.
+        return [*everywhere, Tap("", self, "grad_input"), Tap("", self, "param_grad")]
+
+    def receive(self, event: Event) -> None:
+        """Never called: what is bound for each site does it without events."""
+        raise NotImplementedError
+
+    def bind(self, tap: Tap, site: Site, module: nn.Module, scope: Scope) -> Act:
+        """What to do at one site."""
+
+        def begin(pass_: Pass, number: int, value: Arguments, args: tuple[Any, ...]) -> None:
+            self._safely(self._begin, (site.path, number, pass_.number), module, value, args)
+
+        @at_once
+        def end(pass_: Pass, number: int, value: Any, args: tuple[Any, ...]) -> None:
+            self._safely(self._end, (site.path, number, pass_.number), value)
+
+        def ask(pass_: Pass, number: int, value: Any, args: tuple[Any, ...]) -> Receive:
+            place = site.path, number, pass_.number
+            known = next((call for call in self._open[-1:] if call.place == place), self._calls.get(place))
+            call = _nobody if known is None else weakref.ref(known)  # a graph that lives on must not keep it
+
+            def receive(leaf: int, address: Address, gradient: Tensor) -> None:
+                self._safely(self._arrive, site, place, call(), address, frozen(gradient))
+
+            return receive
+
+        def arrive(pass_: Pass, number: int, value: Tensor, args: tuple[Any, ...]) -> None:
+            self._safely(self._arrive, site, (site.path, number, pass_.number), None, (), value.detach())
+
+        by_port: dict[str, Act] = {"input": begin, "output": end, "param_grad": arrive}
+        return by_port.get(site.port, ask)
 
     def start(self, session: Session) -> None:
         """Watch from now on, as a session tells."""
         self._parameters = session.parameters(Selector.of(""))
-        devices = {str(tensor.device) for tensor in (*self.model.parameters(), *self.model.buffers())}
-        self._devices = tuple(sorted(devices - {"cpu", "meta"}))
+        self._generators = generators({tensor.device for tensor in (*self.model.parameters(), *self.model.buffers())})
 
     def stop(self) -> None:
         """Watch no more."""
@@ -85,7 +124,7 @@ class Watch:
 
     def explain(self, error: Exception) -> None:
         """Note on an error of the user's that the forward which raised it had made NaN or Inf, if it had."""
-        self._safely(self._explain)(error)
+        self._safely(self._explain, error)
 
     def _explain(self, error: Exception) -> None:
         calls = list(self._calls.values())
@@ -98,39 +137,38 @@ class Watch:
             if hasattr(error, "add_note"):
                 error.add_note(f"(torchhook.catch_nonfinite: {hit.origin.message()})")
 
-    def _safely(self, look: Callable[..., None]) -> Callable[..., None]:
+    def _safely(self, look: Callable[..., None], *what: Any) -> None:
         """To be watched must not stop a training: an error of our own ends the watching, and no more."""
+        if self.over:
+            return
+        try:
+            look(*what)
+        except NonfiniteError:
+            raise
+        except Exception as error:
+            self.stop()
+            warn(f"NaN and Inf are no longer watched for, for that raised {type(error).__name__}: {error}")
 
-        def safely(*event: Event | Exception) -> None:
-            if self.over:
-                return
-            try:
-                look(*event)
-            except NonfiniteError:
-                raise
-            except Exception as error:
-                self.stop()
-                warn(f"NaN and Inf are no longer watched for, for that raised {type(error).__name__}: {error}")
-
-        return safely
-
-    def _begin(self, event: Event) -> None:
+    def _begin(self, place: tuple[str, int, int], module: nn.Module, value: Arguments, args: tuple[Any, ...]) -> None:
         self.seen = True
-        is_stale = bool(self._open) and self._open[0].pass_number != event.pass_number  # that forward raised
+        is_stale = bool(self._open) and self._open[0].pass_number != place[2]  # that forward raised
         if is_stale or not self._open or len(self._calls) > _MOST:
             self._forget()
         parent = self._open[-1] if self._open else None
-        self._open.append(Call.of(event, parent, Setting.now(self._devices), next(self._clock)))
+        setting, begun = Setting.now(self._generators), next(self._clock)
+        wanted = [tensor.requires_grad for _, tensor in leaves(value)]
+        buffers = {name: frozen(buffer) for name, buffer in used_buffers(module).items()}
+        compiled = isinstance(args, Unknown)
+        self._open.append(Call(*place, module, parent, setting, begun, snapshot(value), wanted, buffers, compiled))
 
-    def _end(self, event: Event) -> None:
-        place = event.path, event.call, event.pass_number
+    def _end(self, place: tuple[str, int, int], value: Any) -> None:
         while self._open:
             call = self._open.pop()  # calls inside that raised never ended
             if call.place == place:
                 break
         else:
             return
-        call.marks, call.ended = marks(event.live), next(self._clock)
+        call.marks, call.ended = marks(value), next(self._clock)
         self._calls[place] = call
         if not self._open:
             self._conclude(call)
@@ -145,24 +183,25 @@ class Watch:
         if hit is not None:
             self._tell(hit)
 
-    def _arrive(self, event: Event) -> None:
+    def _arrive(
+        self, site: Site, place: tuple[str, int, int], call: Call | None, address: Address, gradient: Tensor
+    ) -> None:
         if not self._arrived:
-            Variable._execution_engine.queue_callback(self._safely(self._conclude_backward))
-        call = self._calls.get((event.path, event.call, event.pass_number))
-        place = event.port, event.path, event.call, event.pass_number
-        self._arrived.append(Arrival(*place, None if event.port == "param_grad" else call, marks(event.live)))
-        if call is not None and event.port == "grad_output":
-            call.grads[event.leaf] = event.value
+            Variable._execution_engine.queue_callback(lambda: self._safely(self._conclude_backward))
+        self._arrived.append(Arrival(site.port, *place, call, gradient))
+        if call is not None and site.port == "grad_output":
+            call.grads[address] = gradient
 
     def _conclude_backward(self) -> None:
         """The backward is over, and the parameters are as they were in it."""
         arrived, self._arrived = self._arrived, []
-        bits = iter(read([mark for arrival in arrived for mark in arrival.marks]))
-        known = [(arrival, merged(next(bits) for _ in arrival.marks)) for arrival in arrived]
-        broken = [(arrival, bits) for arrival, bits in known if bits]
-        self._broken += broken  # FSDP fills in the gradients of parameters when all is over
-        if any(arrival.leaves_model for arrival, _ in broken) and not _is_scaled():
-            self._tell(in_backward(self._broken, list(self._calls.values()), self._parameters))
+        earlier = list(self._looked_at)  # FSDP hands in the gradients of parameters when all is over
+        self._looked_at += [arrival for arrival in arrived if arrival.port == "grad_output"]
+        if are_finite([arrival.gradient for arrival in arrived if arrival.leaves_model]):
+            return
+        broken = [(known, bits) for known in earlier + arrived if (bits := bits_in(known.gradient))]
+        if any(known.leaves_model for known, _ in broken) and not _is_scaled():
+            self._tell(in_backward(broken, list(self._calls.values()), self._parameters))
 
     def _read(self, calls: list[Call]) -> None:
         bits = iter(read([mark for call in calls for mark in call.marks]))
@@ -193,7 +232,7 @@ class Watch:
         return "\n".join(lines)
 
     def _forget(self) -> None:
-        for kept in (self._open, self._calls, self._arrived, self._broken):
+        for kept in (self._open, self._calls, self._arrived, self._looked_at):
             kept.clear()
 
 
@@ -264,6 +303,10 @@ def origin_of(model: nn.Module, run: Callable[[], object]) -> Finding | None:
     with Catch(model, None, "record") as caught:
         run()
     return caught.finding
+
+
+def _nobody() -> None:
+    return None
 
 
 def _is_called(path: str, module: nn.Module) -> bool:

@@ -42,9 +42,10 @@ class Task:
 
 @dataclass(frozen=True)
 class Modes:
-    """The same batches in train and in eval mode."""
+    """The same batches in train and in eval mode, those in train mode also each by itself."""
 
     train: Snapshot
+    batches: tuple[Snapshot, ...]
     eval: Snapshot
     train_loss: float
     eval_loss: float

@@ -86,7 +86,7 @@ class SymmetricInit(Rule):
         assert history.rest is not None
         for path, parameter in history.rest.parameters.items():
             is_zero = parameter.summary.zero_fraction == 1
-            if parameter.alike and parameter.trainable and not is_zero:
+            if parameter.alike and parameter.is_matrix and parameter.trainable and not is_zero:
                 yield self.finding("all units have the same weights", owner(path), value=plain(parameter.summary.mean))
             after = history.after.parameters.get(path) if history.after is not None else None
             stays = after is not None and bool(after.groups) and after.trainable and after.summary.zero_fraction == 1

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from torchhook.findings import Finding, Severity
-from torchhook.rules.history import History, plain, readings, samples
+from torchhook.rules.history import History, joined, plain, readings, samples
 from torchhook.rules.kinds import kind_of
 from torchhook.rules.registry import register
 from torchhook.rules.rest import Norm
 from torchhook.rules.rule import Need, Phase, Rule
 from torchhook.stats.channels import Units
+from torchhook.stats.reading import Place, Snapshot
 
 
 @register
@@ -36,29 +38,39 @@ class RunningStatistics(Rule):
     def find(self, history: History) -> Iterator[Finding]:
         rest = history.after or history.rest
         assert rest is not None
-        window = history.modes.train if history.modes is not None else history.whole(0.25)
-        for reading in readings(window, "input", "channels", "batchnorm"):
-            norm, units = rest.norms.get(reading.path), reading["channels"]
-            if norm is None or not self._has_settled(norm) or samples(reading) < self.samples:
+        batches = history.modes.batches if history.modes is not None else [history.whole(0.25)]
+        for reading in readings(joined(batches), "input", "channels", "batchnorm"):
+            norm = rest.norms.get(reading.path)
+            if norm is None or not has_settled(norm) or samples(reading) < self.samples:
                 continue
-            shift = float(((units.mean - norm.mean).abs() / units.std.clamp(min=1e-12)).mean())
-            factor = _factor(units, norm.var)
+            mean, var = _within((reading.path, reading.port), batches)
+            shift = float(((mean - norm.mean).abs() / var.sqrt().clamp(min=1e-12)).mean())
+            factor = _factor(var, norm.var)
             if shift > self.shift or factor > self.factor:
                 said = (
                     f"running statistics are {shift:.2g} deviations and {factor:.2g} times in variance off the batches"
                 )
                 yield self.finding(said, reading.path, shift=plain(shift), factor=plain(factor), momentum=norm.momentum)
 
-    def _has_settled(self, norm: Norm) -> bool:
-        momentum = norm.momentum or 1.0
-        wanted = 3 / momentum if momentum >= 0.005 else 10
-        return norm.batches is not None and norm.batches >= max(10, wanted)
+
+def has_settled(norm: Norm) -> bool:
+    """Whether a batch norm has averaged over enough batches to know them; too small a momentum is not waited for."""
+    momentum = norm.momentum or 1.0
+    wanted = 3 / momentum if momentum >= 0.005 else 10
+    return norm.batches is not None and norm.batches >= max(10, wanted)
 
 
-def _factor(units: Units, var: torch.Tensor) -> float:
+def _within(place: Place, batches: Sequence[Snapshot]) -> tuple[Tensor, Tensor]:
+    """Mean and variance of the channels in a batch, on average over the batches, which is what running ones are of."""
+    units = [batch[place]["channels"] for batch in batches if place in batch.rows]
+    known = [one for one in units if bool(one.std.isfinite().all())] or units
+    return torch.stack([one.mean for one in known]).mean(0), torch.stack([one.std.square() for one in known]).mean(0)
+
+
+def _factor(a: Tensor, b: Tensor) -> float:
     """By what factor two variances differ, as a mean over the channels that vary."""
-    varied = (units.std > 1e-6) & (var > 0)
-    logs = ((units.std[varied].square()).log() - var[varied].log()).abs()
+    varied = (a > 1e-12) & (b > 0)
+    logs = (a[varied].log() - b[varied].log()).abs()
     return math.exp(float(logs.mean())) if len(logs) else 1.0
 
 
@@ -122,8 +134,11 @@ class ModesDisagree(Rule):
     times, least = 2.0, 0.5
 
     def find(self, history: History) -> Iterator[Finding]:
-        modes = history.modes
+        modes, rest = history.modes, history.after or history.rest
         assert modes is not None
+        norms = rest.norms if rest is not None else {}
+        if not all(has_settled(norm) for norm in norms.values() if norm.training):
+            return  # too few steps to judge by
         for reading in readings(modes.train, "output", "channels", *self.factors):
             place = reading.path, reading.port
             if place not in modes.eval.rows:
@@ -133,7 +148,7 @@ class ModesDisagree(Rule):
             if samples(reading) < self.samples:
                 continue
             if factor > self.factors[kind] or (kind == "batchnorm" and shift > self.shift):
-                said = f"in eval mode its outputs are shifted by {shift:.2g} of their size, and {factor:.2g} times as large"
+                said = f"in eval mode outputs are shifted by {shift:.2g} of their size, and {factor:.2g} times as large"
                 yield self.finding(said, reading.path, shift=plain(shift), factor=plain(factor))
         low, high = sorted((modes.train_loss, modes.eval_loss))
         if low >= 0 and high > self.times * low and high - low > self.least:

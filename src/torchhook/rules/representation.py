@@ -14,8 +14,9 @@ from torchhook.stats.reading import Snapshot
 
 @register
 class RankCollapse(Rule):
-    """The outputs of a layer vary in far fewer directions than its inputs: an effective rank below 15 % of theirs.
+    """The outputs of a layer vary in far fewer directions than its inputs: an effective rank below 5 % of theirs.
 
+    Below 15 % is worth knowing: a layer that has learnt an easy task needs no more.
     Of what the layer could keep, which is the smaller of the rank of its inputs and the number of its units, if that is
     six or more; or below 1.2 itself. The effective rank is the exponential of the entropy of the covariance's spectrum.
     """
@@ -25,7 +26,7 @@ class RankCollapse(Rule):
     explains = ("TH2", "TH401", "TH601")
     hint = "Look at the rank of the layer's weight: at its initialisation, and at weight decay if it fell."
     wrong = "Bottlenecks of low rank by design."
-    share, one, least = 0.15, 1.2, 6
+    low, share, one, least = 0.05, 0.15, 1.2, 6
 
     def find(self, history: History) -> Iterator[Finding]:
         half = len(history.windows) // 2
@@ -34,7 +35,8 @@ class RankCollapse(Rule):
         for path, rank, possible in self._collapsed(history.whole(0.5)):
             said = f"its outputs vary in {rank:.1f} directions, of {possible:.0f} that its inputs have"
             step = since.get(path, history.windows[half].step)
-            yield self.finding(said, path, step, rank=plain(rank), possible=plain(possible))
+            severity = None if rank < max(self.low * possible, self.one) else "info"
+            yield self.finding(said, path, step, severity, rank=plain(rank), possible=plain(possible))
 
     def _collapsed(self, window: Snapshot) -> Iterator[tuple[str, float, float]]:
         """Layers that lost most directions, how many are left, and how many there could be."""

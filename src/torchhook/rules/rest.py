@@ -20,7 +20,7 @@ class Parameter:
     """What there is to know of a parameter: its values, and who trains it."""
 
     summary: Summary
-    dim: int
+    weights: int  # of each unit
     trainable: bool
     alike: bool  # whether all its units have the same weights
     groups: tuple[int, ...] = ()  # of the optimizer
@@ -29,7 +29,7 @@ class Parameter:
     @property
     def is_matrix(self) -> bool:
         """Whether it has units with several weights each."""
-        return self.dim > 1
+        return self.weights > 1
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def _parameter(parameter: nn.Parameter, groups: list[dict[str, Any]]) -> Paramet
     inside = [number for number, group in enumerate(groups) if any(p is parameter for p in group["params"])]
     return Parameter(
         summary=Moments().of(parameter),
-        dim=parameter.dim(),
+        weights=parameter[0].numel() if parameter.dim() and len(parameter) else 0,
         trainable=parameter.requires_grad,
         alike=parameter.dim() > 1 and len(parameter) > 1 and bool((parameter == parameter[:1]).all()),
         groups=tuple(inside),
