@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torchhook.editing import arm, clip_gradients, edit, skip
     from torchhook.errors import (
         BudgetError,
+        NonfiniteError,
         NotRecordedError,
         OverwrittenError,
         SelectionError,
@@ -77,6 +78,7 @@ _NAMES = {
     "ModelDiagnostics": "diagnostics",
     "Moments": "stats",
     "Need": "rules.rule",
+    "NonfiniteError": "errors",
     "NotRecordedError": "errors",
     "OverwrittenError": "errors",
     "Profile": "profiles",
@@ -151,6 +153,7 @@ __all__ = [
     "ModelDiagnostics",
     "Moments",
     "Need",
+    "NonfiniteError",
     "NotRecordedError",
     "OverwrittenError",
     "Profile",

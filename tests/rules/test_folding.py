@@ -233,4 +233,5 @@ def test_the_order_of_findings_does_not_matter_unless_they_are_of_one_place_and_
 
 
 def _shuffled(found, dice: random.Random):
-    return dict(dice.sample([*found.items()], len(found)))
+    """The same by other objects in another order."""
+    return {type(rule)(): found[rule] for rule in dice.sample([*found], len(found))}

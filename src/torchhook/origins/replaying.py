@@ -354,7 +354,8 @@ def _frames() -> list[Place]:
     while frame is not None and frame.f_code.co_filename == __file__:
         frame = frame.f_back
     while frame is not None:
-        places.append(Place(frame.f_code.co_filename, frame.f_lineno))
+        if frame.f_code.co_name != "__torch_function__":  # a mode that looks on is no part of the way
+            places.append(Place(frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back
     return places
 

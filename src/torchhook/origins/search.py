@@ -50,8 +50,8 @@ def in_forward(calls: list[Call], top: Call, masking: set[str]) -> Hit | None:
         return None
     first = made[0] if made else top
     later = [call for call in calls if call.begun > first.ended]
-    # If it was made twice, or is hidden at times, or if -Inf came in, then only the whole forward can tell.
-    is_sure = len(made) == 1 and not first.input_bits and all(call.input_bits & want for call in later)
+    # If it was made again later, or is hidden at times, or if -Inf came in, then only the whole forward can tell.
+    is_sure = not first.input_bits and all(call.input_bits & want for call in later)
     call, shown = _replayed([first, top] if is_sure else [top, first], calls)
     if want == DOWN and shown.step is None:
         masking.update(call.path for call in made)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -55,6 +56,7 @@ def check(
     history = _history(stats)
     found, skipped = {}, {}
     applied = chosen(rules, ignore)
+    exempt = {glob: [rule.code for rule in chosen(codes)] for glob, codes in (per_module or {}).items()}
     broken: list[Finding] = []
     for rule in applied:
         try:
@@ -62,7 +64,7 @@ def check(
             if reason:
                 skipped[rule.code] = reason
             else:
-                found[rule] = [finding for finding in rule.find(history) if not _is_ignored(finding, per_module or {})]
+                found[rule] = [finding for finding in rule.find(history) if not _is_ignored(finding, exempt)]
         except Exception as error:  # noqa: PERF203 (each by itself)
             skipped[rule.code] = f"raised {type(error).__name__}: {error}"
             broken.append(failed(f"rule {rule.code}", error))
@@ -125,8 +127,7 @@ def _after_rise(finding: Finding, rates: Mapping[int, float]) -> Finding:
 
 def _is_ignored(finding: Finding, per_module: Mapping[str, Sequence[str]]) -> bool:
     return any(
-        fnmatch.fnmatchcase(finding.site, pattern) and finding.code.startswith(tuple(codes))
-        for pattern, codes in per_module.items()
+        fnmatch.fnmatchcase(finding.site, pattern) and finding.code in codes for pattern, codes in per_module.items()
     )
 
 
@@ -150,13 +151,18 @@ def _spread(reading: Reading) -> float:
 
 def _rms(reading: Reading) -> float:
     said = reading["moments"]
-    return float(said.l2 / max(said.count, 1) ** 0.5)
+    return math.nan if said.nonfinite else float(said.l2 / max(said.count, 1) ** 0.5)
+
+
+def _mean(reading: Reading) -> float:
+    said = reading["moments"]
+    return math.nan if said.nonfinite else float(said.mean)
 
 
 _ENTRIES: dict[str, Callable[[Reading], dict[str, Any]]] = {
     "output": _of_output,
     "grad_output": lambda reading: {"grad_norm": _rms(reading)},
-    "param_grad_norm": lambda reading: {"grad_norm": reading["moments"].mean},
-    "param_norm": lambda reading: {"norm": reading["moments"].mean},
+    "param_grad_norm": lambda reading: {"grad_norm": _mean(reading)},
+    "param_norm": lambda reading: {"norm": _mean(reading)},
     "update_ratio": lambda reading: {"update_ratio": reading["moments"].mean},
 }

@@ -53,7 +53,7 @@ def _is_cause(cause: Rule, rule: Rule, first: Mapping[Rule, Finding], order: Map
 
 def _may_cause(cause: Rule, early: Finding, consequence: Rule, late: Finding) -> bool:
     """Whether one finding may explain another: by its rule, its steps, and as much as it is a warning itself."""
-    if cause is consequence or not consequence.code.startswith(cause.explains):
+    if cause is consequence or not consequence.code.startswith(cause.causes(early)):
         return False
     if early.severity == Severity.INFO and late.severity > Severity.INFO:
         return False

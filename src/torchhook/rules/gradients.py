@@ -149,6 +149,7 @@ class NoGradient(Rule):
     code, name, severity = "TH404", "no-gradient", Severity.ERROR
     phase = Phase.BACKWARD
     needs = (Need("param_grad"),)
+    uses = (Need("output"),)
     facts = ("rest",)
     backward = True
     explains = ("TH502", "TH6", "TH204", "TH302")

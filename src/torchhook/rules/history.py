@@ -128,6 +128,12 @@ def readings(snapshot: Snapshot, port: str, stat: str, *kinds: str) -> Iterator[
                 yield reading
 
 
+def last_of(history: History, *kinds: str) -> str:
+    """The path of the last leaf that ran, of some kinds; empty if there is none."""
+    found = [reading.path for reading in readings(history.whole(), "output", "moments", *kinds)]
+    return found[-1] if found else ""
+
+
 def joined(snapshots: Iterable[Snapshot]) -> Snapshot:
     """Several snapshots as one: states at the same place are merged, once they are read."""
     rows: dict[Place, Row] = {}

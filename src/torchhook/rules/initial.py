@@ -25,7 +25,7 @@ class PoorInit(Rule):
 
     code, name = "TH301", "poor-init"
     needs = (Need("output", "channels", ("weight",)), Need("input", "channels", ("weight",)))
-    uses = (Need("output", "channels", tuple(ACTIVATIONS)),)
+    uses = (Need("output", "channels", tuple(sorted(ACTIVATIONS | NORMS))),)
     explains = ("TH105", "TH2", "TH4", "TH5", "TH6", "TH8", "TH103")
     hint = "Initialise with kaiming_normal_ (ReLU) or xavier_uniform_ (tanh), or put a norm after the layer."
     wrong = "Models that scale layers on purpose (muP, fixup) and have no norms."
@@ -102,7 +102,7 @@ class InputScale(Rule):
     """
 
     code, name = "TH303", "input-scale"
-    needs = (Need("input", "moments", ("weight", "recurrent")),)
+    needs = (Need("input", "moments", ("weight", "recurrent")), Need("output"))
     explains = ("TH105", "TH2", "TH301", "TH4", "TH501", "TH6", "TH7", "TH8")
     hint = "Normalise the inputs to a mean of about 0 and a deviation of about 1."
     wrong = "A model that normalises inside, or whose first layer is meant to take raw values."

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from statistics import fmean, variance
 
 from torchhook.findings import Finding, Severity
-from torchhook.rules.history import History, finite, plain, readings
+from torchhook.rules.history import History, finite, last_of, plain
 from torchhook.rules.registry import register
-from torchhook.rules.rule import Phase, Rule
+from torchhook.rules.rule import Need, Phase, Rule
 from torchhook.rules.series import outliers
 
 
@@ -75,6 +75,7 @@ class InitialLoss(Rule):
 
     code, name = "TH603", "initial-loss"
     phase = Phase.LOSS
+    uses = (Need("output"),)
     facts = ("task",)
     explains = ("TH2", "TH4", "TH501", "TH601", "TH602")
     hint = "Make the initial weights of the last layer smaller, or zero."
@@ -89,7 +90,7 @@ class InitialLoss(Rule):
         if task.loss - chance > max(1.0, 0.5 * chance):
             said = f"the first loss is {task.loss:.3g}, where guessing costs ln {task.classes} = {chance:.3g}"
             yield self.finding(
-                said, last_layer(history), history.first_step, loss=plain(task.loss), chance=plain(chance)
+                said, last_of(history, "weight"), history.first_step, loss=plain(task.loss), chance=plain(chance)
             )
 
 
@@ -102,6 +103,7 @@ class SoftmaxTwice(Rule):
 
     code, name, severity = "TH604", "softmax-twice", Severity.ERROR
     phase = Phase.REST
+    uses = (Need("output"),)
     facts = ("task",)
     explains = ("TH401", "TH502", "TH601", "TH603", "TH203")
     hint = "Remove the softmax at the end of the model, or use nll_loss on the log of its output."
@@ -111,7 +113,7 @@ class SoftmaxTwice(Rule):
         assert history.task is not None
         if history.task.classes and history.task.probabilities:
             yield self.finding(
-                "the outputs are probabilities already, and the loss takes their softmax", last_site(history)
+                "the outputs are probabilities already, and the loss takes their softmax", last_of(history)
             )
 
 
@@ -135,18 +137,6 @@ class Broadcast(Rule):
         if task.broadcast:
             shapes = f"{_shape(task.output_shape)} against {_shape(task.target_shape or ())}"
             yield self.finding(f"the loss compares {shapes}, and broadcasts", "", output=shapes)
-
-
-def last_layer(history: History) -> str:
-    """The last layer with weights."""
-    found = [reading.path for reading in readings(history.whole(), "output", "moments", "weight")]
-    return found[-1] if found else ""
-
-
-def last_site(history: History) -> str:
-    """The last leaf that ran."""
-    found = [reading.path for reading in readings(history.whole(), "output", "moments")]
-    return found[-1] if found else ""
 
 
 def _shape(shape: tuple[int, ...]) -> str:

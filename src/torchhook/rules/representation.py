@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torchhook.findings import Finding
-from torchhook.rules.history import History, joined, plain, readings, settled
+from torchhook.rules.history import History, joined, last_of, plain, readings, settled
 from torchhook.rules.registry import register
 from torchhook.rules.rule import Need, Rule
 from torchhook.stats.covariance import Spread
@@ -23,6 +23,7 @@ class RankCollapse(Rule):
 
     code, name = "TH801", "rank-collapse"
     needs = (Need("output", "covariance", ("weight",)), Need("input", "covariance", ("weight",)))
+    uses = (Need("output"),)
     explains = ("TH2", "TH401", "TH601")
     hint = "Look at the rank of the layer's weight: at its initialisation, and at weight decay if it fell."
     wrong = "Bottlenecks of low rank by design."
@@ -32,7 +33,10 @@ class RankCollapse(Rule):
         half = len(history.windows) // 2
         first = settled(joined(window.snapshot for window in history.windows[:half]))
         since = {path: history.first_step for path, *_ in self._collapsed(first)}
+        last = last_of(history, "weight")  # it may be sure of itself
         for path, rank, possible in self._collapsed(history.whole(0.5)):
+            if path == last:
+                continue
             said = f"its outputs vary in {rank:.1f} directions, of {possible:.0f} that its inputs have"
             step = since.get(path, history.windows[half].step)
             severity = None if rank < max(self.low * possible, self.one) else "info"
@@ -41,7 +45,7 @@ class RankCollapse(Rule):
     def _collapsed(self, window: Snapshot) -> Iterator[tuple[str, float, float]]:
         """Layers that lost most directions, how many are left, and how many there could be."""
         inputs = {reading.path: reading for reading in readings(window, "input", "covariance", "weight")}
-        for reading in list(readings(window, "output", "covariance", "weight"))[:-1]:  # the last may be sure of itself
+        for reading in readings(window, "output", "covariance", "weight"):
             if reading.path in inputs:
                 before, after = inputs[reading.path]["covariance"], reading["covariance"]
                 given, rank = _rank(before), _rank(after)

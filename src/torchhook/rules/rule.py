@@ -31,8 +31,10 @@ class Need:
     kinds: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        of = f" of every {' or '.join(self.kinds)}" if self.kinds else ""
-        return f"{self.stat} at {self.port}{of}"
+        if self.port == self.stat:
+            return f"some {self.port}"
+        of = f" of a {' or '.join(self.kinds)} module" if self.kinds and len(self.kinds) < 4 else ""
+        return f"the {self.stat} of the {self.port.replace('_', ' ')}{of}"
 
 
 class Rule(ABC):
@@ -80,8 +82,12 @@ class Rule(ABC):
     def missing(self, history: History) -> str:
         """Why the rule cannot be applied; empty if it can."""
         absent = [_FACTS[name] for name in self.facts if not getattr(history, name)]
-        absent += [f"{need}" for need in self.needs if not history.has(need.port, need.stat)]
-        return f"needs {', '.join(absent)}" if absent else ""
+        absent += [str(need) for need in self.needs if not history.has(need.port, need.stat)]
+        return f"needs {', and '.join(absent)}" if absent else ""
+
+    def causes(self, finding: Finding) -> tuple[str, ...]:
+        """The codes of what one of the rule's findings may explain."""
+        return self.explains
 
     def finding(
         self, message: str, site: str = "", step: int | None = None, severity: str | None = None, **evidence: Any

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from torchhook.findings import Finding, Severity
-from torchhook.rules.history import History, finite, joined, plain, readings, samples
+from torchhook.rules.history import History, finite, joined, last_of, plain, readings, samples
 from torchhook.rules.kinds import ACTIVATIONS, NORMS, kind_of
 from torchhook.rules.registry import register
 from torchhook.rules.rule import Need, Rule
@@ -155,6 +155,7 @@ class Saturated(Rule):
 
     code, name = "TH203", "saturated"
     needs = (Need("output", "saturation", ("sigmoid", "tanh")),)
+    uses = (Need("output"),)
     explains = ("TH204", "TH301", "TH401", "TH404", "TH502", "TH601", "TH801")
     hint = (
         "No gradient passes. Make the weights of the layer before smaller, normalise its inputs, or use ReLU or GELU."
@@ -165,8 +166,7 @@ class Saturated(Rule):
 
     def find(self, history: History) -> Iterator[Finding]:
         window = history.whole(0.5)
-        weights = [reading.path for reading in readings(window, "output", "channels", "weight")]
-        last = max((history.order[path] for path in weights), default=-1)
+        last = history.order.get(last_of(history, "weight"), -1)
         for reading in readings(window, "output", "saturation", "sigmoid", "tanh"):
             part: Tensor = reading["saturation"]
             share = float((part > self.part).double().mean())

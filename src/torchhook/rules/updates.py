@@ -38,12 +38,13 @@ class Ratios(Rule):
         ratios = self.ratios(history)
         if bad and len(bad) == len(ratios):
             middle = median(ratios.values())
-            text = f"the steps of the optimizer are {middle:.1e} of the weights: {said}"
+            text = f"the steps of the optimizer are {100 * middle:.2g} % of the weights: {said}"
             severity = "error" if self.code == "TH501" and middle > 3 * limit else None
-            yield self.finding(text, "", None, severity, median=plain(middle), parameters=len(bad))
+            step = min(step for by_step in history.summaries("update_ratio").values() for step in by_step)
+            yield self.finding(text, "", step, severity, median=plain(middle), parameters=len(bad))
             return
         for path, value in bad.items():
-            yield self.finding(f"its steps are {value:.1e} of it: {said}", path, ratio=plain(value))
+            yield self.finding(f"its steps are {100 * value:.2g} % of it: {said}", path, ratio=plain(value))
 
 
 @register
@@ -59,6 +60,9 @@ class UpdateTooLarge(Ratios):
     hint = "Lower the learning rate, by ten to begin with, or warm it up."
     wrong = "The first steps of an optimizer without warm-up; very small layers."
     limit, jump = 0.1, 0.5
+
+    def causes(self, finding: Finding) -> tuple[str, ...]:
+        return ("TH6", "TH8") if finding.site else self.explains  # a single matrix breaks nothing else
 
     def find(self, history: History) -> Iterator[Finding]:
         bad = {path: ratio for path, ratio in self.ratios(history).items() if ratio > self.limit}
@@ -76,7 +80,7 @@ class UpdateTooLarge(Ratios):
                     by_step.setdefault(step, []).append(summary.mean)
         for step, values in by_step.items():
             if median(values) > self.jump:
-                text = f"one step changes the weights by {median(values):.1e} of themselves"
+                text = f"one step changes the weights by {100 * median(values):.2g} % of their norm"
                 yield self.finding(text, "", step, "error", ratio=plain(median(values)))
                 return
 

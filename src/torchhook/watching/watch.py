@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchhook.core.event import Event
-from torchhook.core.selection import Selector
+from torchhook.core.selection import Query, Selector
 from torchhook.core.session import Session
 from torchhook.core.site import Port, Site
 from torchhook.core.tap import Tap
@@ -124,9 +124,11 @@ class Watch:
         """What has to be seen of modules."""
         taps = []
         for (port, kinds), stats in _grouped(self._needs, heavy).items():
-            selector = Selector.of(_of_kinds(kinds, _WIDEST if heavy else None))
-            if any(selector.test(path, module, None) for path, module in self.model.named_modules()):
-                taps.append(Tap(selector, self._reduce(*stats, heavy=heavy), port))
+            test = _of_kinds(kinds, _WIDEST if heavy else None)
+            paths = [path for path, module in self.model.named_modules() if test(path, module)]
+            if paths:  # the model itself is found by its name alone
+                where = Selector.of(test if any(paths) else "")
+                taps.append(Tap(where, self._reduce(*stats, heavy=heavy), port))
         return taps
 
     def _is_ours(self) -> bool:
@@ -154,13 +156,18 @@ class Watch:
             path, module = running[-1] if running else ("", self.model)
             reduce.cell(Site(path, "attention"), module).update(logits)  # type: ignore[arg-type]  # a place, not a port
 
-        taps = [Tap(_EVERYTHING, enter, "input"), Tap(_EVERYTHING, leave, "output")]
+        modules: list[Query] = ["", *([_below] if next(self.model.children(), None) is not None else [])]
+        everything = Selector.union(modules)
+        taps = [Tap(everything, enter, "input"), Tap(everything, leave, "output")]
         self._attention.callback(Session(self.model, taps, on_silent="ignore").attach().abandon)
         self._attention.enter_context(Attending(tell))
 
 
 _STEPPED = ("params", "param_grads", "updates")
-_EVERYTHING = Selector.of(lambda path, module: True)
+
+
+def _below(path: str, module: nn.Module) -> bool:
+    return bool(path)
 
 
 def _grouped(needs: Iterable[Need], heavy: bool) -> dict[tuple[Port, frozenset[str]], list[Stat]]:
