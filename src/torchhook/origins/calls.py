@@ -1,7 +1,7 @@
 """One call of a module: what it was given, in which setting, and whether what it returned is finite.
 
-Nothing here waits for the device. The smallest and the largest number of a tensor show NaN and Inf; they stay on the
-device as `marks`, until `read` fetches those of many tensors at once.
+Marking what flows waits for nothing: the smallest and the largest number of a tensor show NaN and Inf, and stay on the
+device as its `marks` until `read` fetches those of many tensors at once.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def used_buffers(module: nn.Module) -> dict[str, Tensor]:
     """The buffers that a forward of `module` may read; a norm that trains only writes what it knows of the data."""
     if isinstance(module, _NormBase) and module.training:
         return {}
-    return dict(module.named_buffers(recurse=False))
+    return {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
 
 
 def buffers_before(call: Call, calls: list[Call]) -> dict[str, Tensor]:
@@ -208,10 +208,10 @@ def _numbers(tensor: Tensor) -> Tensor | None:
 
 
 def generators(devices: Iterable[torch.device]) -> dict[str, torch.Generator]:
-    """The generators of random numbers of the CPU and of these devices."""
+    """The generators of random numbers of the CPU and of these devices, as far as torch hands them out."""
     found = {"cpu": torch.default_generator}
-    for device in sorted(map(str, devices)):
-        kind, _, index = device.partition(":")
-        if kind not in ("cpu", "meta"):
-            found[device] = torch.get_device_module(kind).default_generators[int(index or 0)]
+    for device in devices:
+        known = getattr(getattr(torch, device.type, None), "default_generators", ())
+        if device.index is not None and device.index < len(known):
+            found[str(device)] = known[device.index]
     return found

@@ -96,18 +96,20 @@ class Watch(Sink):
         def end(pass_: Pass, number: int, value: Any, args: tuple[Any, ...]) -> None:
             self._safely(self._end, (site.path, number, pass_.number), value)
 
-        def ask(pass_: Pass, number: int, value: Any, args: tuple[Any, ...]) -> Receive:
+        def ask(pass_: Pass, number: int, value: Any, args: tuple[Any, ...]) -> Receive | None:
+            if self.over:
+                return None
             place = site.path, number, pass_.number
             known = next((call for call in self._open[-1:] if call.place == place), self._calls.get(place))
             call = _nobody if known is None else weakref.ref(known)  # a graph that lives on must not keep it
 
             def receive(leaf: int, address: Address, gradient: Tensor) -> None:
-                self._safely(self._arrive, site, place, call(), address, frozen(gradient))
+                self._safely(self._arrive, site, place, call(), address, gradient)
 
             return receive
 
         def arrive(pass_: Pass, number: int, value: Tensor, args: tuple[Any, ...]) -> None:
-            self._safely(self._arrive, site, (site.path, number, pass_.number), None, (), value.detach())
+            self._safely(self._arrive, site, (site.path, number, pass_.number), None, (), value)
 
         by_port: dict[str, Act] = {"input": begin, "output": end, "param_grad": arrive}
         return by_port.get(site.port, ask)
@@ -188,9 +190,11 @@ class Watch(Sink):
     ) -> None:
         if not self._arrived:
             Variable._execution_engine.queue_callback(lambda: self._safely(self._conclude_backward))
-        self._arrived.append(Arrival(site.port, *place, call, gradient))
+        # That of a parameter is looked at before anybody writes to it, and must stay where it is.
+        kept = gradient.detach() if site.port == "param_grad" else frozen(gradient)
+        self._arrived.append(Arrival(site.port, *place, call, kept))
         if call is not None and site.port == "grad_output":
-            call.grads[address] = gradient
+            call.grads[address] = kept
 
     def _conclude_backward(self) -> None:
         """The backward is over, and the parameters are as they were in it."""
