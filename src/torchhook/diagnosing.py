@@ -84,12 +84,12 @@ def diagnose(
 
 @contextmanager
 def _as_before(model: nn.Module) -> Iterator[None]:
-    """Put every random number generator back to where it was."""
+    """Compute with gradients, and put every random number generator back to where it was."""
     numpy: Any = sys.modules.get("numpy")
     states = random.getstate(), numpy.random.get_state() if numpy else None
     devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
     try:
-        with torch.random.fork_rng(devices=sorted(devices)), warnings.catch_warnings():
+        with torch.random.fork_rng(devices=sorted(devices)), warnings.catch_warnings(), torch.enable_grad():
             warnings.filterwarnings("ignore", "a tap lies inside")  # it does for the sake of the copy alone
             yield
     finally:

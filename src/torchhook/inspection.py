@@ -85,13 +85,23 @@ class Inspection:
             self.notes.append("no parameter requires a gradient: nothing was trained")
             return None
         if optimizer is None:
-            self.notes.append("no optimizer was given: the copy was trained with AdamW at a rate of 1e-3")
-            return torch.optim.AdamW(parameters, lr=1e-3)
+            return self._own_optimizer(twin, parameters)
         for group in optimizer.param_groups:
             if group.get("lr") == 0 and group.get("initial_lr"):
                 group["lr"] = group["initial_lr"]
                 self.notes.append(f"a schedule has set the rate to 0: the copy was trained at {group['lr']:.2g}")
         return optimizer
+
+    def _own_optimizer(self, twin: nn.Module, parameters: list[nn.Parameter]) -> Any:
+        """An optimizer for a copy whose user has given none; None if there is none that would do."""
+        if any(parameter.dtype == torch.float16 for parameter in parameters):
+            self.notes.append("no optimizer was given, and float16 weights need a careful one: nothing was trained")
+            return None
+        if any(getattr(module, "sparse", False) for module in twin.modules()):
+            self.notes.append("no optimizer was given: the copy was trained with SGD at a rate of 0.01")
+            return torch.optim.SGD(parameters, lr=0.01)  # which takes sparse gradients
+        self.notes.append("no optimizer was given: the copy was trained with AdamW at a rate of 1e-3")
+        return torch.optim.AdamW(parameters, lr=1e-3)
 
     def _watch(self, twin: nn.Module, optimizer: Any, count: int, real: bool) -> None:
         """Run the copy and write down what is seen."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torchhook.calling import Batch, call, on_device
-from torchhook.core.selection import Query, plain
+from torchhook.core.selection import Query, walk
 from torchhook.findings import Report
 from torchhook.measuring import measure
 from torchhook.rules.checking import check
@@ -76,14 +76,17 @@ class Profile:
     ) -> Report:
         """Where `model` differs from the profile on a live batch, or on a list of them."""
         paths = list(dict.fromkeys(path for path, _ in self.places))
-        gone = [path for path in paths if path not in {plain(known) for known, _ in model.named_modules()}]
+        gone = [path for path in paths if path not in {known for known, _ in walk(model)}]
         if gone:
             raise ValueError(f"the profile is of another model, a {self.model}: this one has no {gone[0]!r}")
         history = History(profile=self)
         batches = data if isinstance(data, list) else [data]
         for step, window in enumerate(_measured(model, batches, paths)):
             history.add(step, window)
-        return check(history, rules or ["TH101", "TH901"], fail_on=fail_on, model=self.model)
+        report = check(history, rules or ["TH101", "TH901"], fail_on=fail_on, model=self.model)
+        silent = [path for path in paths if not any(path == known for known, _ in history.whole().rows)]
+        notes = [f"{path!r} is in the profile and did not run" for path in silent]
+        return replace(report, notes=tuple(notes))
 
     def save(self, path: str | Path) -> None:
         """Write it to a file, as tensors and JSON: nothing in it is ever executed."""
@@ -105,16 +108,24 @@ class Profile:
         >>> Profile.load(file)
         Profile of ReLU: 1 place
         """
-        with _safetensors().safe_open(str(path), "pt") as file:
-            about = json.loads((file.metadata() or {}).get("torchhook", "{}"))
-            if about.get("torchhook_profile") != VERSION:
-                raise ValueError(f"{str(path)!r} is no profile of version {VERSION}")
-            places = {
-                (known["path"], known["port"]): Known(
-                    file.get_tensor(str(number)), known["unit"], known["noise"], known["size"]
-                )
-                for number, known in enumerate(about["places"])
-            }
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"there is no file {str(path)!r}")
+        try:
+            with _safetensors().safe_open(str(path), "pt") as file:
+                about = json.loads((file.metadata() or {}).get("torchhook", "{}"))
+                version = about.get("torchhook_profile")
+                known = about["places"] if version == VERSION else []
+                states = [file.get_tensor(str(number)) for number in range(len(known))]
+        except ImportError:
+            raise
+        except Exception as error:
+            raise ValueError(f"{str(path)!r} is no profile, or a broken one: {error}") from error
+        if version != VERSION:
+            raise ValueError(f"{str(path)!r} is no profile of version {VERSION}, but of {version}")
+        places = {
+            (place["path"], place["port"]): Known(state, place["unit"], place["noise"], place["size"])
+            for place, state in zip(known, states, strict=True)
+        }
         return cls(places, about["model"])
 
     def __repr__(self) -> str:
@@ -124,13 +135,16 @@ class Profile:
 def _measured(model: nn.Module, data: Iterable[Any], queries: Iterable[Query]) -> Iterator[Snapshot]:
     """What the outputs are like, batch by batch; buffers that a forward changes are put back."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with torch.no_grad(), measure(model, *queries, stats=("moments", "histogram"), on_silent="ignore") as stats:
-        for batch in data:
-            call(model, Batch.of(on_device(batch, model)))
-            yield settled(stats.snapshot())
-            stats.reset()
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
+    try:
+        with torch.no_grad(), measure(model, *queries, stats=("moments", "histogram"), on_silent="ignore") as stats:
+            for batch in data:
+                call(model, Batch.of(on_device(batch, model)))
+                yield settled(stats.snapshot())
+                stats.reset()
+    finally:
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[name])
 
 
 def _known(whole: Reading, place: Place, windows: list[Snapshot]) -> Known:

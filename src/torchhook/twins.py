@@ -42,10 +42,14 @@ def _refusal(model: nn.Module) -> str:
 
 
 def _twin_of(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
-    """A copy with all attributes (`copy.deepcopy` keeps only some), but the hooks of others."""
+    """A copy with all attributes (`copy.deepcopy` keeps only some), but for the hooks of others.
+
+    Nor what stands before a method of the class: a scheduler puts a `step` there that steps the original.
+    """
     twin: Optimizer = type(optimizer).__new__(type(optimizer))
     memo[id(optimizer)] = twin
     for name, value in vars(optimizer).items():
         is_hooks = name.endswith("_hooks") and isinstance(value, OrderedDict)
-        twin.__dict__[name] = OrderedDict() if is_hooks else copy.deepcopy(value, memo)
+        if not (callable(value) and hasattr(type(optimizer), name)):
+            twin.__dict__[name] = OrderedDict() if is_hooks else copy.deepcopy(value, memo)
     return twin

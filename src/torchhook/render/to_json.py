@@ -1,6 +1,7 @@
 """The contract for programs: strict JSON by ``report.schema.json``, read back as the same report.
 
-JSON has no NaN and no infinity: such numbers are the strings "NaN", "Infinity" and "-Infinity".
+JSON has no NaN and no infinity: such numbers are the strings "NaN", "Infinity" and "-Infinity". In the evidence of a
+finding they stay strings, for there may be others.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from torchhook.findings import Finding, Report
+from torchhook.findings import Report
 from torchhook.render.words import spelled
 
 _NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -35,16 +36,7 @@ def from_json(text: str) -> Report:
     """
     report = Report.from_dict(codec.loads(text))
     layers = ({key: v if key in _WORDS else _revived(v) for key, v in layer.items()} for layer in report.layers)
-    return replace(
-        report,
-        findings=tuple(map(_finding, report.findings)),
-        layers=tuple(layers),
-        losses=_revived(report.losses),
-    )
-
-
-def _finding(finding: Finding) -> Finding:
-    return replace(finding, evidence=_revived(finding.evidence), affected=tuple(map(_finding, finding.affected)))
+    return replace(report, layers=tuple(layers), losses=_revived(report.losses))
 
 
 def _plain(value: Any) -> Any:

@@ -118,8 +118,8 @@ class RunningVariance(Rule):
 class ModesDisagree(Rule):
     """In eval mode the model computes something else than in train mode, on the same batches.
 
-    That is a batch norm whose outputs are shifted by a fifth of their size (root mean square), or changed by a quarter
-    of it, on average over the channels; a dropout that makes them 2.3 times as large; or a loss that is twice as large,
+    That is a batch norm whose outputs are shifted by 15 % of their size (root mean square), or changed by as much in
+    size, on average over the channels; a dropout that makes them 2.3 times as large; or a loss that is twice as large,
     and by a half.
     Batch norms are given thirty batches to catch up with the weights before.
     """
@@ -129,8 +129,8 @@ class ModesDisagree(Rule):
     explains = ("TH601",)
     hint = "Look at the dropout probability, the batch size of batch norms and their momentum."
     wrong = "Strong regularisation that is meant; batches that differ much from each other."
-    shift, samples = 0.2, 20
-    factors: ClassVar[dict[str, float]] = {"batchnorm": 1.25, "dropout": 2.3}
+    shift, samples = 0.15, 20
+    factors: ClassVar[dict[str, float]] = {"batchnorm": 1.15, "dropout": 2.3}
     times, least = 2.0, 0.5
 
     def find(self, history: History) -> Iterator[Finding]:
@@ -139,6 +139,7 @@ class ModesDisagree(Rule):
         norms = rest.norms if rest is not None else {}
         if not all(has_settled(norm) for norm in norms.values() if norm.training):
             return  # too few steps to judge by
+        named = False
         for reading in readings(modes.train, "output", "channels", *self.factors):
             place = reading.path, reading.port
             if place not in modes.eval.rows:
@@ -150,8 +151,9 @@ class ModesDisagree(Rule):
             if factor > self.factors[kind] or (kind == "batchnorm" and shift > self.shift):
                 said = f"in eval mode outputs are shifted by {shift:.2g} of their size, and {factor:.2g} times as large"
                 yield self.finding(said, reading.path, shift=plain(shift), factor=plain(factor))
+                named = True
         low, high = sorted((modes.train_loss, modes.eval_loss))
-        if low >= 0 and high > self.times * low and high - low > self.least:
+        if not named and low >= 0 and high > self.times * low and high - low > self.least:
             said = f"the loss is {modes.train_loss:.3g} in train mode and {modes.eval_loss:.3g} in eval mode"
             yield self.finding(said, train=plain(modes.train_loss), eval=plain(modes.eval_loss))
 

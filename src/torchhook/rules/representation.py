@@ -18,7 +18,7 @@ class RankCollapse(Rule):
 
     Below 15 % is worth knowing: a layer that has learnt an easy task needs no more.
     Of what the layer could keep, which is the smaller of the rank of its inputs and the number of its units, if that is
-    six or more; or below 1.2 itself. The effective rank is the exponential of the entropy of the covariance's spectrum.
+    six or more; or below 1.1 itself. The effective rank is the exponential of the entropy of the covariance's spectrum.
     """
 
     code, name = "TH801", "rank-collapse"
@@ -27,7 +27,7 @@ class RankCollapse(Rule):
     explains = ("TH2", "TH401", "TH601")
     hint = "Look at the rank of the layer's weight: at its initialisation, and at weight decay if it fell."
     wrong = "Bottlenecks of low rank by design."
-    low, share, one, least = 0.05, 0.15, 1.2, 6
+    low, share, one, least = 0.05, 0.15, 1.1, 6
 
     def find(self, history: History) -> Iterator[Finding]:
         half = len(history.windows) // 2

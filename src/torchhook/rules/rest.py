@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from torchhook.core.selection import plain
+from torchhook.core.selection import plain, unwrapped
 from torchhook.stats import Moments
 from torchhook.stats.moments import Summary
 
@@ -63,6 +63,7 @@ def at_rest(model: nn.Module, optimizer: Any = None) -> Rest:
     (True, False)
     """
     groups = [] if optimizer is None else optimizer.param_groups
+    model = unwrapped(model)
     known = {plain(path): p for path, p in model.named_parameters() if not is_lazy(p) and not p.is_meta}
     own = {id(parameter) for parameter in known.values()}
     buffers = {plain(path): buffer for path, buffer in model.named_buffers() if _is_measurable(buffer)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -93,10 +94,17 @@ class Rule(ABC):
         self, message: str, site: str = "", step: int | None = None, severity: str | None = None, **evidence: Any
     ) -> Finding:
         """A finding of this rule."""
-        return Finding(self.code, Severity(severity or self.severity), message, site, step, evidence, self.hint)
+        known = {name: _spelt(value) for name, value in evidence.items()}
+        return Finding(self.code, Severity(severity or self.severity), message, site, step, known, self.hint)
 
     def __repr__(self) -> str:
         return f"<{self.code} {self.name}>"
+
+
+def _spelt(value: Any) -> Any:
+    """A number as evidence: what is not finite is a word, as it will be in JSON."""
+    words = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+    return words[str(value)] if isinstance(value, float) and not math.isfinite(value) else value
 
 
 _FACTS = {

@@ -22,7 +22,7 @@ def outliers(values: Mapping[int, float], factor: float) -> Iterator[tuple[int, 
         before, after = levels[number - _WINDOW : number], levels[number + 1 : number + 1 + _WINDOW]
         centre = median(before)
         limit = max(math.log(factor), 6 * 1.4826 * median(abs(level - centre) for level in before))
-        has_returned = not after or median(after) - centre < limit / 2
+        has_returned = not after or median(after) < (levels[number] + centre) / 2
         if levels[number] - centre > limit and has_returned:
             yield steps[number], math.exp(levels[number] - centre)
 

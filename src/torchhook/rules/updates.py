@@ -114,8 +114,8 @@ class UpdateTooSmall(Ratios):
 class NotInOptimizer(Rule):
     """A parameter that requires a gradient is in no group of the optimizer: it is never trained.
 
-    Or the optimizer has parameters that the model has not, as when a model is copied, or its layers are replaced, after
-    the optimizer was made.
+    If the optimizer has parameters that the model has not, the model was copied, or its layers were replaced, after the
+    optimizer was made.
     """
 
     code, name, severity = "TH503", "not-in-optimizer", Severity.ERROR
@@ -129,12 +129,11 @@ class NotInOptimizer(Rule):
         assert history.rest is not None
         if history.rest.has_optimizer:
             left = {path: p for path, p in history.rest.parameters.items() if p.trainable and not p.groups}
+            strangers = history.rest.strangers
+            others = f", but {strangers} that are not the model's" if strangers else ""
             for site, names in _by_owner(left).items():
-                said = f"the optimizer does not have it: {', '.join(names)}"
-                yield self.finding(said, site, parameters=names)
-            if history.rest.strangers:
-                said = f"the optimizer has {history.rest.strangers} parameters that are not the model's"
-                yield self.finding(said, strangers=history.rest.strangers)
+                said = f"the optimizer does not have it: {', '.join(names)}{others}"
+                yield self.finding(said, site, parameters=names, strangers=strangers)
 
 
 @register

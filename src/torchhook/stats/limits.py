@@ -48,7 +48,10 @@ class Saturation(ByUnit):
     def bound(self, module: nn.Module | None) -> Stat:
         twin = super().bound(module)
         assert isinstance(twin, Saturation)
-        twin._ends = (0.02, 0.98) if isinstance(module, nn.Sigmoid) else (-0.97, 0.97) if module else self._ends
+        if isinstance(module, nn.Sigmoid):
+            twin._ends = 0.02, 0.98
+        elif isinstance(module, nn.Tanh):
+            twin._ends = -0.97, 0.97
         return twin
 
     def empty(self, x: Tensor) -> Tensor:

@@ -69,6 +69,9 @@ def _of_multihead(
     num_heads: int,
     in_proj_weight: Tensor | None,
     in_proj_bias: Tensor | None,
+    bias_k: Tensor | None,
+    bias_v: Tensor | None,
+    add_zero_attn: bool,
     *rest: Any,
     key_padding_mask: Tensor | None = None,
     attn_mask: Tensor | None = None,
@@ -84,14 +87,21 @@ def _of_multihead(
         weights = in_proj_weight[:width], in_proj_weight[width : 2 * width]
     biases = (None, None) if in_proj_bias is None else (in_proj_bias[:width], in_proj_bias[width : 2 * width])
     pair = zip((query, key), weights, biases, strict=True)
-    q, k = (_split(F.linear(x if x.dim() == 3 else x[:, None], w, b), num_heads) for x, w, b in pair)
+    q, k = (F.linear(x if x.dim() == 3 else x[:, None], w, b) for x, w, b in pair)
+    keys = len(k)
+    if bias_k is not None:
+        k = torch.cat([k, bias_k.expand(1, k.shape[1], -1)])
+    q, k = _split(q, num_heads), _split(k, num_heads)
     if attn_mask is not None and attn_mask.dim() == 3:
         attn_mask = attn_mask.view(-1, num_heads, *attn_mask.shape[-2:])
-    logits = _masked(q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5, attn_mask)
+    logits = F.pad(q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5, (0, int(add_zero_attn)))
+    given, added = logits[..., :keys], logits[..., keys:]  # masks are of the keys that were given
+    given = _masked(given, attn_mask)
     if key_padding_mask is not None:
-        hidden = key_padding_mask if key_padding_mask.dtype == torch.bool else key_padding_mask < 0
-        logits = logits.masked_fill(hidden.view(-1, 1, 1, hidden.shape[-1]), -torch.inf)
-    return logits
+        hides = key_padding_mask.dtype == torch.bool
+        padding = (~key_padding_mask if hides else key_padding_mask).view(-1, 1, 1, keys)
+        given = _masked(given, padding)
+    return torch.cat([given, added], -1)
 
 
 def _of_softmax(input: Tensor, dim: int | None = None, *rest: Any, **others: Any) -> Tensor | None:  # noqa: A002
