@@ -198,7 +198,7 @@ def test_b10_precision_and_recall_are_published():
     )
 
 
-def test_b11_one_report_for_people_and_machines(tmp_path):
+def test_b11_one_report_for_people_and_machines(tmp_path, capsys):
     model = mlp(nn.ReLU())
     with torch.no_grad():
         model[0].weight[0, 0] = math.nan
@@ -215,4 +215,5 @@ def test_b11_one_report_for_people_and_machines(tmp_path):
     assert json.loads(render.json(report))["ok"] is False
     failures = [case for case in ElementTree.parse(tmp_path / "report.xml").iter("testcase") if len(case)]
     assert failures
-    assert code in render.terminal(report) and code in str(report) and code in report._repr_html_()
+    render.terminal(report)
+    assert code in capsys.readouterr().out and code in str(report) and code in report._repr_html_()

@@ -21,7 +21,7 @@ from torchhook.stats.reading import Place, Snapshot
 
 @register
 class RunningStatistics(Rule):
-    """The running mean of a batch norm is a deviation off that of the batches, or the variances differ threefold.
+    """The running mean of a batch norm is a deviation off that of the batches, or the variances differ by 2.2 times.
 
     On average over the channels, once it has averaged over enough batches for its momentum (a momentum below 0.005 is
     too small to wait for), of at least 40 values a channel. Then eval mode computes something else.
@@ -33,7 +33,7 @@ class RunningStatistics(Rule):
     explains = ("TH704",)
     hint = "Check the momentum (0.1 is usual); run some batches in train mode before evaluating; use larger batches."
     wrong = "Very small batches; the first steps of a training; frozen norms on data of another domain."
-    shift, factor, samples = 1.0, 3.0, 40
+    shift, factor, samples = 1.0, 2.2, 40
 
     def find(self, history: History) -> Iterator[Finding]:
         rest = history.after or history.rest

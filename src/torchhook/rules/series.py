@@ -11,7 +11,8 @@ def outliers(values: Mapping[int, float], factor: float) -> Iterator[tuple[int, 
     """Steps at which a positive number is far above what it was before and is after, and how many times.
 
     By the logarithm: `factor` times the median of the eight before, and six robust deviations of those from it. So few,
-    since what is watched falls or rises by itself. The first sixteen are let be.
+    since what is watched falls or rises by itself. The first sixteen are let be, and what is next to nothing compared
+    with them.
 
     >>> [(step, round(times)) for step, times in outliers({**dict.fromkeys(range(30), 1.0), 30: 50.0}, factor=5)]
     [(30, 50)]
@@ -23,14 +24,19 @@ def outliers(values: Mapping[int, float], factor: float) -> Iterator[tuple[int, 
         centre = median(before)
         limit = max(math.log(factor), 6 * 1.4826 * median(abs(level - centre) for level in before))
         has_returned = not after or median(after) < (levels[number] + centre) / 2
-        if levels[number] - centre > limit and has_returned:
+        is_little = levels[number] < median(levels[:_WINDOW]) + math.log(_LITTLE)
+        if levels[number] - centre > limit and has_returned and not is_little:
             yield steps[number], math.exp(levels[number] - centre)
 
 
 def jumps(values: Mapping[int, float], step: int, factor: float) -> bool:
-    """Whether a number is at `step` that many times what it was in the four before."""
-    before = [value for known, value in values.items() if known < step][-4:]
-    return step in values and bool(before) and values[step] > factor * median(before) > 0
+    """Whether a number is at `step` that many times what it was in the four before, and not next to nothing."""
+    before = [value for known, value in values.items() if known < step]
+    if step not in values or not before:
+        return False
+    return values[step] > factor * median(before[-4:]) > 0 and values[step] > _LITTLE * median(before[:8])
 
+
+_LITTLE = 0.1  # of where it began
 
 _WARMUP, _WINDOW = 16, 8
