@@ -9,10 +9,11 @@ PIP := $(BIN)/python $(INSTALL)
 BROWSER := /usr/bin/chromium /usr/bin/chromedriver
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 
-.PHONY: demo test check bench matrix clean
+.PHONY: demo test check bench rules matrix clean
 
 demo: .venv/demo
 	$(BIN)/python examples/digits.py
+	$(BIN)/python examples/diagnosis.py
 
 test: .venv/test $(BROWSER)
 	$(BIN)/python -m pytest
@@ -27,6 +28,10 @@ bench: .bench/installed
 	$(BENCH)/python benchmarks/capture.py
 	$(BENCH)/python benchmarks/compile.py
 	$(BENCH)/python benchmarks/statistics_cpu.py
+
+# How right the rules are, on trainings that their thresholds were not set on. Some minutes.
+rules: .venv/test
+	PYTHONPATH=tests/site $(BIN)/python benchmarks/rules.py --seeds 2000-2004
 
 # What the tests of hard places show here, for the page that tells of it.
 matrix: .venv/test

@@ -34,7 +34,9 @@ class Sick(nn.Module):
         self.register_buffer("zero", torch.zeros(()), persistent=False)
 
     def forward(self, batch, pair, *, options):
-        h = F.dropout(self.norm(self.fc(batch.x)), 0.5) * batch.scale + pair.y["z"].abs().to(options["dtype"])
+        h = F.dropout(self.norm(self.fc(batch.x)), 0.5) * batch.scale + pair.y["z"].abs().to(options["dtype"]).repeat(
+            1, 2
+        )
         LATEST.append(h.detach().clone())
         return Pair(h / self.zero, None)  # sick
 
@@ -50,5 +52,7 @@ class Model(nn.Module):
 
     def forward(self, x):
         h = self.first(x)
-        pair = Pair(h.mT, {"z": torch.complex(h, h)[:, ::2].repeat(1, 2), 3: None, "w": [h.expand(2, *h.shape)]})
+        pair = Pair(
+            h.mT, {"z": torch.complex(h.double(), h.double()).conj()[:, ::2], 3: None, "w": [h.expand(2, *h.shape)]}
+        )
         return self.sick(Batch(h, 2.5), pair, options={"dtype": torch.float32, "inf": float("inf"), "on": True})

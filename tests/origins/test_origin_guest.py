@@ -58,7 +58,9 @@ def test_only_the_call_at_fault_is_run_again():
         often.append(1)
         return self.fc(x)
 
-    for sick, backward in ((Divide(), False), (Sqrt(), True)):
+    scaled = Calls(lambda self, x: x + self.scale.sqrt())
+    scaled.scale = nn.Parameter(torch.zeros(4))
+    for sick, backward in ((Divide(), False), (Sqrt(), True), (scaled, True)):
         model = nn.Sequential(Calls(fine, fc=linear()), sick, Calls(fine, fc=linear()))
         often.clear()
         with Catch(model, None, "record") as catch:
@@ -205,6 +207,23 @@ def test_an_error_of_the_model_s_is_never_replaced_and_gets_a_note():
         with catch_nonfinite(model[1:]) as catch:
             raise ValueError("mine")
     assert catch.finding is None and not hasattr(error.value, "__notes__")
+
+
+def test_a_forward_that_raised_and_was_caught_is_forgotten():
+    def forward(self, x, error):
+        h = self.first(x)
+        if error:
+            raise error
+        return self.last(h)
+
+    for last in (Divide(), linear()):
+        model = Calls(forward, first=linear(), last=last)
+        with Catch(model, None, "record") as catch:
+            for _ in range(2):
+                with pytest.raises(KeyError):
+                    model(torch.ones(1, 4), KeyError("mine"))
+            model(torch.ones(1, 4), None)
+        assert (catch.finding is not None) == isinstance(last, Divide)
 
 
 def test_other_sessions_and_hooks_see_nothing_of_the_replay():

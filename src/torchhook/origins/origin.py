@@ -112,9 +112,11 @@ class Origin:
             name: getattr(self, name) for name in ("what", "op", "line", "file", "after", "call", "came_with", "note")
         }
         evidence = {**own, "ranges": [known.to_dict() for known in self.operands]}
+        evidence = {name: known for name, known in evidence.items() if known not in ("", [])}
         code, step = CODES[self.phase], self.pass_number
         later = [Finding(code, Severity.ERROR, f"call {call} passed it on", path, step) for path, call in affected]
-        return Finding(code, Severity.ERROR, self.message(), self.path, step, evidence, self.hint, tuple(later))
+        said = self._summary() + (f", at {self.line}" if self.line else "") + (f" ({self.note})" if self.note else "")
+        return Finding(code, Severity.ERROR, said, self.path, step, evidence, self.hint, tuple(later))
 
     def shown(self, shown: Shown, paths: Mapping[int, str]) -> Origin:
         """The same with what a replay showed; `paths` are those of the modules, by their ids."""

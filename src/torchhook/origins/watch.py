@@ -204,7 +204,7 @@ class Watch(Sink):
         if are_finite([arrival.gradient for arrival in arrived if arrival.leaves_model]):
             return
         broken = [(known, bits) for known in earlier + arrived if (bits := bits_in(known.gradient))]
-        if any(known.leaves_model for known, _ in broken) and not _is_scaled():
+        if broken and not _is_scaled():
             self._tell(in_backward(broken, list(self._calls.values()), self._parameters))
 
     def _read(self, calls: list[Call]) -> None:
@@ -228,9 +228,9 @@ class Watch(Sink):
         self.stop()
 
     def _story(self) -> str:
-        finding = self.finding
-        assert finding is not None
-        lines = [finding.message]
+        finding, origin = self.finding, self.origin
+        assert finding is not None and origin is not None
+        lines = [origin.message(), *finding.message.split("\n")[1:]]  # which are about the file
         lines += [f"  passed on by {len(finding.affected)} later calls"] if finding.affected else []
         lines += [finding.hint] if finding.hint else []
         return "\n".join(lines)

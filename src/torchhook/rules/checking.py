@@ -69,7 +69,7 @@ def check(
             skipped[rule.code] = f"raised {type(error).__name__}: {error}"
             broken.append(failed(f"rule {rule.code}", error))
     return Report(
-        findings=(*(_after_rise(finding, history.rates) for finding in folded(found, history.order)), *broken),
+        findings=(*(_completed(finding, history) for finding in folded(found, history.order)), *broken),
         model=model,
         fail_on=Severity(fail_on),
         checked=tuple(rule.code for rule in found),
@@ -112,6 +112,14 @@ def _history(stats: Stats | Snapshot | History) -> History:
     history = History()
     history.add(step, joined([snapshot]))
     return history
+
+
+def _completed(finding: Finding, history: History) -> Finding:
+    """A finding with what is known besides: the class of its module, and what the learning rate did before."""
+    labels = {path: row.label for (path, _), row in history.whole().rows.items() if row.label}
+    if finding.site in labels:
+        finding = replace(finding, evidence={"module": labels[finding.site], **finding.evidence})
+    return _after_rise(finding, history.rates)
 
 
 def _after_rise(finding: Finding, rates: Mapping[int, float]) -> Finding:
