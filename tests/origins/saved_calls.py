@@ -37,6 +37,7 @@ class Sick(nn.Module):
         h = F.dropout(self.norm(self.fc(batch.x)), 0.5) * batch.scale + pair.y["z"].abs().to(options["dtype"]).repeat(
             1, 2
         )
+        h = h + pair.y[3] - pair.y["3"].mT
         LATEST.append(h.detach().clone())
         return Pair(h / self.zero, None)  # sick
 
@@ -52,7 +53,6 @@ class Model(nn.Module):
 
     def forward(self, x):
         h = self.first(x)
-        pair = Pair(
-            h.mT, {"z": torch.complex(h.double(), h.double()).conj()[:, ::2], 3: None, "w": [h.expand(2, *h.shape)]}
-        )
+        z = torch.complex(h.double(), h.double()).conj()[:, ::2]
+        pair = Pair(h.mT, {"z": z, 3: h + 1, "3": h.mT, 4: None, "w": [h.expand(2, *h.shape)]})
         return self.sick(Batch(h, 2.5), pair, options={"dtype": torch.float32, "inf": float("inf"), "on": True})

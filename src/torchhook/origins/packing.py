@@ -53,11 +53,13 @@ class Packing:
         if not plain or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
             self.lost.append(f"{name} (a {type(tensor).__name__} that is not plain)")
             return {"lost": name}
+        while name in self.tensors:  # the keys 1 and "1" read the same
+            name += "'"
         told: dict[str, Any] = {"tensor": name, "device": str(tensor.device)}
-        tensor = tensor.detach().resolve_conj().resolve_neg()
         if tensor.is_complex():
             tensor, told["complex"] = torch.view_as_real(tensor), True
-        self.tensors[name] = tensor.cpu().clone(memory_format=torch.contiguous_format)  # files know no shared memory
+        # A file knows neither shared memory nor strides.
+        self.tensors[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         return told
 
 

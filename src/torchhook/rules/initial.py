@@ -26,7 +26,7 @@ class PoorInit(Rule):
     code, name = "TH301", "poor-init"
     needs = (Need("output", "channels", ("weight",)), Need("input", "channels", ("weight",)))
     uses = (Need("output", "channels", tuple(sorted(ACTIVATIONS | NORMS))),)
-    explains = ("TH105", "TH2", "TH4", "TH5", "TH6", "TH8", "TH103")
+    explains = ("TH105", "TH2", "TH4", "TH5", "TH6", "TH8")
     hint = "Initialise with kaiming_normal_ (ReLU) or xavier_uniform_ (tanh), or put a norm after the layer."
     wrong = "Models that scale layers on purpose (muP, fixup) and have no norms."
     ratio = 1e3
