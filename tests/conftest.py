@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-pytest_plugins = ["pytester"]
+pytest_plugins = ["pytester", "small_project"]
 collect_ignore = ["site"]  # no tests: what their child processes import
 
 SITE = str(Path(__file__).parent / "site")

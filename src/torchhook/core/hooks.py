@@ -47,7 +47,7 @@ from torchhook.core.site import Port, Site
 from torchhook.core.snapshot import snapshot
 from torchhook.core.tap import Act, Keep, Receive, Tap, at_once, is_at_once
 from torchhook.core.trees import Address, Arguments, leaves, replaced
-from torchhook.errors import TapError
+from torchhook.errors import NonfiniteError, TapError
 
 if TYPE_CHECKING:
     from torchhook.core.session import Session
@@ -429,7 +429,7 @@ class Point(Spare):
             session = self.session()
             if session is not None and session.detach_on_error:
                 session.abandon()
-            if hasattr(error, "add_note"):
+            if hasattr(error, "add_note") and not isinstance(error, NonfiniteError):  # which tells where itself
                 error.add_note(f"(raised in a tap at {self.path!r})")
             raise
 

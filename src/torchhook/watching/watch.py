@@ -64,24 +64,25 @@ class Watch:
         self._always = ExitStack()
         self._thorough = ExitStack()
         self._attention = ExitStack()
+        self._steps: Steps | None = None
         self._light: list[Reduce] = []
         self._heavy: list[Reduce] = []
 
     def __enter__(self) -> Watch:
         stepped = {FLAGS[need.port] for need in self._needs if FLAGS.get(need.port) in _STEPPED}
-        taps, steps = self._sites(heavy=False), None
+        taps = self._sites(heavy=False)
         if stepped and self.optimizer is not None and self._is_ours():
-            steps = Steps(
+            self._steps = Steps(
                 self.optimizer, self._reduce(), Selector.of(""), **{flag: flag in stepped for flag in _STEPPED}
             )
-            taps += steps.taps(None)
+            taps += self._steps.taps(None)
         elif "param_grads" in stepped and any(parameter.requires_grad for parameter in self.model.parameters()):
             taps.append(Tap("", self._reduce(), "param_grad"))
         session = Session(self.model, taps, on_silent="ignore").attach()
         self._always.callback(session.abandon)
-        if steps is not None:
-            self._always.callback(steps.detach)
-            steps.attach(session)
+        if self._steps is not None:
+            self._always.callback(self._steps.detach)
+            self._steps.attach(session)
         return self
 
     def __exit__(
@@ -114,6 +115,7 @@ class Watch:
         for reduce in self._light:
             reduce.reset()
         self.history.add(self.steps, window, None if loss is None else float(loss))
+        self.history.scaled |= self._steps is not None and self._steps.scaler is not None
         if self.optimizer is not None:
             rates = [float(group["lr"]) for group in self.optimizer.param_groups if group.get("lr") is not None]
             self.history.rates[self.steps] = max(rates, default=0.0)

@@ -1,4 +1,4 @@
-"""A small project, and the command run in it."""
+"""A small project, and the command run in it: fixtures for the tests of the command line."""
 
 import subprocess
 import sys
