@@ -54,10 +54,15 @@ class RunningStatistics(Rule):
 
 
 def has_settled(norm: Norm) -> bool:
-    """Whether a batch norm has averaged over enough batches to know them; too small a momentum is not waited for."""
+    """Whether a batch norm has seen enough batches: next to nothing is left of the variance of one that it began with.
+
+    Too small a momentum is not waited for.
+    """
+    if norm.batches is None or norm.batches < 10:
+        return False
     momentum = norm.momentum or 1.0
-    wanted = 3 / momentum if momentum >= 0.005 else 10
-    return norm.batches is not None and norm.batches >= max(10, wanted)
+    left = (1 - momentum) ** norm.batches if momentum >= 0.005 else 0.0
+    return left <= 0.05 * float(norm.var.median())
 
 
 def _within(place: Place, batches: Sequence[Snapshot]) -> tuple[Tensor, Tensor]:
@@ -118,7 +123,7 @@ class RunningVariance(Rule):
 class ModesDisagree(Rule):
     """In eval mode the model computes something else than in train mode, on the same batches.
 
-    That is a batch norm whose outputs are shifted by 15 % of their size (root mean square), or changed by as much in
+    That is a batch norm whose outputs are shifted by a tenth of their size (root mean square), or changed by 12 % in
     size, on average over the channels; a dropout that makes them 2.3 times as large; or a loss that is twice as large,
     and by a half.
     Batch norms are given thirty batches to catch up with the weights before.
@@ -129,8 +134,8 @@ class ModesDisagree(Rule):
     explains = ("TH601",)
     hint = "Look at the dropout probability, the batch size of batch norms and their momentum."
     wrong = "Strong regularisation that is meant; batches that differ much from each other."
-    shift, samples = 0.15, 20
-    factors: ClassVar[dict[str, float]] = {"batchnorm": 1.15, "dropout": 2.3}
+    shift, samples = 0.1, 20
+    factors: ClassVar[dict[str, float]] = {"batchnorm": 1.12, "dropout": 2.3}
     times, least = 2.0, 0.5
 
     def find(self, history: History) -> Iterator[Finding]:
