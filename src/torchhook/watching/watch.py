@@ -72,24 +72,25 @@ class Watch:
         stepped = {FLAGS[need.port] for need in self._needs if FLAGS.get(need.port) in _STEPPED}
         taps = self._sites(heavy=False)
         if stepped and self.optimizer is not None and self._is_ours():
-            self._steps = Steps(
-                self.optimizer, self._reduce(), Selector.of(""), **{flag: flag in stepped for flag in _STEPPED}
-            )
+            flags = {flag: flag in stepped for flag in _STEPPED}
+            self._steps = Steps(self.optimizer, self._reduce(), Selector.of(""), **flags)
             taps += self._steps.taps(None)
         elif "param_grads" in stepped and any(parameter.requires_grad for parameter in self.model.parameters()):
             taps.append(Tap("", self._reduce(), "param_grad"))
-        session = Session(self.model, taps, on_silent="ignore").attach()
-        self._always.callback(session.abandon)
-        if self._steps is not None:
-            self._always.callback(self._steps.detach)
-            self._steps.attach(session)
+        with ExitStack() as opened:
+            session = Session(self.model, taps, on_silent="ignore").attach()
+            opened.callback(session.abandon)
+            if self._steps is not None:
+                opened.callback(self._steps.detach)
+                self._steps.attach(session)
+            self._always = opened.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.be_thorough(False)
-        self._always.close()
+        with self._always:
+            self.be_thorough(False)
 
     def be_thorough(self, wanted: bool) -> None:
         """Measure, or no longer measure, what is too dear for every step: all of it goes into one window."""
@@ -182,9 +183,8 @@ def _grouped(needs: Iterable[Need], heavy: bool) -> dict[tuple[Port, frozenset[s
     for (port, stat), kinds in sorted(kinds_of.items()):
         wanted = frozenset(kind for one in kinds for kind in one) if all(kinds) else frozenset[str]()
         groups.setdefault((port, wanted), []).append(_HEAVY.get(stat) or named(stat))
-    return dict(
-        sorted(groups.items(), key=lambda group: (bool(group[0][1]), group[0][0] != "output"))
-    )  # all come first
+    leaves_first = sorted(groups, key=lambda group: (bool(group[1]), group[0] != "output"))  # they give the order
+    return {group: groups[group] for group in leaves_first}
 
 
 def _of_kinds(kinds: frozenset[str], widest: int | None) -> Callable[[str, nn.Module], bool]:
@@ -192,11 +192,8 @@ def _of_kinds(kinds: frozenset[str], widest: int | None) -> Callable[[str, nn.Mo
 
     def test(path: str, module: nn.Module) -> bool:
         is_leaf = next(module.children(), None) is None
-        sizes = getattr(getattr(module, "weight", None), "shape", ())[:2] if widest is not None else ()
-        return (
-            is_leaf
-            and (not kinds or kind_of(type(module).__name__) in kinds)
-            and max(sizes, default=0) <= (widest or 0)
-        )
+        is_wanted = not kinds or kind_of(type(module).__name__) in kinds
+        width = max(getattr(getattr(module, "weight", None), "shape", ())[:2], default=0)
+        return is_leaf and is_wanted and (widest is None or width <= widest)
 
     return test
