@@ -70,7 +70,7 @@ def loss_of(target: str) -> Callable[[Any, Any], Any]:
     made = _called(found, target) if isinstance(found, type) and issubclass(found, nn.Module) else found
     if not callable(made):
         raise wrong("--loss", f"{target} is {made!r:.60}, which cannot be called")
-    return made  # type: ignore[no-any-return]
+    return made  # type: ignore[no-any-return]  # it was imported by its name
 
 
 def optimizer_of(target: str, model: nn.Module) -> Any:

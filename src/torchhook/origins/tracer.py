@@ -99,7 +99,7 @@ class Tracer(TorchDispatchMode):
     """Looks at every op; `known` are the roles and names of the tensors that come from outside, by their memory."""
 
     def __init__(self, originals: Mapping[int, nn.Module], known: Mapping[int, tuple[str, str]]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # of torch
         self.originals = originals  # the modules, by the ids of their twins
         self.known = known
         self.writers: dict[int, Step] = {}  # who wrote what is not finite, by memory
@@ -131,7 +131,7 @@ class Tracer(TorchDispatchMode):
         return result
 
     def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # of torch
         self.stack.clear()  # frames hold all that was computed in them
 
     def seen(self, tensor: Tensor) -> Operand | None:
