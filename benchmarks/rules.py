@@ -1,10 +1,10 @@
 """How right the rules are: precision and recall over the zoo of healthy trainings and planted faults.
 
-    PYTHONPATH=tests/site python benchmarks/rules.py --seeds 1000-1004
+    PYTHONPATH=tests/site python benchmarks/rules.py --seeds 4000-4004
 
 A fault counts as found if the first finding of the report has one of its codes, at one of its places. On a healthy
-training every finding of a warning or above counts as false. Thresholds were set while looking at seeds 0 to 9 and 100
-to 109; the numbers to believe are those of other seeds.
+training every finding of a warning or above counts as false. docs/benchmarks.md
+says which seeds were looked at while thresholds were set; the numbers to believe are those of others.
 """
 
 from __future__ import annotations

@@ -67,7 +67,12 @@ def check(
                 found[rule] = [finding for finding in rule.find(history) if not _is_ignored(finding, exempt)]
         except Exception as error:  # noqa: PERF203 (each by itself)
             skipped[rule.code] = f"raised {type(error).__name__}: {error}"
-            broken.append(failed(f"rule {rule.code}", error))
+            broken.append(failed(f"rule {rule.code}", f"{type(error).__name__}: {error}"))
+    broken += [
+        failed(f"{name} of the {port} of {path!r}", reason)
+        for (path, port), row in history.whole().rows.items()
+        for name, reason in row.failed.items()
+    ][:1]
     return Report(
         findings=(*(_completed(finding, history) for finding in folded(found, history.order)), *broken),
         model=model,
@@ -79,9 +84,9 @@ def check(
     )
 
 
-def failed(what: str, error: Exception) -> Finding:
+def failed(what: str, reason: str) -> Finding:
     """That this library itself failed at something, as a finding: it must not stop what it looks at."""
-    said = f"{what} raised {type(error).__name__}: {error}"
+    said = f"{what} raised {reason}"
     return Finding(
         BROKEN, Severity.INFO, said, hint="This is a fault of torchhook or of a rule of yours, not of the model."
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from torchhook.findings import Finding
@@ -85,9 +86,10 @@ class AttentionCollapse(Rule):
 
 @register
 class AttentionLogits(Rule):
-    """An attention logit, a product of query and key before the softmax, is beyond a hundred.
+    """An attention logit, a product of query and key before the softmax, is beyond a hundred, or has grown tenfold.
 
-    Growth of logits comes before divergence; at a hundred the softmax has nothing left to choose.
+    Growth of logits comes before divergence; at a hundred the softmax has nothing left to choose. What has grown counts
+    from twenty on.
     """
 
     code, name = "TH803", "attention-logits"
@@ -95,10 +97,17 @@ class AttentionLogits(Rule):
     explains = ("TH101", "TH103", "TH4", "TH601", "TH801", "TH802")
     hint = "Normalise queries and keys (QK norm), cap the logits, or check the scale of 1/√d."
     wrong = "Models that cap logits afterwards."
-    limit = 100.0
+    limit, growth, least = 100.0, 10.0, 20.0
 
     def find(self, history: History) -> Iterator[Finding]:
+        half = len(history.windows) // 2
+        begun = settled(joined(window.snapshot for window in history.windows[:half]))
+        first = {reading.path: reading["attention"].largest for reading in readings(begun, "attention", "attention")}
         for reading in readings(history.whole(0.5), "attention", "attention"):
-            if (largest := reading["attention"].largest) > self.limit:
+            largest, before = reading["attention"].largest, first.get(reading.path, math.inf)
+            if largest > self.limit:
                 said = f"attention logits reach {largest:.3g}"
                 yield self.finding(said, reading.path, largest=plain(largest))
+            elif largest > max(self.growth * before, self.least):
+                said = f"attention logits have grown from {before:.3g} to {largest:.3g}"
+                yield self.finding(said, reading.path, largest=plain(largest), before=plain(before))

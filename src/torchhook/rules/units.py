@@ -24,7 +24,7 @@ _STUCK = ("TH202", "TH204", "TH301", "TH401", "TH404", "TH502", "TH601", "TH603"
 class DeadUnits(Rule):
     """Units of a ReLU that are positive on less than 0.1 % of positions, on at least 200 of them.
 
-    A quarter of a layer's units is worth knowing, 65 % are a warning (55 % if they did fire at first), 80 % an error.
+    A quarter of a layer's units is worth knowing, 65 % are a warning (60 % if they did fire at first), 80 % an error.
     A ReLU that is called as a function counts too: units of the layer before it that are never positive, and zero for
     the layer after it. The share of zeros says nothing: a healthy ResNet has 40 % zeros and no dead unit.
     """
@@ -39,7 +39,7 @@ class DeadUnits(Rule):
     )
     wrong = "Experts and adapters that these inputs do not use; pruned networks; few or similar samples."
     active, least = 0.001, 200
-    info, lost, warning, error = 0.25, 0.55, 0.65, 0.8
+    info, lost, warning, error = 0.25, 0.6, 0.65, 0.8
 
     def find(self, history: History) -> Iterator[Finding]:
         window = history.whole(0.25)
