@@ -1,6 +1,6 @@
 """How right the rules are: precision and recall over the zoo of healthy trainings and planted faults.
 
-    PYTHONPATH=tests/site python benchmarks/rules.py --seeds 4000-4004
+    PYTHONPATH=tests/site python benchmarks/rules.py --seeds 5000-5004
 
 A fault counts as found if the first finding of the report has one of its codes, at one of its places. On a healthy
 training every finding of a warning or above counts as false. docs/benchmarks.md
