@@ -21,13 +21,13 @@ def logits_of_size(*sizes):
 
 
 def test_logits_that_grow_tenfold_are_found_before_they_are_huge():
-    (finding,) = logits_of_size(3, 3, 40, 50)
-    assert finding.site == "attn" and finding.evidence["before"] == 3 and finding.evidence["largest"] == 50
+    (finding,) = logits_of_size(3, 3, 50, 80)
+    assert finding.site == "attn" and finding.evidence["before"] == 3 and finding.evidence["largest"] == 80
 
 
 def test_logits_that_are_large_from_the_beginning_or_stay_small_are_not():
-    assert not logits_of_size(40, 40, 50, 50)
-    assert not logits_of_size(0.1, 0.1, 5, 5)
+    assert not logits_of_size(60, 60, 80, 80)
+    assert not logits_of_size(2, 2, 40, 40)
 
 
 class Raising(Moments):

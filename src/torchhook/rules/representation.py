@@ -89,7 +89,7 @@ class AttentionLogits(Rule):
     """An attention logit, a product of query and key before the softmax, is beyond a hundred, or has grown tenfold.
 
     Growth of logits comes before divergence; at a hundred the softmax has nothing left to choose. What has grown counts
-    from twenty on.
+    from sixty on: small models that learn well reach forty.
     """
 
     code, name = "TH803", "attention-logits"
@@ -97,7 +97,7 @@ class AttentionLogits(Rule):
     explains = ("TH101", "TH103", "TH4", "TH601", "TH801", "TH802")
     hint = "Normalise queries and keys (QK norm), cap the logits, or check the scale of 1/√d."
     wrong = "Models that cap logits afterwards."
-    limit, growth, least = 100.0, 10.0, 20.0
+    limit, growth, least = 100.0, 10.0, 60.0
 
     def find(self, history: History) -> Iterator[Finding]:
         half = len(history.windows) // 2
