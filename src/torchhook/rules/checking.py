@@ -79,7 +79,7 @@ def check(
         fail_on=Severity(fail_on),
         checked=tuple(rule.code for rule in found),
         skipped=skipped,
-        layers=layers_of(history),
+        layers=layers_of(history.whole(0.5)),
         losses=dict(history.losses),
     )
 
@@ -92,10 +92,10 @@ def failed(what: str, reason: str) -> Finding:
     )
 
 
-def layers_of(history: History) -> tuple[dict[str, Any], ...]:
-    """The numbers by place, for tables and plots: the last half of the history."""
+def layers_of(snapshot: Snapshot) -> tuple[dict[str, Any], ...]:
+    """The numbers by place, for tables and plots."""
     layers: dict[str, dict[str, Any]] = {}
-    for path, port in (snapshot := history.whole(0.5)).rows:
+    for path, port in snapshot.rows:
         reading = snapshot[path, port]
         if "moments" in reading and (entry := _ENTRIES.get(port.partition("[")[0])):
             kind = "module" if reading.module_class else "parameter"

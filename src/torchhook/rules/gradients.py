@@ -126,10 +126,11 @@ class GradientSpike(Rule):
 
     def find(self, history: History) -> Iterator[Finding]:
         totals: dict[int, float] = {}
-        taken = history.summaries("step_grad") or history.summaries("param_grad")
-        for by_step in taken.values():
+        taken = history.summaries("step_grad_norm")  # one a step
+        for by_step in (taken or history.summaries("param_grad")).values():
             for step, said in by_step.items():
-                totals[step] = math.hypot(totals.get(step, 0), norm(said))
+                size = norm(said) if not taken or said.nonfinite else said.mean
+                totals[step] = math.hypot(totals.get(step, 0), size)
         for step, times in outliers(totals, factor=5):
             is_harmless = bool(history.losses) and not jumps(history.losses, step, self.loss)
             text = f"the norm of all gradients is {times:.0f} times what it was"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -68,13 +68,36 @@ class History:
     origin: Finding | None = None  # of the first value that is not finite, if somebody has looked for it
     scaled: bool = False  # whether a GradScaler looks for its scale
     _tables: dict[Any, Any] = field(default_factory=dict, repr=False)
+    _known: dict[int, dict[Place, Summary]] = field(default_factory=dict, repr=False)  # by step
 
     def add(self, step: int, snapshot: Snapshot, loss: float | None = None) -> None:
         """A window has ended."""
         self.windows.append(Window(step, snapshot))
         if loss is not None:
             self.losses[step] = loss
+        self._known.pop(step, None)
         self._tables.clear()
+
+    def thin(self, most: int, keep: Collection[int] = ()) -> None:
+        """Once there are more than `most` windows, forget every second one of the older ones, but none of `keep`.
+
+        >>> history = History()
+        >>> for step in range(9):
+        ...     history.add(step, Snapshot({}))
+        >>> history.thin(8, keep=[3])
+        >>> [window.step for window in history.windows]
+        [0, 2, 3, 4, 6, 7, 8]
+        """
+        if len(self.windows) > most:
+            steps = [window.step for window in self.windows]
+            gone = set(thinned(steps, keep))
+            self.windows = [window for window in self.windows if window.step not in gone]
+            self._known = {step: known for step, known in self._known.items() if step not in gone}
+            self._tables.clear()
+        for by_step in (self.losses, self.rates):
+            if len(by_step) > 100 * most:
+                for step in thinned(list(by_step), {*keep, *(window.step for window in self.windows)}):
+                    del by_step[step]
 
     def has(self, port: str, stat: str) -> bool:
         """Whether a statistic was measured anywhere at a port."""
@@ -101,9 +124,14 @@ class History:
         if port not in self._tables:
             table: dict[Place, dict[int, Summary]] = {place: {} for place in self.whole().rows if _port(place) == port}
             for step, snapshot in self.windows:
-                for place in snapshot.rows:
-                    if place in table and "moments" in (reading := snapshot[place]):
-                        table[place][step] = reading["moments"]
+                known = self._known.setdefault(step, {})
+                for place, row in snapshot.rows.items():
+                    if place not in table:
+                        continue
+                    if place not in known and "moments" in row.states:
+                        known[place] = Reading(place, row)["moments"]
+                    if place in known:
+                        table[place][step] = known[place]
             self._tables[port] = {place: found for place, found in table.items() if found}
         found: dict[Place, dict[int, Summary]] = self._tables[port]
         return found
@@ -117,6 +145,16 @@ class History:
             self._tables["order"] = {path: modules.get(path, modules.get(owner(path), len(modules))) for path in paths}
         found: dict[str, int] = self._tables["order"]
         return found
+
+
+def thinned(steps: Sequence[int], keep: Collection[int]) -> list[int]:
+    """Which steps to do without: every second one, but of the newest quarter, nor the first, nor those to `keep`.
+
+    >>> thinned(range(8), keep=[3])
+    [1, 5]
+    """
+    old = steps[: len(steps) - len(steps) // 4]
+    return [step for step in old[1::2] if step not in keep]
 
 
 def readings(snapshot: Snapshot, port: str, stat: str, *kinds: str) -> Iterator[Reading]:

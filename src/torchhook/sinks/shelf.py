@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torchhook.errors import TapError
+from torchhook.sinks.transfer import sent_home
 from torchhook.stats.stat import Stat
 
 _BLOCK = 4 << 20  # bytes, about
@@ -66,30 +67,14 @@ def sent(blocks: Iterable[Block]) -> dict[Block, Callable[[], Tensor]]:
     for block in blocks:
         by_device.setdefault(block.states.device, []).append(block)
     readers: dict[Block, Callable[[], Tensor]] = {}
-    for device, together in by_device.items():
+    for together in by_device.values():
         settled = [block.stat.settle(block.states[: block.used]) for block in together]
-        arrived = _sent(torch.cat([states.reshape(-1) for states in settled]), device)
+        arrived = sent_home(torch.cat([states.reshape(-1) for states in settled]))
         start = 0
         for block, states in zip(together, settled, strict=True):
             readers[block] = _reader(arrived, start, states.shape)
             start += states.numel()
     return readers
-
-
-def _sent(numbers: Tensor, device: torch.device) -> Callable[[], Tensor]:
-    if device.type != "cuda":
-        here = numbers.cpu()
-        return lambda: here
-    host = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
-    host.copy_(numbers, non_blocking=True)
-    arrival = torch.cuda.Event()
-    arrival.record(torch.cuda.current_stream(device))
-
-    def arrived() -> Tensor:
-        arrival.synchronize()
-        return host
-
-    return arrived
 
 
 def _reader(arrived: Callable[[], Tensor], start: int, shape: torch.Size) -> Callable[[], Tensor]:

@@ -7,7 +7,9 @@ says when it has arrived, and only reading waits for that.
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +96,37 @@ class Transfer:
         tensor = tensor.to(dtype=self._dtype(tensor))
         host = torch.empty_like(tensor, device="cpu", pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
+
+
+def sent_home(x: Tensor) -> Callable[[], Tensor]:
+    """`x` on its way to the host, where it can be read by calling what is returned: only that waits, and only once.
+
+    `x` must not be written to any more.
+    """
+    if x.device.type != "cuda":
+        here = x.cpu()
+        return lambda: here
+    pinned = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
+    pinned.copy_(x, non_blocking=True)
+    arrival = torch.cuda.Event()
+    arrival.record(torch.cuda.current_stream(x.device))
+    return Arriving(pinned, arrival)
+
+
+class Arriving:
+    """What was sent to the host into pinned memory, which is given back when it is first read: it is scarce."""
+
+    def __init__(self, value: Tensor, arrival: Any) -> None:
+        self.value = value
+        self.arrival = arrival
+        self.reading = threading.Lock()
+
+    def __call__(self) -> Tensor:
+        with self.reading:
+            if self.arrival is not None:
+                self.arrival.synchronize()
+                self.value, self.arrival = self.value.clone(), None
+        return self.value
 
 
 def free_memory(device: torch.device) -> int:

@@ -47,11 +47,23 @@ class Numbers:
                 states.copy_(merged_moments(torch.stack([states, rows])))
 
 
-def norms_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The norm of each, all in one go."""
-    if not tensors:
-        return {}
-    return dict(zip(tensors, torch._foreach_norm(list(tensors.values()), 2, torch.float64), strict=True))
+def norms_of(tensors: dict[str, Tensor], quick: bool = False) -> dict[str, Tensor]:
+    """The norm of each, all in one go, in double precision.
+
+    If it has to be `quick`, on the CPU, where that is slow, in single precision as far as that can hold it.
+
+    >>> {name: round(float(norm)) for name, norm in norms_of({"a": torch.ones(4), "b": torch.zeros(4)}).items()}
+    {'a': 2, 'b': 0}
+    """
+    values = list(tensors.values())
+    if not values or not quick or any(x.device.type != "cpu" for x in values):
+        return dict(zip(tensors, torch._foreach_norm(values, 2, torch.float64) if values else (), strict=True))
+    norms = torch.stack([norm.double() for norm in torch._foreach_norm(values, 2)])
+    held = ((norms > 1e-15) & (norms < 1e15)).tolist()  # squares are neither too small nor too large
+    return {
+        path: norm if ok else torch.linalg.vector_norm(tensors[path], dtype=torch.float64)
+        for path, norm, ok in zip(tensors, norms, held, strict=True)
+    }
 
 
 def _runs(numbers: list[int]) -> list[range]:

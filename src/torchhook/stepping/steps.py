@@ -19,6 +19,7 @@ from torchhook.core.session import Session
 from torchhook.core.site import Site
 from torchhook.core.tap import Tap
 from torchhook.sinks.cell import Cell
+from torchhook.sinks.clock import Clock
 from torchhook.sinks.reduce import Reduce
 from torchhook.stats.stat import counted
 from torchhook.stepping.drafts import Drafts
@@ -29,15 +30,30 @@ from torchhook.text import warn
 
 
 class Steps:
-    """Measures around the steps of one optimizer."""
+    """Measures around the steps of one optimizer.
+
+    With `norms_alone`, of the gradients that it is given and of its updates nothing but the norms are measured, and the
+    latter in those steps alone that the clock `seldom` measures.
+    """
 
     def __init__(
-        self, optimizer: Any, reduce: Reduce, selector: Selector, *, params: bool, param_grads: bool, updates: bool
+        self,
+        optimizer: Any,
+        reduce: Reduce,
+        selector: Selector,
+        *,
+        params: bool,
+        param_grads: bool,
+        updates: bool,
+        norms_alone: bool = False,
+        seldom: Clock | None = None,
     ) -> None:
         self.optimizer = unwrapped(optimizer)
         self.reduce = reduce
         self.selector = selector
         self.params, self.param_grads, self.updates = params, param_grads, updates
+        self.norms_alone = norms_alone
+        self.seldom = seldom or reduce.clock
         self.drafts = Drafts(self)
         self.numbers = Numbers()
         self.parameters: dict[str, nn.Parameter] = {}
@@ -110,7 +126,7 @@ class Steps:
         if self.params:
             for path, parameter in self.parameters.items():
                 self._cell(path, "param").update(parameter)
-        if self.updates:
+        if self.updates and self.seldom.active:
             self.before = {path: counted(parameter).clone() for path, parameter in self._stepped().items()}
         if self.param_grads and not self.in_closure:
             self._look_at_gradients()
@@ -122,9 +138,10 @@ class Steps:
             before = list(self.before.values())
             now = [counted(self.parameters[path]) for path in self.before]
             updates = dict(zip(self.before, torch._foreach_sub(now, before), strict=True))
-            for path, update in updates.items():
-                self._cell(path, "update").update(update)
-            norms, changes = norms_of(self.before), norms_of(updates)
+            if not self.norms_alone:
+                for path, update in updates.items():
+                    self._cell(path, "update").update(update)
+            norms, changes = self._norms(self.before), self._norms(updates)
             self.numbers.measure("param_norm", norms)
             self.numbers.measure("update_norm", changes)
             self.numbers.measure("update_ratio", {path: changes[path] / norms[path] for path in norms})
@@ -138,9 +155,13 @@ class Steps:
         left = getattr(self.optimizer, "grad_scale", None)  # a fused optimizer takes the scale off itself
         found = {path: counted(p.grad) for path, p in self._stepped().items() if p.grad is not None}
         found = {path: gradient if left is None else gradient / left for path, gradient in found.items()}
-        for path, gradient in found.items():
-            self._cell(path, "step_grad").update(gradient)
-        self.numbers.measure("step_grad_norm", norms_of(found))
+        if not self.norms_alone:
+            for path, gradient in found.items():
+                self._cell(path, "step_grad").update(gradient)
+        self.numbers.measure("step_grad_norm", self._norms(found))
+
+    def _norms(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return norms_of(tensors, quick=self.norms_alone)
 
     def _stepped(self) -> dict[str, nn.Parameter]:
         """The parameters that the optimizer has now."""
@@ -155,10 +176,12 @@ class Steps:
             stats = [stat.bound(None) for stat in self.reduce.stats]
             cells[path, "param_grad"] = self.drafts.add(path, parameter, stats)
             cells[path, "param_grad_norm"] = self.numbers.cell(path, "param_grad_norm")
-            self._cell(path, "step_grad")
+            if not self.norms_alone:
+                self._cell(path, "step_grad")
             cells[path, "step_grad_norm"] = self.numbers.cell(path, "step_grad_norm")
         if self.updates:
-            self._cell(path, "update")
+            if not self.norms_alone:
+                self._cell(path, "update")
             for port in ("param_norm", "update_norm", "update_ratio"):
                 cells[path, port] = self.numbers.cell(path, port)
 

@@ -1,4 +1,9 @@
-"""A `Watch` sits beside a training and writes its history: step by step, what the chosen rules need."""
+"""A `Watch` sits beside a training and measures, step by step, what the chosen rules need.
+
+What it measures comes at three prices. Moments of outputs and gradients are measured in every step that the clock
+measures. Statistics of units, histograms, inputs and updates too; but where there is a clock `seldom`, in its steps
+alone. Covariances and attention are dearer still, and measured while the watch is `thorough`.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +14,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torchhook.core.doors import compiled_among
 from torchhook.core.event import Event
 from torchhook.core.selection import Query, Selector
-from torchhook.core.session import Session
+from torchhook.core.session import ScopeName, Session
 from torchhook.core.site import Port, Site
 from torchhook.core.tap import Tap
 from torchhook.rules.history import History, joined
@@ -20,8 +26,8 @@ from torchhook.rules.rest import at_rest
 from torchhook.rules.rule import Need, Rule
 from torchhook.sinks.clock import Clock
 from torchhook.sinks.reduce import Reduce
-from torchhook.stats import Attention, Covariance, Stat, named
-from torchhook.stats.reading import FLAGS
+from torchhook.stats import Attention, Covariance, Moments, Stat, named
+from torchhook.stats.reading import FLAGS, Snapshot
 from torchhook.stepping.steps import Steps
 from torchhook.watching.attention import Attending
 
@@ -31,9 +37,7 @@ _MODULES: dict[str, Port] = {"input": "input", "output": "output", "grad_output"
 
 
 class Watch:
-    """Measures what `rules` need, and ends a window at every `step`.
-
-    Covariances and attention are too dear for every step: they are measured while the watch is `thorough`.
+    """Measures what `rules` need, and ends a window at every `step`, or whenever one is taken.
 
     >>> import torch
     >>> from torchhook.rules import chosen
@@ -53,6 +57,9 @@ class Watch:
         optimizer: Any = None,
         history: History | None = None,
         needs: Iterable[Need] = (),
+        clock: Clock | None = None,
+        seldom: Clock | None = None,
+        scope: ScopeName = "thread",
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -60,25 +67,30 @@ class Watch:
         self.steps = 0
         self.is_thorough = False
         self._needs = {*needs, *(need for rule in rules for need in (*rule.needs, *rule.uses))}
-        self._clock = Clock(by_passes=optimizer is None)
+        self.clock = clock or Clock(by_passes=optimizer is None)
+        self.seldom = seldom or self.clock
+        self._scope = scope
         self._always = ExitStack()
         self._thorough = ExitStack()
         self._attention = ExitStack()
         self._steps: Steps | None = None
-        self._light: list[Reduce] = []
+        self._reduces: list[Reduce] = []
         self._heavy: list[Reduce] = []
+        self._ended = {clock: clock.ended for clock in (self.clock, self.seldom)}  # when the last window was taken
 
     def __enter__(self) -> Watch:
         stepped = {FLAGS[need.port] for need in self._needs if FLAGS.get(need.port) in _STEPPED}
-        taps = self._sites(heavy=False)
+        seldom = {need for need in self._needs if self.seldom is not self.clock and _is_seldom(need)}
+        taps = [*self._sites(self._needs - seldom, self.clock), *self._sites(seldom, self.seldom)]
         if stepped and self.optimizer is not None and self._is_ours():
             flags = {flag: flag in stepped for flag in _STEPPED}
-            self._steps = Steps(self.optimizer, self._reduce(), Selector.of(""), **flags)
+            own = self._reduce(self.clock)
+            self._steps = Steps(self.optimizer, own, Selector.of(""), **flags, norms_alone=True, seldom=self.seldom)
             taps += self._steps.taps(None)
         elif "param_grads" in stepped and any(parameter.requires_grad for parameter in self.model.parameters()):
-            taps.append(Tap("", self._reduce(), "param_grad"))
+            taps.append(Tap("", self._reduce(self.clock), "param_grad"))
         with ExitStack() as opened:
-            session = Session(self.model, taps, on_silent="ignore").attach()
+            session = Session(self.model, taps, scope=self._scope, on_silent="ignore").attach()
             opened.callback(session.abandon)
             if self._steps is not None:
                 opened.callback(self._steps.detach)
@@ -96,42 +108,82 @@ class Watch:
         """Measure, or no longer measure, what is too dear for every step: all of it goes into one window."""
         if wanted == self.is_thorough:
             return
-        self.is_thorough = wanted
         if wanted:
-            taps = self._sites(heavy=True)
-            self._thorough.callback(Session(self.model, taps, on_silent="ignore").attach().abandon)
-            if any(need.port == "attention" for need in self._needs):
-                self._attend()
+            self.begin_thorough()
+        elif self.history.windows:
+            step, window = self.history.windows.pop()
+            self.history.add(step, joined([window, self.end_thorough()]))
+        else:
+            self.end_thorough()
+
+    def begin_thorough(self) -> None:
+        """Measure what is dear from now on. Not in compiled models: they would have to be compiled again."""
+        self.is_thorough = True
+        if compiled_among(self.model.modules()):
             return
+        clock = Clock(by_passes=False, graded=self.clock.graded)
+        taps = self._sites(self._needs, clock, heavy=True)
+        session = Session(self.model, taps, scope=self._scope, on_silent="ignore")
+        self._thorough.callback(session.attach().abandon)
+        if any(need.port == "attention" for need in self._needs):
+            self._attend()
+
+    def end_thorough(self) -> Snapshot:
+        """No longer; what was seen."""
+        self.is_thorough = False
         self._attention.close()
         self._thorough.close()
-        if self.history.windows:
-            step, window = self.history.windows.pop()
-            self.history.add(step, joined([window, *(reduce.snapshot() for reduce in self._heavy)]))
+        found = joined(reduce.snapshot() for reduce in self._heavy)
         self._heavy.clear()
+        return found
 
     def step(self, loss: Tensor | float | None = None) -> None:
         """A step of the training is over, and its window with it."""
-        window = joined(reduce.snapshot() for reduce in self._light)
-        for reduce in self._light:
-            reduce.reset()
-        self.history.add(self.steps, window, None if loss is None else float(loss))
-        self.history.scaled |= self._steps is not None and self._steps.scaler is not None
+        self.history.add(self.steps, self._taken(self._reduces), None if loss is None else float(loss))
+        self.history.scaled |= self.is_scaled
         if self.optimizer is not None:
-            rates = [float(group["lr"]) for group in self.optimizer.param_groups if group.get("lr") is not None]
-            self.history.rates[self.steps] = max(rates, default=0.0)
+            self.history.rates[self.steps] = self.rate() or 0.0
         self.steps += 1
         self._attention.close()  # one step tells enough
 
-    def _sites(self, heavy: bool) -> list[Tap]:
+    def window(self) -> Snapshot:
+        """What was measured since the last window, to read whenever; it does not wait for the device."""
+        new = {clock for clock, ended in self._ended.items() if clock.ended > ended}
+        self._ended = {clock: clock.ended for clock in self._ended}
+        return self._taken([reduce for reduce in self._reduces if reduce.clock in new])
+
+    def count_step(self) -> None:
+        """A step is over, if nobody else has counted it: the optimizer has, if it is looked at."""
+        if self._steps is None:
+            self.clock.advance()
+
+    def rate(self) -> float | None:
+        """The largest learning rate; None if there is none, or only the device knows."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        rates = [group["lr"] for group in groups if group.get("lr") is not None]
+        known = [float(rate) for rate in rates if not (isinstance(rate, Tensor) and rate.device.type != "cpu")]
+        return max(known, default=None)
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether a GradScaler looks for its scale."""
+        return self._steps is not None and self._steps.scaler is not None
+
+    def _taken(self, reduces: list[Reduce]) -> Snapshot:
+        window = joined(reduce.snapshot() for reduce in reduces)
+        for reduce in reduces:
+            reduce.reset()
+        return window
+
+    def _sites(self, needs: Iterable[Need], clock: Clock, heavy: bool = False) -> list[Tap]:
         """What has to be seen of modules."""
         taps = []
-        for (port, kinds), stats in _grouped(self._needs, heavy).items():
+        for (port, kinds), stats in _grouped(needs, heavy).items():
             test = _of_kinds(kinds, _WIDEST if heavy else None)
             paths = [path for path, module in self.model.named_modules() if test(path, module)]
             if paths:  # the model itself is found by its name alone
                 where = Selector.of(test if any(paths) else "")
-                taps.append(Tap(where, self._reduce(*stats, heavy=heavy), port))
+                taps.append(Tap(where, self._reduce(clock, *stats, heavy=heavy), port))
         return taps
 
     def _is_ours(self) -> bool:
@@ -139,21 +191,31 @@ class Watch:
         own = {id(parameter) for parameter in self.model.parameters()}
         return any(id(p) in own for group in self.optimizer.param_groups for p in group["params"])
 
-    def _reduce(self, *stats: Stat, heavy: bool = False) -> Reduce:
-        reduce = Reduce(*stats, clock=self._clock)
-        (self._heavy if heavy else self._light).append(reduce)
+    def _reduce(self, clock: Clock, *stats: Stat, heavy: bool = False) -> Reduce:
+        reduce = Reduce(*stats, clock=clock)
+        (self._heavy if heavy else self._reduces).append(reduce)
         return reduce
 
     def _attend(self) -> None:
         """Look at attention until the step ends."""
-        reduce = self._reduce(_HEAVY["attention"], heavy=True)
+        reduce = self._reduce(Clock(), _HEAVY["attention"], heavy=True)
         running: list[tuple[str, nn.Module]] = []  # the modules inside of which we are
+        inside = ExitStack()  # of a forward: what others enter and leave between two of them is not ours to be among
 
         def enter(event: Event) -> None:
+            if not event.path:
+                end()
+                inside.enter_context(Attending(tell))
             running.append((event.path, event.module))
 
         def leave(event: Event) -> None:
             running.pop()
+            if not event.path:
+                end()
+
+        def end() -> None:
+            inside.close()
+            running.clear()
 
         def tell(logits: Tensor) -> None:
             path, module = running[-1] if running else ("", self.model)
@@ -162,11 +224,17 @@ class Watch:
         modules: list[Query] = ["", *([_below] if next(self.model.children(), None) is not None else [])]
         everything = Selector.union(modules)
         taps = [Tap(everything, enter, "input"), Tap(everything, leave, "output")]
-        self._attention.callback(Session(self.model, taps, on_silent="ignore").attach().abandon)
-        self._attention.enter_context(Attending(tell))
+        session = Session(self.model, taps, scope=self._scope, on_silent="ignore")
+        self._attention.callback(session.attach().abandon)
+        self._attention.callback(end)
 
 
 _STEPPED = ("params", "param_grads", "updates")
+
+
+def _is_seldom(need: Need) -> bool:
+    """Whether a statistic is too dear for every measured step."""
+    return need.stat != Moments.name or need.port == "input"
 
 
 def _below(path: str, module: nn.Module) -> bool:
