@@ -8,6 +8,8 @@ TorchhookError
 ├── BudgetError (RuntimeError)      storing one more value would exceed ``max_bytes``
 ├── OverwrittenError (RuntimeError) a value kept by reference was overwritten before it was read
 ├── NonfiniteError (FloatingPointError) a model made NaN or Inf; the text tells where it began
+├── StopTraining (RuntimeError)     a monitor was told to stop the training if something is broken, and it is
+├── RunError (ValueError)           what should be a run on disk is none, or cannot be read
 └── NotRecordedError (KeyError)     a value is read that was not recorded
 """
 
@@ -44,6 +46,14 @@ class OverwrittenError(TorchhookError, RuntimeError):
 
 class NonfiniteError(TorchhookError, FloatingPointError):
     """A model made NaN or Inf; the text tells where it began."""
+
+
+class StopTraining(TorchhookError, RuntimeError):  # noqa: N818 (it is no error of the program)
+    """A monitor was told to stop the training if something is broken, and it is."""
+
+
+class RunError(TorchhookError, ValueError):
+    """What should be a run on disk is none, is broken, or was written by a newer torchhook."""
 
 
 class NotRecordedError(TorchhookError, KeyError):

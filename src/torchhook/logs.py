@@ -1,4 +1,4 @@
-"""Where a monitor writes: a `Log` is given an `Entry` for every measured step, every finding, and in the end the report.
+"""Where a monitor writes: a `Log` is given an `Entry` for every measured step, the findings, and in the end a report.
 
 The run store, TensorBoard, MLflow and all others are logs over this one stream.
 """

@@ -23,7 +23,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torchhook.core.compiled import (
     Impossible,
@@ -597,6 +599,18 @@ def on_step(optimizer: Optimizer, before: Callable[..., None], after: Callable[.
             handle.remove()
         raise
     return handles
+
+
+def on_any_step(after: Callable[..., None]) -> Removable:
+    """Let `after` be called after every step of every optimizer."""
+    handle: Removable = register_optimizer_step_post_hook(after)
+    return handle
+
+
+def on_any_call(before: Callable[..., None]) -> Removable:
+    """Let `before` be called before every call of every module."""
+    handle: Removable = register_module_forward_pre_hook(before)
+    return handle
 
 
 def unheard(points: Iterable[Point]) -> list[Point]:

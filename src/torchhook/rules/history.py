@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -108,11 +108,30 @@ class History:
         )
 
     def whole(self, part: float = 1.0) -> Snapshot:
-        """The windows of the last `part` of the history, as one."""
+        """The windows of the last `part` of the history, as one; of each statistic, those in which it was measured.
+
+        There is always one: ``whole(0)`` has the last of each.
+        """
         if part not in self._tables:
-            first = math.floor(len(self.windows) * (1 - part))
-            self._tables[part] = settled(joined(window.snapshot for window in self.windows[first:]))
+            rows = {place: _part(rows, part, late=True) for place, rows in self._places.items()}
+            self._tables[part] = settled(Snapshot(rows))
         found: Snapshot = self._tables[part]
+        return found
+
+    def before(self, part: float) -> Snapshot:
+        """The windows before those of `whole`, as one."""
+        return settled(Snapshot({place: _part(rows, part, late=False) for place, rows in self._places.items()}))
+
+    @property
+    def _places(self) -> dict[Place, list[Row]]:
+        """What there is of each place, window by window."""
+        if "places" not in self._tables:
+            places: dict[Place, list[Row]] = {}
+            for _, snapshot in self.windows:
+                for place, row in snapshot.rows.items():
+                    places.setdefault(place, []).append(row)
+            self._tables["places"] = places
+        found: dict[Place, list[Row]] = self._tables["places"]
         return found
 
     def first(self) -> Snapshot:
@@ -227,6 +246,18 @@ def _both(a: Row, b: Row) -> Row:
     stats = {stat.name: stat for stat in (*a.stats, *b.stats)}
     states = {key: [*a.states.get(key, ()), *b.states.get(key, ())] for key in {**a.states, **b.states}}
     return a._replace(stats=tuple(stats.values()), states=states, failed={**a.failed, **b.failed})
+
+
+def _part(rows: list[Row], part: float, late: bool) -> Row:
+    """Several rows of a place as one, of each statistic those of the last `part`, or those before."""
+    stats = {stat.name: stat for row in rows for stat in row.stats}
+    states: dict[str, list[Callable[[], Tensor]]] = {}
+    for key in dict.fromkeys(key for row in rows for key in row.states):
+        known = [row.states[key] for row in rows if row.states.get(key)]
+        first = min(math.floor(len(known) * (1 - part)), len(known) - 1) if known else 0
+        states[key] = [state for found in (known[first:] if late else known[:first]) for state in found]
+    failed = {name: reason for row in rows for name, reason in row.failed.items()}
+    return rows[0]._replace(stats=tuple(stats.values()), states=states, failed=failed)
 
 
 def _settled(row: Row) -> Row:

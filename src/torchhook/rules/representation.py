@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from torchhook.findings import Finding
-from torchhook.rules.history import History, joined, last_of, plain, readings, settled
+from torchhook.rules.history import History, last_of, plain, readings
 from torchhook.rules.registry import register
 from torchhook.rules.rule import Need, Rule
 from torchhook.stats.covariance import Spread
@@ -32,8 +32,7 @@ class RankCollapse(Rule):
 
     def find(self, history: History) -> Iterator[Finding]:
         half = len(history.windows) // 2
-        first = settled(joined(window.snapshot for window in history.windows[:half]))
-        since = {path: history.first_step for path, *_ in self._collapsed(first)}
+        since = {path: history.first_step for path, *_ in self._collapsed(history.before(0.5))}
         last = last_of(history, "weight")  # it may be sure of itself
         for path, rank, possible in self._collapsed(history.whole(0.5)):
             if path == last:
@@ -100,9 +99,8 @@ class AttentionLogits(Rule):
     limit, growth, least = 100.0, 10.0, 60.0
 
     def find(self, history: History) -> Iterator[Finding]:
-        half = len(history.windows) // 2
-        begun = settled(joined(window.snapshot for window in history.windows[:half]))
-        first = {reading.path: reading["attention"].largest for reading in readings(begun, "attention", "attention")}
+        begun = readings(history.before(0.5), "attention", "attention")
+        first = {reading.path: reading["attention"].largest for reading in begun}
         for reading in readings(history.whole(0.5), "attention", "attention"):
             largest, before = reading["attention"].largest, first.get(reading.path, math.inf)
             if largest > self.limit:

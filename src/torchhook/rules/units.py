@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from torchhook.findings import Finding, Severity
-from torchhook.rules.history import History, finite, joined, last_of, plain, readings, samples
+from torchhook.rules.history import History, finite, last_of, plain, readings, samples
 from torchhook.rules.kinds import ACTIVATIONS, NORMS, kind_of
 from torchhook.rules.registry import register
 from torchhook.rules.rule import Need, Rule
@@ -42,14 +42,17 @@ class DeadUnits(Rule):
     info, lost, warning, error = 0.25, 0.6, 0.65, 0.8
 
     def find(self, history: History) -> Iterator[Finding]:
-        window = history.whole(0.25)
-        for site, dead in {**self._modules(window), **self._functions(window)}.items():
+        half, quarter = history.whole(0.5), history.whole(0.25)  # which may have too few samples
+        for site, dead in {**self._dead(half), **self._dead(quarter)}.items():
             share = float(dead.double().mean())
             if share >= self.info and len(dead) >= 8:
                 step = _since(history, site, dead, self.active)
                 said = f"{100 * share:.0f} % of the units never fire"
                 severity = self._severity(share, step is not None and step > history.first_step)
                 yield self.finding(said, site, step, severity, dead=int(dead.sum()), units=len(dead))
+
+    def _dead(self, window: Snapshot) -> dict[str, Tensor]:
+        return {**self._modules(window), **self._functions(window)}
 
     def _severity(self, share: float, have_fired: bool) -> Severity:
         if share >= self.error:
@@ -193,7 +196,7 @@ class ConstantOutput(Rule):
     def find(self, history: History) -> Iterator[Finding]:
         if len(history.windows) < self.least:
             return
-        for reading in readings(joined([history.windows[-1].snapshot]), "output", "channels", *_LAYERS):
+        for reading in readings(history.whole(0), "output", "channels", *_LAYERS):
             units: Units = reading["channels"]
             spread = finite(units.std.tolist())
             if spread and max(spread) <= 1e-6 * max(float(units.abs_mean.max()), 1e-30) and samples(reading) > 1:

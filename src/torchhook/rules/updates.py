@@ -17,7 +17,7 @@ class Ratios(Rule):
     phase = Phase.UPDATE
     needs = (Need("update_ratio"),)
     facts = ("rest", "own_optimizer")
-    settling = 10  # steps after which the first ones no longer count
+    settling, enough = 10, 3  # steps after which the first ones no longer count, if there are so many others
 
     def ratios(self, history: History) -> dict[str, float]:
         """The median by parameter, without those that begin as zero."""
@@ -28,7 +28,7 @@ class Ratios(Rule):
             if known is None or not known.is_matrix or known.summary.zero_fraction == 1:
                 continue
             late = {step: said.mean for step, said in by_step.items() if step >= history.first_step + self.settling}
-            values = late if len(late) >= self.settling else {step: said.mean for step, said in by_step.items()}
+            values = late if len(late) >= self.enough else {step: said.mean for step, said in by_step.items()}
             if numbers := finite(values.values()):
                 found[path] = median(numbers)
         return found

@@ -91,7 +91,7 @@ class Steps:
 
     def begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """The optimizer is about to step."""
-        self.depth = self.depth + 1 if self.depth and _is_inside_a_step() else 1  # one that raised never ended
+        self.depth = self.depth + 1 if self.depth and is_inside_a_step() else 1  # one that raised never ended
         if self.depth == 1 and self.reduce.clock.active:
             self.in_closure = kwargs.get("closure") is not None or any(map(callable, args[1:]))
             self._guarded(self._look_before)
@@ -191,7 +191,7 @@ class Steps:
         return cell
 
 
-def _is_inside_a_step() -> bool:
+def is_inside_a_step() -> bool:
     """Whether the step that begins is part of another one."""
     frame: FrameType | None = sys._getframe(1)
     steps = 0

@@ -164,6 +164,10 @@ class Watch:
         known = [float(rate) for rate in rates if not (isinstance(rate, Tensor) and rate.device.type != "cpu")]
         return max(known, default=None)
 
+    def unscaled(self, loss: Tensor) -> Tensor:
+        """A loss as it was before a GradScaler multiplied it."""
+        return loss if self._steps is None else self._steps.unscaled(loss)
+
     @property
     def is_scaled(self) -> bool:
         """Whether a GradScaler looks for its scale."""
