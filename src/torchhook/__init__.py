@@ -31,21 +31,25 @@ if TYPE_CHECKING:
         NonfiniteError,
         NotRecordedError,
         OverwrittenError,
+        RunError,
         SelectionError,
         SessionError,
         SilentError,
+        StopTraining,
         TapError,
         TorchhookError,
     )
     from torchhook.extractor import FeatureExtractor
     from torchhook.findings import Finding, Report, Severity
     from torchhook.inventory import HookInfo, detach, hooks
+    from torchhook.logs import Entry, Log
     from torchhook.manager import HookManager
     from torchhook.measured import Stats
     from torchhook.measuring import measure
     from torchhook.profiles import Profile
     from torchhook.rules.checking import check
     from torchhook.rules.rule import Need, Rule
+    from torchhook.runs import Run
     from torchhook.sinks.memory import Record, Ring
     from torchhook.sinks.reduce import Reduce
     from torchhook.sinks.store import Store
@@ -58,6 +62,7 @@ if TYPE_CHECKING:
         model_summary,
     )
     from torchhook.sweeping import Sweep, sweep
+    from torchhook.watching.monitor import Monitor
 
 __version__ = "1.0.0.dev0"
 
@@ -69,14 +74,17 @@ _NAMES = {
     "Channels": "stats",
     "Covariance": "stats",
     "Edit": "core.edit",
+    "Entry": "logs",
     "Event": "core.event",
     "FeatureExtractor": "extractor",
     "Finding": "findings",
     "Histogram": "stats",
     "HookInfo": "inventory",
     "HookManager": "manager",
+    "Log": "logs",
     "ModelDiagnostics": "diagnostics",
     "Moments": "stats",
+    "Monitor": "watching.monitor",
     "Need": "rules.rule",
     "NonfiniteError": "errors",
     "NotRecordedError": "errors",
@@ -89,6 +97,8 @@ _NAMES = {
     "Report": "findings",
     "Ring": "sinks.memory",
     "Rule": "rules.rule",
+    "Run": "runs",
+    "RunError": "errors",
     "SelectionError": "errors",
     "Selector": "core.selection",
     "Session": "core.session",
@@ -100,6 +110,7 @@ _NAMES = {
     "Snapshot": "stats.reading",
     "Stat": "stats",
     "Stats": "measured",
+    "StopTraining": "errors",
     "Store": "sinks.store",
     "Sweep": "sweeping",
     "Tap": "core.tap",
@@ -144,14 +155,17 @@ __all__ = [
     "Channels",
     "Covariance",
     "Edit",
+    "Entry",
     "Event",
     "FeatureExtractor",
     "Finding",
     "Histogram",
     "HookInfo",
     "HookManager",
+    "Log",
     "ModelDiagnostics",
     "Moments",
+    "Monitor",
     "Need",
     "NonfiniteError",
     "NotRecordedError",
@@ -164,6 +178,8 @@ __all__ = [
     "Report",
     "Ring",
     "Rule",
+    "Run",
+    "RunError",
     "SelectionError",
     "Selector",
     "Session",
@@ -175,6 +191,7 @@ __all__ = [
     "Snapshot",
     "Stat",
     "Stats",
+    "StopTraining",
     "Store",
     "Sweep",
     "Tap",

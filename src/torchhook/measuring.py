@@ -93,7 +93,7 @@ measure(..., stats=('moments', 'histogram'))
     below = where if queries else Selector.of("")
     steps = None
     if optimizer is not None:
-        steps = Steps(optimizer, reduce, below, **of_parameters)
+        steps = Steps(optimizer, reduce, below, params=params, param_grads=param_grads, updates=updates)
         taps += steps.taps(group)
     else:
         taps += [Tap(below, reduce, _PORTS[name], group=group) for name, flag in of_parameters.items() if flag]

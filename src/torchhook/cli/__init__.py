@@ -1,16 +1,20 @@
 """The command line: one file a command.
 
-It ends with 0 if all is well, 1 if there are findings, and 2 if it was used wrongly or something failed.
+It ends with 0 if all is well, 1 if there are findings, and 2 if it was used wrongly or something failed. ``run`` ends
+as the script that it runs.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 
 def main() -> None:
     """Run the command line, and end the process."""
     try:
+        from typer.main import get_command
+
         from torchhook.cli.app import app
         from torchhook.cli.errors import told
     except ModuleNotFoundError as error:
@@ -19,4 +23,12 @@ def main() -> None:
         print(f"torchhook's command line needs {error.name}: pip install 'torchhook[cli]'", file=sys.stderr)
         raise SystemExit(2) from None
     with told():
-        app(prog_name="torchhook")
+        # A command may leave something to do after the parser, which has its own mind about signals and exit codes.
+        left: list[Callable[[], None]] = []
+        try:
+            get_command(app)(prog_name="torchhook", obj=left, windows_expand_args=False)
+        except SystemExit:
+            if not left:
+                raise
+        for action in left:
+            action()

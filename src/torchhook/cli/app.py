@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from torchhook import __version__
-from torchhook.cli import diagnose, replay, rules
+from torchhook.cli import diagnose, replay, rules, run, runs
 
 app = typer.Typer(
     name="torchhook",
@@ -17,8 +17,10 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.command("diagnose")(diagnose.diagnose)
+app.command("run", context_settings=run.PARSING)(run.run)
 app.command("rules")(rules.rules)
 app.command("replay")(replay.replay)
+app.add_typer(runs.app, name="runs")
 
 
 def _tell_version(wanted: bool) -> None:
@@ -35,5 +37,6 @@ def torchhook(
 ) -> None:
     """See, record, change and diagnose what happens inside a PyTorch model.
 
-    They end with 0 if all is well, 1 if something was found, 2 if they failed.
+    They end with 0 if all is well, 1 if something was found, 2 if they failed;
+    run ends as the script that it runs.
     """

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from torchhook.findings import Finding
 from torchhook.rules.kinds import kind_of
 from torchhook.stats.moments import Summary
-from torchhook.stats.reading import Place, Reading, Row, Snapshot, kept
+from torchhook.stats.reading import Place, Reading, Row, Snapshot
 
 if TYPE_CHECKING:
     from torchhook.profiles import Profile
@@ -99,12 +98,21 @@ class History:
                 for step in thinned(list(by_step), {*keep, *(window.step for window in self.windows)}):
                     del by_step[step]
 
+    def drop(self, stat: str, most: int) -> None:
+        """Forget all states of a large statistic but those of the last `most` windows that have it."""
+        for number in range(len(self.windows) - 1, -1, -1):
+            step, snapshot = self.windows[number]
+            places = {place for place, row in snapshot.rows.items() if stat in row.states}
+            most -= bool(places)
+            if places and most < 0:
+                rows = {place: _without(row, stat) if place in places else row for place, row in snapshot.rows.items()}
+                self.windows[number] = Window(step, Snapshot(rows))
+
     def has(self, port: str, stat: str) -> bool:
         """Whether a statistic was measured anywhere at a port."""
         return any(
             _port(place) == port and any(known.name == stat for known in row.stats)
-            for window in self.windows
-            for place, row in window.snapshot.rows.items()
+            for place, row in self._places.items()
         )
 
     def whole(self, part: float = 1.0) -> Snapshot:
@@ -113,25 +121,24 @@ class History:
         There is always one: ``whole(0)`` has the last of each.
         """
         if part not in self._tables:
-            rows = {place: _part(rows, part, late=True) for place, rows in self._places.items()}
-            self._tables[part] = settled(Snapshot(rows))
+            self._tables[part] = Snapshot({place: _part(all_, part, True) for place, all_ in self._places.items()})
         found: Snapshot = self._tables[part]
         return found
 
     def before(self, part: float) -> Snapshot:
         """The windows before those of `whole`, as one."""
-        return settled(Snapshot({place: _part(rows, part, late=False) for place, rows in self._places.items()}))
+        return Snapshot({place: _part(all_, part, False) for place, all_ in self._places.items()})
 
     @property
-    def _places(self) -> dict[Place, list[Row]]:
-        """What there is of each place, window by window."""
+    def _places(self) -> dict[Place, Row]:
+        """What there is of each place: the states of each statistic, one a window in which it was measured."""
         if "places" not in self._tables:
-            places: dict[Place, list[Row]] = {}
+            rows: dict[Place, list[Row]] = {}
             for _, snapshot in self.windows:
                 for place, row in snapshot.rows.items():
-                    places.setdefault(place, []).append(row)
-            self._tables["places"] = places
-        found: dict[Place, list[Row]] = self._tables["places"]
+                    rows.setdefault(place, []).append(row)
+            self._tables["places"] = {place: _all(found) for place, found in rows.items()}
+        found: dict[Place, Row] = self._tables["places"]
         return found
 
     def first(self) -> Snapshot:
@@ -201,7 +208,7 @@ def joined(snapshots: Iterable[Snapshot]) -> Snapshot:
 
 
 def settled(snapshot: Snapshot) -> Snapshot:
-    """The snapshot with its states read and merged, once for all who ask."""
+    """The snapshot with one state a statistic: merged when it is first read, once for all who ask."""
     return Snapshot({place: _settled(row) for place, row in snapshot.rows.items()})
 
 
@@ -229,6 +236,15 @@ def norm(summary: Summary) -> float:
     return math.inf if summary.nonfinite else summary.l2
 
 
+def percent(share: float) -> str:
+    """A share in percent, as people write it.
+
+    >>> percent(3.411), percent(0.00012), percent(0.5)
+    ('341', '0.012', '50')
+    """
+    return f"{100 * share:.0f}" if share >= 0.1 else f"{100 * share:.2g}"
+
+
 def plain(value: float | Tensor) -> float:
     """A number as people write it: four digits."""
     return float(f"{float(value):.4g}")
@@ -248,25 +264,51 @@ def _both(a: Row, b: Row) -> Row:
     return a._replace(stats=tuple(stats.values()), states=states, failed={**a.failed, **b.failed})
 
 
-def _part(rows: list[Row], part: float, late: bool) -> Row:
-    """Several rows of a place as one, of each statistic those of the last `part`, or those before."""
-    stats = {stat.name: stat for row in rows for stat in row.stats}
-    states: dict[str, list[Callable[[], Tensor]]] = {}
-    for key in dict.fromkeys(key for row in rows for key in row.states):
-        known = [row.states[key] for row in rows if row.states.get(key)]
-        first = min(math.floor(len(known) * (1 - part)), len(known) - 1) if known else 0
-        states[key] = [state for found in (known[first:] if late else known[:first]) for state in found]
+def _all(rows: list[Row]) -> Row:
+    """Rows of the same place as one, whose states are one a row."""
+    stats = {stat.key: stat for row in rows for stat in row.stats}  # one that stands for all with this state
+    states: dict[str, list[Callable[[], Tensor]]] = {
+        key: [Merged(stat, row.states[key]) for row in rows if row.states.get(key)] for key, stat in stats.items()
+    }
+    named = {stat.name: stat for row in rows for stat in row.stats}
     failed = {name: reason for row in rows for name, reason in row.failed.items()}
-    return rows[0]._replace(stats=tuple(stats.values()), states=states, failed=failed)
+    return rows[0]._replace(stats=tuple(named.values()), states=states, failed=failed)
+
+
+def _without(row: Row, stat: str) -> Row:
+    states = {key: found for key, found in row.states.items() if key != stat}
+    return row._replace(stats=tuple(known for known in row.stats if known.key != stat), states=states)
+
+
+def _part(row: Row, part: float, late: bool) -> Row:
+    """Of each statistic, the last `part` of the states, or those before."""
+    states = {}
+    for key, known in row.states.items():
+        first = min(math.floor(len(known) * (1 - part)), len(known) - 1) if known else 0
+        states[key] = known[first:] if late else known[:first]
+    return _settled(row._replace(states=states))
 
 
 def _settled(row: Row) -> Row:
     by_key = {stat.key: stat for stat in row.stats}
-    states = {key: [found() for found in row.states[key]] for key in by_key}
-    merged = {key: _merged(by_key[key], found) for key, found in states.items() if found}
-    row_states: Mapping[str, Any] = {key: [partial(kept, state)] for key, state in merged.items()}
-    return row._replace(stats=tuple(stat for stat in row.stats if stat.key in merged), states=dict(row_states))
+    states: dict[str, list[Callable[[], Tensor]]]
+    states = {key: [Merged(stat, row.states[key])] for key, stat in by_key.items() if row.states.get(key)}
+    return row._replace(stats=tuple(stat for stat in row.stats if stat.key in states), states=states)
 
 
-def _merged(stat: Any, states: list[Tensor]) -> Tensor:
-    return states[0] if len(states) == 1 else stat.merge(torch.stack(states))
+class Merged:
+    """Several states as one, once it is asked for."""
+
+    __slots__ = ("found", "stat", "state")
+
+    def __init__(self, stat: Any, found: list[Callable[[], Tensor]]) -> None:
+        self.stat = stat
+        self.found = found
+        self.state: Tensor | None = None
+
+    def __call__(self) -> Tensor:
+        if self.state is None:
+            states = [read() for read in self.found]
+            self.state = states[0] if len(states) == 1 else self.stat.merge(torch.stack(states))
+            self.found = []
+        return self.state

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from statistics import median
 
 from torchhook.findings import Finding, Severity
-from torchhook.rules.history import History, finite, owner, plain
+from torchhook.rules.history import History, finite, owner, percent, plain
 from torchhook.rules.registry import register
 from torchhook.rules.rule import Need, Phase, Rule
 
@@ -38,13 +38,13 @@ class Ratios(Rule):
         ratios = self.ratios(history)
         if bad and len(bad) == len(ratios):
             middle = median(ratios.values())
-            text = f"the steps of the optimizer are {100 * middle:.2g} % of the weights: {said}"
+            text = f"the steps of the optimizer are {percent(middle)} % of the weights: {said}"
             severity = "error" if self.code == "TH501" and middle > 3 * limit else None
             step = min(step for by_step in history.summaries("update_ratio").values() for step in by_step)
             yield self.finding(text, "", step, severity, median=plain(middle), parameters=len(bad))
             return
         for path, value in bad.items():
-            yield self.finding(f"its steps are {100 * value:.2g} % of it: {said}", path, ratio=plain(value))
+            yield self.finding(f"its steps are {percent(value)} % of it: {said}", path, ratio=plain(value))
 
 
 @register
@@ -80,7 +80,7 @@ class UpdateTooLarge(Ratios):
                     by_step.setdefault(step, []).append(summary.mean)
         for step, values in by_step.items():
             if median(values) > self.jump:
-                text = f"one step changes the weights by {100 * median(values):.2g} % of their norm"
+                text = f"one step changes the weights by {percent(median(values))} % of their norm"
                 yield self.finding(text, "", step, "error", ratio=plain(median(values)))
                 return
 

@@ -52,8 +52,12 @@ class Clock:
         self.awaits = self.active or (self.awaits and not self.answered)
         self.answered = False
         tick = Tick(number, outside, listed=True)
-        tick.active = self.active and not (self.graded and not torch.is_grad_enabled())
+        tick.active = self.measures()
         return tick
+
+    def measures(self) -> bool:
+        """Whether a pass that begins now is measured."""
+        return self.active and not (self.graded and not torch.is_grad_enabled())
 
     def is_backward_measured(self) -> bool:
         """Whether the gradients that come now are of a step that is measured: of one of the passes before them."""

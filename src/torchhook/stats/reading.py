@@ -148,6 +148,9 @@ class Reading(Mapping[str, Any]):
             raise self._not_recorded(name)
         return self._stats[name].compute(self.state(self._stats[name].key))
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._stats  # which need not be computed for that
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._stats)
 

@@ -22,7 +22,7 @@ from torchhook.core.site import Port, Site
 from torchhook.core.tap import Tap
 from torchhook.rules.history import History, joined
 from torchhook.rules.kinds import kind_of
-from torchhook.rules.rest import at_rest
+from torchhook.rules.rest import Rest, at_rest
 from torchhook.rules.rule import Need, Rule
 from torchhook.sinks.clock import Clock
 from torchhook.sinks.reduce import Reduce
@@ -32,7 +32,6 @@ from torchhook.stepping.steps import Steps
 from torchhook.watching.attention import Attending
 
 _HEAVY: dict[str, Stat] = {"covariance": Covariance(), "attention": Attention()}
-_WIDEST = 512  # units of which a covariance is not too large
 _MODULES: dict[str, Port] = {"input": "input", "output": "output", "grad_output": "grad_output"}
 
 
@@ -60,6 +59,7 @@ class Watch:
         clock: Clock | None = None,
         seldom: Clock | None = None,
         scope: ScopeName = "thread",
+        widest: int = 512,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -70,6 +70,7 @@ class Watch:
         self.clock = clock or Clock(by_passes=optimizer is None)
         self.seldom = seldom or self.clock
         self._scope = scope
+        self._widest = widest  # units of which a covariance is not too large
         self._always = ExitStack()
         self._thorough = ExitStack()
         self._attention = ExitStack()
@@ -121,8 +122,7 @@ class Watch:
         self.is_thorough = True
         if compiled_among(self.model.modules()):
             return
-        clock = Clock(by_passes=False, graded=self.clock.graded)
-        taps = self._sites(self._needs, clock, heavy=True)
+        taps = self._sites(self._needs, self.clock, heavy=True)
         session = Session(self.model, taps, scope=self._scope, on_silent="ignore")
         self._thorough.callback(session.attach().abandon)
         if any(need.port == "attention" for need in self._needs):
@@ -168,6 +168,13 @@ class Watch:
         """A loss as it was before a GradScaler multiplied it."""
         return loss if self._steps is None else self._steps.unscaled(loss)
 
+    def rest(self) -> Rest:
+        """What the model is like now; without its optimizer, if that is gone."""
+        try:
+            return at_rest(self.model, self.optimizer)
+        except ReferenceError:
+            return at_rest(self.model)
+
     @property
     def is_scaled(self) -> bool:
         """Whether a GradScaler looks for its scale."""
@@ -183,7 +190,7 @@ class Watch:
         """What has to be seen of modules."""
         taps = []
         for (port, kinds), stats in _grouped(needs, heavy).items():
-            test = _of_kinds(kinds, _WIDEST if heavy else None)
+            test = _of_kinds(kinds, self._widest if heavy else None)
             paths = [path for path, module in self.model.named_modules() if test(path, module)]
             if paths:  # the model itself is found by its name alone
                 where = Selector.of(test if any(paths) else "")
@@ -202,14 +209,15 @@ class Watch:
 
     def _attend(self) -> None:
         """Look at attention until the step ends."""
-        reduce = self._reduce(Clock(), _HEAVY["attention"], heavy=True)
+        reduce = self._reduce(self.clock, _HEAVY["attention"], heavy=True)
         running: list[tuple[str, nn.Module]] = []  # the modules inside of which we are
         inside = ExitStack()  # of a forward: what others enter and leave between two of them is not ours to be among
 
         def enter(event: Event) -> None:
             if not event.path:
                 end()
-                inside.enter_context(Attending(tell))
+                if self.clock.measures():
+                    inside.enter_context(Attending(tell))
             running.append((event.path, event.module))
 
         def leave(event: Event) -> None:

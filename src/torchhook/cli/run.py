@@ -1,0 +1,208 @@
+"""``torchhook run``: a script as it is, watched; when it is over, what was found is told on standard error."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import chain, count
+from pathlib import Path
+from shlex import quote
+from traceback import format_exception
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from torchhook import render
+from torchhook.cli.errors import in_words
+from torchhook.cli.loading import split
+from torchhook.cli.outputs import require_writable
+from torchhook.config import Config
+from torchhook.errors import TorchhookError
+from torchhook.findings import Report
+from torchhook.running.script import Script, leave, say, show
+
+if TYPE_CHECKING:
+    from torchhook.running.discovery import Discovery
+    from torchhook.watching.monitor import Monitor
+
+PARSING = {"allow_interspersed_args": False}  # what comes after the script is its own
+_RULES, _OUTPUT = "What to look for", "What to write"
+_UNUSABLE = (ImportError, OSError, TorchhookError, ValueError)  # what the user can do something about
+
+
+def run(
+    context: typer.Context,
+    script: Annotated[
+        str, typer.Argument(metavar="SCRIPT", help="A Python file, or a folder or zip file with a __main__.py.")
+    ],
+    args: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Its own, whatever they are.")] = None,
+    is_module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as for python -m.")] = False,
+    every: Annotated[
+        int, typer.Option(metavar="N", min=1, rich_help_panel=_RULES, help="Measure one step in so many.")
+    ] = 10,
+    select: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--select",
+            "--rules",
+            metavar="CODES",
+            rich_help_panel=_RULES,
+            help="Only these rules: TH201, or TH2,TH4 for families.",
+        ),
+    ] = None,
+    ignore: Annotated[
+        list[str] | None, typer.Option(metavar="CODES", rich_help_panel=_RULES, help="Not these rules.")
+    ] = None,
+    stop: Annotated[
+        bool,
+        typer.Option("--stop-on-error", rich_help_panel=_RULES, help="Stop the training when an error is found."),
+    ] = False,
+    to: Annotated[
+        Path, typer.Option(metavar="FOLDER", file_okay=False, rich_help_panel=_OUTPUT, help="Where runs are kept.")
+    ] = Path("runs"),
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", rich_help_panel=_OUTPUT, help="Of the run; if not said, the script's.")
+    ] = None,
+    reports: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--report",
+            metavar="FILE",
+            rich_help_panel=_OUTPUT,
+            help="Write a report: .html, .json, .xml (JUnit) or .md. May be given more than once.",
+        ),
+    ] = None,
+) -> None:
+    """Run a training script as it is, and tell what went wrong inside its models.
+
+    Options come before SCRIPT; what follows is left to the script, which
+    runs as with python SCRIPT: its output, exit code and signals are its own.
+    When it is over, the report is printed on standard error.
+    Rules may be chosen in pyproject.toml, as for torchhook diagnose.
+
+    [bold]torchhook run train.py --epochs 3
+    torchhook run --every 50 --report report.html -m package.train --epochs 3[/]
+    """
+    reports = [path.absolute() for path in reports or ()]  # the script may go elsewhere
+    require_writable(reports)
+    config = Config.find(Path.cwd()).overruled(split(select), split(ignore))
+    target = Script(script, tuple(args or ()), is_module)
+    watching = {
+        "every": every,
+        "rules": config.select,
+        "ignore": config.ignore,
+        "per_module": config.per_module,
+        "to": to.absolute(),
+        "name": name or target.name,
+        "on_finding": "stop" if stop else None,
+    }
+    context.obj.append(Launch(target, watching, reports))
+
+
+@dataclass
+class Launch:
+    """A script that is to be run, how to watch it, and where to report."""
+
+    script: Script
+    watching: dict[str, Any]
+    reports: list[Path]
+    discovery: Discovery | None = None
+    fault: str | None = None
+    here: Path = field(default_factory=Path.cwd)
+    process: int = field(default_factory=os.getpid)
+
+    def __call__(self) -> None:
+        """Run the script, tell what was found, and end as the script did."""
+        ended = self.script.run(on_torch=self._watch)
+        try:
+            try:
+                if ended is not None:
+                    show(ended)
+            finally:
+                if os.getpid() == self.process and not isinstance(ended, _Refusal):  # the script may have forked
+                    self._finish(ended)
+            leave(ended)
+        finally:
+            del ended  # it holds the frames of the script, and is held by this one
+
+    def _watch(self) -> None:
+        """Begin, now that there is torch. What cannot be done as it was asked for ends the script before it trains."""
+        if os.getpid() != self.process:
+            return
+        try:
+            from torchhook.rules import chosen
+            from torchhook.running.discovery import Discovery
+
+            chosen(self.watching["rules"], [*self.watching["ignore"], *chain(*self.watching["per_module"].values())])
+            self.discovery = Discovery(**self.watching).__enter__()
+        except _UNUSABLE as error:
+            say(f"torchhook: {_in_words(error)}\n")
+            raise _Refusal(2) from None
+        except Exception as error:  # a fault of ours must not stop the script
+            self.fault = _in_words(error)
+
+    def _finish(self, ended: BaseException | None) -> None:
+        """Watch no more, and tell; the script is over, and what happens here is nothing to it."""
+        try:
+            if self.discovery is not None:
+                kind, trace = (None, None) if ended is None else (type(ended), ended.__traceback__)
+                self.discovery.__exit__(kind, ended, trace)
+            self._tell()
+        except KeyboardInterrupt:  # nobody waits for more
+            pass
+        except Exception as error:
+            say(f"torchhook: the report failed: {_in_words(error)}\n")
+
+    def _tell(self) -> None:
+        """The report of every model, after all that the script has said."""
+        if self.discovery is not None and not self.discovery.is_main:
+            return
+        with suppress(Exception):
+            sys.stdout.flush()
+        watched = self.discovery.watched if self.discovery is not None else []
+        for part in chain(*map(self._about, watched, count(1))):
+            say(part)
+        if not watched:
+            say(f"torchhook: {self._why_nothing()}\n")
+
+    def _why_nothing(self) -> str:
+        if self.fault is not None:
+            return f"nothing was watched: {self.fault}"
+        no_model = "no module was called with gradients on and then stepped by an optimizer"
+        reason = "the script did not import torch" if self.discovery is None else no_model
+        return f"nothing was trained here: {reason}. What child processes train is not seen."
+
+    def _about(self, monitor: Monitor, number: int) -> Iterator[str]:
+        """What to tell of a model: its report, and where everything lies."""
+        yield f"\n{_printed(monitor.report)}"
+        for path in self.reports:
+            file = path if number == 1 else path.with_stem(f"{path.stem}-{number}")
+            render.save(monitor.report, file)
+            yield f"written: {self._shown(file)}\n"
+        if monitor.run is not None:
+            place = self._shown(monitor.run)
+            yield f"The run lies in {place}; to see it again: torchhook runs show {quote(place)}\n"
+
+    def _shown(self, path: Path) -> str:
+        """A path as one would write it where the command was given."""
+        return str(path.relative_to(self.here) if path.is_relative_to(self.here) else path)
+
+
+class _Refusal(SystemExit):
+    """The script was ended, for it cannot be watched as was asked for."""
+
+
+def _printed(report: Report) -> str:
+    """A report for standard error. Not printed by rich, which ends the process if nobody reads."""
+    console = Console(file=sys.__stderr__)
+    with console.capture() as printed:
+        render.terminal(report, console)
+    return printed.get()
+
+
+def _in_words(error: Exception) -> str:
+    return "".join(format_exception(error)) if os.environ.get("TORCHHOOK_TRACEBACK") else in_words(error)

@@ -1,0 +1,183 @@
+"""``torchhook runs``: the runs in a folder, what is in one, a table of it for others, and fewer of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from torchhook.cli.loading import wrong
+from torchhook.cli.outputs import Format, deliver, require_writable
+
+if TYPE_CHECKING:
+    from torchhook.runs import Run
+
+app = typer.Typer(no_args_is_help=True, help="List, show, export and prune the runs that trainings wrote.")
+
+_Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder that holds the runs.")]
+_Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run; runs/latest is the last one.")]
+
+
+@app.command("list")
+def list_(folder: _Folder = Path("runs")) -> None:
+    """List the runs in a folder, newest first.
+
+    [bold]torchhook runs list[/]
+    """
+    from torchhook.runs.folders import find
+
+    rows = [_line(found) for found in find(folder)]
+    if not rows:
+        typer.echo(f"There are no runs in {folder}.")
+        return
+    _print(["run", "model", "state", "started", "last step", "findings", "size"], rows)
+
+
+@app.command()
+def show(
+    run: _Run,
+    report: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Write the report to it, too: .html, .json, .md or .xml; may be repeated."),
+    ] = None,
+    form: Annotated[Format, typer.Option("--format", help="How to print the report.")] = Format.TEXT,
+) -> None:
+    """Show what was found in a run, and end with 1 if that is bad.
+
+    [bold]torchhook runs show runs/latest[/]
+    [bold]torchhook runs show runs/latest --report report.html[/]
+    """
+    from torchhook.findings import Report
+    from torchhook.runs import Run
+
+    require_writable(report or ())
+    with Run(run) as opened:
+        told = opened.report or Report(
+            tuple(opened.findings),
+            opened.model,
+            losses=opened.losses,
+            notes=("the run has no report: nothing was checked yet, or it was killed before",),
+        )
+        if form == Format.TEXT:
+            typer.echo(_summary(opened))
+    deliver(told, form, report or ())
+    raise typer.Exit(told.exit_code)
+
+
+@app.command()
+def export(
+    run: _Run,
+    parquet: Annotated[Path, typer.Option(metavar="FILE", dir_okay=False, help="The Parquet file to write.")],
+) -> None:
+    """Write a run to a table, with a line for each step and place.
+
+    [bold]torchhook runs export runs/latest --parquet run.parquet[/]
+    """
+    from torchhook.runs import Run
+    from torchhook.runs.exporting import export_parquet
+
+    if not parquet.parent.is_dir():
+        raise wrong("--parquet", f"there is no folder {str(parquet.parent)!r}")
+    with Run(run) as opened:
+        rows = export_parquet(opened, parquet)
+    typer.echo(f"written: {parquet}, {rows:,} rows")
+
+
+@app.command()
+def prune(
+    folder: _Folder = Path("runs"),
+    keep: Annotated[int | None, typer.Option(metavar="N", min=0, help="Keep the newest so many.")] = None,
+    older_than: Annotated[
+        float | None, typer.Option(metavar="DAYS", min=0, help="Remove only those begun so many days ago, or earlier.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove them; without it, only say which.")] = False,
+) -> None:
+    """Remove old runs, but none that is being written.
+
+    Files in their folders that are not of the run are left where they are.
+
+    [bold]torchhook runs prune --keep 10[/]
+    [bold]torchhook runs prune --older-than 30 --yes[/]
+    """
+    from torchhook.runs.folders import delete, prunable
+
+    if keep is None and older_than is None:
+        raise wrong("--keep", "say which runs to keep: --keep N, --older-than DAYS, or both")
+    gone = prunable(folder, keep, older_than)
+    for found in gone:
+        if not yes:
+            typer.echo(f"would remove: {_printable(found)}")
+        elif delete(found):
+            typer.echo(f"removed: {_printable(found)}")
+        else:
+            typer.echo(f"removed, but for files that are not of the run: {_printable(found)}")
+    if not gone:
+        typer.echo("There is nothing to remove.")
+    elif not yes:
+        typer.echo("Nothing was removed yet: add --yes.")
+
+
+def _line(folder: Path) -> list[str | int]:
+    from torchhook.errors import RunError
+    from torchhook.runs import Run
+    from torchhook.text import in_units
+
+    try:
+        with Run(folder) as run:
+            last = max(run.steps, default=0)
+            found = len(run.findings)
+            return [folder.name, run.model, run.state, _date(run.started), last, found, in_units(run.size)]
+    except RunError:
+        return [folder.name, "", "unreadable", "", 0, 0, ""]
+
+
+def _summary(run: Run) -> str:
+    from torchhook.runs.folders import ranks
+    from torchhook.text import in_units, table
+
+    steps, losses = run.steps, run.losses
+    facts = {
+        "run": str(run.folder),
+        "state": run.state,
+        "started": _date(run.started),
+        "ended": _date(run.ended),
+        "steps": f"{steps[0]} to {steps[-1]}, {len(steps):,} of them measured" if steps else "",
+        "loss": f"{next(iter(losses.values())):.4g} to {next(reversed(losses.values())):.4g}" if losses else "",
+        "samples": str(len(run.samples) or ""),
+        "other ranks": ", ".join(below.name for below in ranks(run.folder)),
+        "size": in_units(run.size),
+    }
+    lines = table(["", ""], [[name, _printable(fact)] for name, fact in facts.items() if fact])
+    return f"{lines.strip()}\n"
+
+
+def _print(header: Sequence[str], rows: Sequence[Sequence[str | int]]) -> None:
+    """A table on a terminal; elsewhere a line a run, to be searched."""
+    rows = [[_printable(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        from torchhook.text import table
+
+        typer.echo(table(header, rows))
+        return
+    shown = Table(*header, box=None, pad_edge=False, header_style="bold")
+    for row in rows:
+        shown.add_row(*(Text(str(cell)) for cell in row))
+    console.print(shown)
+
+
+def _printable(name: object) -> str:
+    """A name on one line, whatever it holds."""
+    from torchhook.render.words import short
+
+    return " ".join(short(str(name), 200).split())
+
+
+def _date(seconds: float | None) -> str:
+    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

@@ -1,0 +1,1 @@
+"""A script that is watched from outside, as a profiler runs it."""

@@ -1,0 +1,56 @@
+"""Feature maps as a picture: a grey PNG with 8 bits, written by hand."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import struct
+import zlib
+
+import torch
+from torch import Tensor
+
+_MOST = 64  # maps
+_SIDE = 128  # pixels of each
+
+
+def png(maps: Tensor) -> bytes:
+    """A picture of some maps (n × height × width), side by side, a pixel apart.
+
+    Each goes from black, its least value, to white, its largest; what is not finite is black. Large maps are shown by
+    some of their pixels, and of many maps the first.
+
+    >>> png(torch.rand(5, 4, 3))[:4]
+    b'\\x89PNG'
+    """
+    grid = _grid([_grey(one) for one in maps[:_MOST]])
+    height, width = grid.shape
+    rows = torch.cat([torch.zeros(height, 1, dtype=torch.uint8), grid], 1).contiguous()  # 0: as they are
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    pixels = zlib.compress(ctypes.string_at(rows.data_ptr(), rows.nbytes))
+    return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header) + _chunk(b"IDAT", pixels) + _chunk(b"IEND", b"")
+
+
+def _grey(one: Tensor) -> Tensor:
+    stride = max(1, math.ceil(max(one.shape) / _SIDE))
+    one = one[::stride, ::stride].double()
+    finite = one.isfinite()
+    if not finite.any():
+        return torch.zeros(one.shape, dtype=torch.uint8)
+    low, high = one[finite].min(), one[finite].max()
+    scaled = (one - low) / (high - low) if high > low else torch.full_like(one, 0.5)
+    return (scaled.where(finite, 0) * 255).round().to(torch.uint8)
+
+
+def _grid(pictures: list[Tensor]) -> Tensor:
+    columns = math.ceil(math.sqrt(len(pictures)))
+    height, width = (side + 1 for side in pictures[0].shape)
+    grid = torch.zeros(math.ceil(len(pictures) / columns) * height - 1, columns * width - 1, dtype=torch.uint8)
+    for number, picture in enumerate(pictures):
+        top, left = number // columns * height, number % columns * width
+        grid[top : top + height - 1, left : left + width - 1] = picture
+    return grid
+
+
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

@@ -1,0 +1,68 @@
+"""This process, for a log: what runs here, on which versions, and which of several processes it is."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import sys
+import time
+from datetime import timedelta
+from itertools import count
+from typing import Any
+
+import torch
+from torch import distributed
+
+_numbers = count()
+
+
+def rank() -> int:
+    """Which of several processes that train together this is; 0 if it is alone."""
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank()
+    return int(os.environ.get("RANK", 0))
+
+
+def world_size() -> int:
+    """How many processes train together."""
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def described() -> dict[str, Any]:
+    """What is known of it, as JSON knows it."""
+    return {
+        "started": time.time(),
+        "command": sys.argv,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "rank": rank(),
+        "world_size": world_size(),
+        "versions": {
+            "torchhook": sys.modules["torchhook"].__version__,  # which this is part of, and lies below
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
+def agreed(name: str) -> str:
+    """The `name` that the first of the processes chose: they tell each other through the store that they met by.
+
+    No collective is needed, which one that trains differently might not take part in. Without a store, it is our own.
+    """
+    number = next(_numbers)
+    if world_size() == 1 or not distributed.is_initialized():
+        return name
+    try:
+        store = distributed.distributed_c10d._get_default_store()
+        key = f"torchhook/{number}"
+        if rank() == 0:
+            store.set(key, name)
+        else:
+            store.wait([key], timedelta(seconds=30))
+        return str(store.get(key).decode())
+    except Exception:  # the first one may watch nothing
+        return name

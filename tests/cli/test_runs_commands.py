@@ -1,0 +1,137 @@
+"""``torchhook runs``: list, show, export, prune."""
+
+import json
+import time
+
+import pyarrow.parquet as parquet
+import pytest
+import torch
+from torch import nn
+
+from torchhook import Finding, Report
+from torchhook.core.site import Site
+from torchhook.logs import Entry
+from torchhook.runs import RunLog
+from torchhook.runs.folders import new_folder
+from torchhook.runs.schema import FILE
+from torchhook.sinks.reduce import Reduce
+
+FOUND = Finding("TH201", "error", "61 % of the units never fire", "fc[bold]\x1b[31m", 3, hint="Warm up.")
+
+
+@pytest.fixture
+def root(tmp_path, command, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "runs"
+
+
+def run_in(root, name, *findings, state="ended"):
+    folder = new_folder(root, name)
+    log = RunLog(folder)
+    log.begin({"model": name})
+    for step in range(0, 6, 3):
+        reduce = Reduce("moments")
+        reduce.cell(Site("fc"), nn.Linear(1, 1)).update(torch.randn(10))
+        log.write(Entry(step, time.time(), reduce.snapshot(), losses={step: 1 / (step + 1)}))
+    for finding in findings:
+        log.found(finding)
+    if state:
+        log.end(Report(findings, name), state)
+    return folder
+
+
+def test_lists_the_runs_on_a_line_each(command, root):
+    run_in(root, "First", FOUND)
+    time.sleep(0.01)
+    running = run_in(root, "<Second>\x1b[31m\n", state=None)
+    (root / "broken").mkdir()
+    (root / "broken" / FILE).write_text("no database")
+    done = command("runs", "list")
+    header, *lines = done.out.splitlines()
+    assert (done.code, done.err) == (0, "")
+    assert header.split() == ["run", "model", "state", "started", "last", "step", "findings", "size"]
+    broken, second, first = lines
+    assert broken.split()[:2] == ["broken", "unreadable"]
+    assert second.startswith(running.name) and "<Second>[31m" in second and " running " in second
+    assert first.split()[1:3] == ["First", "ended"] and first.split()[-4:-2] == ["3", "1"] and "\x1b" not in done.out
+
+
+def test_a_folder_without_runs_or_none_at_all(command, root):
+    missing = command("runs", "list")
+    assert missing.code == 2 and "there is no folder 'runs'" in missing.said
+    root.mkdir()
+    assert command("runs", "list") == (0, "There are no runs in runs.\n", "")
+
+
+def test_shows_the_report_and_ends_as_it_says(command, root):
+    bad, good = run_in(root, "Bad", FOUND), run_in(root, "Good")
+    done = command("runs", "show", bad)
+    assert (done.code, done.err) == (1, "")
+    assert f"run      {bad}" in done.out and "state    ended" in done.out and "steps    0 to 3, 2 of them" in done.out
+    assert "loss     1 to 0.25" in done.out and "FAILED  Bad: 1 error" in done.out and "> Warm up." in done.out
+    assert "fc[bold][31m" in done.out and "\x1b" not in done.out
+    for name in ("runs/latest", good / FILE, good):
+        assert command("runs", "show", name).code == 0
+    other = command("runs", "show", "runs")
+    assert other.code == 2 and "there is no run in 'runs'" in other.said
+
+
+def test_shows_what_is_known_of_a_run_that_was_killed_early(command, root):
+    folder = run_in(root, "Net", FOUND, state=None)
+    done = command("runs", "show", folder)
+    assert done.code == 1 and "state    running" in done.out and "TH201" in done.out
+    assert "the run has no report" in " ".join(done.out.split())
+
+
+def test_other_forms_and_files(command, root, tmp_path):
+    folder = run_in(root, "Net", FOUND)
+    done = command("runs", "show", folder, "--format", "json", "--report", "report.md", "--report", "report.xml")
+    assert json.loads(done.out)["findings"][0]["code"] == "TH201"
+    assert "TH201" in (tmp_path / "report.md").read_text() and "TH201" in (tmp_path / "report.xml").read_text()
+    refused = command("runs", "show", folder, "--report", "report.pdf")
+    assert refused.code == 2 and "'report.pdf' does not" in refused.said
+
+
+def test_exports_a_table(command, root, tmp_path):
+    run_in(root, "Net")
+    assert command("runs", "export", "runs/latest", "--parquet", "run.parquet").out == "written: run.parquet, 2 rows\n"
+    assert parquet.read_table(tmp_path / "run.parquet")["step"].to_pylist() == [0, 3]
+    wrong = command("runs", "export", "runs/latest", "--parquet", "nowhere/run.parquet")
+    assert wrong.code == 2 and "there is no folder 'nowhere'" in wrong.said
+
+
+def test_prunes_only_when_told_twice(command, root):
+    folders = []
+    for name in ("A", "B", "C"):
+        folders.append(run_in(root, name))
+        time.sleep(0.01)
+    (folders[0] / "model.pt").write_text("weights")
+    running = run_in(root, "D", state=None)
+    assert "say which runs to keep" in command("runs", "prune").said
+    said = command("runs", "prune", "--keep", 1)
+    assert said.code == 0 and all(folder.exists() for folder in folders)
+    relative = [f"runs/{folder.name}" for folder in folders]
+    assert said.out.splitlines() == [
+        f"would remove: {relative[1]}",
+        f"would remove: {relative[0]}",
+        "Nothing was removed yet: add --yes.",
+    ]
+    done = command("runs", "prune", "--keep", 1, "--yes")
+    assert done.out.splitlines() == [
+        f"removed: {relative[1]}",
+        f"removed, but for files that are not of the run: {relative[0]}",
+    ]
+    assert {path.name for path in root.iterdir()} == {folders[2].name, folders[0].name, running.name, "latest"}
+    assert [path.name for path in folders[0].iterdir()] == ["model.pt"]
+    assert command("runs", "prune", "--older-than", 30, "--yes").out == "There is nothing to remove.\n"
+
+
+@pytest.mark.parametrize("name", ["", "list", "show", "export", "prune"])
+def test_help_is_quick_and_fits(command, in_python, name):
+    arguments = ["runs", *filter(None, [name]), "--help"]
+    done = command(*arguments)
+    assert done.code == 0 and all(len(line) <= 80 for line in done.out.splitlines()) and "[/" not in done.out
+    if name in ("", "show"):
+        lines = f"import sys; from torchhook.cli import main; sys.argv = ['torchhook', *{arguments!r}]\n"
+        lines += "try: main()\nexcept SystemExit as ended: print(ended.code, 'torch' in sys.modules)"
+        assert in_python(lines).out.splitlines()[-1] == "0 False"
