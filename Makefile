@@ -12,8 +12,7 @@ SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 .PHONY: demo test check bench rules matrix clean
 
 demo: .venv/demo
-	$(BIN)/python examples/digits.py
-	$(BIN)/python examples/diagnosis.py
+	$(BIN)/python examples/demo.py
 
 test: .venv/test $(BROWSER)
 	$(BIN)/python -m pytest

@@ -1,6 +1,6 @@
 """Why does it not learn? Two networks on handwritten digits: one healthy, one with a mistake in it.
 
-Run with `make demo`. Prints the diagnosis of both and writes a page for the browser.
+Prints the diagnosis of both and writes a page for the browser.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Train a small network on handwritten digits, and look inside while it learns.
 
-Run with `make demo`. Takes some seconds, needs no GPU and downloads no data.
+Takes some seconds, needs no GPU and downloads no data.
 """
 
 from __future__ import annotations
