@@ -1,5 +1,6 @@
 """``torchhook run``: what it asks the watch for, what it tells in the end, and what it does if something fails."""
 
+import io
 import os
 import subprocess
 import sys
@@ -8,6 +9,8 @@ import textwrap
 import pytest
 
 from torchhook.cli import main
+from torchhook.cli.run import _printed
+from torchhook.findings import Report
 from torchhook.running import discovery
 
 TRAINING = """
@@ -196,6 +199,20 @@ def test_who_interrupts_the_end_gets_no_report(told, fake, monkeypatch):
 
     monkeypatch.setattr(fake, "__exit__", interrupted)
     assert told("train.py", script="print('trained'); raise SystemExit(3)") == (3, "trained\n", "")
+
+
+def test_colours_are_for_where_it_is_said(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    for file, coloured in ((Terminal(), True), (io.StringIO(), False)):
+        monkeypatch.setattr(sys, "__stderr__", file)
+        assert ("\x1b" in _printed(Report(model="Net"))) is coloured
+        assert file.getvalue() == ""
 
 
 def test_in_a_process_of_its_own(tmp_path):

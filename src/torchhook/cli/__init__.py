@@ -13,9 +13,7 @@ from collections.abc import Callable
 def main() -> None:
     """Run the command line, and end the process."""
     try:
-        from typer.main import get_command
-
-        from torchhook.cli.app import app
+        from torchhook.cli.app import command
         from torchhook.cli.errors import told
     except ModuleNotFoundError as error:
         if error.name not in ("rich", "tomli", "typer"):
@@ -26,7 +24,7 @@ def main() -> None:
         # A command may leave something to do after the parser, which has its own mind about signals and exit codes.
         left: list[Callable[[], None]] = []
         try:
-            get_command(app)(prog_name="torchhook", obj=left, windows_expand_args=False)
+            command(prog_name="torchhook", obj=left, windows_expand_args=False)
         except SystemExit:
             if not left:
                 raise

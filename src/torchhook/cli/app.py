@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from typer.main import get_command
 
 from torchhook import __version__
 from torchhook.cli import diagnose, replay, rules, run, runs
@@ -40,3 +41,7 @@ def torchhook(
     They end with 0 if all is well, 1 if something was found, 2 if they failed;
     run ends as the script that it runs.
     """
+
+
+command = get_command(app)
+"""The parser itself: `app` would put a hook for uncaught exceptions into the process, which may be a script's."""
