@@ -1,4 +1,4 @@
-"""Two trainings of the same script, one healthy and one in which the learning rate slips: what does `torchhook run` say?
+"""Two trainings by the same script, one healthy, one in which the learning rate slips: what does torchhook say of them?
 
 Run with `make demo`. Takes some seconds, needs no GPU and downloads no data. All is written to demo-output/.
 """

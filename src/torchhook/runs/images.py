@@ -1,4 +1,4 @@
-"""Feature maps as a picture: a grey PNG with 8 bits, written by hand."""
+"""Feature maps as a picture, in grey with 8 bits, and as a PNG, written by hand."""
 
 from __future__ import annotations
 
@@ -14,16 +14,25 @@ _MOST = 64  # maps
 _SIDE = 128  # pixels of each
 
 
-def png(maps: Tensor) -> bytes:
-    """A picture of some maps (n × height × width), side by side, a pixel apart.
+def picture(maps: Tensor) -> Tensor:
+    """Some maps (n × height × width), side by side, a pixel apart.
 
     Each goes from black, its least value, to white, its largest; what is not finite is black. Large maps are shown by
     some of their pixels, and of many maps the first.
 
+    >>> picture(torch.tensor([[[0.0, 1.0]], [[2.0, 6.0]]])).tolist()
+    [[0, 255, 0, 0, 255]]
+    """
+    return _grid([_grey(one) for one in maps[:_MOST]])
+
+
+def png(maps: Tensor) -> bytes:
+    """The picture of some maps as a file.
+
     >>> png(torch.rand(5, 4, 3))[:4]
     b'\\x89PNG'
     """
-    grid = _grid([_grey(one) for one in maps[:_MOST]])
+    grid = picture(maps)
     height, width = grid.shape
     rows = torch.cat([torch.zeros(height, 1, dtype=torch.uint8), grid], 1).contiguous()  # 0: as they are
     header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)

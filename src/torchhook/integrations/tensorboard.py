@@ -1,0 +1,97 @@
+"""What a monitor sees, in TensorBoard: curves and histograms by layer, maps as images, findings as text."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+from torchhook.findings import Finding, Report
+from torchhook.integrations.common import Layers, library, named
+from torchhook.logs import Entry, Log
+from torchhook.render.to_markdown import escaped, markdown
+from torchhook.stats.histogram import Bins
+from torchhook.stats.moments import Moments
+from torchhook.stats.reading import Reading
+
+_FOLDS = re.compile("</?(details|summary)>")
+
+
+class TensorBoard(Log):
+    """Writes into a folder, or with a ``SummaryWriter`` of yours, which is never closed.
+
+        TensorBoard("runs/first")
+        TensorBoard(writer, layers=["encoder.*", "head"])   # layers=() for the numbers of the whole model alone
+
+    Tags are ``torchhook/<statistic>/<layer>``; `layers` are globs of the paths of modules and parameters, and of more
+    than 200 that match it is some. The tab *Custom Scalars* has the gradients of all layers in one chart. A writer has
+    one such layout, so into that of yours it is for you to put it:
+    ``writer.add_custom_scalars({**TensorBoard.LAYOUT, ...})``.
+    """
+
+    LAYOUT: ClassVar[dict[str, dict[str, list[Any]]]] = {
+        "torchhook": {
+            "gradient flow": ["Multiline", ["torchhook/grad_norm/.*"]],
+            "update ratio": ["Multiline", ["torchhook/update_ratio/.*"]],
+            "spread of activations": ["Multiline", ["torchhook/std/.*"]],
+        }
+    }
+
+    def __init__(self, target: Any, layers: str | Iterable[str] = "*") -> None:
+        self._library = library("torch.utils.tensorboard", "tensorboard")
+        self._is_own = isinstance(target, (str, os.PathLike))
+        if not (self._is_own or hasattr(target, "add_histogram_raw")):
+            raise TypeError(f"target must be a folder or a SummaryWriter, not {target!r:.80}")
+        self._target = target
+        self._layers = Layers(layers)
+        self._writer: Any = None
+        self._step = 0
+
+    def begin(self, about: Mapping[str, Any]) -> None:
+        self._writer = self._library.SummaryWriter(str(self._target)) if self._is_own else self._target
+        if self._is_own:
+            self._writer.add_custom_scalars(self.LAYOUT)
+
+    def write(self, entry: Entry) -> None:
+        self._step = entry.step
+        when = {"global_step": entry.step, "walltime": entry.time}
+        for step, loss in entry.losses.items():
+            self._writer.add_scalar("torchhook/loss", loss, step, entry.time)
+        for name, value in self._layers.scalars(entry).items():
+            if name != "torchhook/loss":
+                self._writer.add_scalar(name, value, **when)
+        for name, reading, bins in self._layers.histograms(entry):
+            self._writer.add_histogram_raw(name, **_raw(reading, bins), **when)
+        for name, grey in self._layers.pictures(entry):
+            self._writer.add_image(name, grey, **when, dataformats="HW")
+
+    def found(self, finding: Finding) -> None:
+        # By code, for TensorBoard shows ten texts of a tag.
+        text = f"**{escaped(str(finding))}**\n\n{escaped(finding.hint)}"
+        step = self._step if finding.step is None else finding.step
+        self._writer.add_text(named("findings", finding.code), text, step)
+        self._writer.flush()
+
+    def end(self, report: Report, state: str) -> None:
+        text = _FOLDS.sub("", markdown(report))  # which TensorBoard would show as they are written
+        self._writer.add_text("torchhook/report", f"{text}\n\nThe training has {state}.", self._step)
+        self._writer.flush()
+        if self._is_own:
+            self._writer.close()
+
+
+def _raw(reading: Reading, bins: Bins) -> dict[str, Any]:
+    """A histogram as TensorBoard has it: upper edges and counts; of empty bins in a row one is enough."""
+    edges, counts = bins
+    is_full = counts > 0
+    told = is_full | is_full.roll(-1)  # the first and the last are full
+    raw: dict[str, Any] = {"bucket_limits": edges[1:][told].tolist(), "bucket_counts": counts[told].tolist()}
+    if Moments.name in list(reading):
+        said = reading[Moments.name]
+        total, squares, low, high = said.mean * (said.count - said.nonfinite), said.l2**2, said.min, said.max
+    else:
+        middles = (edges[1:] + edges[:-1]) / 2
+        total, squares = float((middles * counts).sum()), float((middles**2 * counts).sum())
+        low, high = edges[0].item(), edges[-1].item()
+    return raw | {"min": low, "max": high, "num": int(counts.sum()), "sum": total, "sum_squares": squares}
