@@ -216,7 +216,8 @@ def test_without_a_compiler_the_plain_kernels_are_used(tmp_path):
         print(stats["0"].count, int(stats["0"].histogram().counts.sum()))
         print([str(w.message)[:60] for w in told if "plain torch" in str(w.message)])
     """
-    environment = {"PATH": str(tmp_path), "CXX": str(tmp_path / "none"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    caches = dict.fromkeys(("PATH", "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME"), str(tmp_path))
+    environment = {**caches, "CXX": str(tmp_path / "none")}
     told = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=environment, check=False
     )
@@ -226,6 +227,17 @@ def test_without_a_compiler_the_plain_kernels_are_used(tmp_path):
 
 def test_here_the_compiled_kernels_are_used():
     assert type(kernels(torch.device("cpu"))).__name__ == "Native"
+
+
+def test_what_was_compiled_once_is_loaded_without_the_toolchain():
+    kernels(torch.device("cpu"))  # compiled by now
+    code = """
+        import sys, torch
+        from torchhook.stats.kernels import kernels
+        print(type(kernels(torch.device("cpu"))).__name__, "torch._inductor.codecache" in sys.modules)
+    """
+    told = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
+    assert told.stdout.split() == ["Native", "False"]
 
 
 @pytest.mark.parametrize("queries", [("",), ("", "0")])

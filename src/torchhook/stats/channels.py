@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchhook.stats.kernels import kernels
+from torchhook.stats.kernels.plain import merged_channels
 from torchhook.stats.stat import Stat
 
 _SECOND = (
@@ -47,20 +49,24 @@ class ByUnit(Stat):
         twin._told = _dimension(module)
         return twin
 
-    def by_unit(self, x: Tensor, units: int | None = None) -> Tensor:
-        """The values in `x` as a matrix with a row for each unit, of which there are `units` if that is known."""
+    def placed(self, x: Tensor, units: int | None = None) -> tuple[Tensor, int]:
+        """`x` with two dimensions or more, and which of them has the units: `units` of them, if that is known."""
         if x.dim() < 2:
-            matrix = x.reshape(-1, 1)
+            x, dim = x.reshape(-1, 1), 0
         else:
             guess = -1 if x.dim() == 3 else 1
             dim = self.dim if self.dim is not None else self._told if self._told is not None else guess
-            matrix = x.movedim(dim, 0).flatten(1)
-        if units is not None and len(matrix) != units:
+        if units is not None and x.size(dim) != units:
             raise ValueError(
-                f"there were {units} units, and now there are {len(matrix)}; if another dimension has them, pass"
+                f"there were {units} units, and now there are {x.size(dim)}; if another dimension has them, pass"
                 f" {type(self).__name__}(dim=...) in stats="
             )
-        return matrix
+        return x, dim
+
+    def by_unit(self, x: Tensor, units: int | None = None) -> Tensor:
+        """The values in `x` as a matrix with a row for each unit, of which there are `units` if that is known."""
+        x, dim = self.placed(x, units)
+        return x.movedim(dim, 0).flatten(1)
 
 
 def _dimension(module: nn.Module | None) -> int | None:
@@ -86,30 +92,14 @@ class Channels(ByUnit):
     additive = False
 
     def empty(self, x: Tensor) -> Tensor:
-        return torch.zeros(5, self.by_unit(x).shape[0], dtype=torch.float64, device=x.device)
+        x, dim = self.placed(x)
+        return torch.zeros(5, x.size(dim), dtype=torch.float64, device=x.device)
 
     def update(self, state: Tensor, x: Tensor) -> None:
-        x = self.by_unit(x, state.shape[-1])
-        x = x if x.dtype == torch.float64 else x.float()
-        finite = x.isfinite()
-        known = x.where(finite, 0)
-        n = finite.sum(1)
-        some, wide = n.clamp(min=1), torch.float64  # sums of large numbers are too large for what they are sums of
-        mean = (known.sum(1, dtype=wide) / some).to(x.dtype)
-        d = (x - mean[:, None]).where(finite, 0)
-        left = d.sum(1, dtype=wide) / some
-        m2 = torch.linalg.vector_norm(d, dim=1, dtype=wide).square() - n * left.square()
-        size = torch.linalg.vector_norm(known, 1, dim=1, dtype=wide)
-        new = torch.stack([n.double(), mean.double() + left, m2.clamp(min=0), size, (known > 0).sum(1).double()])
-        state.copy_(self.merge(torch.stack([state, new])))
+        kernels(x.device).channels(state, *self.placed(x, state.shape[-1]))
 
     def merge(self, states: Tensor) -> Tensor:
-        n, mean, m2, size, active = states.unbind(-2)
-        total = n.sum(0).clamp(min=1)
-        centre = (n * mean).sum(0) / total
-        middle = centre + (n * (mean - centre)).sum(0) / total
-        m2 = m2 + n * (mean - middle).square()
-        return torch.stack([n.sum(0), middle, m2.sum(0), size.sum(0), active.sum(0)], -2)
+        return merged_channels(states)
 
     def compute(self, state: Tensor) -> Units:
         n, mean, m2, size, active = state

@@ -1,15 +1,32 @@
-// Moments and histograms on the CPU, in one pass over memory: pieces that fit into the cache are read twice there,
-// first for their mean, then for the powers of what is left of it.
+// Moments, histograms and what each unit does, on the CPU, in one pass over memory: pieces that fit into the cache are
+// read twice there where that helps, first for their mean, then for the powers of what is left of it.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
+#include <type_traits>
 #include <vector>
 
-constexpr int LANES = 16, WAYS = 4, PIECE = 8192;
+// Vectors are as wide as those of the processor: of wider ones compilers make single numbers.
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+constexpr int WAYS = 4, WIDE = LANES * WAYS, PIECE = 128 * WIDE;  // sums of more values than these round too much
 constexpr int64_t WORTH_A_THREAD = 1 << 16;  // fewer values than this are counted before a thread has begun
 
-typedef float Floats __attribute__((vector_size(LANES * 4)));
-typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
+template <class T, int N> struct VectorOf { typedef T type __attribute__((vector_size(N * sizeof(T)))); };
+template <class T, int N> using Vector = typename VectorOf<T, N>::type;
+template <class V> using Number = std::decay_t<decltype(V()[0])>;
+template <class V> using Mask = decltype(V() < V());
+template <class V> constexpr int lanes = sizeof(V) / sizeof(Number<V>);
+
+typedef Vector<float, LANES> Floats;
+typedef Vector<int32_t, LANES> Ints;
+typedef Vector<double, LANES / 2> Doubles;
 
 struct BFloat16 { uint16_t bits; };
 
@@ -21,32 +38,27 @@ static inline double wide(BFloat16 x) {
   return value;
 }
 
-template <class T> static inline Floats load(const T* x) {
-  typedef T Vector __attribute__((vector_size(LANES * sizeof(T))));
-  Vector values;
+template <class V, class T> static inline V load(const T* x) {
+  Vector<T, lanes<V>> values;
   memcpy(&values, x, sizeof(values));
-  return __builtin_convertvector(values, Floats);
+  return __builtin_convertvector(values, V);
 }
-template <> inline Floats load<BFloat16>(const BFloat16* x) {
-  typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
-  typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
-  Halves values;
+template <class V> static inline V load(const BFloat16* x) {
+  Vector<uint16_t, lanes<V>> values;
   memcpy(&values, x, sizeof(values));
-  Words words = __builtin_convertvector(values, Words) << 16;
-  return reinterpret_cast<Floats&>(words);
+  auto words = __builtin_convertvector(values, Vector<uint32_t, lanes<V>>) << 16;
+  return __builtin_convertvector((Vector<float, lanes<V>>)words, V);
 }
 
-static inline Floats absolute(Floats v) {
-  Ints bits = reinterpret_cast<Ints&>(v) & 0x7fffffff;
-  return reinterpret_cast<Floats&>(bits);
+template <class V> static inline V absolute(V v) {
+  return (V)((Mask<V>)v & std::numeric_limits<Number<Mask<V>>>::max());
 }
 
 static inline Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
 static inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
 template <class V> static inline double total(const V (&parts)[WAYS]) {
-  typedef double Doubles __attribute__((vector_size(LANES * 8)));
-  Doubles sums = __builtin_convertvector((parts[0] + parts[1]) + (parts[2] + parts[3]), Doubles);
+  auto sums = __builtin_convertvector((parts[0] + parts[1]) + (parts[2] + parts[3]), Vector<double, LANES>);
   for (int half = LANES / 2; half; half /= 2)
     for (int lane = 0; lane < half; lane++) sums[lane] += sums[lane + half];
   return sums[0];
@@ -86,14 +98,14 @@ template <class T> static Row carefully(const T* x, int64_t n) {
 }
 
 template <class T> static Row piece(const T* x, int n) {
-  if (n < LANES * WAYS) return carefully(x, n);
-  int whole = n - n % (LANES * WAYS);
+  if (n < WIDE) return carefully(x, n);
+  int whole = n - n % (WIDE);
   Floats sum[WAYS] = {}, size[WAYS] = {}, low[WAYS], high[WAYS];
   Ints zeros[WAYS] = {};
-  for (int way = 0; way < WAYS; way++) low[way] = high[way] = load(x + way * LANES);
-  for (int i = 0; i < whole; i += LANES * WAYS)
+  for (int way = 0; way < WAYS; way++) low[way] = high[way] = load<Floats>(x + way * LANES);
+  for (int i = 0; i < whole; i += WIDE)
     for (int way = 0; way < WAYS; way++) {
-      Floats v = load(x + i + way * LANES);
+      Floats v = load<Floats>(x + i + way * LANES);
       sum[way] += v;
       size[way] += absolute(v);
       low[way] = smaller(v, low[way]);
@@ -110,9 +122,9 @@ template <class T> static Row piece(const T* x, int n) {
   for (bool near = false; !near;) {
     Floats s1[WAYS] = {}, s2[WAYS] = {}, s3[WAYS] = {}, s4[WAYS] = {};
     float shift = -centre * scale;
-    for (int i = 0; i < whole; i += LANES * WAYS)
+    for (int i = 0; i < whole; i += WIDE)
       for (int way = 0; way < WAYS; way++) {
-        Floats d = load(x + i + way * LANES) * scale + shift, q = d * d;
+        Floats d = load<Floats>(x + i + way * LANES) * scale + shift, q = d * d;
         s1[way] += d;
         s2[way] += q;
         s3[way] += q * d;
@@ -211,12 +223,257 @@ template <class T> static void histogram(const void* data, int64_t n, int thread
   for (int i = 0; i < 2048 * parts; i++) bins[i % 2048] += found[i];
 }
 
+// What each unit does. In memory a tensor is rows, in which every unit has `inner` values side by side. Sums are of the
+// distance from a centre, which is the mean of what was seen before: if that turns out to be far from what is seen now,
+// the block of values, still in the cache, is read again with a better one.
+constexpr int ROWS = 128, COLUMNS = 256;  // of a block where `inner` is small
+constexpr int MOST = COLUMNS + WIDE;      // columns of a block whose last unit is a whole one
+
+// Rows that have the same units; where those are few, several rows count as one, which has them several times.
+template <class T> struct Block {
+  const T* x;
+  int64_t stride;  // from row to row
+  int rows, times, units, inner;
+};
+
+// Of finite values: their number, the distances, those squared, absolutes, and the number of those above zero.
+struct Sums {
+  double n, first, second, size, active;
+};
+
+template <class V> struct VectorSums {
+  V first, second, size;
+  Mask<V> n, active;
+
+  inline void add(V v, V centre, Mask<V> which) {
+    V known = absolute(v);
+    which &= known <= std::numeric_limits<Number<V>>::max();
+    V d = which ? v - centre : V{};
+    first += d;
+    second += d * d;
+    size += which ? known : V{};
+    n -= which;  // true is -1
+    active -= which & (v > 0);
+  }
+
+  inline void add(const VectorSums& other) {
+    first += other.first;
+    second += other.second;
+    size += other.size;
+    n += other.n;
+    active += other.active;
+  }
+
+  inline void add_to(Sums& sums, int lane) const {
+    sums.n += n[lane];
+    sums.first += first[lane];
+    sums.second += second[lane];
+    sums.size += size[lane];
+    sums.active += active[lane];
+  }
+};
+
+// Of one unit, which has vectors full of values in each row.
+template <class V, class T> static Sums along(const Block<T>& block, Number<V> at) {
+  constexpr int L = lanes<V>, STEP = L * WAYS;
+  VectorSums<V> parts[WAYS] = {}, rest = {};
+  V centre = V{} + at;
+  Mask<V> all = ~Mask<V>{}, number;
+  for (int lane = 0; lane < L; lane++) number[lane] = lane;
+  for (int row = 0; row < block.rows; row++) {
+    const T* x = block.x + row * block.stride;
+    int i = 0;
+    for (; i + STEP <= block.inner; i += STEP)
+      for (int way = 0; way < WAYS; way++) parts[way].add(load<V>(x + i + way * L), centre, all);
+    for (; i + L <= block.inner; i += L) rest.add(load<V>(x + i), centre, all);
+    // A last vector that ends where the row does: what is new in it.
+    if (i < block.inner) rest.add(load<V>(x + block.inner - L), centre, number >= L - block.inner % L);
+  }
+  for (const VectorSums<V>& part : parts) rest.add(part);
+  Sums sums = {};
+  for (int lane = 0; lane < L; lane++) rest.add_to(sums, lane);
+  return sums;
+}
+
+// Of many units, which have a few values in each row: of each column first.
+template <class V, class T> static void across(const Block<T>& block, const Number<V>* centres, Sums* sums) {
+  constexpr int L = lanes<V>, STEP = L * WAYS, AHEAD = 8;
+  Number<V> centre_of[MOST];
+  VectorSums<V> found[MOST / L + WAYS];
+  int columns = 0;
+  for (int time = 0; time < block.times; time++)
+    for (int unit = 0; unit < block.units; unit++)
+      for (int i = 0; i < block.inner; i++) centre_of[columns++] = centres[unit];
+  int odd = columns % STEP, even = columns - odd, again = odd ? STEP - odd : 0;  // the last step sees some twice
+  for (int begin = 0; begin < columns; begin += STEP) {
+    int here = begin < even ? begin : begin - again;
+    V centre[WAYS];
+    memcpy(centre, centre_of + here, sizeof(centre));
+    VectorSums<V> parts[WAYS] = {};
+    for (int row = 0; row < block.rows; row++) {
+      const T* x = block.x + row * block.stride + here;
+      for (int way = 0; way < WAYS; way++) __builtin_prefetch(x + AHEAD * block.stride + way * L);
+      for (int way = 0; way < WAYS; way++) parts[way].add(load<V>(x + way * L), centre[way], ~Mask<V>{});
+    }
+    memcpy(found + begin / L, parts, sizeof(parts));
+  }
+  for (int unit = 0; unit < block.units; unit++) sums[unit] = {};
+  for (int time = 0, column = 0; time < block.times; time++)
+    for (int unit = 0; unit < block.units; unit++) {
+      Sums whole = sums[unit];
+      for (int i = 0; i < block.inner; i++, column++) {
+        int at = column < even ? column : column + again;
+        found[at / L].add_to(whole, at % L);
+      }
+      sums[unit] = whole;
+    }
+}
+
+// Whether single precision was enough: no sum is too large for it, and no square so small that it is nothing.
+static inline bool is_right(const Sums& sums) {
+  bool is_small = (sums.size > 0 && sums.size < 1e-15 * sums.n) || (sums.second > 0 && sums.second < 1e-30 * sums.n);
+  return sums.size < INFINITE && sums.second < INFINITE && !is_small;
+}
+
+// Whether the centre is at most two deviations away from the mean.
+static inline bool is_near(const Sums& sums) {
+  return sums.second < INFINITE && 5 * sums.first * sums.first <= 4 * sums.second * sums.n;
+}
+
+// The state has five numbers of each of `all` units: how many values, mean, m2, sum of absolutes, how many above zero.
+static inline void merge(double* state, int64_t all, double n, double mean, double m2, double size, double active) {
+  if (!(n > 0)) return;
+  double before = state[0], share = n / (before + n), d = mean - state[all];
+  state[0] += n;
+  state[all] += d * share;
+  state[2 * all] += m2 + d * (before * share) * d;
+  state[3 * all] += size;
+  state[4 * all] += active;
+}
+
+// Adds a block to the state of its first unit and the next ones; returns false, and adds nothing, if V is too narrow.
+template <class V, class T> static bool added(const Block<T>& block, double* state, int64_t all) {
+  Number<V> centres[MOST];
+  Sums sums[MOST];
+  for (int unit = 0; unit < block.units; unit++) centres[unit] = state[all + unit];
+  bool near = false;
+  for (int round = 0; round < 4 && !near; round++) {
+    for (int unit = 0; round && unit < block.units; unit++)
+      centres[unit] += sums[unit].first / sums[unit].n;  // NaN if nothing counts, and then nothing meets it
+    if (block.inner < WIDE)
+      across<V>(block, centres, sums);
+    else
+      sums[0] = along<V>(block, centres[0]);
+    near = true;
+    for (int unit = 0; unit < block.units; unit++) {
+      if (std::is_same<V, Floats>::value && !is_right(sums[unit])) return false;
+      near &= is_near(sums[unit]);
+    }
+  }
+  for (int unit = 0; unit < block.units; unit++) {
+    const Sums& found = sums[unit];
+    double m = found.first / found.n, m2 = found.second - found.first * m;
+    merge(state + unit, all, found.n, centres[unit] + m, m2 < 0 ? 0 : m2, found.size, found.active);
+  }
+  return true;
+}
+
+template <class T> constexpr bool is_single = std::is_same<T, float>::value || std::is_same<T, BFloat16>::value;
+#ifdef __FLT16_MAX__
+template <> constexpr bool is_single<_Float16> = true;
+#endif
+
+template <class T> static void add(const Block<T>& block, double* state, int64_t all) {
+  if constexpr (is_single<T>)
+    if (added<Floats>(block, state, all)) return;
+  int columns = block.times * block.units * block.inner;
+  std::vector<double> values(block.rows * columns);
+  for (int row = 0; row < block.rows; row++)
+    for (int i = 0; i < columns; i++) values[row * columns + i] = wide(block.x[row * block.stride + i]);
+  added<Doubles>(Block<double>{values.data(), columns, block.rows, block.times, block.units, block.inner}, state, all);
+}
+template <> void add<double>(const Block<double>& block, double* state, int64_t all) {
+  added<Doubles>(block, state, all);
+}
+
+// A tensor in memory.
+template <class T> struct Values {
+  const T* x;
+  int64_t rows, units, inner;
+};
+
+static inline int fewer(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// Some units, where each has vectors full of values in a row.
+template <class T> static void add_long(const Values<T>& v, int64_t begin, int64_t end, double* state) {
+  int64_t stride = v.units * v.inner, many = v.inner < PIECE ? PIECE / v.inner : 1, pieces = (v.inner - 1) / PIECE + 1;
+  for (int64_t row = 0; row < v.rows; row += many)
+    for (int64_t unit = begin; unit < end; unit++)
+      for (int64_t i = 0; i < pieces; i++) {
+        int64_t first = v.inner * i / pieces, last = v.inner * (i + 1) / pieces;
+        const T* x = v.x + row * stride + unit * v.inner + first;
+        add(Block<T>{x, stride, fewer(many, v.rows - row), 1, 1, int(last - first)}, state + unit, v.units);
+      }
+}
+
+// Some units, where each has a few values in a row. If they do not fill a vector together, they are all there are.
+template <class T> static void add_short(const Values<T>& v, int64_t begin, int64_t end, double* state) {
+  int64_t stride = v.units * v.inner, units = end - begin, columns = units * v.inner;
+  int64_t blocks = (columns - 1) / COLUMNS + 1, enough = (WIDE - 1) / columns + 1;
+  int times = enough == 1 ? 1 : fewer(COLUMNS / columns, v.rows < enough ? enough : v.rows), inner = v.inner;
+  for (int64_t row = 0; row + times <= v.rows; row += ROWS * times)
+    for (int64_t i = 0; i < blocks; i++) {
+      int64_t first = begin + units * i / blocks, last = begin + units * (i + 1) / blocks;
+      const T* x = v.x + row * stride + first * inner;
+      int rows = fewer(ROWS, (v.rows - row) / times);
+      add(Block<T>{x, times * stride, rows, times, int(last - first), inner}, state + first, v.units);
+    }
+  int left = v.rows % times * columns;
+  if (!left) return;
+  double padded[COLUMNS];  // with what does not count
+  const T* x = v.x + v.rows * stride - left;
+  for (int i = 0; i < times * columns; i++) padded[i] = i < left ? wide(x[i]) : NAN;
+  add(Block<double>{padded, 0, 1, times, int(units), inner}, state, units);
+}
+
+template <class T> static void add_units(const Values<T>& v, int64_t begin, int64_t end, double* state) {
+  if (v.inner < WIDE) return add_short(v, begin, end, state);
+  add_long(v, begin, end, state);
+}
+
+template <class T> static void channels(const Values<T>& v, int threads, double* state) {
+  int parts = parts_of(v.rows * v.units * v.inner, threads);
+  if (parts == 1) return add_units(v, 0, v.units, state);
+  if (v.units >= v.rows && v.units / parts * v.inner >= WIDE) {
+#pragma omp parallel for num_threads(parts) schedule(static, 1)
+    for (int part = 0; part < parts; part++)
+      add_units(v, v.units * part / parts, v.units * (part + 1) / parts, state);
+    return;
+  }
+  std::vector<double> states(parts * 5 * v.units);
+#pragma omp parallel for num_threads(parts) schedule(static, 1)
+  for (int part = 0; part < parts; part++) {
+    int64_t begin = v.rows * part / parts, end = v.rows * (part + 1) / parts;
+    Values<T> mine{v.x + begin * v.units * v.inner, end - begin, v.units, v.inner};
+    add_units(mine, 0, v.units, &states[part * 5 * v.units]);
+  }
+  for (int part = 0; part < parts; part++)
+    for (int64_t unit = 0; unit < v.units; unit++) {
+      const double* x = &states[part * 5 * v.units + unit];
+      merge(state + unit, v.units, x[0], x[v.units], x[2 * v.units], x[3 * v.units], x[4 * v.units]);
+    }
+}
+
 #define OFFERED(name, T)                                                                                  \
   extern "C" void moments_##name(const void* x, int64_t n, int threads, double* row) {                    \
     moments<T>(x, n, threads, reinterpret_cast<Row*>(row));                                               \
   }                                                                                                       \
   extern "C" void histogram_##name(const void* x, int64_t n, int threads, double* bins) {                 \
     histogram<T>(x, n, threads, bins);                                                                    \
+  }                                                                                                       \
+  extern "C" void channels_##name(const void* x, int64_t rows, int64_t units, int64_t inner, int threads, \
+                                  double* state) {                                                        \
+    channels<T>({static_cast<const T*>(x), rows, units, inner}, threads, state);                          \
   }
 
 OFFERED(float32, float)

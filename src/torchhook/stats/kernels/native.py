@@ -1,4 +1,4 @@
-"""The kernels of the CPU, compiled on first use by the C++ toolchain of torch.compile, which also caches them."""
+"""The kernels of the CPU, in C++, compiled on first use."""
 
 from __future__ import annotations
 
@@ -9,18 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchhook.stats.kernels.building import library
 from torchhook.stats.kernels.plain import Plain
-
-_FLAGS = ("-ffp-contract=fast",)
 
 
 class Native(Plain):
     """Those of ``native.cpp``; for dtypes that it lacks, the plain ones."""
 
     def __init__(self) -> None:
-        from torch._inductor.codecache import CppCodeCache
-
-        self.library: Any = CppCodeCache.load(source("row.h") + source("native.cpp"), extra_flags=_FLAGS)
+        self.library: Any = library(source("row.h") + source("native.cpp"))
         self.functions: dict[tuple[str, torch.dtype], Any] = {}
 
     def moments(self, state: Tensor, x: Tensor) -> None:
@@ -33,6 +30,18 @@ class Native(Plain):
         if not self._run("histogram", state, x):
             super().histogram(state, x)
 
+    def channels(self, state: Tensor, x: Tensor, dim: int) -> None:
+        """Add the values in `x` to the units in `state`."""
+        function = self.functions.get(("channels", x.dtype)) or self._function("channels", x.dtype)
+        if function is None or type(x) is not Tensor:
+            super().channels(state, x, dim)
+            return
+        x = dense(x)
+        n, units = x.numel(), x.size(dim)
+        if n:  # in whatever order the dimensions lie, a unit has `inner` values before the next one begins
+            inner = x.stride(dim) if units > 1 else n
+            function(address(x), n // (units * inner), units, inner, torch.get_num_threads(), state.data_ptr())
+
     def _run(self, name: str, state: Tensor, x: Tensor) -> bool:
         function = self.functions.get((name, x.dtype)) or self._function(name, x.dtype)
         if function is None or type(x) is not Tensor:
@@ -44,7 +53,8 @@ class Native(Plain):
     def _function(self, name: str, dtype: torch.dtype) -> Any:
         function = getattr(self.library, f"{name}_{str(dtype).removeprefix('torch.')}", None)
         if function is not None:
-            function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p]
+            sizes = 3 if name == "channels" else 1
+            function.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * sizes, ctypes.c_int, ctypes.c_void_p]
             function.restype = None
             self.functions[name, dtype] = function
         return function

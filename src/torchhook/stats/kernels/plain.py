@@ -1,4 +1,4 @@
-"""Moments and histograms in plain torch: right on every device and for every dtype, and what the others are tested by.
+"""The kernels in plain torch: right on every device and for every dtype, and what the others are tested by.
 
 It never asks the device for a number, so that it does not wait for it either.
 """
@@ -35,6 +35,10 @@ class Plain:
         """Add the values in `x` to the bins in `state`."""
         for piece in x.reshape(-1).split(_PIECE):
             state.scatter_add_(0, bins_of(piece), state.new_ones(()).expand(piece.numel()))
+
+    def channels(self, state: Tensor, x: Tensor, dim: int) -> None:
+        """Add the values in `x` to the units in `state`, which are in dimension `dim`."""
+        state.copy_(merged_channels(torch.stack([state, channels_of(x.movedim(dim, 0).flatten(1))])))
 
 
 def empty_moments(device: torch.device, rows: int = 1) -> Tensor:
@@ -99,6 +103,35 @@ def merged_moments(rows: Tensor) -> Tensor:
     counts = [part.sum(0) for part in (count, nan, posinf, neginf, zeros)]
     sums = [middle, abs_sum.sum(0), *(power.sum(0) for power in powers)]
     return torch.stack([*counts, *sums, low.amin(0), high.amax(0)], -1)
+
+
+def channels_of(x: Tensor) -> Tensor:
+    """How many finite values each row of `x` has, their mean, m2, the sum of their absolutes, how many are above zero.
+
+    >>> channels_of(torch.tensor([[0.0, 4.0, 4.0, 0.0, math.inf]])).flatten().tolist()
+    [4.0, 2.0, 16.0, 8.0, 2.0]
+    """
+    x = x if x.dtype == torch.float64 else x.float()
+    finite = x.isfinite()
+    known = x.where(finite, 0)
+    n = finite.sum(1)
+    some, wide = n.clamp(min=1), torch.float64  # sums of large numbers are too large for what they are sums of
+    mean = (known.sum(1, dtype=wide) / some).to(x.dtype)
+    d = (x - mean[:, None]).where(finite, 0)
+    left = d.sum(1, dtype=wide) / some
+    m2 = torch.linalg.vector_norm(d, dim=1, dtype=wide).square() - n * left.square()
+    size = torch.linalg.vector_norm(known, 1, dim=1, dtype=wide)
+    return torch.stack([n.double(), mean.double() + left, m2.clamp(min=0), size, (known > 0).sum(1).double()])
+
+
+def merged_channels(states: Tensor) -> Tensor:
+    """The same of all values together, from what there is (in the first dimension) of some of them each."""
+    n, mean, m2, size, active = states.unbind(-2)
+    total = n.sum(0).clamp(min=1)
+    centre = (n * mean).sum(0) / total
+    middle = centre + (n * (mean - centre)).sum(0) / total
+    m2 = m2 + n * (mean - middle).square()
+    return torch.stack([n.sum(0), middle, m2.sum(0), size.sum(0), active.sum(0)], -2)
 
 
 def bins_of(x: Tensor) -> Tensor:

@@ -1,0 +1,58 @@
+"""C++ that is compiled once, by the toolchain of torch.compile, and then found in a folder of the user's.
+
+To import that toolchain takes seconds, which a short script would notice; to load what it made takes none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import tempfile
+from pathlib import Path
+
+import torch
+
+_FLAGS = ("-ffp-contract=fast",)
+
+
+def library(source: str) -> ctypes.CDLL:
+    """What `source` compiles to, for this processor."""
+    file = _folder() / f"{_key(source)}.so"
+    if file.is_file():
+        try:
+            return ctypes.CDLL(str(file))
+        except OSError:  # broken, or of another system: it is made anew
+            pass
+    from torch._inductor.codecache import CppCodeCache
+
+    made: ctypes.CDLL = CppCodeCache.load(source, extra_flags=_FLAGS)
+    _keep(Path(made._name), file)
+    return made
+
+
+def _folder() -> Path:
+    caches = os.environ.get("XDG_CACHE_HOME")
+    return (Path(caches) if caches else Path.home() / ".cache") / "torchhook"
+
+
+def _key(source: str) -> str:
+    """Not the same for another processor: what is compiled for one may not run on another that shares the folder."""
+    processor = [platform.machine(), platform.processor(), torch.backends.cpu.get_cpu_capability()]
+    about = Path("/proc/cpuinfo")
+    if about.exists():
+        wanted = ("model name", "flags", "Features")
+        processor += sorted({line for line in about.read_text().splitlines() if line.startswith(wanted)})
+    return hashlib.sha256("\n".join([source, *_FLAGS, torch.__version__, *processor]).encode()).hexdigest()[:32]
+
+
+def _keep(made: Path, file: Path) -> None:
+    """Copy it beside its place, then rename: others may be about to load it."""
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as draft:
+            draft.write(made.read_bytes())
+        Path(draft.name).replace(file)
+    except OSError:  # a read-only home: the toolchain has a cache of its own
+        pass
