@@ -22,7 +22,7 @@ from torchhook.logs import Entry
 from torchhook.runs import RunLog, schema
 
 MAX_MB = {"all": 64, "thinned": 1, "journal": 64}  # by how it is written
-LINES = {"all": 100, "thinned": 800, "journal": 100}  # that are told at most before the end
+LINES = {"all": 100, "thinned": 600, "journal": 100}  # that are told at most before the end
 
 
 @functools.lru_cache(None)

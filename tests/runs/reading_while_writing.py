@@ -29,7 +29,7 @@ def look(run, held):
             assert states_of(snapshot) == STATES[step % 8]
     series = run.series("mean", most=200)
     assert series.values.shape == (len(series.paths), len(series.steps)) and not series.values.isnan().any()
-    assert sum(len(block.steps) for block in run.blocks(most=50)) <= 50
+    assert sum(len(block.steps) for block in run.blocks(most=50)) <= 100  # there are two ports
     assert run.state == "running" and run.model == "Net" and len(run.history(4).windows) <= 4
     assert {finding.code for finding in run.findings} <= {"TH201"}
     _ = run.losses, run.rates, run.times, run.report, run.samples, run.places, run.size, repr(run), run._repr_html_()

@@ -82,6 +82,7 @@ class Discovery:
         return rank() == 0
 
     def __enter__(self) -> Discovery:
+        self._always.enter_context(_unwarned("Using `torch.compile.* when there are global hooks on modules"))
         self._always.callback(on_any_step(self._guarded(self._stepped)).remove)
         self._always.enter_context(_patched(torch.autograd, "backward", before=self._guarded(self._backward)))
         self._always.enter_context(_patched(torch.amp.GradScaler, "update", after=self._guarded(self._updated)))
@@ -100,7 +101,6 @@ class Discovery:
         """Note what is called, from now on."""
         self._called.clear()
         self._patience = _PATIENCE
-        self._looking.enter_context(_unwarned("Using `torch.compile.* when there are global hooks on modules"))
         self._looking.callback(on_any_call(self._guarded(self._note)).remove)
 
     def _look_no_more(self) -> None:
@@ -165,7 +165,12 @@ class Discovery:
     def _watch(self, root: nn.Module, optimizer: Optimizer) -> None:
         name = f"{self._name}-{type(root).__name__}" if self.watched else self._name
         weak = weakref.proxy(optimizer)  # a training is over when the script lets go of its optimizer
-        monitor = Monitor(root, weak, name=name, first_step=self._steps[optimizer], **self._options)
+        try:
+            monitor = Monitor(root, weak, name=name, first_step=self._steps[optimizer], **self._options)
+        except Exception as error:
+            self._roots[optimizer] = []  # it is not tried again
+            _tell(f"a {type(root).__name__} is not watched, for that raised {type(error).__name__}: {error}")
+            return
         self.watched.append(monitor)
         self._trainings.append(Training(root, optimizer, monitor))
 
@@ -193,8 +198,7 @@ class Discovery:
                 raise
             except Exception as error:
                 self._is_broken = True  # hooks that are being called cannot be taken away
-                with suppress(UserWarning):  # which may be told to be an error
-                    warn(f"torchhook no longer sees what is trained, for that raised {type(error).__name__}: {error}")
+                _tell(f"torchhook no longer sees what is trained, for that raised {type(error).__name__}: {error}")
 
         return guarded
 
@@ -213,7 +217,7 @@ class Training:
     def step(self, losses: list[Tensor]) -> None:
         """The optimizer has stepped, after backwards of `losses`."""
         self.idle = self.others = 0
-        total = torch.stack([loss.double() for loss in losses]).sum() if losses else None
+        total = torch.stack([loss.to(losses[0].device, torch.float64) for loss in losses]).sum() if losses else None
         self.monitor.step(None if total is None else self.monitor.unscaled(total))
 
     def is_replaced(self) -> bool:
@@ -251,12 +255,18 @@ def _all_modules() -> list[nn.Module]:
 
 def _largest(roots: list[nn.Module]) -> list[nn.Module]:
     """Those to watch, if there are too many: layers that a function calls one by one are no models."""
+    if len(roots) <= _WATCHED:
+        return roots
+    _tell(f"of the {len(roots)} modules that an optimizer trains and no other contains, {_WATCHED} are watched")
     sizes = {root: sum(parameter.numel() for parameter in root.parameters()) for root in roots}
     largest = sorted(roots, key=lambda root: -sizes[root])[:_WATCHED]
-    if len(largest) < len(roots):
-        with suppress(UserWarning):
-            warn(f"of the {len(roots)} modules that an optimizer trains and no other contains, {_WATCHED} are watched")
     return [root for root in roots if root in largest]
+
+
+def _tell(message: str) -> None:
+    """Warn, where a warning that is an error would stop the script."""
+    with suppress(UserWarning):
+        warn(message)
 
 
 @contextmanager

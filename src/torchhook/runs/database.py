@@ -23,7 +23,7 @@ from torchhook.runs.thinning import measured_at, thinned
 from torchhook.stats.reading import Place, Row
 
 _PATIENCE = 1.0  # seconds, for others who write or read
-_AT_ONCE = 1000  # steps that are deleted in one transaction: the log of it stays small
+_AT_ONCE = 50  # steps that are deleted in one transaction: the log of it stays small
 
 
 class Known(NamedTuple):
@@ -190,15 +190,15 @@ class Database:
 
     def _layout(self, group: Group) -> int:
         ids = [self._places[place].id for place in group.places]
-        key = text(group.key), json.dumps(group.shape), json.dumps(ids)
+        key = text(group.key), text(group.port), json.dumps(group.shape), json.dumps(ids)
         if key not in self._layouts:
-            added = self._db.execute("INSERT INTO layouts (stat, shape, places) VALUES (?, ?, ?)", key)
+            added = self._db.execute("INSERT INTO layouts (stat, port, shape, places) VALUES (?, ?, ?, ?)", key)
             self._layouts[key] = int(added.lastrowid or 0)
         return self._layouts[key]
 
     def _read_layouts(self) -> None:
-        rows = self._db.execute("SELECT id, stat, shape, places FROM layouts")
-        self._layouts: dict[tuple[str, str, str], int] = {(stat, shape, ids): id_ for id_, stat, shape, ids in rows}
+        rows = self._db.execute("SELECT id, stat, port, shape, places FROM layouts")
+        self._layouts: dict[tuple[str, ...], int] = {tuple(key): id_ for id_, *key in rows}
 
     def _used(self) -> int:
         """Bytes of the pages that hold something; freed ones are used again."""

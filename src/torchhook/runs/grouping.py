@@ -11,30 +11,32 @@ import torch
 from torch import Tensor
 
 from torchhook.runs.packing import packed
-from torchhook.stats import Stat, named
+from torchhook.stats import Covariance, Stat, named
 from torchhook.stats.reading import Place, Reading, Row, Snapshot
 
 
 class Group(NamedTuple):
-    """The states of one statistic that have one shape: of which places, and the numbers."""
+    """The states of one statistic at one port that have one shape: of which places, and the numbers."""
 
     key: str
+    port: str
     shape: tuple[int, ...]
     places: tuple[Place, ...]
     data: bytes
 
 
 def grouped(snapshot: Snapshot) -> Iterator[Group]:
-    """The states of a snapshot, in a few groups."""
-    together: dict[tuple[str, tuple[int, ...]], dict[Place, Tensor]] = {}
+    """The states of a snapshot, in a few groups; without covariances, which are larger than all the others together."""
+    together: dict[tuple[str, str, tuple[int, ...]], dict[Place, Tensor]] = {}
     for place, row in snapshot.rows.items():
         for key in {stat.key: None for stat in row.stats}:
             reads = row.states.get(key, ())
-            if reads:
+            if reads and key != Covariance.name:
                 state = reads[0]() if len(reads) == 1 else Reading(place, row).state(key)
-                together.setdefault((key, tuple(state.shape)), {})[place] = state
-    for (key, shape), states in together.items():
-        yield Group(key, shape, tuple(states), packed(torch.stack(list(states.values()))))
+                kind = key, place[1].partition("[")[0], tuple(state.shape)
+                together.setdefault(kind, {})[place] = state
+    for kind, states in together.items():
+        yield Group(*kind, tuple(states), packed(torch.stack(list(states.values()))))
 
 
 def settings_of(stat: Stat) -> dict[str, Any]:

@@ -74,13 +74,13 @@ def window(db: sqlite3.Connection, step: int) -> Snapshot | None:
     return Snapshot({known[number][0]: _filled(known[number][1], states[number]) for number in sorted(states)})
 
 
-def blocks(db: sqlite3.Connection, steps: Iterable[int], stat: str) -> list[Block]:
-    """The states of a statistic in some steps, together as far as they are of the same places."""
+def blocks(db: sqlite3.Connection, steps: Iterable[int], stat: str, port: str | None = None) -> list[Block]:
+    """The states of a statistic in some steps, of a port or all, together as far as they are of the same places."""
     names = {number: place for number, (place, _) in places(db).items()}
     together: dict[int, dict[int, bytes]] = {}  # by layout and step
-    query = f"SELECT layout, data FROM {_STATES} WHERE step = ? AND stat = ?"
+    query = f"SELECT layout, data FROM {_STATES} WHERE step = ? AND stat = ? AND port = ifnull(?, port)"
     for step in steps:
-        for layout, data in db.execute(query, (step, stat)):
+        for layout, data in db.execute(query, (step, stat, port)):
             together.setdefault(layout, {})[step] = data
     found = []
     for layout, blobs in together.items():
@@ -98,7 +98,7 @@ def series(db: sqlite3.Connection, field: str, port: str, most: int | None) -> S
     columns = {step: number for number, step in enumerate(taken)}
     values = torch.full((len(rows), len(columns)), math.nan, dtype=torch.float64)
     for first in range(0, len(taken), AT_ONCE):
-        for block in blocks(db, taken[first : first + AT_ONCE], Moments.name):
+        for block in blocks(db, taken[first : first + AT_ONCE], Moments.name, port):
             here = [number for number, place in enumerate(block.places) if place in rows]
             if here and block.states.shape[2:] == (WIDTH,):
                 row = torch.tensor([rows[block.places[number]] for number in here])

@@ -191,7 +191,7 @@ class Run:
             if snapshot is not None:  # it was not thinned out meanwhile
                 yield Window(step, snapshot)
 
-    def history(self, most: int | None = 256) -> History:
+    def history(self, most: int | None = 128) -> History:
         """What rules read: ``check(run.history())`` says what is wrong, by at most so many steps."""
         return History(windows=list(self.windows(most)), losses=self.losses, rates=self.rates)
 

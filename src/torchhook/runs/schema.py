@@ -16,6 +16,7 @@ FILE = "run.sqlite"
 SAMPLES = "samples"
 APPLICATION = 0x74687275  # in the header of the file, for it to be known by: "thru"
 VERSION = 1  # beside it; it grows when a reader of the old ones would fail
+_PAGE = 8192  # bytes: the blobs of most models leave little room unused in these
 
 BESIDE = ("-wal", "-shm", "-journal")
 """How the names of the files go on that SQLite puts beside the one."""
@@ -31,8 +32,8 @@ CREATE TABLE places (
 );
 CREATE TABLE windows (step INTEGER PRIMARY KEY, time REAL, rate REAL);  -- the measured steps
 CREATE TABLE losses (step INTEGER PRIMARY KEY, loss REAL);  -- of every step; NaN is NULL
-CREATE TABLE layouts (  -- what a blob holds: states of which statistic, each of which shape, of which places
-    id INTEGER PRIMARY KEY, stat TEXT, shape TEXT, places TEXT, UNIQUE (stat, shape, places)
+CREATE TABLE layouts (  -- what a blob holds: states of which statistic, at which port, of which shape and places
+    id INTEGER PRIMARY KEY, stat TEXT, port TEXT, shape TEXT, places TEXT, UNIQUE (stat, port, shape, places)
 );
 CREATE TABLE states (step INTEGER, layout INTEGER, data BLOB, PRIMARY KEY (step, layout));
 CREATE TABLE findings (code TEXT, site TEXT, step INTEGER, seen INTEGER, data TEXT, UNIQUE (code, site));
@@ -83,6 +84,7 @@ def _draft(file: Path) -> Iterator[Path]:
 
 def _draw(file: Path, journal: str) -> None:
     with closing(sqlite3.connect(file, isolation_level=None)) as db:
+        db.execute(f"PRAGMA page_size = {_PAGE}")
         db.execute(f"PRAGMA journal_mode = {journal}")
         db.executescript(f"BEGIN; PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {VERSION}; {_TABLES}")
         db.execute("INSERT INTO life VALUES (0, 'running', ?, NULL, ?)", (time.time(), json.dumps(this_process())))

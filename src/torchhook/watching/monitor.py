@@ -117,7 +117,7 @@ class Monitor:
         self._windows = 0
         history = History(rest=at_rest(model, optimizer), own_optimizer=optimizer is not None, first_step=first_step)
         self._watch = Watch(
-            model, applied, optimizer, history, clock=self._clock, seldom=self._seldom, scope="all", widest=_WIDEST
+            model, applied, optimizer, history, (), self._clock, self._seldom, "all", _WIDEST, detours=False
         )
         self._maps = Maps(self._seldom)
         about = {"model": self.model_name, "every": every, "rules": [rule.code for rule in applied], **described()}
@@ -176,12 +176,14 @@ class Monitor:
         if not self._open or os.getpid() != self._process:
             return
         self._open = False
+        last = None
         try:
-            self._take_rest()
+            self._worker.judge.history.after = self._watch.rest()
+            last = self._last()
         except Exception as error:
             self._worker.fail("the last step", error)
         self._abandoned.detach()
-        self._report = _left(self._opened, self._worker, state)
+        self._report = _left(self._opened, self._worker, state, last)
         self._collect()
         del self._watch, self._maps, self._opened, self._worker
 
@@ -206,30 +208,34 @@ class Monitor:
         if self._clock.ended > self._ended:
             self._take()
         elif self._losses and len(self._losses) % (_SELDOM * self.every) == 0:  # the optimizer takes no part
-            self._give(Window(self.steps, Snapshot({}), _sent(self._losses), self._rates))
+            self._give(self._unmeasured(self.steps))
         for numbers in (self._losses, self._rates):
             if len(numbers) > _MOST:
                 numbers.pop(next(iter(numbers)))
 
     def _take(self) -> None:
         """Give what was measured to the thread, and decide what is measured next."""
-        self._ended = self._clock.ended
-        windows: list[Snapshot] = [self._watch.window()]
-        if self._watch.is_thorough:
-            windows.append(self._watch.end_thorough())
-        self._give(Window(self.steps, joined(windows), _sent(self._losses), self._rates, self._maps.taken()))
+        self._give(self._measured())
         self._windows += 1
         is_power = self._windows & (self._windows - 1) == 0
-        if self._open and ((is_power and self._windows > 2) or self._windows % _RARE == 0):
+        if (is_power and self._windows > 2) or self._windows % _RARE == 0:
             self._watch.begin_thorough()
 
-    def _take_rest(self) -> None:
-        """The same, once the training is over: of a step that was begun, nothing."""
+    def _last(self) -> Window | None:
+        """What is left when the training is over: of a step that was only begun, nothing."""
         if self._clock.ended > self._ended:
-            self._take()
-        elif self._losses:
-            self._give(Window(self.steps - 1, Snapshot({}), _sent(self._losses), self._rates))
-        self._worker.judge.history.after = self._watch.rest()
+            return self._measured()
+        return self._unmeasured(self.steps - 1) if self._losses else None
+
+    def _unmeasured(self, step: int) -> Window:
+        return Window(step, Snapshot({}), _sent(self._losses), self._rates)
+
+    def _measured(self) -> Window:
+        self._ended = self._clock.ended
+        snapshots: list[Snapshot] = [self._watch.window()]
+        if self._watch.is_thorough:
+            snapshots.append(self._watch.end_thorough())
+        return Window(self.steps, joined(snapshots), _sent(self._losses), self._rates, self._maps.taken())
 
     def _give(self, window: Window) -> None:
         """To the thread; if it has no room, the losses come with the next."""
@@ -279,13 +285,13 @@ def _folder(root: Path, name: str) -> Path:
     return root / agreed(f"{name}-{os.getpid()}") / f"rank{number}"
 
 
-def _left(opened: ExitStack, worker: Worker, state: str) -> Report:
+def _left(opened: ExitStack, worker: Worker, state: str, last: Window | None = None) -> Report:
     """Leave the model as it was, and finish; also if nobody has the monitor any more, which is not needed for it."""
     try:
         opened.close()
     except Exception as error:
         worker.fail("leaving the model", error)
-    return worker.finish(state)
+    return worker.finish(state, last)
 
 
 def _sent(losses: dict[int, Loss]) -> dict[int, Callable[[], float]]:

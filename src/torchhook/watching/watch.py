@@ -7,16 +7,19 @@ alone. Covariances and attention are dearer still, and measured while the watch 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parameter import is_lazy
 
 from torchhook.core.doors import compiled_among
 from torchhook.core.event import Event
-from torchhook.core.selection import Query, Selector
+from torchhook.core.selection import Selector, walk
 from torchhook.core.session import ScopeName, Session
 from torchhook.core.site import Port, Site
 from torchhook.core.tap import Tap
@@ -60,6 +63,7 @@ class Watch:
         seldom: Clock | None = None,
         scope: ScopeName = "thread",
         widest: int = 512,
+        detours: bool = True,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -71,6 +75,7 @@ class Watch:
         self.seldom = seldom or self.clock
         self._scope = scope
         self._widest = widest  # units of which a covariance is not too large
+        self._detours = detours  # whether attention may be computed otherwise, to see inside: not to the last bit
         self._always = ExitStack()
         self._thorough = ExitStack()
         self._attention = ExitStack()
@@ -190,8 +195,8 @@ class Watch:
         """What has to be seen of modules."""
         taps = []
         for (port, kinds), stats in _grouped(needs, heavy).items():
-            test = _of_kinds(kinds, self._widest if heavy else None)
-            paths = [path for path, module in self.model.named_modules() if test(path, module)]
+            test = _of_kinds(kinds, self._widest if heavy else None, self._detours)
+            paths = [path for path, module in walk(self.model) if test(path, module)]
             if paths:  # the model itself is found by its name alone
                 where = Selector.of(test if any(paths) else "")
                 taps.append(Tap(where, self._reduce(clock, *stats, heavy=heavy), port))
@@ -210,10 +215,13 @@ class Watch:
     def _attend(self) -> None:
         """Look at attention until the step ends."""
         reduce = self._reduce(self.clock, _HEAVY["attention"], heavy=True)
+        thread = threading.get_ident()  # what is entered in one cannot be left in another
         running: list[tuple[str, nn.Module]] = []  # the modules inside of which we are
         inside = ExitStack()  # of a forward: what others enter and leave between two of them is not ours to be among
 
         def enter(event: Event) -> None:
+            if threading.get_ident() != thread:
+                return
             if not event.path:
                 end()
                 if self.clock.measures():
@@ -221,7 +229,9 @@ class Watch:
             running.append((event.path, event.module))
 
         def leave(event: Event) -> None:
-            running.pop()
+            if threading.get_ident() != thread:
+                return
+            del running[-1:]  # a model that calls itself has left already
             if not event.path:
                 end()
 
@@ -233,8 +243,10 @@ class Watch:
             path, module = running[-1] if running else ("", self.model)
             reduce.cell(Site(path, "attention"), module).update(logits)  # type: ignore[arg-type]  # a place, not a port
 
-        modules: list[Query] = ["", *([_below] if next(self.model.children(), None) is not None else [])]
-        everything = Selector.union(modules)
+        def is_part(path: str, module: nn.Module) -> bool:
+            return bool(path) and (self._detours or not isinstance(module, NonDynamicallyQuantizableLinear))
+
+        everything = Selector.union(["", *([is_part] if any(is_part(*place) for place in walk(self.model)) else [])])
         taps = [Tap(everything, enter, "input"), Tap(everything, leave, "output")]
         session = Session(self.model, taps, scope=self._scope, on_silent="ignore")
         self._attention.callback(session.attach().abandon)
@@ -247,10 +259,6 @@ _STEPPED = ("params", "param_grads", "updates")
 def _is_seldom(need: Need) -> bool:
     """Whether a statistic is too dear for every measured step."""
     return need.stat != Moments.name or need.port == "input"
-
-
-def _below(path: str, module: nn.Module) -> bool:
-    return bool(path)
 
 
 def _grouped(needs: Iterable[Need], heavy: bool) -> dict[tuple[Port, frozenset[str]], list[Stat]]:
@@ -267,13 +275,23 @@ def _grouped(needs: Iterable[Need], heavy: bool) -> dict[tuple[Port, frozenset[s
     return {group: groups[group] for group in leaves_first}
 
 
-def _of_kinds(kinds: frozenset[str], widest: int | None) -> Callable[[str, nn.Module], bool]:
+def _of_kinds(kinds: frozenset[str], widest: int | None, detours: bool) -> Callable[[str, nn.Module], bool]:
     """Whether a module is a leaf of one of some kinds, and not too wide."""
 
     def test(path: str, module: nn.Module) -> bool:
-        is_leaf = next(module.children(), None) is None
         is_wanted = not kinds or kind_of(type(module).__name__) in kinds
-        width = max(getattr(getattr(module, "weight", None), "shape", ())[:2], default=0)
-        return is_leaf and is_wanted and (widest is None or width <= widest)
+        return is_wanted and _is_leaf(module, detours) and (widest is None or _width(module) <= widest)
 
     return test
+
+
+def _is_leaf(module: nn.Module, detours: bool) -> bool:
+    """Whether nothing is called inside; without `detours`, attention does not call its own projection."""
+    if not detours and isinstance(module, (nn.MultiheadAttention, NonDynamicallyQuantizableLinear)):
+        return isinstance(module, nn.MultiheadAttention)
+    return next(module.children(), None) is None
+
+
+def _width(module: nn.Module) -> int:
+    weight = getattr(module, "weight", None)
+    return 0 if weight is None or is_lazy(weight) else max(getattr(weight, "shape", ())[:2], default=0)

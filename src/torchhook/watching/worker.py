@@ -57,7 +57,7 @@ class Worker:
         self.broken: list[Finding] = []  # what failed of our own
         self.findings: queue.SimpleQueue[Finding] = queue.SimpleQueue()
         self._here: queue.SimpleQueue[tuple[Log, str, tuple[Any, ...]]] = queue.SimpleQueue()
-        self._windows: queue.Queue[Window | str] = queue.Queue(_WAITING)  # and in the end, how the training ended
+        self._windows: queue.Queue[tuple[Window | None, str]] = queue.Queue(_WAITING)  # the last: and how it ended
         self._process = os.getpid()
         self._is_over = False
         self._thread = threading.Thread(target=self._run, name="torchhook", daemon=True)
@@ -71,7 +71,7 @@ class Worker:
     def put(self, window: Window) -> bool:
         """A window for the thread, if it has room for one; it never waits."""
         try:
-            self._windows.put_nowait(window)
+            self._windows.put_nowait((window, ""))
         except queue.Full:
             self.lost += bool(window.snapshot)  # losses are given again
             return False
@@ -83,15 +83,15 @@ class Worker:
             log, what, args = self._here.get()
             self._guarded(log, what, args)
 
-    def finish(self, state: str) -> Report:
+    def finish(self, state: str, last: Window | None = None) -> Report:
         """Let the thread judge for the last time and end the logs, and wait for it; not in a forked process."""
         if os.getpid() != self._process or self._is_over:
             return self.report()
         if threading.current_thread() is self._thread:  # who had us was collected here: another has to wait for it
-            threading.Thread(target=self.finish, args=(state,)).start()
+            threading.Thread(target=self.finish, args=(state, last)).start()
             return self.report()
         self._is_over = True
-        if not self._has_ended(state):
+        if not self._has_ended(state, last):
             self.fail("writing", TimeoutError(f"it takes more than {_PATIENCE:.0f} seconds, and is left behind"))
         self.deliver()
         return self.report()
@@ -110,25 +110,35 @@ class Worker:
         with suppress(UserWarning):
             warn(f"{what} raised {reason:.300}")
 
-    def _has_ended(self, state: str) -> bool:
+    def _has_ended(self, state: str, last: Window | None) -> bool:
         """Tell the thread that it is over; whether it was ready in time."""
         until = time.monotonic() + _PATIENCE
-        with suppress(queue.Full):
-            self._windows.put(state, timeout=_PATIENCE)
+        try:
+            self._windows.put((last, state), timeout=_PATIENCE)
+        except queue.Full:  # a window less is to be read, should it ever come back
+            with suppress(queue.Empty):
+                self._windows.get_nowait()
+            self._windows.put_nowait((last, state))
         self._thread.join(max(0, until - time.monotonic()))
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while not isinstance(window := self._windows.get(), str):
-            try:
-                entry = window.entry()
-            except Exception as error:  # a fault of ours must not end the thread
-                self.fail("what was measured", error)
-                continue
-            self._tell("write", entry)
-            self._judged(partial(self.judge.add, entry.step, entry.snapshot, entry.losses, window.rates))
+        state = ""
+        while not state:
+            window, state = self._windows.get()
+            if window is not None:
+                self._read(window)
         self._judged(partial(self.judge.check, last=True))
-        self._tell("end", self.report(), window)
+        self._tell("end", self.report(), state)
+
+    def _read(self, window: Window) -> None:
+        try:
+            entry = window.entry()
+        except Exception as error:  # a fault of ours must not end the thread
+            self.fail("what was measured", error)
+            return
+        self._tell("write", entry)
+        self._judged(partial(self.judge.add, entry.step, entry.snapshot, entry.losses, window.rates))
 
     def _judged(self, judge: Callable[[], list[Finding] | None]) -> None:
         try:
