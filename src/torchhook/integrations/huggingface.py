@@ -1,0 +1,159 @@
+"""A callback for the Trainer of Hugging Face transformers that watches what it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchhook.core.event import Event
+from torchhook.core.session import Session
+from torchhook.core.tap import Tap
+from torchhook.core.trees import leaves
+from torchhook.errors import StopTraining
+from torchhook.findings import Report
+from torchhook.integrations.common import library
+from torchhook.logs import Log
+from torchhook.rules.registry import Choice
+from torchhook.text import warn
+from torchhook.watching.monitor import Monitor, OnFinding, state_of
+
+_LOSS = (("loss",), (0,))  # where the Trainer finds it in what a model returns
+
+
+class TorchhookCallback(library("transformers", "huggingface").TrainerCallback):  # type: ignore[misc]  # Any
+    """Watches every `train` with a `Monitor` of its own, from the first step to the last.
+
+        callback = TorchhookCallback(every=10, on_finding="stop")
+        Trainer(model, args, callbacks=[callback], ...).train()
+        print(callback.report)       # what was found; callback.run is the folder, callback.monitor is there meanwhile
+
+    A step is one of the optimizer, and has the number that the Trainer logs it by. Its loss is what the model returned,
+    as far as the Trainer minimizes it. A loss that is computed from other outputs is known by what the Trainer logs
+    alone, at the step after.
+
+    A Trainer tells nobody if it fails. The run of one that has says so from the next `train` on, or from the end of
+    the block, where the model is free of hooks, too:
+
+        with TorchhookCallback() as callback:
+            Trainer(model, args, callbacks=[callback], ...).train()
+
+    Args:
+        every, rules, to: As for `Monitor`, and so are `options`: `ignore`, `per_module`, `name`, `max_mb`.
+        on_finding: As for `Monitor`; but ``"stop"`` lets the Trainer stop as it does early, on all processes.
+    """
+
+    def __init__(
+        self,
+        every: int = 10,
+        rules: Iterable[Choice] | None = None,
+        to: Iterable[Log | str | Path] = ("runs",),
+        *,
+        on_finding: OnFinding | None = None,
+        **options: Any,
+    ) -> None:
+        self.every, self.rules, self.to = every, rules, to
+        self.on_finding = on_finding
+        self.options = options
+        self.monitor: Monitor | None = None
+        self.report: Report | None = None
+        self.run: Path | None = None
+        self._losses: _Losses | None = None
+        self._is_broken = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.close("failed")  # what is still there, nobody has ended
+        self.monitor = Monitor(
+            kwargs["model"],
+            kwargs["optimizer"],
+            self.every,
+            self.rules,
+            self.to,
+            on_finding=self.on_finding if state.is_world_process_zero or self.on_finding == "stop" else None,
+            first_step=state.global_step + 1,
+            **self.options,
+        )
+        self.report, self.run = None, self.monitor.run
+        self._losses, self._is_broken = _Losses(kwargs["model"], kwargs["optimizer"]), False
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if self._losses is not None and logs is not None:
+            self._losses.logged = logs.get("loss")
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.monitor is None or self._losses is None:
+            return
+        step = state.global_step + 1  # which it is counted as later, when the learning rate is that of the next
+        try:
+            self.monitor.step(self._losses.taken(), step)
+        except StopTraining as error:
+            self._is_broken = True
+            warn(f"the training is stopped: {error}")
+        if self.on_finding == "stop" and (args.world_size == 1 or step % self.every == 0):  # to agree takes time
+            control.should_training_stop |= self._agreed(args)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.close()
+
+    def close(self, state: str = "ended") -> None:
+        """Stop watching, and make the report. More than once is as good as once."""
+        monitor, self.monitor = self.monitor, None
+        if monitor is not None and self._losses is not None:
+            self._losses.close()
+            monitor.close(state)
+            self.report = monitor.report
+
+    def __enter__(self) -> TorchhookCallback:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(state_of(error))
+
+    def _agreed(self, args: Any) -> bool:
+        """Whether something is broken in one of the processes: they stop together, or wait for each other for ever."""
+        broken = torch.tensor(int(self._is_broken), device=args.device)
+        if args.world_size > 1:
+            torch.distributed.all_reduce(broken, torch.distributed.ReduceOp.MAX)
+        return bool(broken)
+
+
+class _Losses:
+    """The losses of steps, of which no callback is told.
+
+    The Trainer divides and multiplies what the model returned by numbers that it alone knows: of accumulated batches,
+    of tokens, of processes. Together they are the gradient that comes back there.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Any) -> None:
+        self.logged: float | None = None
+        self._scaler = getattr(optimizer, "scaler", None)
+        self._returned: dict[tuple[int, int], Tensor] = {}
+        self._parts: list[Tensor] = []
+        self._is_known = False
+        taps = [Tap("", self._see, "output"), Tap("", self._weigh, "grad_output")]
+        self.close = Session(model, taps, scope="all", on_silent="ignore").attach().abandon
+
+    def taken(self) -> Tensor | float | None:
+        """That of the step which is over."""
+        parts, self._parts = self._parts, []
+        logged, self.logged = self.logged, None
+        self._returned.clear()
+        self._is_known |= bool(parts)
+        return torch.stack(parts).sum() if parts else None if self._is_known else logged
+
+    def _see(self, event: Event) -> None:
+        for leaf, value in leaves(event.live):
+            if leaf in _LOSS and value.numel() == 1 and value.requires_grad:
+                self._returned[event.pass_number, event.call] = value.detach().clone()  # it is multiplied in place
+
+    def _weigh(self, event: Event) -> None:
+        returned = self._returned.get((event.pass_number, event.call))
+        if event.leaf in _LOSS and returned is not None:
+            scale = 1 if self._scaler is None or not self._scaler.is_enabled() else self._scaler._scale
+            self._parts.append((returned * event.value / scale).reshape(()))

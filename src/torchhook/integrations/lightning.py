@@ -1,0 +1,163 @@
+"""A callback for the Trainer of Lightning that watches what it trains."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from torchhook.errors import StopTraining
+from torchhook.findings import Report
+from torchhook.integrations.common import Layers, library
+from torchhook.logs import Entry, Log
+from torchhook.rules.registry import Choice
+from torchhook.text import warn
+from torchhook.watching.monitor import Monitor, OnFinding
+
+
+def _package() -> str:
+    """The name that Lightning goes by here: it comes as two packages, and a Trainer takes callbacks of either."""
+    is_new = "lightning.pytorch" in sys.modules or ("pytorch_lightning" not in sys.modules and find_spec("lightning"))
+    return "lightning.pytorch" if is_new else "pytorch_lightning"
+
+
+class TorchhookCallback(library(f"{_package()}.callbacks", "lightning").Callback):  # type: ignore[misc]  # Any
+    """Watches every `fit` with a `Monitor` of its own, from the first step to the last.
+
+        callback = TorchhookCallback(every=10, on_finding="stop")
+        Trainer(callbacks=[callback]).fit(module)
+        print(callback.report)       # what was found; callback.run is the folder, callback.monitor is there meanwhile
+
+    A step is one of the optimizer, and has the number that Lightning's loggers give it; its loss is the mean of what
+    was accumulated. In manual optimization it is the sum of all that went backward. Of several optimizers, updates are
+    watched of the one that has the most parameters.
+
+    Args:
+        every, rules, to: As for `Monitor`, and so are `options`: `ignore`, `per_module`, `name`, `max_mb`.
+        on_finding: As for `Monitor`; but ``"stop"`` lets the Trainer stop as it does early, on all processes.
+        layers: Globs of the layers whose numbers go to the loggers of the Trainer, too, as
+            ``torchhook/<statistic>/<layer>``; ``()`` means those of the whole model alone, None nothing.
+    """
+
+    def __init__(
+        self,
+        every: int = 10,
+        rules: Iterable[Choice] | None = None,
+        to: Iterable[Log | str | Path] = ("runs",),
+        *,
+        on_finding: OnFinding | None = None,
+        layers: str | Iterable[str] | None = None,
+        **options: Any,
+    ) -> None:
+        self.every, self.rules, self.to = every, rules, to
+        self.on_finding = on_finding
+        self.layers = None if layers is None else Layers(layers)
+        self.options = options
+        self.monitor: Monitor | None = None
+        self.report: Report | None = None
+        self.run: Path | None = None
+        self._losses: deque[Tensor] = deque(maxlen=1000)  # of what was accumulated
+        self._steps = 0  # of the Trainer, as far as we know
+        self._is_broken = False
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self.monitor is not None:
+            return
+        # The first batch: the sanity check is over, and the Trainer knows at which step it goes on.
+        is_first, several = trainer.is_global_zero, trainer.optimizers
+        self.monitor = Monitor(
+            pl_module,
+            _Optimizers(several) if len(several) > 1 else next(iter(several), None),
+            self.every,
+            self.rules,
+            [*self.to, *([_Loggers(trainer, self.layers)] if is_first and self.layers is not None else [])],
+            on_finding=self.on_finding if is_first or self.on_finding == "stop" else None,
+            first_step=_number(trainer),
+            **self.options,
+        )
+        self.report, self.run = None, self.monitor.run
+        self._steps, self._is_broken = trainer.global_step, False
+        self._losses.clear()
+
+    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self._losses.clear()  # of a try of LBFGS, which has several a step
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        scaler = getattr(
+            trainer.precision_plugin, "scaler", None
+        )  # has multiplied the loss; later its scale may differ
+        scale = 1 if scaler is None or not scaler.is_enabled() else scaler._scale
+        self._losses.append((loss.detach() / scale).mean())
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.monitor is None or trainer.global_step == self._steps:  # it accumulates
+            return
+        self._steps, step = trainer.global_step, _number(trainer)
+        try:
+            self.monitor.step(self._loss(trainer, pl_module), step)
+        except StopTraining as error:
+            self._is_broken = True
+            warn(f"the training is stopped: {error}")
+        if self.on_finding == "stop" and (trainer.world_size == 1 or step % self.every == 0):  # to agree takes time
+            trainer.should_stop |= trainer.strategy.reduce_boolean_decision(self._is_broken, all=False)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._close("ended")
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        # By SystemExit Lightning leaves when the machine wants it to.
+        self._close("interrupted" if isinstance(exception, (KeyboardInterrupt, SystemExit)) else "failed")
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._close("interrupted")  # if it ended neither way
+
+    def _loss(self, trainer: Any, pl_module: Any) -> Tensor | None:
+        """The loss of a step. Lightning divides by the number of batches to accumulate, also where there are fewer."""
+        if not self._losses:
+            return None
+        parts = torch.stack(list(self._losses))
+        self._losses.clear()
+        return parts.mean() * trainer.accumulate_grad_batches if pl_module.automatic_optimization else parts.sum()
+
+    def _close(self, state: str) -> None:
+        monitor, self.monitor = self.monitor, None  # a callback may be copied; a monitor cannot
+        if monitor is not None:
+            monitor.close(state)
+            self.report = monitor.report
+
+
+def _number(trainer: Any) -> int:
+    """The number of the step, which all of Lightning's own log by."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+class _Loggers(Log):
+    """The loggers of a Trainer, which are for its own thread."""
+
+    in_step: ClassVar[bool] = True
+
+    def __init__(self, trainer: Any, layers: Layers) -> None:
+        self._trainer, self._layers = trainer, layers
+
+    def write(self, entry: Entry) -> None:
+        scalars = self._layers.scalars(entry)
+        for logger in self._trainer.loggers:
+            logger.log_metrics(scalars, step=entry.step)
+
+
+class _Optimizers:
+    """Several as one: all that they have is trained, and the steps of the largest are watched."""
+
+    def __init__(self, optimizers: list[Any]) -> None:
+        self.optimizer = max(optimizers, key=lambda one: sum(p.numel() for g in one.param_groups for p in g["params"]))
+        self._all = optimizers
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self._all for group in optimizer.param_groups]
