@@ -32,12 +32,12 @@ def library(module: str, extra: str) -> Any:
 
     >>> library("no_such_library", "tensorboard")
     Traceback (most recent call last):
-    ImportError: this log needs tensorboard: pip install "torchhook[tensorboard]"
+    ImportError: this needs tensorboard: pip install "torchhook[tensorboard]"
     """
     try:
         return import_module(module)
     except ImportError as error:
-        raise ImportError(f'this log needs {extra}: pip install "torchhook[{extra}]"') from error
+        raise ImportError(f'this needs {extra}: pip install "torchhook[{extra}]"') from error
 
 
 def named(what: str, site: str) -> str:

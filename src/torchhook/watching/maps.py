@@ -42,7 +42,7 @@ class Maps(Sink):
 
         def see(pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> None:
             tick = pass_.pages[page]
-            if isinstance(tick, Tick) and tick.active:
+            if self.clock.measures() if pass_.outside else isinstance(tick, Tick) and tick.active:
                 self.keep(site.path, value)
 
         return at_once(see)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
-from torchhook.core.doors import compiled_among
+from torchhook.core.doors import compiled_among, graphs_so_far
 from torchhook.core.event import Event
 from torchhook.core.selection import Selector, walk
 from torchhook.core.session import ScopeName, Session
@@ -76,6 +76,7 @@ class Watch:
         self._scope = scope
         self._widest = widest  # units of which a covariance is not too large
         self._detours = detours  # whether attention may be computed otherwise, to see inside: not to the last bit
+        self._graphs = graphs_so_far()  # more than these may be of this model
         self._always = ExitStack()
         self._thorough = ExitStack()
         self._attention = ExitStack()
@@ -125,7 +126,7 @@ class Watch:
     def begin_thorough(self) -> None:
         """Measure what is dear from now on. Not in compiled models: they would have to be compiled again."""
         self.is_thorough = True
-        if compiled_among(self.model.modules()):
+        if compiled_among(self.model.modules()) or graphs_so_far() > self._graphs:
             return
         taps = self._sites(self._needs, self.clock, heavy=True)
         session = Session(self.model, taps, scope=self._scope, on_silent="ignore")
@@ -217,7 +218,6 @@ class Watch:
         reduce = self._reduce(self.clock, _HEAVY["attention"], heavy=True)
         thread = threading.get_ident()  # what is entered in one cannot be left in another
         running: list[tuple[str, nn.Module]] = []  # the modules inside of which we are
-        inside = ExitStack()  # of a forward: what others enter and leave between two of them is not ours to be among
 
         def enter(event: Event) -> None:
             if threading.get_ident() != thread:
@@ -225,7 +225,7 @@ class Watch:
             if not event.path:
                 end()
                 if self.clock.measures():
-                    inside.enter_context(Attending(tell))
+                    attending.__enter__()  # type: ignore[no-untyped-call]
             running.append((event.path, event.module))
 
         def leave(event: Event) -> None:
@@ -235,13 +235,15 @@ class Watch:
             if not event.path:
                 end()
 
-        def end() -> None:
-            inside.close()
+        def end() -> None:  # of a forward: what others enter and leave between two of them is not ours to be among
+            attending.leave()
             running.clear()
 
         def tell(logits: Tensor) -> None:
             path, module = running[-1] if running else ("", self.model)
             reduce.cell(Site(path, "attention"), module).update(logits)  # type: ignore[arg-type]  # a place, not a port
+
+        attending = Attending(tell)
 
         def is_part(path: str, module: nn.Module) -> bool:
             return bool(path) and (self._detours or not isinstance(module, NonDynamicallyQuantizableLinear))
