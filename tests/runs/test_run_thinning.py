@@ -14,7 +14,7 @@ from torchhook import Finding, Report
 from torchhook.logs import Entry
 from torchhook.runs import Run, RunLog
 from torchhook.runs.schema import FILE
-from torchhook.runs.thinning import measured_at, spread, thinned
+from torchhook.thinning import measured_at, spread, thinned
 from torchhook.runs.writer import _MOST_SAMPLES
 from torchhook.stats.reading import Snapshot
 

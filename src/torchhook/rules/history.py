@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,6 +14,7 @@ from torchhook.findings import Finding
 from torchhook.rules.kinds import kind_of
 from torchhook.stats.moments import Summary
 from torchhook.stats.reading import Place, Reading, Row, Snapshot
+from torchhook.thinning import thinned
 
 if TYPE_CHECKING:
     from torchhook.profiles import Profile
@@ -78,7 +79,7 @@ class History:
         self._tables.clear()
 
     def thin(self, most: int, keep: Collection[int] = ()) -> None:
-        """Once there are more than `most` windows, forget every second one of the older ones, but none of `keep`.
+        """Once there are more than `most` windows, forget half of the older ones, but none of `keep`.
 
         >>> history = History()
         >>> for step in range(9):
@@ -171,16 +172,6 @@ class History:
             self._tables["order"] = {path: modules.get(path, modules.get(owner(path), len(modules))) for path in paths}
         found: dict[str, int] = self._tables["order"]
         return found
-
-
-def thinned(steps: Sequence[int], keep: Collection[int]) -> list[int]:
-    """Which steps to do without: every second one, but of the newest quarter, nor the first, nor those to `keep`.
-
-    >>> thinned(range(8), keep=[3])
-    [1, 5]
-    """
-    old = steps[: len(steps) - len(steps) // 4]
-    return [step for step in old[1::2] if step not in keep]
 
 
 def readings(snapshot: Snapshot, port: str, stat: str, *kinds: str) -> Iterator[Reading]:

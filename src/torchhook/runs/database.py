@@ -19,8 +19,8 @@ from torchhook.render.to_json import json as report_json
 from torchhook.runs.grouping import Group, settings_of, text
 from torchhook.runs.owners import this_process
 from torchhook.runs.schema import APPLICATION, VERSION, can_log_ahead, create
-from torchhook.runs.thinning import measured_at, thinned
 from torchhook.stats.reading import Place, Row
+from torchhook.thinning import measured_at, thinned
 
 _PATIENCE = 1.0  # seconds, for others who write or read
 _AT_ONCE = 50  # steps that are deleted in one transaction: the log of it stays small

@@ -15,9 +15,9 @@ from torch import Tensor
 from torchhook.runs.fields import WIDTH, field_of
 from torchhook.runs.grouping import row_of
 from torchhook.runs.packing import unpacked
-from torchhook.runs.thinning import spread
 from torchhook.stats.moments import Moments
 from torchhook.stats.reading import Place, Row, Snapshot
+from torchhook.thinning import spread
 
 AT_ONCE = 128  # windows that are unpacked together
 _STATES = "states CROSS JOIN layouts ON layouts.id = states.layout"  # in this order: there may be many layouts
