@@ -27,6 +27,8 @@ bench: .bench/installed
 	$(BENCH)/python benchmarks/capture.py
 	$(BENCH)/python benchmarks/compile.py
 	$(BENCH)/python benchmarks/statistics_cpu.py
+	$(BENCH)/python benchmarks/watching.py
+	$(BENCH)/python benchmarks/runs.py
 
 # How right the rules are, on trainings that their thresholds were not set on. Some minutes.
 rules: .venv/test

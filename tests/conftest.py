@@ -26,6 +26,15 @@ def _seeded():
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """More gain nothing for small tensors, and wait for each other where somebody else works, too."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def nothing_compiled():
     """Graphs of other tests neither help nor count, and none are left."""

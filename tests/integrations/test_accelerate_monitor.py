@@ -19,7 +19,7 @@ from torchhook.logs import Log
 from torchhook.runs import Run
 from torchhook.watching.monitor import Monitor
 
-torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 X = torch.randn(40, 4, generator=torch.Generator().manual_seed(1))
 Y = (X.sum(1) > 0).long()
 

@@ -25,7 +25,7 @@ from torchhook.logs import Log
 from torchhook.runs import Run
 from torchhook.watching.monitor import Monitor
 
-torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 transformers.logging.set_verbosity_error()
 SMALL = {"n_layer": 1, "n_head": 2, "n_embd": 8, "vocab_size": 11, "n_positions": 16}
 

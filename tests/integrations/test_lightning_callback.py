@@ -31,8 +31,7 @@ from torchhook.logs import Log
 from torchhook.runs import Run
 from torchhook.watching.monitor import Monitor
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning")
-torch.set_num_threads(1)
+pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning:lightning"), pytest.mark.usefixtures("one_thread")]
 
 X = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
 Y = (X.sum(1) > 0).long()

@@ -125,6 +125,8 @@ def test_the_outermost_is_the_model(found):
     """Not the parts of it, nor the loss, which is a module too, nor who is called without gradients, nor a teacher."""
     model, teacher, copied, criterion = First(), Second(), Third(), nn.MSELoss()
     outer = nn.Sequential(nn.Identity(), model)
+    evaluated = nn.ModuleList([outer])
+    evaluated.forward = outer.forward
     teacher.requires_grad_(False)
     optimizer = sgd(model)
     with found:
@@ -132,6 +134,7 @@ def test_the_outermost_is_the_model(found):
             x = torch.randn(16, 4)
             with torch.no_grad():
                 copied(x)
+                evaluated(x)
             optimizer.zero_grad()
             criterion(outer(x), teacher(x)).backward()
             optimizer.step()
@@ -276,15 +279,20 @@ def test_a_model_that_is_trained_later(found):
     assert found.watched[1].run.name.startswith("script-Second-")
 
 
-def test_a_model_that_becomes_part_of_a_larger_one(found):
-    """First it is trained alone, then with a head."""
+def test_a_model_that_becomes_part_of_another(found):
+    """First it is trained with a decoder, then with a head."""
+
+    class Autoencoder(nn.Sequential):
+        pass
+
     encoder = First()
-    pretraining = sgd(encoder)
+    autoencoder = Autoencoder(encoder, nn.Linear(2, 4))
+    pretraining = sgd(autoencoder)
     with found:
-        train(encoder, pretraining, 10)
+        train(autoencoder, pretraining, 10)
         classifier = nn.Sequential(encoder, nn.Linear(2, 2))
         train(classifier, sgd(classifier), 10)
-    assert named(found) == ["First", "Sequential"]
+    assert named(found) == ["Autoencoder", "Sequential"]
     assert {layer["site"] for layer in found.watched[1].report.layers} >= {"0.0", "1", "1.weight"}
 
 
@@ -424,6 +432,7 @@ def test_a_step_that_calls_that_of_its_parent_is_one(found):
             return super().step(closure)
 
     model = First()
+    sgd(model)  # from its first optimizer on, torch puts its own around the steps of a class
     optimizer = Careful(model.parameters(), 0.01)
     with found:
         losses = train(model, optimizer, 10)
@@ -585,7 +594,7 @@ def test_hooks_for_all_modules_are_there_for_a_step_alone(found):
         assert len(known) == 1
         train(model, late, 1)
         assert not known
-        train(model, sgd(Second()), 1)  # it never steps again
+        train(model, once := sgd(Second()), 1)  # it never steps again
         assert len(known) == 1
         train(model, optimizer, discovery._PATIENCE)
-        assert not known
+        assert not known and once.param_groups

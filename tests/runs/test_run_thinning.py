@@ -14,9 +14,9 @@ from torchhook import Finding, Report
 from torchhook.logs import Entry
 from torchhook.runs import Run, RunLog
 from torchhook.runs.schema import FILE
-from torchhook.thinning import measured_at, spread, thinned
 from torchhook.runs.writer import _MOST_SAMPLES
 from torchhook.stats.reading import Snapshot
+from torchhook.thinning import measured_at, spread, thinned
 
 MANY = [f"layer{number}" for number in range(60)]
 steps_lists = st.sets(st.integers(0, 10**7), min_size=1, max_size=300).map(sorted)

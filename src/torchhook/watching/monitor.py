@@ -95,10 +95,7 @@ class Monitor:
     ) -> None:
         require_module(model)
         require_count(every, "every")
-        if not (on_finding in (None, "stop", "warn") or callable(on_finding)):
-            raise ValueError(f"on_finding must be 'stop', 'warn', a function or None, not {on_finding!r}")
-        if isinstance(to, (str, Path, Log)):
-            raise TypeError(f"to must be a list of folders and logs: to=[{to!r}]")
+        _require_usable(on_finding, to)
         applied = chosen(rules, ignore)
         self.model_name = type(unwrapped(model)).__name__
         self.every = every
@@ -120,12 +117,7 @@ class Monitor:
             model, applied, optimizer, history, (), self._clock, self._seldom, "all", _WIDEST, detours=False
         )
         self._maps = Maps(self._seldom)
-        about = {"model": self.model_name, "every": every, "rules": [rule.code for rule in applied], **described()}
-        about["optimizer"] = None if optimizer is None else bare(optimizer).__class__.__name__
-
-        def judged(history: History) -> Report:
-            return check(history, applied, per_module=per_module, model=about["model"])
-
+        judged = partial(check, rules=applied, per_module=per_module, model=self.model_name)
         with ExitStack() as opened:
             opened.enter_context(self._watch)
             opened.callback(self._watch.end_thorough)  # or what was half seen would go into a window of the worker's
@@ -135,7 +127,15 @@ class Monitor:
             self._worker = Worker(Judge(history, judged), self._logs(to, name, max_mb))
             self._opened = opened.pop_all()
         self._abandoned = weakref.finalize(self, _left, self._opened, self._worker, "ended")
-        self._worker.begin(about)
+        self._worker.begin(
+            {
+                "model": self.model_name,
+                "optimizer": None if optimizer is None else bare(optimizer).__class__.__name__,
+                "every": every,
+                "rules": [rule.code for rule in applied],
+                **described(),
+            }
+        )
 
     def step(self, loss: Tensor | float | None = None, step: int | None = None) -> None:
         """A step of the training is over.
@@ -273,6 +273,13 @@ class Monitor:
             folder = _folder(Path(one), name or self.model_name)
             self.run = self.run or folder
             yield RunLog(folder, max_mb=max_mb)
+
+
+def _require_usable(on_finding: Any, to: Any) -> None:
+    if not (on_finding in (None, "stop", "warn") or callable(on_finding)):
+        raise ValueError(f"on_finding must be 'stop', 'warn', a function or None, not {on_finding!r}")
+    if isinstance(to, (str, Path, Log)):
+        raise TypeError(f"to must be a list of folders and logs: to=[{to!r}]")
 
 
 def _folder(root: Path, name: str) -> Path:
