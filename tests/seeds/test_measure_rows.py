@@ -42,7 +42,7 @@ def test_c25_statistics_without_keeping_tensors():
     with measure(net, inputs=True, grads=True) as stats:
         for _ in range(5):
             net(x).sum().backward()
-        assert large_tensors() == before
+        assert large_tensors() <= before  # what others left behind may be freed meanwhile
     assert stats["1"].count == 5 * x.numel()
 
 

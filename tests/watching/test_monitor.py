@@ -462,7 +462,6 @@ def test_others_may_call_the_model_in_threads_of_their_own():
     assert torch._C._len_torch_function_stack() == 0
 
 
-@pytest.mark.xfail(strict=True, reason="a tap is not told of a forward that raised")
 def test_a_forward_that_raises_leaves_no_mode_behind():
     class Failing(nn.TransformerEncoderLayer):
         calls = 0

@@ -117,7 +117,12 @@ class Launch:
 
     def __call__(self) -> None:
         """Run the script, tell what was found, and end as the script did."""
-        ended = self.script.run(on_torch=self._watch)
+        try:
+            ended = self.script.run(on_torch=self._watch)
+        except BaseException:  # there is nothing to run
+            if self.discovery is not None:
+                self.discovery.__exit__(None, None, None)
+            raise
         try:
             try:
                 if ended is not None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
 import warnings
 import weakref
 from collections import deque
@@ -113,6 +112,7 @@ class Discovery:
 
     def _backward(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
         """A backward begins: what it begins with is the loss, or part of it."""
+        self._forget()
         for tensor in (tensors,) if isinstance(tensors, Tensor) else tensors:
             if isinstance(tensor, Tensor) and tensor.numel() == 1:
                 self._losses.append(tensor.detach().reshape(()).clone())
@@ -130,6 +130,8 @@ class Discovery:
         losses = list(self._losses)[-1:] if has_closure else list(self._losses)
         self._losses.clear()
         own = [training for training in self._trainings if training.optimizer() is optimizer]
+        for training in self._trainings:
+            training.idle += 1
         for training in own:
             training.step(losses)
         if not own:
@@ -137,7 +139,6 @@ class Discovery:
         self._patience -= 1
         if self._patience <= 0 or all(known in self._roots for known in self._steps):
             self._look_no_more()
-        self._forget(own)
 
     def _meet(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped for which nobody watches."""
@@ -174,10 +175,9 @@ class Discovery:
         self.watched.append(monitor)
         self._trainings.append(Training(root, optimizer, monitor))
 
-    def _forget(self, own: list[Training]) -> None:
-        """End the trainings that are over."""
-        for training in [training for training in self._trainings if training not in own]:
-            training.idle += 1
+    def _forget(self) -> None:
+        """End the trainings that are over: not when their optimizer is freed, for others may be busy with that."""
+        for training in list(self._trainings):
             if training.optimizer() is None or training.idle > _IDLE:
                 self._end(training)
 
@@ -204,15 +204,14 @@ class Discovery:
 
 
 class Training:
-    """A model, the optimizer that trains it, and who watches. When the optimizer is freed, so may be the model."""
+    """A model, the optimizer that trains it, and who watches."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, monitor: Monitor) -> None:
         self.model = weakref.ref(model)
-        self.optimizer = weakref.ref(optimizer, self._freed)
+        self.optimizer = weakref.ref(optimizer)
         self.monitor = monitor
         self.idle = 0  # steps of other optimizers since the last of ours
         self.others = 0  # those of them that train the same model
-        self._thread = threading.get_ident()
 
     def step(self, losses: list[Tensor]) -> None:
         """The optimizer has stepped, after backwards of `losses`."""
@@ -224,10 +223,6 @@ class Training:
         """Whether another optimizer, which has stepped now, has taken the place of ours."""
         self.others += 1
         return self.others > _REPLACED
-
-    def _freed(self, optimizer: weakref.ref[Optimizer]) -> None:
-        if threading.get_ident() == self._thread:  # garbage may be collected in any, as in that of the monitor
-            self.monitor.close()
 
 
 def outermost(called: Iterable[nn.Module]) -> list[nn.Module]:

@@ -120,7 +120,7 @@ class Monitor:
         judged = partial(check, rules=applied, per_module=per_module, model=self.model_name)
         with ExitStack() as opened:
             opened.enter_context(self._watch)
-            opened.callback(self._watch.end_thorough)  # or what was half seen would go into a window of the worker's
+            opened.callback(self._watch.forget_thorough)  # or what was half seen would go into a window of the worker's
             if not compiled_among(model.modules()) and (taps := self._maps.taps(model)):
                 opened.callback(Session(model, taps, scope="all", on_silent="ignore").attach().abandon)
             self._watch.begin_thorough()

@@ -75,7 +75,9 @@ class Watch:
         self.seldom = seldom or self.clock
         self._scope = scope
         self._widest = widest  # units of which a covariance is not too large
-        self._detours = detours  # whether attention may be computed otherwise, to see inside: not to the last bit
+        # Whether attention may be looked into: it is then computed otherwise, not to the last bit, and by a mode that a
+        # forward which raises would leave behind among those of others.
+        self._detours = detours
         self._graphs = graphs_so_far()  # more than these may be of this model
         self._always = ExitStack()
         self._thorough = ExitStack()
@@ -131,17 +133,21 @@ class Watch:
         taps = self._sites(self._needs, self.clock, heavy=True)
         session = Session(self.model, taps, scope=self._scope, on_silent="ignore")
         self._thorough.callback(session.attach().abandon)
-        if any(need.port == "attention" for need in self._needs):
+        if self._detours and any(need.port == "attention" for need in self._needs):
             self._attend()
 
     def end_thorough(self) -> Snapshot:
         """No longer; what was seen."""
+        heavy = list(self._heavy)
+        self.forget_thorough()
+        return joined(reduce.snapshot() for reduce in heavy)
+
+    def forget_thorough(self) -> None:
+        """No longer, whatever was seen."""
         self.is_thorough = False
         self._attention.close()
         self._thorough.close()
-        found = joined(reduce.snapshot() for reduce in self._heavy)
         self._heavy.clear()
-        return found
 
     def step(self, loss: Tensor | float | None = None) -> None:
         """A step of the training is over, and its window with it."""
@@ -246,7 +252,7 @@ class Watch:
         attending = Attending(tell)
 
         def is_part(path: str, module: nn.Module) -> bool:
-            return bool(path) and (self._detours or not isinstance(module, NonDynamicallyQuantizableLinear))
+            return bool(path)
 
         everything = Selector.union(["", *([is_part] if any(is_part(*place) for place in walk(self.model)) else [])])
         taps = [Tap(everything, enter, "input"), Tap(everything, leave, "output")]
