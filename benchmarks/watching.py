@@ -3,6 +3,8 @@
 Three copies of a model are trained in turns of ten steps, of which the monitor measures one: one plain, one plain once
 more (how far it is from 1× is noise), one watched. Turns are of three kinds, for the monitor measures more in some; the
 price of a training is that of its turns, medians by kind, as many of each as there are in 1,000 steps of a long one.
+On a CPU it is the time of the processor, on one thread and with all that the monitor's own thread takes; on a GPU the
+time that passes.
 
     python benchmarks/watching.py [--device cuda] [--steps 1000]
 """
@@ -91,12 +93,13 @@ class Copy:
 
     def turn(self) -> float:
         """Seconds for some steps, the last of which finds the first ones' caches."""
-        begun = time.perf_counter()
+        clock = time.perf_counter if self.fused else time.process_time
+        begun = clock()
         for _ in range(EVERY):
             self.step()
         if self.fused:
             torch.cuda.synchronize()
-        return time.perf_counter() - begun
+        return clock() - begun
 
 
 def taken(make: Callable[[], tuple[nn.Module, Loss]], count: int) -> dict[str, dict[str, list[float]]]:
