@@ -403,7 +403,6 @@ def test_the_loss_of_a_closure_is_that_of_a_single_call(found):
     assert all(any(told[step] == pytest.approx(loss) for loss in seen[step]) for step in told)
 
 
-@pytest.mark.xfail(strict=True, reason="nobody is told when a step begins")
 def test_micro_batches_before_a_closure_are_part_of_the_step(found):
     """As Lightning accumulates."""
     model = First()

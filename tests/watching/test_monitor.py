@@ -1166,17 +1166,16 @@ def differentiated(model):
     torch.func.vmap(torch.func.grad(loss), (None, 0))(dict(model.named_parameters()), torch.randn(3, 4))
 
 
-REFUSED = pytest.mark.xfail(strict=True, reason="a session refuses what its taps cannot follow")
 HOOKED = pytest.mark.xfail(strict=True, reason="TorchScript wants to compile every hook")
 
 
 @pytest.mark.parametrize(
     "use",
     [
-        pytest.param(traced, marks=REFUSED),
+        traced,
         pytest.param(scripted, marks=HOOKED),
-        pytest.param(exported, marks=REFUSED),
-        pytest.param(differentiated, marks=REFUSED),
+        exported,
+        differentiated,
     ],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -1189,7 +1188,6 @@ def test_a_watched_model_can_be_used_in_every_way(use):
         train(model, optimizer, monitor, 2)
 
 
-@pytest.mark.xfail(strict=True, reason="what a tap raises goes on to whoever called the model")
 @pytest.mark.parametrize("what", ["torchhook.sinks.reduce.Reducing.add", "torchhook.stepping.drafts.Drafts.measure"])
 def test_a_fault_of_ours_inside_a_step_does_not_stop_the_training(monkeypatch, what):
     model, log = small(), Kept()

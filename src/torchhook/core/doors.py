@@ -22,14 +22,13 @@ from torch import Tensor, nn
 from torchhook.core.compiled import fresh, tracing
 from torchhook.core.edit import latest_refusal
 from torchhook.core.hooks import Sentinel, armed
-from torchhook.core.passes import Scope, StopForward
+from torchhook.core.passes import Scope, StopForward, is_transformed
 from torchhook.core.trees import leaves
 from torchhook.errors import SessionError, TapError, TorchhookError
 from torchhook.text import warn
 
 _CALL = nn.Module._wrapped_call_impl.__code__
 _SLOT = "_compiled_call_impl"
-_level = torch._C._functorch.maybe_current_level
 _is_exporting = torch.compiler.is_exporting
 _is_tracing = torch._C._is_tracing
 _lock = threading.RLock()
@@ -66,7 +65,7 @@ class Door:
         begun = [scope for scope in self.scopes if scope.begin(model, args)]
         latest_refusal.clear()
         try:
-            if begun and (_level() is not None or _is_exporting() or _is_tracing()):
+            if begun and is_transformed():
                 raise SessionError(_refusal())
             result = call(*args, **kwargs)
             return None if any(scope.has_stopped() for scope in begun) else result  # a bare except may eat the stop

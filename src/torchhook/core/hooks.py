@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torchhook.core.compiled import (
     Impossible,
@@ -176,6 +176,8 @@ class InputHook(Hook):
         self.point.fired = True
         call = pass_.count(self.index)
         begun = self.point.guarded(self.begin, pass_, call, Arguments(args, kwargs), args)
+        if begun is None:  # it failed, and nobody is to suffer from that
+            return None
         pass_.enter(self.index, call, begun.views, begun.arguments.args)
         return tuple(begun.arguments) if begun.arguments.args is not args or begun.changed else None
 
@@ -431,6 +433,9 @@ class Point(Spare):
             session = self.session()
             if session is not None and session.detach_on_error:
                 session.abandon()
+            if session is not None and session.on_fault is not None:
+                session.on_fault(error)
+                return None
             if hasattr(error, "add_note") and not isinstance(error, NonfiniteError):  # which tells where itself
                 error.add_note(f"(raised in a tap at {self.path!r})")
             raise
@@ -601,10 +606,9 @@ def on_step(optimizer: Optimizer, before: Callable[..., None], after: Callable[.
     return handles
 
 
-def on_any_step(after: Callable[..., None]) -> Removable:
-    """Let `after` be called after every step of every optimizer."""
-    handle: Removable = register_optimizer_step_post_hook(after)
-    return handle
+def on_any_step(before: Callable[..., None], after: Callable[..., None]) -> list[Removable]:
+    """Let `before` and `after` be called around every step of every optimizer."""
+    return [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
 
 
 def on_any_call(before: Callable[..., None]) -> Removable:

@@ -136,6 +136,7 @@ class Scope:
         "current",
         "full",
         "home",
+        "humble",
         "keepers",
         "key",
         "last",
@@ -157,6 +158,7 @@ class Scope:
         self.again: Pass | None = None  # where that goes
         self.missed = ""  # why calls were not seen
         self.full = False  # whether sharded values are seen before they are taken apart
+        self.humble = False  # whether a forward in which taps can see nothing is no reason to refuse it
         self.home = threading.get_ident()
         self.task = _running_task()
         self.passes: dict[int, Pass] = {}  # by thread
@@ -292,6 +294,8 @@ class Scope:
         return self.again
 
     def _sees(self, module: nn.Module, thread: int) -> bool:
+        if self.humble and is_transformed():
+            return False
         return self.alive and (self.shared or self._is_home(thread) or _is_replica(module))
 
     def _is_home(self, thread: int) -> bool:
@@ -337,12 +341,18 @@ scopes: dict[int, Scope] = {}
 """Those of the open sessions, by their keys."""
 
 _keys = count()
+_level = torch._C._functorch.maybe_current_level
 _lock = threading.RLock()
 _DEEP = 10_000
 
 
 def _running_task() -> asyncio.Task[Any] | None:
     return None if asyncio._get_running_loop() is None else asyncio.current_task()
+
+
+def is_transformed() -> bool:
+    """Whether what flows now means nothing outside: in torch.func, torch.export or torch.jit.trace."""
+    return _level() is not None or torch.compiler.is_exporting() or torch._C._is_tracing()
 
 
 def _is_replica(module: nn.Module) -> bool:

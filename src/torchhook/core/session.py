@@ -6,7 +6,7 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal
@@ -52,6 +52,9 @@ class Session:
     At its end a site that was named by its path and never fired raises `SilentError`, as does a query
     none of whose sites did; `on_silent` (``"raise"``, ``"warn"``, ``"ignore"``) says otherwise.
 
+    With `on_fault` whoever calls the model never suffers: it is called with what a tap raises, which
+    ends the session alone; and a forward that taps cannot see, as in torch.export, is not refused.
+
     >>> import torch
     >>> from torchhook import Record, Ring, Session, Tap
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
@@ -73,6 +76,7 @@ class Session:
         recomputed: bool = False,
         full: bool = False,
         on_silent: OnSilent | None = None,
+        on_fault: Callable[[Exception], None] | None = None,
     ) -> None:
         require_module(model)
         if scope not in ("thread", "all"):
@@ -87,6 +91,7 @@ class Session:
         self.recomputed = recomputed
         self.full = full
         self.on_silent = on_silent
+        self.on_fault = on_fault
         self.state: Literal["new", "attached", "detached"] = "new"
         if isinstance(taps, Tap):
             raise TypeError("taps must be a list of Tap objects; put the one you have into a list")
@@ -111,6 +116,7 @@ class Session:
         self.state = "attached"
         self.scope = Scope(self._shared, self.recomputed)
         self.scope.full = self.full
+        self.scope.humble = self.on_fault is not None
         self.reference = weakref.ref(self)  # for what must not keep it alive
         self._marks = Marks(self)
         self._detours = Detours()

@@ -69,6 +69,7 @@ class Discovery:
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # that each has taken
         self._roots: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[nn.Module]]] = weakref.WeakKeyDictionary()
         self._losses: deque[Tensor] = deque(maxlen=_BACKWARDS)
+        self._before: list[Tensor] = []  # those of before a step began
         self._patience = 0  # steps in which modules are noted yet
         self._is_broken = False
         self._process = os.getpid()
@@ -82,7 +83,8 @@ class Discovery:
 
     def __enter__(self) -> Discovery:
         self._always.enter_context(_unwarned("Using `torch.compile.* when there are global hooks on modules"))
-        self._always.callback(on_any_step(self._guarded(self._stepped)).remove)
+        for handle in on_any_step(self._guarded(self._begun), self._guarded(self._stepped)):
+            self._always.callback(handle.remove)
         self._always.enter_context(_patched(torch.autograd, "backward", before=self._guarded(self._backward)))
         self._always.enter_context(_patched(torch.amp.GradScaler, "update", after=self._guarded(self._updated)))
         self._look()
@@ -121,13 +123,18 @@ class Discovery:
         """A GradScaler has done its part: what is left of losses is of a step that it left out."""
         self._losses.clear()
 
+    def _begun(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """An optimizer begins to step: what backwards begin with now is of its closure, called as often as it wants."""
+        if not is_inside_a_step():
+            self._before = list(self._losses)
+            self._losses.clear()
+
     def _stepped(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An optimizer has stepped."""
         if is_inside_a_step():  # of a class that calls its parent's
             return
         self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
-        has_closure = kwargs.get("closure") is not None or any(map(callable, args[1:]))
-        losses = list(self._losses)[-1:] if has_closure else list(self._losses)
+        losses = [*self._before, *list(self._losses)[-1:]]
         self._losses.clear()
         own = [training for training in self._trainings if training.optimizer() is optimizer]
         for training in self._trainings:

@@ -113,8 +113,10 @@ class Monitor:
         self._ended = 0
         self._windows = 0
         history = History(rest=at_rest(model, optimizer), own_optimizer=optimizer is not None, first_step=first_step)
+        faulted = partial(_faulted, weakref.ref(self))
+        clocks = self._clock, self._seldom
         self._watch = Watch(
-            model, applied, optimizer, history, (), self._clock, self._seldom, "all", _WIDEST, detours=False
+            model, applied, optimizer, history, (), *clocks, "all", _WIDEST, detours=False, on_fault=faulted
         )
         self._maps = Maps(self._seldom)
         judged = partial(check, rules=applied, per_module=per_module, model=self.model_name)
@@ -122,7 +124,8 @@ class Monitor:
             opened.enter_context(self._watch)
             opened.callback(self._watch.forget_thorough)  # or what was half seen would go into a window of the worker's
             if not compiled_among(model.modules()) and (taps := self._maps.taps(model)):
-                opened.callback(Session(model, taps, scope="all", on_silent="ignore").attach().abandon)
+                session = Session(model, taps, scope="all", on_silent="ignore", on_fault=faulted)
+                opened.callback(session.attach().abandon)
             self._watch.begin_thorough()
             self._worker = Worker(Judge(history, judged), self._logs(to, name, max_mb))
             self._opened = opened.pop_all()
@@ -290,6 +293,13 @@ def _folder(root: Path, name: str) -> Path:
         agreed(folder.name)
         return folder
     return root / agreed(f"{name}-{os.getpid()}") / f"rank{number}"
+
+
+def _faulted(monitor: weakref.ref[Monitor], error: Exception) -> None:
+    """A tap has raised, inside of the user's own forward or backward, which goes on without it."""
+    found = monitor()
+    if found is not None and found._open:
+        found._worker.fail("measuring, a part of which has ended,", error)
 
 
 def _left(opened: ExitStack, worker: Worker, state: str, last: Window | None = None) -> Report:

@@ -64,6 +64,7 @@ class Watch:
         scope: ScopeName = "thread",
         widest: int = 512,
         detours: bool = True,
+        on_fault: Callable[[Exception], None] | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -74,6 +75,7 @@ class Watch:
         self.clock = clock or Clock(by_passes=optimizer is None)
         self.seldom = seldom or self.clock
         self._scope = scope
+        self._on_fault = on_fault  # what a tap raises goes here, and not to whoever called the model
         self._widest = widest  # units of which a covariance is not too large
         # Whether attention may be looked into: it is then computed otherwise, not to the last bit, and by a mode that a
         # forward which raises would leave behind among those of others.
@@ -99,7 +101,7 @@ class Watch:
         elif "param_grads" in stepped and any(parameter.requires_grad for parameter in self.model.parameters()):
             taps.append(Tap("", self._reduce(self.clock), "param_grad"))
         with ExitStack() as opened:
-            session = Session(self.model, taps, scope=self._scope, on_silent="ignore").attach()
+            session = Session(self.model, taps, scope=self._scope, on_silent="ignore", on_fault=self._on_fault).attach()
             opened.callback(session.abandon)
             if self._steps is not None:
                 opened.callback(self._steps.detach)
@@ -131,7 +133,7 @@ class Watch:
         if compiled_among(self.model.modules()) or graphs_so_far() > self._graphs:
             return
         taps = self._sites(self._needs, self.clock, heavy=True)
-        session = Session(self.model, taps, scope=self._scope, on_silent="ignore")
+        session = Session(self.model, taps, scope=self._scope, on_silent="ignore", on_fault=self._on_fault)
         self._thorough.callback(session.attach().abandon)
         if self._detours and any(need.port == "attention" for need in self._needs):
             self._attend()
@@ -256,7 +258,7 @@ class Watch:
 
         everything = Selector.union(["", *([is_part] if any(is_part(*place) for place in walk(self.model)) else [])])
         taps = [Tap(everything, enter, "input"), Tap(everything, leave, "output")]
-        session = Session(self.model, taps, scope=self._scope, on_silent="ignore")
+        session = Session(self.model, taps, scope=self._scope, on_silent="ignore", on_fault=self._on_fault)
         self._attention.callback(session.attach().abandon)
         self._attention.callback(end)
 
