@@ -132,7 +132,7 @@ def test_losses_that_are_not_finite_and_steps_without_one(folder):
     log.write(Entry(4, 0.0, Snapshot({})))
     with Run(folder) as run:
         assert math.isnan(run.losses[1]) and run.losses[2] == math.inf and run.losses[3] == -math.inf
-        assert 4 not in run.losses and run.rates == {}
+        assert 4 not in run.losses and run.rates == {} and run.steps == []  # in which nothing was measured
 
 
 def test_a_finding_is_known_by_its_code_and_place(folder):

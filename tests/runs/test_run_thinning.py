@@ -102,7 +102,7 @@ def test_losses_are_thinned_too(folder):
     with Run(folder) as run:
         losses = list(run.losses)
         assert 1000 < len(losses) <= 2**20 * 6 // 8 // 256 + 100
-        assert losses[0] == 0 and losses[-500:] == list(range(19_500, 20_000)) and len(run.steps) == 200
+        assert losses[0] == 0 and losses[-500:] == list(range(19_500, 20_000))
 
 
 def test_samples_are_few_and_files_go_with_them(folder):

@@ -79,7 +79,8 @@ class Database:
         """A measured step, whose states are these."""
         with self._transaction() as db:
             db.execute("DELETE FROM states WHERE step = ?", (entry.step,))
-            db.execute("INSERT OR REPLACE INTO windows VALUES (?, ?, ?)", (entry.step, entry.time, entry.rate))
+            if entry.snapshot:  # else there are losses alone
+                db.execute("INSERT OR REPLACE INTO windows VALUES (?, ?, ?)", (entry.step, entry.time, entry.rate))
             db.executemany("INSERT OR REPLACE INTO losses VALUES (?, ?)", entry.losses.items())
             for place, row in entry.snapshot.rows.items():
                 self._know(place, row)

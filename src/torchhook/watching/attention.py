@@ -12,8 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C import _len_torch_function_stack
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode
 
 from torchhook.text import warn
 
@@ -25,17 +24,6 @@ class Attending(TorchFunctionMode):
 
     def __init__(self, tell: Callable[[Tensor], None]) -> None:
         self.tell = tell
-
-    def leave(self) -> None:
-        """Take it off the stack of modes, wherever it lies there, if it does: a forward that raised has not left it."""
-        above = []
-        for _ in range(_len_torch_function_stack()):
-            mode = _pop_mode()
-            if mode is self:
-                break
-            above.append(mode)
-        for mode in reversed(above):
-            _push_mode(mode)
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -7,7 +7,6 @@ alone. Covariances and attention are dearer still, and measured while the watch 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from types import TracebackType
@@ -224,34 +223,17 @@ class Watch:
     def _attend(self) -> None:
         """Look at attention until the step ends."""
         reduce = self._reduce(self.clock, _HEAVY["attention"], heavy=True)
-        thread = threading.get_ident()  # what is entered in one cannot be left in another
         running: list[tuple[str, nn.Module]] = []  # the modules inside of which we are
 
         def enter(event: Event) -> None:
-            if threading.get_ident() != thread:
-                return
-            if not event.path:
-                end()
-                if self.clock.measures():
-                    attending.__enter__()  # type: ignore[no-untyped-call]
             running.append((event.path, event.module))
 
         def leave(event: Event) -> None:
-            if threading.get_ident() != thread:
-                return
-            del running[-1:]  # a model that calls itself has left already
-            if not event.path:
-                end()
-
-        def end() -> None:  # of a forward: what others enter and leave between two of them is not ours to be among
-            attending.leave()
-            running.clear()
+            running.pop()
 
         def tell(logits: Tensor) -> None:
             path, module = running[-1] if running else ("", self.model)
             reduce.cell(Site(path, "attention"), module).update(logits)  # type: ignore[arg-type]  # a place, not a port
-
-        attending = Attending(tell)
 
         def is_part(path: str, module: nn.Module) -> bool:
             return bool(path)
@@ -260,7 +242,7 @@ class Watch:
         taps = [Tap(everything, enter, "input"), Tap(everything, leave, "output")]
         session = Session(self.model, taps, scope=self._scope, on_silent="ignore", on_fault=self._on_fault)
         self._attention.callback(session.attach().abandon)
-        self._attention.callback(end)
+        self._attention.enter_context(Attending(tell))
 
 
 _STEPPED = ("params", "param_grads", "updates")
