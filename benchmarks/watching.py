@@ -91,11 +91,11 @@ class Copy:
         if self.monitor is not None:
             self.monitor.step(loss)
 
-    def turn(self) -> float:
-        """Seconds for some steps, the last of which finds the first ones' caches."""
+    def turn(self, steps: int = EVERY) -> float:
+        """Seconds for some steps."""
         clock = time.perf_counter if self.fused else time.process_time
         begun = clock()
-        for _ in range(EVERY):
+        for _ in range(steps):
             self.step()
         if self.fused:
             torch.cuda.synchronize()
@@ -111,18 +111,18 @@ def taken(make: Callable[[], tuple[nn.Module, Loss]], count: int) -> dict[str, d
         copies = {name: Copy(model, loss, folder if name == "watched" else None) for name in COPIES}
         settle()
         for copy in copies.values():
-            copy.turn()  # which pays for caches and kernels
+            copy.turn(
+                EVERY + EVERY // 2
+            )  # which pays for caches and kernels; the step that is measured is then a middle one
+        monitor = copies["watched"].monitor
         for number in range(1, count + 1):
-            kind = kind_of(copies["watched"].monitor)
-            for name in random.Random(number).sample(COPIES, len(COPIES)):
-                turns.setdefault(name, defaultdict(list))[kind].append(copies[name].turn())
-        copies["watched"].monitor.close()
+            before, is_rare = monitor._seldom.ended, monitor._watch.is_thorough
+            seconds = {name: copies[name].turn() for name in random.Random(number).sample(COPIES, len(COPIES))}
+            kind = "rare" if is_rare else "seldom" if monitor._seldom.ended > before else "often"
+            for name, second in seconds.items():
+                turns.setdefault(name, defaultdict(list))[kind].append(second)
+        monitor.close()
     return turns
-
-
-def kind_of(monitor: Monitor) -> str:
-    """What the step that comes next, and is measured, is measured for."""
-    return "rare" if monitor._watch.is_thorough else "seldom" if monitor._seldom.active else "often"
 
 
 def price(turns: dict[str, list[float]]) -> float:

@@ -94,6 +94,47 @@ def test_any_layout(layout):
     rows_agree(state, views[layout].reshape(-1))
 
 
+LAYOUTS = {  # of some values, and where the units are
+    "features": ((300, 77), 1),
+    "tokens": ((5, 400, 768), -1),
+    "images": ((9, 24, 33, 31), 1),
+    "small images": ((9, 24, 3, 3), 1),
+    "one unit": ((1000, 1), 1),
+    "units first": ((64, 129), 0),
+    "nothing": ((0, 8), 1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("name", ["normal", "relu", "some not finite", "jumps", "tiny", "zeros", "not a number", "far"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("last", [False, True])
+def test_units_agree_with_the_oracle(dtype, name, layout, last):
+    shape, dim = LAYOUTS[layout]
+    x = contents(name, math.prod(shape)).to(dtype).view(shape)
+    if last and x.dim() == 4:
+        x = x.to(memory_format=torch.channels_last)
+    fast = torch.zeros(5, shape[dim], device="cuda", dtype=torch.float64)
+    plain = fast.clone()
+    for part in (x, x[: len(x) // 2], -x) if dim else (x, x, -x):
+        kernels(x.device).channels(fast, part, dim)
+        Plain().channels(plain, part.double(), dim)
+    n, mean, m2, size, _ = plain
+    deviation = (m2 / n.clamp(min=1)).sqrt()
+    assert torch.equal(fast[[0, 4]], plain[[0, 4]])
+    assert ((fast[1] - mean).abs() <= 1e-9 * deviation + 1e-12 * mean.abs()).all()
+    torch.testing.assert_close(fast[2], m2, rtol=1e-7, atol=1e-14 * float((n * mean.square()).max()))
+    torch.testing.assert_close(fast[3], size, rtol=1e-9, atol=0)
+
+
+def test_states_are_settled_as_by_plain_torch():
+    x = torch.randn(50_000, device="cuda") * 3 + 100
+    states = torch.stack([Moments().empty(x) for _ in range(3)])
+    for number, part in enumerate((x, x[:10])):
+        Moments().update(states[number], part)
+    torch.testing.assert_close(Moments().settle(states), Plain().settled(states), rtol=1e-9, atol=1e-9)
+
+
 def training(model, optimizer, steps, scaler=None):
     x, y = torch.randn(32, 3, 16, 16, device="cuda"), torch.randint(10, (32,), device="cuda")
 

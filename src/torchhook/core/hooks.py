@@ -109,6 +109,8 @@ class OutputHook(Hook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if tracing():
             return followed(self.steps, output)
+        if not self.scope.when.active:
+            return None
         pass_ = self.pass_of(module)
         if pass_ is None:
             return self.point.repeated(output)
@@ -170,6 +172,8 @@ class InputHook(Hook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if tracing():
             return tuple(followed(self.steps, Arguments(args, kwargs)))
+        if not self.scope.when.active:
+            return None
         pass_ = self.pass_of(module)
         if pass_ is None:
             return self.point.repeated_input(Arguments(args, kwargs))
@@ -213,6 +217,8 @@ class PairedOutputHook(Hook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if tracing():
             return followed(self.steps, output)
+        if not self.scope.when.active:
+            return None
         pass_ = self.pass_of(module)
         if pass_ is None:
             return self.point.repeated(output)
@@ -319,6 +325,8 @@ class ParamGradHook(Hook):
     ports = ("param_grad",)
 
     def __call__(self, parameter: Tensor) -> None:
+        if not self.scope.when.active:
+            return
         pass_ = self.scope.route_backward()
         if pass_ is not None and parameter.grad is not None:
             self.point.graded = True

@@ -58,6 +58,18 @@ class Page(deque[Any]):
         self.listed = listed  # whether the store knows it already, or will when there is something on it
 
 
+class Switch(Protocol):
+    """Whatever says whether there is anything to see now."""
+
+    active: bool
+
+
+class Always:
+    """There is."""
+
+    active = True
+
+
 class Keeper(Protocol):
     """Whatever keeps something of each pass."""
 
@@ -148,10 +160,12 @@ class Scope:
         "task",
         "tickets",
         "token",
+        "when",
     )
 
-    def __init__(self, shared: bool, recomputed: bool = False) -> None:
+    def __init__(self, shared: bool, recomputed: bool = False, when: Switch | None = None) -> None:
         self.token = Token()
+        self.when: Switch = when or Always()
         self.alive = True
         self.shared = shared
         self.recomputed = recomputed  # whether what a checkpoint runs again is wanted too
@@ -208,7 +222,7 @@ class Scope:
         Inside another forward of the model, by the same thread, it belongs to that pass.
         """
         thread = threading.get_ident()
-        if recomputing():  # a checkpoint around the whole model runs it again
+        if not self.when.active or recomputing():  # a checkpoint around the whole model runs it again
             return False
         if not self._sees(module, thread):
             if self.alive:
@@ -250,6 +264,8 @@ class Scope:
 
     def route(self, module: nn.Module) -> Pass | None:
         """The pass that a call of `module` belongs to, or None if it is not this session's to see."""
+        if not self.when.active:
+            return None
         if recomputing():
             return self._repeated()
         if not self._sees(module, threading.get_ident()):

@@ -20,7 +20,7 @@ from torchhook.core.edit import Edit
 from torchhook.core.fastpaths import Detours
 from torchhook.core.hooks import Point, install, on_parameter
 from torchhook.core.marks import Marks
-from torchhook.core.passes import Scope
+from torchhook.core.passes import Scope, Switch
 from torchhook.core.selection import Selector, find, layers, plain, require_module, spellings, unwrapped, walk
 from torchhook.core.shards import agree_on_the_whole, is_sharded, shards_of_gathered
 from torchhook.core.silence import OnSilent, complaint, refusal, silences
@@ -54,6 +54,7 @@ class Session:
 
     With `on_fault` whoever calls the model never suffers: it is called with what a tap raises, which
     ends the session alone; and a forward that taps cannot see, as in torch.export, is not refused.
+    With `when`, calls pass by unseen, at next to no cost, while its ``active`` is false.
 
     >>> import torch
     >>> from torchhook import Record, Ring, Session, Tap
@@ -77,6 +78,7 @@ class Session:
         full: bool = False,
         on_silent: OnSilent | None = None,
         on_fault: Callable[[Exception], None] | None = None,
+        when: Switch | None = None,
     ) -> None:
         require_module(model)
         if scope not in ("thread", "all"):
@@ -92,6 +94,7 @@ class Session:
         self.full = full
         self.on_silent = on_silent
         self.on_fault = on_fault
+        self.when = when
         self.state: Literal["new", "attached", "detached"] = "new"
         if isinstance(taps, Tap):
             raise TypeError("taps must be a list of Tap objects; put the one you have into a list")
@@ -114,7 +117,7 @@ class Session:
         if self.state != "new":
             raise SessionError(f"this session is {self.state} already; make a new one")
         self.state = "attached"
-        self.scope = Scope(self._shared, self.recomputed)
+        self.scope = Scope(self._shared, self.recomputed, self.when)
         self.scope.full = self.full
         self.scope.humble = self.on_fault is not None
         self.reference = weakref.ref(self)  # for what must not keep it alive

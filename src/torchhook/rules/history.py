@@ -104,6 +104,8 @@ class History:
         for number in range(len(self.windows) - 1, -1, -1):
             step, snapshot = self.windows[number]
             places = {place for place, row in snapshot.rows.items() if stat in row.states}
+            if not places and number == len(self.windows) - 1:  # nor was there anything to forget before it
+                return
             most -= bool(places)
             if places and most < 0:
                 rows = {place: _without(row, stat) if place in places else row for place, row in snapshot.rows.items()}
@@ -281,6 +283,8 @@ def _part(row: Row, part: float, late: bool) -> Row:
 
 
 def _settled(row: Row) -> Row:
+    if all(len(row.states.get(stat.key, ())) == 1 for stat in row.stats):
+        return row
     by_key = {stat.key: stat for stat in row.stats}
     states: dict[str, list[Callable[[], Tensor]]]
     states = {key: [Merged(stat, row.states[key])] for key, stat in by_key.items() if row.states.get(key)}

@@ -68,7 +68,7 @@ class Cell:
             self._pairs = [(stat, block.states[number]) for stat, block, number in found]
             self._device = x.device
 
-    def row(self, readers: dict[Block, Callable[[], Tensor]]) -> Row:
+    def row(self, readers: dict[Block, Callable[[], tuple[Tensor, ...]]]) -> Row:
         """What can be read of it."""
         states: dict[str, list[Callable[[], Tensor]]] = {stat.key: [] for stat in self.stats}
         for places in self.places.values():
@@ -92,5 +92,5 @@ def _is_plain(x: Tensor) -> bool:
     return type(x) is Tensor and not x.requires_grad and x.is_floating_point() and is_dense
 
 
-def _nth(read: Callable[[], Tensor], number: int) -> Tensor:
+def _nth(read: Callable[[], tuple[Tensor, ...]], number: int) -> Tensor:
     return read()[number]

@@ -6,6 +6,7 @@ Nothing here waits for a device: what leaves for the host is on its way when `se
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torchhook.sinks.transfer import sent_home
 from torchhook.stats.stat import Stat
 
 _BLOCK = 4 << 20  # bytes, about
-_MOST = 64  # states in a block
+_MOST = 256  # states in a block
 
 
 class Block:
@@ -61,12 +62,12 @@ class Shelf:
             yield from blocks
 
 
-def sent(blocks: Iterable[Block]) -> dict[Block, Callable[[], Tensor]]:
+def sent(blocks: Iterable[Block]) -> dict[Block, Callable[[], tuple[Tensor, ...]]]:
     """The states as they are now, one a site, on their way to the host in one copy a device; how to read those."""
     by_device: dict[torch.device, list[Block]] = {}
     for block in blocks:
         by_device.setdefault(block.states.device, []).append(block)
-    readers: dict[Block, Callable[[], Tensor]] = {}
+    readers: dict[Block, Callable[[], tuple[Tensor, ...]]] = {}
     for together in by_device.values():
         settled = [block.stat.settle(block.states[: block.used]) for block in together]
         arrived = sent_home(torch.cat([states.reshape(-1) for states in settled]))
@@ -77,5 +78,6 @@ def sent(blocks: Iterable[Block]) -> dict[Block, Callable[[], Tensor]]:
     return readers
 
 
-def _reader(arrived: Callable[[], Tensor], start: int, shape: torch.Size) -> Callable[[], Tensor]:
-    return lambda: arrived()[start : start + shape.numel()].view(shape)
+def _reader(arrived: Callable[[], Tensor], start: int, shape: torch.Size) -> Callable[[], tuple[Tensor, ...]]:
+    """The states of one block, taken apart once for all who read them."""
+    return cache(lambda: arrived()[start : start + shape.numel()].view(shape).unbind())

@@ -58,7 +58,7 @@ class Moments(Stat):
         return merged_moments(states)
 
     def settle(self, states: Tensor) -> Tensor:
-        return merged_moments(states.movedim(1, 0)) if states.dim() == 3 else states
+        return kernels(states.device).settled(states) if states.dim() == 3 else states
 
     def compute(self, state: Tensor) -> Summary:
         row = dict(zip(FIELDS, state.tolist(), strict=True))

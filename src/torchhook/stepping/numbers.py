@@ -19,6 +19,9 @@ class OverSteps(Moments):
         return empty_moments(x.device)
 
 
+_OVER = OverSteps()
+
+
 class Numbers:
     """Statistics over steps of a number that each parameter has in a step."""
 
@@ -28,15 +31,18 @@ class Numbers:
 
     def cell(self, path: str, port: str) -> Cell:
         """Where the numbers of one parameter are added up."""
-        name = f"the {port} of {path!r}"
-        return self.cells.setdefault((path, port), Cell(self.shelf, [OverSteps()], name, note=NOTES[port]))
+        found = self.cells.get((path, port))
+        if found is None:
+            found = self.cells[path, port] = Cell(self.shelf, [_OVER], f"the {port} of {path!r}", note=NOTES[port])
+        return found
 
     def measure(self, port: str, values: dict[str, Tensor]) -> None:
         """Add those of one step, by path."""
         by_block: dict[Block, dict[int, Tensor]] = {}
         for path, value in values.items():
             cell = self.cell(path, port)
-            cell.turn_to(value)
+            if value.device not in cell.places:
+                cell.turn_to(value)
             cell.seen = True
             [(block, number)] = cell.places[value.device].values()
             by_block.setdefault(block, {})[number] = value

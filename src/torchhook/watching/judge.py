@@ -1,4 +1,4 @@
-"""Checking a training while it goes on, without taking more than a hundredth of its time."""
+"""Checking a training while it goes on, without taking more than a small part of its time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchhook.stats.kernels.plain import FIELDS
 from torchhook.stats.reading import Snapshot
 
 _WINDOWS = 128  # that are kept: of older ones, every second is forgotten again and again
-_SHARE = 0.01  # of the time, to check in
+_SHARE = 0.005  # of the time, to check in
 _FIRST = 8  # windows before which only what is not finite is worth a look
 _AT_ONCE = "TH1"
 

@@ -124,7 +124,7 @@ class Monitor:
             opened.enter_context(self._watch)
             opened.callback(self._watch.forget_thorough)  # or what was half seen would go into a window of the worker's
             if not compiled_among(model.modules()) and (taps := self._maps.taps(model)):
-                session = Session(model, taps, scope="all", on_silent="ignore", on_fault=faulted)
+                session = Session(model, taps, scope="all", on_silent="ignore", on_fault=faulted, when=self._seldom)
                 opened.callback(session.attach().abandon)
             self._watch.begin_thorough()
             self._worker = Worker(Judge(history, judged), self._logs(to, name, max_mb))

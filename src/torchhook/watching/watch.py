@@ -100,7 +100,7 @@ class Watch:
         elif "param_grads" in stepped and any(parameter.requires_grad for parameter in self.model.parameters()):
             taps.append(Tap("", self._reduce(self.clock), "param_grad"))
         with ExitStack() as opened:
-            session = Session(self.model, taps, scope=self._scope, on_silent="ignore", on_fault=self._on_fault).attach()
+            session = self._session(taps).attach()
             opened.callback(session.abandon)
             if self._steps is not None:
                 opened.callback(self._steps.detach)
@@ -132,8 +132,7 @@ class Watch:
         if compiled_among(self.model.modules()) or graphs_so_far() > self._graphs:
             return
         taps = self._sites(self._needs, self.clock, heavy=True)
-        session = Session(self.model, taps, scope=self._scope, on_silent="ignore", on_fault=self._on_fault)
-        self._thorough.callback(session.attach().abandon)
+        self._thorough.callback(self._session(taps).attach().abandon)
         if self._detours and any(need.port == "attention" for need in self._needs):
             self._attend()
 
@@ -215,6 +214,10 @@ class Watch:
         own = {id(parameter) for parameter in self.model.parameters()}
         return any(id(p) in own for group in self.optimizer.param_groups for p in group["params"])
 
+    def _session(self, taps: list[Tap]) -> Session:
+        when = None if self.clock.by_passes else self.clock  # which has to see passes to count them
+        return Session(self.model, taps, scope=self._scope, on_silent="ignore", on_fault=self._on_fault, when=when)
+
     def _reduce(self, clock: Clock, *stats: Stat, heavy: bool = False) -> Reduce:
         reduce = Reduce(*stats, clock=clock)
         (self._heavy if heavy else self._reduces).append(reduce)
@@ -240,8 +243,7 @@ class Watch:
 
         everything = Selector.union(["", *([is_part] if any(is_part(*place) for place in walk(self.model)) else [])])
         taps = [Tap(everything, enter, "input"), Tap(everything, leave, "output")]
-        session = Session(self.model, taps, scope=self._scope, on_silent="ignore", on_fault=self._on_fault)
-        self._attention.callback(session.attach().abandon)
+        self._attention.callback(self._session(taps).attach().abandon)
         self._attention.enter_context(Attending(tell))
 
 

@@ -1,9 +1,9 @@
-// Moments and histograms on a GPU. Every block has a row of its own, which it finds, adds to and leaves behind: no
-// block waits for another, and a launch has no tail. The rows are merged when somebody reads them.
+// Moments, histograms and what each unit does, on a GPU. Moments: every block has a row of its own, which it finds, adds
+// to and leaves behind: no block waits for another, and a launch has no tail. The rows are merged when they are read.
 //
-// Powers are of (x - centre) * scale, in single precision, where centre and scale come from what the block saw before.
-// If that turns out to be far from what it sees now, or something is not finite, the block reads its values again in
-// double precision. So the result is as good for a mean of 1e6 and a deviation of 1 as for any other.
+// Powers are of (x - centre) * scale, in single precision, where centre and scale come from what the block saw the last
+// time. If that turns out to be far from what it sees now, or something is not finite, the block reads its values again
+// in double precision. So the result is as good for a mean of 1e6 and a deviation of 1 as for any other.
 typedef long long Index;
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
@@ -38,14 +38,16 @@ template <Kind kind> struct Values {
     return value;
   }
 
-  // The values outside of vectors: there are fewer than two vectors of them.
-  __device__ Index odd_ones() const { return n - vectors * LANES; }
-  __device__ float odd_one(Index i) const {
-    Index at = i < head ? i : i + vectors * LANES;
+  // The value at a place.
+  __device__ float operator[](Index at) const {
     if (kind == FLOAT32) return reinterpret_cast<const float*>(data)[at];
     unsigned short bits = reinterpret_cast<const unsigned short*>(data)[at];
     return kind == BFLOAT16 ? __uint_as_float(unsigned(bits) << 16) : half(bits);
   }
+
+  // The values outside of vectors: there are fewer than two vectors of them.
+  __device__ Index odd_ones() const { return n - vectors * LANES; }
+  __device__ float odd_one(Index i) const { return (*this)[i < head ? i : i + vectors * LANES]; }
 
   // How many values the block sees.
   __device__ Index mine() const {
@@ -57,15 +59,24 @@ template <Kind kind> struct Values {
     return has_last ? seen - (tiles * TILE - vectors) * LANES : seen;
   }
 
+  // All vectors, the last one first: what was written last may be in the cache.
+  __device__ const uint4* last() const { return reinterpret_cast<const uint4*>(data + head * SIZE) + vectors - 1; }
+
+  // The first vector that this thread has to see, if there is one.
+  __device__ const uint4* first() const {
+    Index i = Index(blockIdx.x) * THREADS * AHEAD + threadIdx.x;
+    return i < vectors ? last() - i : nullptr;
+  }
+
   // Calls `vector` and `odd` with all that this thread has to see, after `begin`, and `flush` now and then. The next
-  // vectors are on their way while these are looked at. What was written last is seen first: it may be in the cache.
+  // vectors are on their way while these are looked at.
   template <class B, class V, class F, class G>
-  __device__ void each(B begin, V vector, F odd, G flush, Index most) const {
-    const uint4* last = reinterpret_cast<const uint4*>(data + head * SIZE) + vectors - 1;
-    Index step = Index(gridDim.x) * THREADS * AHEAD, end = vectors < most ? vectors : most;
+  __device__ void each(B begin, V vector, F odd, G flush) const {
+    const uint4* last = this->last();
+    Index step = Index(gridDim.x) * THREADS * AHEAD;
     Index i = Index(blockIdx.x) * THREADS * AHEAD + threadIdx.x;
     uint4 coming[AHEAD], here[AHEAD];
-    bool more = i + (AHEAD - 1) * THREADS < end;
+    bool more = i + (AHEAD - 1) * THREADS < vectors;
     if (more)
 #pragma unroll
       for (int k = 0; k < AHEAD; k++) coming[k] = last[-(i + k * THREADS)];
@@ -74,7 +85,7 @@ template <Kind kind> struct Values {
 #pragma unroll
       for (int k = 0; k < AHEAD; k++) here[k] = coming[k];
       i += step;
-      more = i + (AHEAD - 1) * THREADS < end;
+      more = i + (AHEAD - 1) * THREADS < vectors;
       if (more)
 #pragma unroll
         for (int k = 0; k < AHEAD; k++) coming[k] = last[-(i + k * THREADS)];
@@ -83,19 +94,19 @@ template <Kind kind> struct Values {
       if (rounds % FLUSH == 0) flush();
     }
     for (int k = 0; k < AHEAD; k++)
-      if (i + k * THREADS < end) vector(last[-(i + k * THREADS)]);
+      if (i + k * THREADS < vectors) vector(last[-(i + k * THREADS)]);
     if (blockIdx.x == 0 && threadIdx.x < odd_ones()) odd(odd_one(threadIdx.x));
     flush();
   }
 
   // The same, value by value.
-  template <class F> __device__ void each(F f, Index most) const {
+  template <class F> __device__ void each(F f) const {
     each([] {},
          [&](const uint4& v) {
 #pragma unroll
            for (int l = 0; l < LANES; l++) f(lane(v, l));
          },
-         f, [] {}, most);
+         f, [] {});
   }
 };
 
@@ -181,27 +192,23 @@ template <int SUMS, int LEAST> struct Together {
   }
 };
 
-constexpr Index ALL = 1ll << 62;
-
 // In double precision, in two passes.
-template <Kind kind> __device__ __noinline__ Row carefully(const Values<kind>& x, Index most) {
+template <Kind kind> __device__ __noinline__ Row carefully(const Values<kind>& x) {
   double total = 0, size = 0;
   int nan = 0, posinf = 0, neginf = 0, zeros = 0, count = 0;
   float low = INFINITE, high = -INFINITE;
-  x.each(
-      [&](float v) {
-        count++;
-        nan += v != v;
-        posinf += v == float(INFINITE);
-        neginf += v == -float(INFINITE);
-        if (!(fabsf(v) < float(INFINITE))) return;
-        total += v;
-        size += fabsf(v);
-        zeros += v == 0;
-        low = fminf(low, v);
-        high = fmaxf(high, v);
-      },
-      most);
+  x.each([&](float v) {
+    count++;
+    nan += v != v;
+    posinf += v == float(INFINITE);
+    neginf += v == -float(INFINITE);
+    if (!(fabsf(v) < float(INFINITE))) return;
+    total += v;
+    size += fabsf(v);
+    zeros += v == 0;
+    low = fminf(low, v);
+    high = fmaxf(high, v);
+  });
   Together<7, 2> all = {{double(count), double(nan), double(posinf), double(neginf), double(zeros), total, size},
                         {low, -high}};
   all.meet();
@@ -217,15 +224,13 @@ template <Kind kind> __device__ __noinline__ Row carefully(const Values<kind>& x
   double left = finite(row);
   row.mean = left > 0 ? all.sums[5] / left : 0;
   double s2 = 0, s3 = 0, s4 = 0;
-  x.each(
-      [&](float v) {
-        if (!(fabsf(v) < float(INFINITE))) return;
-        double d = v - row.mean, q = d * d;
-        s2 += q;
-        s3 += q * d;
-        s4 += q * q;
-      },
-      most);
+  x.each([&](float v) {
+    if (!(fabsf(v) < float(INFINITE))) return;
+    double d = v - row.mean, q = d * d;
+    s2 += q;
+    s3 += q * d;
+    s4 += q * q;
+  });
   Together<3, 1> powers = {{s2, s3, s4}, {0}};
   powers.meet();
   row.m2 = powers.sums[0];
@@ -234,29 +239,41 @@ template <Kind kind> __device__ __noinline__ Row carefully(const Values<kind>& x
   return row;
 }
 
-// Where a block looks from: near the mean of what `row` saw, in units of about its deviation.
+// Where a block looks from; a scale of zero: nowhere yet.
 struct Place {
-  float centre = 0, scale = 1, shift = 0;
-
-  Place() = default;
-  __device__ explicit Place(const Row& row) {
-    double n = finite(row), variance = n > 0 ? row.m2 / n : 0;
-    centre = row.mean;
-    double unit = variance > 0 ? sqrt(variance) : fabs(row.mean);
-    int exponent = unit > 0 ? ilogb(unit) : 0;
-    scale = ldexpf(1.0f, exponent < -120 ? 120 : exponent > 120 ? -120 : -exponent);
-    shift = -centre * scale;
-  }
+  float centre, scale;
 };
 
+// Near the mean of what `row` saw, in units of about its deviation.
+__device__ Place near(const Row& row) {
+  double n = finite(row), variance = n > 0 ? row.m2 / n : 0, unit = variance > 0 ? sqrt(variance) : fabs(row.mean);
+  int exponent = unit > 0 ? ilogb(unit) : 0;
+  return {float(row.mean), ldexpf(1.0f, exponent < -120 ? 120 : exponent > 120 ? -120 : -exponent)};
+}
+
+// About what a block is going to see: the mean and the deviation of a vector a thread.
+template <Kind kind> __device__ Row glance(const Values<kind>& x) {
+  double n = 0, first = 0, second = 0;
+  if (const uint4* vector = x.first())
+    for (int l = 0; l < Values<kind>::LANES; l++) {
+      float v = Values<kind>::lane(*vector, l);
+      if (!(fabsf(v) < float(INFINITE))) continue;
+      n++, first += v, second += double(v) * v;
+    }
+  Together<3, 1> all = {{n, first, second}, {0}};
+  all.meet();
+  n = all.sums[0];
+  return n > 0 ? from_powers(n, 0, 1, all.sums[1], all.sums[2], 0, 0) : nothing();
+}
+
 // In single precision, in one pass; false if that is not good enough.
-template <Kind kind> __device__ bool quickly(const Values<kind>& x, const Row& known, Row& row) {
+template <Kind kind> __device__ bool quickly(const Values<kind>& x, Place from, Row& row) {
   float s1 = 0, s2 = 0, s3 = 0, s4 = 0, size = 0;
   double t1 = 0, t2 = 0, t3 = 0, t4 = 0, sizes = 0;
+  float shift;
   Extremes<kind> extremes;
-  Place from;
   auto add = [&](float v) {
-    float d = fmaf(v, from.scale, from.shift), q = d * d;
+    float d = fmaf(v, from.scale, shift), q = d * d;
     s1 += d;
     s2 += q;
     s3 = fmaf(q, d, s3);
@@ -265,8 +282,8 @@ template <Kind kind> __device__ bool quickly(const Values<kind>& x, const Row& k
   };
   x.each(
       [&] {
-        // A block that saw nothing yet looks at the first vectors.
-        from = Place(finite(known) > 0 ? known : carefully(x, Index(gridDim.x) * THREADS * AHEAD));
+        if (from.scale == 0) from = near(glance(x));
+        shift = -from.centre * from.scale;
       },
       [&](const uint4& v) {
 #pragma unroll
@@ -281,8 +298,7 @@ template <Kind kind> __device__ bool quickly(const Values<kind>& x, const Row& k
         t1 += s1, t2 += s2, t3 += s3, t4 += s4, sizes += size;
         s1 = s2 = s3 = s4 = size = 0;
         extremes.flush();
-      },
-      ALL);
+      });
   double n = x.mine();
   if (n == 0) return row = nothing(), true;
   Together<6, 2> all = {{t1, t2, t3, t4, sizes, double(extremes.zeros)}, {extremes.low, -extremes.high}};
@@ -291,8 +307,8 @@ template <Kind kind> __device__ bool quickly(const Values<kind>& x, const Row& k
   double m = t1 / n, mean_of_squares = t2 / n, variance = mean_of_squares - m * m;
   bool finite = sizes < INFINITE && t4 < INFINITE;
   bool constant = t1 == 0 && t2 == 0;
-  bool near = m * m <= 4 * variance, in_range = mean_of_squares > 1e-12 && mean_of_squares < 1e12;
-  if (!finite || !(constant || (near && in_range))) return false;
+  bool is_near = m * m <= 4 * variance, in_range = mean_of_squares > 1e-12 && mean_of_squares < 1e12;
+  if (!finite || !(constant || (is_near && in_range))) return false;
   row = from_powers(n, from.centre, from.scale, t1, t2, t3, t4);
   row.abs_sum = sizes;
   row.zeros = all.sums[5];
@@ -301,14 +317,31 @@ template <Kind kind> __device__ bool quickly(const Values<kind>& x, const Row& k
   return true;
 }
 
-template <Kind kind> __global__ void __launch_bounds__(THREADS, 2) moments(const void* data, Index n, Row* rows) {
+// `places` outlast the rows, for what is measured is forgotten again and again and does not change much meanwhile.
+template <Kind kind>
+__global__ void __launch_bounds__(THREADS, 2) moments(const void* data, Index n, Row* rows, Place* places) {
   Values<kind> x(data, n);
   Row known = rows[blockIdx.x], found;
-  if (!quickly(x, known, found)) found = carefully(x, ALL);
+  if (!quickly(x, places[blockIdx.x], found)) found = carefully(x);
   if (threadIdx.x == 0) {
+    if (finite(found) > 0) places[blockIdx.x] = near(found);
     merge(known, found);
     rows[blockIdx.x] = known;
   }
+}
+
+// Merges the rows of each state into one.
+__global__ void settle(const Row* rows, Index each, Row* settled) {
+  __shared__ Row parts[32];
+  const Row* mine = rows + blockIdx.x * each;
+  Row row = nothing();
+  for (Index i = threadIdx.x; i < each; i += 32) merge(row, mine[i]);
+  parts[threadIdx.x] = row;
+  for (int away = 16; away; away /= 2) {
+    __syncwarp();
+    if (threadIdx.x < away) merge(parts[threadIdx.x], parts[threadIdx.x + away]);
+  }
+  if (threadIdx.x == 0) settled[blockIdx.x] = parts[0];
 }
 
 // The bin of a value is the first eleven bits of it as a float. Zeros are so frequent that they are counted apart.
@@ -320,17 +353,101 @@ template <Kind kind> __global__ void __launch_bounds__(THREADS, 4) histogram(con
   __syncthreads();
   Values<kind> x(data, n);
   unsigned zeros = 0;
-  x.each(
-      [&](float v) {
-        unsigned bits = __float_as_uint(v);
-        if (bits == 0)
-          zeros++;
-        else
-          atomicAdd(&found[bits >> 21], 1u);
-      },
-      ALL);
+  x.each([&](float v) {
+    unsigned bits = __float_as_uint(v);
+    if (bits == 0)
+      zeros++;
+    else
+      atomicAdd(&found[bits >> 21], 1u);
+  });
   atomicAdd(&found[0], zeros);
   __syncthreads();
   for (int i = threadIdx.x; i < BINS; i += THREADS)
     if (found[i]) atomicAdd(&bins[i], double(found[i]));
+}
+
+// What each unit does. In memory a tensor is rows, in which every unit has `inner` values side by side. Sums are of the
+// distance from the unit's first value, in double precision, and go into `sums`, which `merge_units` merges into the
+// state: five numbers of each unit, as in native.cpp.
+struct Sums {
+  double first, second, size;
+  unsigned n, active;
+
+  __device__ void add(float v, double from) {
+    if (!(fabsf(v) < float(INFINITE))) return;
+    double d = v - from;
+    first += d;
+    second += d * d;
+    size += fabsf(v);
+    n++;
+    active += v > 0;
+  }
+  __device__ void add_to(double* sums, Index units, Index unit) const {
+    const double all[] = {double(n), first, second, size, double(active)};
+    for (int i = 0; i < 5; i++) atomicAdd(&sums[i * units + unit], all[i]);
+  }
+};
+
+template <Kind kind> __device__ double begin_of(const Values<kind>& x, Index unit, Index inner) {
+  float v = x[unit * inner];
+  return fabsf(v) < float(INFINITE) ? v : 0;
+}
+
+// Units that have few values in a row: a warp sees as many columns as it has lanes, the next warp the next row.
+template <Kind kind>
+__global__ void __launch_bounds__(THREADS) across(const void* data, Index rows, Index units, Index inner, double* sums) {
+  __shared__ Sums parts[WARPS][32];
+  Values<kind> x(data, rows * units * inner);
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  Index columns = units * inner, column = Index(blockIdx.x) * 32 + lane, unit = column / inner;
+  Sums found = {};
+  if (column < columns) {
+    double from = begin_of(x, unit, inner);
+#pragma unroll 8
+    for (Index row = Index(blockIdx.y) * WARPS + warp; row < rows; row += gridDim.y * WARPS)
+      found.add(x[row * columns + column], from);
+  }
+  parts[warp][lane] = found;
+  __syncthreads();
+  if (warp || column >= columns) return;
+  for (int other = 1; other < WARPS; other++) {
+    const Sums& part = parts[other][lane];
+    found.first += part.first, found.second += part.second, found.size += part.size;
+    found.n += part.n, found.active += part.active;
+  }
+  found.add_to(sums, units, unit);
+}
+
+// Units that have many: a warp sees them in one row, the next warp in the next.
+template <Kind kind>
+__global__ void __launch_bounds__(THREADS) along(const void* data, Index rows, Index units, Index inner, double* sums) {
+  Values<kind> x(data, rows * units * inner);
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  Index unit = blockIdx.x;
+  double from = begin_of(x, unit, inner);
+  Sums found = {};
+  for (Index row = Index(blockIdx.y) * WARPS + warp; row < rows; row += gridDim.y * WARPS) {
+    Index begin = (row * units + unit) * inner;
+#pragma unroll 4
+    for (Index i = lane; i < inner; i += 32) found.add(x[begin + i], from);
+  }
+  Together<5, 1> all = {{found.first, found.second, found.size, double(found.n), double(found.active)}, {0}};
+  all.meet();
+  if (threadIdx.x) return;
+  const double order[] = {all.sums[3], all.sums[0], all.sums[1], all.sums[2], all.sums[4]};
+  for (int i = 0; i < 5; i++) atomicAdd(&sums[i * units + unit], order[i]);
+}
+
+template <Kind kind>
+__global__ void merge_units(const void* data, Index units, Index inner, const double* sums, double* state) {
+  Index unit = Index(blockIdx.x) * THREADS + threadIdx.x;
+  if (unit >= units || !(sums[unit] > 0)) return;
+  double n = sums[unit], first = sums[units + unit], m2 = sums[2 * units + unit] - first * first / n;
+  double mean = begin_of(Values<kind>(data, 0), unit, inner) + first / n;
+  double before = state[unit], share = n / (before + n), d = mean - state[units + unit];
+  state[unit] += n;
+  state[units + unit] += d * share;
+  state[2 * units + unit] += (m2 > 0 ? m2 : 0) + d * (before * share) * d;
+  state[3 * units + unit] += sums[3 * units + unit];
+  state[4 * units + unit] += sums[4 * units + unit];
 }

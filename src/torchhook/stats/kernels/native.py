@@ -37,10 +37,9 @@ class Native(Plain):
             super().channels(state, x, dim)
             return
         x = dense(x)
-        n, units = x.numel(), x.size(dim)
-        if n:  # in whatever order the dimensions lie, a unit has `inner` values before the next one begins
-            inner = x.stride(dim) if units > 1 else n
-            function(address(x), n // (units * inner), units, inner, torch.get_num_threads(), state.data_ptr())
+        rows, units, inner = laid_out(x, dim)
+        if rows:
+            function(address(x), rows, units, inner, torch.get_num_threads(), state.data_ptr())
 
     def _run(self, name: str, state: Tensor, x: Tensor) -> bool:
         function = self.functions.get((name, x.dtype)) or self._function(name, x.dtype)
@@ -66,6 +65,17 @@ def dense(x: Tensor) -> Tensor:
     if x.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense.default(x):
         return x
     return x.contiguous()
+
+
+def laid_out(x: Tensor, dim: int) -> tuple[int, int, int]:
+    """In whatever order the dimensions lie: how often all units follow one another, how many, and how many values each.
+
+    >>> laid_out(torch.zeros(2, 3, 5), 1), laid_out(torch.zeros(2, 5, 3), 2), laid_out(torch.zeros(0, 3), 1)
+    ((2, 3, 5), (10, 3, 1), (0, 3, 1))
+    """
+    n, units = x.numel(), x.size(dim)
+    inner = int(x.stride(dim)) if units > 1 else max(n, 1)
+    return n // max(units * inner, 1), units, inner
 
 
 def address(x: Tensor) -> int:

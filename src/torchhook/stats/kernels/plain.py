@@ -31,6 +31,10 @@ class Plain:
             pieces = x.reshape(-1).split(_CACHED if x.device.type == "cpu" else _PIECE)
             row.copy_(merged_moments(torch.stack([row, *map(moments_of, pieces)])))
 
+    def settled(self, states: Tensor) -> Tensor:
+        """The rows of each state as one."""
+        return merged_moments(states.movedim(1, 0))
+
     def histogram(self, state: Tensor, x: Tensor) -> None:
         """Add the values in `x` to the bins in `state`."""
         for piece in x.reshape(-1).split(_PIECE):
