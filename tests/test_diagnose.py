@@ -22,14 +22,7 @@ from specimens import Containers, Returning, hooks_of
 from torchhook import Report, diagnose
 from torchhook.rules import RULES
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """More gain nothing for small tensors, and wait for each other where somebody else works, too."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Net(nn.Module):

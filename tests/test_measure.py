@@ -33,16 +33,9 @@ from torchhook import (
 )
 from torchhook.core.passes import sessions_here
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SIX = ("moments", "histogram", "quantiles", "channels", "covariance", "topk")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """More gain nothing for small tensors, and wait for each other where somebody else works, too."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def net():

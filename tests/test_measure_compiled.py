@@ -8,20 +8,11 @@ from torch._dynamo.utils import counters
 from specimens import Blocks
 from torchhook import TopK, arm, measure
 
-pytestmark = pytest.mark.usefixtures("nothing_compiled")
+pytestmark = pytest.mark.usefixtures("nothing_compiled", "one_thread")
 
 SIX = ("moments", "histogram", "quantiles", "channels", "covariance", "topk")
 BACKENDS = ["aot_eager", "inductor"]
 HOW = ["torch.compile", "of the original", "module.compile", "armed function"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """More gain nothing for small tensors, and wait for each other where somebody else works, too."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def compiled_by(how, model, backend):

@@ -251,3 +251,37 @@ def test_sites_are_listed_in_order():
         ]
         assert session.aliases["second"] == "first" and session.aliases["second.bias"] == "first.bias"
         assert repr(session) == "Session(Shared, 2 taps, attached)"
+
+
+class Turn:
+    active = False
+
+
+PORTS = ("input", "output", "grad_input", "grad_output", "param", "param_grad")
+
+
+@pytest.mark.parametrize("sink", [False, True])
+def test_calls_pass_by_unseen_while_it_is_nobodys_turn(sink):
+    model, turn, ring, seen = net(), Turn(), Ring(max_entries=100), []
+    taps = [Tap("0", Record(ring) if sink else lambda event: seen.append(event.port), port=port) for port in PORTS]
+    counts = []
+    with Session(model, taps, when=turn):
+        for active in (False, True, False, True):
+            turn.active = active
+            model(torch.ones(1, 4, requires_grad=True)).sum().backward()
+            counts.append(len(list(ring.entries())) if sink else len(seen))
+    a_turn = len(PORTS) + 2  # weight and bias
+    assert counts == [0, a_turn, a_turn, 2 * a_turn]
+
+
+def test_a_turn_may_begin_and_end_inside_of_a_pass():
+    model, turn, seen = net(), Turn(), []
+    model[1].register_forward_hook(lambda *_: setattr(turn, "active", not turn.active))
+    taps = [Tap("**", lambda event: seen.append((event.path, event.port)), port=port) for port in ("input", "output")]
+    with Session(model, taps, when=turn):
+        model(torch.ones(1, 4))
+        assert seen == [("2", "input"), ("2", "output")]
+        model(torch.ones(1, 4))
+        assert seen[2:] == [("0", "input"), ("0", "output"), ("1", "input")]
+        model(torch.ones(1, 4))
+    assert seen[5:] == seen[:2]

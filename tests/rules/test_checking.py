@@ -16,14 +16,7 @@ from torchhook.rules.kinds import kind_of
 from torchhook.stats.reading import FLAGS
 from torchhook.watching.watch import Watch
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """More gain nothing for small tensors, and wait for each other where somebody else works, too."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

@@ -17,14 +17,7 @@ from torchhook import Profile, check, diagnose
 from torchhook.rules import RULES, History
 from torchhook.watching.watch import Watch
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """More gain nothing for small tensors, and wait for each other where somebody else works, too."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Example(NamedTuple):

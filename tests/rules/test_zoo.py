@@ -4,21 +4,13 @@ By one seed; `benchmarks/rules.py` does the same by many, on which no threshold 
 """
 
 import pytest
-import torch
 
 from zoo import FAULTS, HEALTHY
 from zoo.inspecting import inspected, is_at
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SEED = 1000
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """More gain nothing for small tensors, and wait for each other where somebody else works, too."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def worth_a_look(specimen):

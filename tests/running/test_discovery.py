@@ -24,13 +24,7 @@ from torchhook.running import discovery
 from torchhook.running.discovery import Discovery
 from torchhook.runs import Run
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)

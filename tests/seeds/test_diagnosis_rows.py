@@ -20,14 +20,7 @@ from torchhook.errors import NonfiniteError
 from zoo import FAULTS, HEALTHY
 from zoo.inspecting import inspected, is_at
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """More gain nothing for small tensors, and wait for each other where somebody else works, too."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def batches(count=4, size=64):

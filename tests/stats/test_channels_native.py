@@ -14,6 +14,8 @@ from torchhook.stats.kernels import kernels
 from torchhook.stats.kernels.native import Native
 from torchhook.stats.kernels.plain import Plain
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 COMPILED = kernels(torch.device("cpu"))
 both = pytest.mark.parametrize("kernel", [COMPILED, Plain()], ids=["compiled", "plain"])
 
@@ -21,14 +23,6 @@ ROWS = [0, 1, 2, 3, 8, 21, 31, 127, 128, 129, 260]
 UNITS = [1, 2, 3, 7, 10, 21, 31, 63, 64, 65, 129, 255, 257, 300, 515]
 INNERS = [1, 2, 3, 4, 9, 15, 16, 17, 31, 32, 49, 63, 64, 65, 79, 100, 196, 1000, 4097, 8192, 8200, 17_000]
 MOST = 20_000
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @st.composite

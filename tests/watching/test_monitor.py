@@ -27,13 +27,7 @@ from torchhook.watching.watch import Watch
 from zoo.nets import ConvNet
 from zoo.tasks import digits
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Kept(Log):

@@ -11,13 +11,14 @@ from typing import Annotated, Any
 import typer
 
 from torchhook.cli.loading import Shape, data_of, loss_of, model_of, optimizer_of, split, wrong
+from torchhook.cli.options import OUTPUT, RULES, Ignore, Reports, Select
 from torchhook.cli.outputs import Format, deliver, require_writable
 from torchhook.cli.progress import bar
 from torchhook.config import Config
 from torchhook.findings import Severity
 
 _BATCHES = 4
-_TASK, _RULES, _OUTPUT = "What it is trained on", "What to look for", "What to write"
+_TASK = "What it is trained on"
 
 
 def diagnose(
@@ -64,34 +65,21 @@ def diagnose(
         int,
         typer.Option(metavar="N", rich_help_panel=_TASK, help="Of all random numbers, so that findings come again."),
     ] = 0,
-    select: Annotated[
-        list[str] | None,
-        typer.Option(metavar="CODES", rich_help_panel=_RULES, help="Only these rules: TH201, or TH2,TH4 for families."),
-    ] = None,
-    ignore: Annotated[
-        list[str] | None, typer.Option(metavar="CODES", rich_help_panel=_RULES, help="Not these rules.")
-    ] = None,
+    select: Select = None,
+    ignore: Ignore = None,
     fail_on: Annotated[
         Severity | None,
         typer.Option(
             metavar="SEVERITY",
-            rich_help_panel=_RULES,
+            rich_help_panel=RULES,
             help="End with 1 from this on: info, warning or, if not said, error.",
         ),
     ] = None,
-    reports: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--report",
-            metavar="FILE",
-            rich_help_panel=_OUTPUT,
-            help="Write a report: .html, .json, .xml (JUnit) or .md. May be given more than once.",
-        ),
-    ] = None,
+    reports: Reports = None,
     form: Annotated[
         Format,
         typer.Option(
-            "--format", metavar="FORMAT", rich_help_panel=_OUTPUT, help="What to print: text, json, junit or markdown."
+            "--format", metavar="FORMAT", rich_help_panel=OUTPUT, help="What to print: text, json, junit or markdown."
         ),
     ] = Format.TEXT,
 ) -> None:

@@ -19,6 +19,7 @@ from rich.console import Console
 from torchhook import render
 from torchhook.cli.errors import in_words
 from torchhook.cli.loading import split
+from torchhook.cli.options import OUTPUT, RULES, Ignore, Reports, Select
 from torchhook.cli.outputs import require_writable
 from torchhook.config import Config
 from torchhook.errors import TorchhookError
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from torchhook.watching.monitor import Monitor
 
 PARSING = {"allow_interspersed_args": False}  # what comes after the script is its own
-_RULES, _OUTPUT = "What to look for", "What to write"
 _UNUSABLE = (ImportError, OSError, TorchhookError, ValueError)  # what the user can do something about
 
 
@@ -42,40 +42,21 @@ def run(
     args: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Its own, whatever they are.")] = None,
     is_module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as for python -m.")] = False,
     every: Annotated[
-        int, typer.Option(metavar="N", min=1, rich_help_panel=_RULES, help="Measure one step in so many.")
+        int, typer.Option(metavar="N", min=1, rich_help_panel=RULES, help="Measure one step in so many.")
     ] = 10,
-    select: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--select",
-            "--rules",
-            metavar="CODES",
-            rich_help_panel=_RULES,
-            help="Only these rules: TH201, or TH2,TH4 for families.",
-        ),
-    ] = None,
-    ignore: Annotated[
-        list[str] | None, typer.Option(metavar="CODES", rich_help_panel=_RULES, help="Not these rules.")
-    ] = None,
+    select: Select = None,
+    ignore: Ignore = None,
     stop: Annotated[
         bool,
-        typer.Option("--stop-on-error", rich_help_panel=_RULES, help="Stop the training when an error is found."),
+        typer.Option("--stop-on-error", rich_help_panel=RULES, help="Stop the training when an error is found."),
     ] = False,
     to: Annotated[
-        Path, typer.Option(metavar="FOLDER", file_okay=False, rich_help_panel=_OUTPUT, help="Where runs are kept.")
+        Path, typer.Option(metavar="FOLDER", file_okay=False, rich_help_panel=OUTPUT, help="Where runs are kept.")
     ] = Path("runs"),
     name: Annotated[
-        str | None, typer.Option(metavar="NAME", rich_help_panel=_OUTPUT, help="Of the run; if not said, the script's.")
+        str | None, typer.Option(metavar="NAME", rich_help_panel=OUTPUT, help="Of the run; if not said, the script's.")
     ] = None,
-    reports: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--report",
-            metavar="FILE",
-            rich_help_panel=_OUTPUT,
-            help="Write a report: .html, .json, .xml (JUnit) or .md. May be given more than once.",
-        ),
-    ] = None,
+    reports: Reports = None,
 ) -> None:
     """Run a training script as it is, and tell what went wrong inside its models.
 

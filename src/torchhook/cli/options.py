@@ -1,0 +1,33 @@
+"""Options that several commands have, said once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+RULES, OUTPUT = "What to look for", "What to write"
+
+Select = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--select",
+        "--rules",
+        metavar="CODES",
+        rich_help_panel=RULES,
+        help="Only these rules: TH201, or TH2,TH4 for families.",
+    ),
+]
+Ignore = Annotated[
+    list[str] | None, typer.Option("--ignore", metavar="CODES", rich_help_panel=RULES, help="Not these rules.")
+]
+Reports = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--report",
+        metavar="FILE",
+        rich_help_panel=OUTPUT,
+        help="Write a report: .html, .json, .xml (JUnit) or .md. May be given more than once.",
+    ),
+]
