@@ -23,7 +23,7 @@ def picture(maps: Tensor) -> Tensor:
     >>> picture(torch.tensor([[[0.0, 1.0]], [[2.0, 6.0]]])).tolist()
     [[0, 255, 0, 0, 255]]
     """
-    return _grid([_grey(one) for one in maps[:_MOST]])
+    return _grid(_grey(maps[:_MOST]))
 
 
 def png(maps: Tensor) -> bytes:
@@ -40,25 +40,24 @@ def png(maps: Tensor) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header) + _chunk(b"IDAT", pixels) + _chunk(b"IEND", b"")
 
 
-def _grey(one: Tensor) -> Tensor:
-    stride = max(1, math.ceil(max(one.shape) / _SIDE))
-    one = one[::stride, ::stride].double()
-    finite = one.isfinite()
-    if not finite.any():
-        return torch.zeros(one.shape, dtype=torch.uint8)
-    low, high = one[finite].min(), one[finite].max()
-    scaled = (one - low) / (high - low) if high > low else torch.full_like(one, 0.5)
+def _grey(maps: Tensor) -> Tensor:
+    stride = max(1, math.ceil(max(maps.shape[1:]) / _SIDE))
+    maps = maps[:, ::stride, ::stride].double()
+    finite = maps.isfinite()
+    low = maps.where(finite, math.inf).amin((1, 2), keepdim=True)
+    high = maps.where(finite, -math.inf).amax((1, 2), keepdim=True)
+    scaled = torch.where(high > low, (maps - low) / (high - low), 0.5)
     return (scaled.where(finite, 0) * 255).round().to(torch.uint8)
 
 
-def _grid(pictures: list[Tensor]) -> Tensor:
+def _grid(pictures: Tensor) -> Tensor:
+    """Side by side, in about as many rows as columns."""
     columns = math.ceil(math.sqrt(len(pictures)))
-    height, width = (side + 1 for side in pictures[0].shape)
-    grid = torch.zeros(math.ceil(len(pictures) / columns) * height - 1, columns * width - 1, dtype=torch.uint8)
-    for number, picture in enumerate(pictures):
-        top, left = number // columns * height, number % columns * width
-        grid[top : top + height - 1, left : left + width - 1] = picture
-    return grid
+    rows = math.ceil(len(pictures) / columns)
+    height, width = pictures.shape[1] + 1, pictures.shape[2] + 1
+    grid = torch.zeros(rows * columns, height, width, dtype=torch.uint8)
+    grid[: len(pictures), :-1, :-1] = pictures
+    return grid.view(rows, columns, height, width).transpose(1, 2).reshape(rows * height, columns * width)[:-1, :-1]
 
 
 def _chunk(kind: bytes, data: bytes) -> bytes:

@@ -135,17 +135,20 @@ class Steps:
         if self.param_grads and self.in_closure:
             self._look_at_gradients()
         if self.before:
-            before = list(self.before.values())
-            now = [counted(self.parameters[path]) for path in self.before]
-            updates = dict(zip(self.before, torch._foreach_sub(now, before), strict=True))
-            if not self.norms_alone:
+            norms = self._norms(self.before)
+            updates, self.before = self.before, {}
+            now = [counted(self.parameters[path]) for path in updates]
+            if self.norms_alone:  # which are the same backwards
+                torch._foreach_sub_(list(updates.values()), now)
+            else:
+                torch._foreach_neg_(list(updates.values()))
+                torch._foreach_add_(list(updates.values()), now)
                 for path, update in updates.items():
                     self._cell(path, "update").update(update)
-            norms, changes = self._norms(self.before), self._norms(updates)
+            changes = self._norms(updates)
             self.numbers.measure("param_norm", norms)
             self.numbers.measure("update_norm", changes)
             self.numbers.measure("update_ratio", {path: changes[path] / norms[path] for path in norms})
-            self.before = {}
 
     def _look_at_gradients(self) -> None:
         scaler = scaler_that_steps()
