@@ -26,6 +26,9 @@ def twins_of(model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, 
     memo: dict[int, Any] = {}
     try:
         twin = copy.deepcopy(model, memo)
+        for module in twin.modules():
+            if isinstance(module, nn.RNNBase):  # cuDNN wants its weights in one piece, and warns of copies
+                module.flatten_parameters()
         return twin, None if optimizer is None else _twin_of(optimizer, memo)
     except Exception as error:
         raise ValueError(
