@@ -61,6 +61,6 @@ def test_the_names_are_functions():
 
 
 def test_importing_needs_neither_plotly_nor_rich():
-    script = "import sys, torchhook.render, torchhook.plot; print({'plotly', 'rich'} & set(sys.modules))"
+    script = "import sys, torchhook.render, torchhook.figures; print({'plotly', 'rich'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

@@ -11,8 +11,8 @@ import typer
 
 from torchhook import render
 from torchhook.cli.loading import wrong
+from torchhook.figures.style import plotly
 from torchhook.findings import Report
-from torchhook.plot.style import plotly
 from torchhook.render.files import FORMATS
 
 

@@ -1,178 +1,177 @@
-"""A number by layer, in execution order: how gradients flow, what activations look like, how far each step goes."""
+"""A number by layer, the first layer on top: how gradients flow, and how a statistic goes from step to step."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
+from torchhook.errors import NotRecordedError
 from torchhook.findings import Report
-from torchhook.plot.style import BLUE, GREEN, VERMILLION, is_number, label, plotly, quiet
+from torchhook.measured import Stats
+from torchhook.plot.arrays import finite, numbers, reach, share_below
+from torchhook.plot.sources import paths_with, snapshot_of
+from torchhook.plot.style import (
+    BLUE,
+    GREY,
+    ORANGE,
+    SMALL,
+    colour_bar,
+    colours,
+    legend_above,
+    library,
+    mark_odd,
+    name_layers,
+    place,
+    quiet,
+    rows_page,
+)
+from torchhook.rules.checking import layers_of
+from torchhook.runs import Run
+from torchhook.runs.queries import Series
+from torchhook.stats.reading import Snapshot
 
-HEALTHY_UPDATES = (1e-5, 3e-2)
-"""How far a healthy step moves a parameter, relative to its size."""
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-NAMED = 30  # more layers than this have numbers below the axis, and their names under the pointer
-LONGEST = 20  # characters of a name below the axis
+_WIDE = 100.0  # how many times the least the largest must be for a scale of logarithms
 
-
-@dataclass(frozen=True)
-class Panel:
-    """One number of the layers of a kind, and how it is drawn."""
-
-    title: str
-    key: str
-    layers: Sequence[Mapping[str, Any]]
-    log: bool = True
-    band: tuple[float, float] | None = None
-
-    def has_height(self, layer: Mapping[str, Any]) -> bool:
-        """Whether the number of a layer has a place on the axis."""
-        value = layer[self.key]
-        return is_number(value) and (value > 0 or not self.log)
+Sizes = list[tuple[str, float]]
+"""Layers, and the sizes of gradients there; a layer may come more than once."""
 
 
-def gradient_flow(report: Report) -> Any:
-    """The size of the gradient by layer, on a log scale: where it fades, where it explodes.
+def gradient_flow(stats: Stats | Snapshot | Report | Run, *, ax: Axes | None = None) -> Figure:
+    """How large gradients are, layer by layer in execution order, on a log scale: a straight column is healthy.
 
-    >>> report = Report(layers=({"site": "fc", "kind": "module", "grad_norm": 1e-3},))
-    >>> gradient_flow(report).data[0].y, gradient_flow(Report())
-    ((0.001,), None)
+    Circles are gradients of what a layer gives (``measure(..., grads=True)``), squares those of its parameters
+    (``param_grads=True``). A zero is a triangle at the left, what is not finite a cross at the right. Of a run it is
+    the last window that has gradients.
+
+    >>> from torch import nn, ones
+    >>> from torchhook import measure
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    >>> with measure(model, grads=True, param_grads=True) as stats:
+    ...     model(ones(8, 4)).sum().backward()
+    >>> [tick.get_text() for tick in gradient_flow(stats).axes[0].get_yticklabels()]
+    ['0', '1', '2']
     """
-    return _stacked(
-        Panel("Gradient at each output (rms)", "grad_norm", _with(report, "module", "grad_norm")),
-        Panel("Gradient of each parameter (norm)", "grad_norm", _with(report, "parameter", "grad_norm")),
-    )
+    outputs, parameters, kind = _of_report(stats) if isinstance(stats, Report) else _of_stats(stats)
+    rows = {layer: row for row, layer in enumerate(dict.fromkeys(layer for layer, _ in outputs + parameters))}
+    figure, ax = place(ax, *rows_page(len(rows)))
+    ax.set_xscale("log")
+    name_layers(ax, list(rows))
+    size = 5 if len(rows) <= 100 else 3
+    _points(ax, rows, outputs, label="of what it gives (rms)", marker="o", color=BLUE, markersize=size, linewidth=1)
+    style = {"marker": "s", "color": ORANGE, "markersize": size - 1, "linewidth": 0}
+    _points(ax, rows, parameters, label=f"of each parameter ({kind})", **style)
+    both = outputs + parameters
+    mark_odd(ax, [rows[layer] for layer, value in both if value == 0], "<", 0.0, "zero")
+    mark_odd(ax, [rows[layer] for layer, value in both if not math.isfinite(value)], "x", 1.0, "not finite")
+    ax.set_xlabel("size of the gradient")
+    quiet(ax)
+    legend_above(ax)
+    return figure
 
 
-def activations(report: Report) -> Any:
-    """The spread of each module's output, on a log scale, and the share of zeros in it.
+def layer_heatmap(run: Run | Series, stat: str = "std", port: str = "output", *, ax: Axes | None = None) -> Figure:
+    """A statistic of every layer over the steps, as colours: layers go down, steps to the right.
 
-    >>> report = Report(layers=({"site": "relu", "kind": "module", "std": 0.5, "zero_fraction": 0.4},))
-    >>> [trace.y for trace in activations(report).data if trace.y]
-    [(0.5,), (0.4,)]
+    The scale goes around zero if anything is below it, else from zero up, and by powers of ten if values are far apart.
+    The few that stand out do not stretch it. Grey is where nothing was seen, or nothing finite.
+
+    Args:
+        run: A run; or a `Series` of it, as ``run.series("std", port="param")``, of which `stat` is the title.
+        stat: A field of the moments, as ``"mean"``, ``"std"`` or ``"zero_fraction"``.
+
+    >>> import torch
+    >>> series = Series(steps=[0, 10, 20], paths=["conv", "fc"], values=torch.rand(2, 3))
+    >>> layer_heatmap(series).axes[0].collections[0].get_array().shape
+    (2, 3)
     """
-    return _stacked(
-        Panel("Spread of each output (standard deviation)", "std", _with(report, "module", "std")),
-        Panel("Share of zeros", "zero_fraction", _with(report, "module", "zero_fraction"), log=False),
+    steps, paths, values = _series(run, stat, port)
+    figure, ax = place(ax, *rows_page(len(paths)))
+    norm = _norm(values)
+    colour = colours(signed=norm.vmin < 0).with_extremes(bad=GREY)
+    if norm.vmin > 0:  # a zero has no logarithm, and is not grey
+        values = values.clamp(min=norm.vmin)
+    edges = _edges(steps), [row - 0.5 for row in range(len(paths) + 1)]
+    drawn = ax.pcolormesh(*edges, values.numpy(), norm=norm, cmap=colour, rasterized=True)
+    name_layers(ax, paths)
+    ax.set_xlabel("step", fontsize=SMALL)
+    ax.tick_params(axis="x", labelsize=SMALL)
+    colour_bar(ax, drawn, stat)
+    return figure
+
+
+def _of_report(report: Report) -> tuple[Sizes, Sizes, str]:
+    outputs, parameters = _split(report.layers)
+    if not outputs + parameters:
+        raise NotRecordedError("the report has no gradients: diagnose with a loss, or watch a training")
+    return outputs, parameters, "norm"
+
+
+def _of_stats(stats: Stats | Snapshot | Run) -> tuple[Sizes, Sizes, str]:
+    snapshot = snapshot_of(stats, "grad_output", "param_grad_norm", "param_grad")
+    outputs, parameters = _split(layers_of(snapshot))
+    if parameters:
+        return outputs, parameters, "norm"
+    readings = [snapshot[path, "param_grad"] for path in paths_with(snapshot.rows, "param_grad", stat="moments")]
+    sizes = [(_layer(one.path), math.nan if one.nonfinite else one.l2 / math.sqrt(one.count)) for one in readings]
+    return outputs, sizes[::-1], "rms"  # they came as the backward pass does, from the last
+
+
+def _split(layers: Sequence[Mapping[str, Any]]) -> tuple[Sizes, Sizes]:
+    """Gradients of what modules give, and of the parameters that are in them."""
+    known = [layer for layer in layers if layer.get("grad_norm") is not None]
+    return (
+        [(layer["site"], layer["grad_norm"]) for layer in known if layer["kind"] == "module"],
+        [(_layer(layer["site"]), layer["grad_norm"]) for layer in known if layer["kind"] == "parameter"],
     )
 
 
-def updates(report: Report) -> Any:
-    """How far the last step moved each parameter, relative to its size; the healthy band is shaded.
-
-    >>> report = Report(layers=({"site": "fc.weight", "kind": "parameter", "update_ratio": 0.3},))
-    >>> updates(report).data[0].marker.color == (VERMILLION,)
-    True
-    """
-    layers = _with(report, "parameter", "update_ratio")
-    title = "Each update, relative to its parameter"
-    return _stacked(Panel(title, "update_ratio", layers, band=HEALTHY_UPDATES))
+def _layer(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
 
 
-def _with(report: Report, kind: str, key: str) -> list[Mapping[str, Any]]:
-    return [layer for layer in report.layers if layer["kind"] == kind and layer.get(key) is not None]
+def _points(ax: Axes, rows: Mapping[str, int], sizes: Sizes, **style: Any) -> None:
+    shown = [(size, rows[layer]) for layer, size in sizes if 0 < size < math.inf]
+    if shown:
+        ax.plot([size for size, _ in shown], [row for _, row in shown], **style)
 
 
-def _stacked(*panels: Panel) -> Any:
-    """The panels that have something to show, one above the other."""
-    filled = [panel for panel in panels if panel.layers]
-    if not filled:
-        return None
-    same = all(_sites(panel) == _sites(filled[0]) for panel in filled)  # then names below the last one are enough
-    axes = {"rows": len(filled), "shared_xaxes": same, "vertical_spacing": 0.14 if same else _gap(filled[0])}
-    figure = plotly("subplots").make_subplots(**axes, subplot_titles=[panel.title for panel in filled])
-    for row, panel in enumerate(filled, start=1):
-        _draw(figure, row, panel)
-    figure.update_annotations(x=0, xanchor="left", yshift=4, font_size=12)
-    return quiet(figure, height=300 * len(filled))
+def _series(run: Any, stat: str, port: str) -> Series:
+    if isinstance(run, Run):
+        snapshot_of(run, port)  # says what is wrong if there is none
+        run = run.series(stat, port)
+    if not isinstance(run, Series):
+        raise TypeError(f"run must be a Run or a Series of one, not {run!r:.80}")
+    values = finite(numbers(run.values, "values"))
+    if tuple(values.shape) != (len(run.paths), len(run.steps)):
+        found = f"{list(values.shape)} for {len(run.paths)} paths and {len(run.steps)} steps"
+        raise ValueError(f"values of a series must be paths × steps, not of shape {found}")
+    if values.isnan().all():
+        raise NotRecordedError(f"there is no {stat} to draw: nothing finite was seen in any step")
+    return Series(run.steps, run.paths, values)
 
 
-def _sites(panel: Panel) -> list[str]:
-    return [layer["site"] for layer in panel.layers]
+def _norm(values: Tensor) -> Any:
+    """From numbers to the range of colours."""
+    colors, most = library("matplotlib.colors"), reach(values)
+    sizes = values[values != 0].abs()
+    if bool((values < 0).any()):
+        usual, ends = share_below(sizes, 0.5), {"vmin": -most, "vmax": most}
+        return colors.SymLogNorm(usual, **ends) if most > _WIDE * usual else colors.Normalize(**ends)
+    least = share_below(sizes, 0.01)
+    return colors.LogNorm(least, most) if most > _WIDE * least > 0 else colors.Normalize(0.0, most)
 
 
-def _gap(panel: Panel) -> float:
-    """The room below a panel, as a share of the figure: names stand on end there."""
-    names = _sites(panel) if len(panel.layers) <= NAMED else [""]
-    return 0.14 + 0.008 * min(max(map(len, names)), LONGEST)
-
-
-def _draw(figure: Any, row: int, panel: Panel) -> None:
-    where = {"row": row, "col": 1}
-    figure.add_trace(_points(panel), **where)
-    figure.add_trace(_odd_ones(panel), **where)
-    if panel.band is not None:
-        figure.add_hrect(*panel.band, fillcolor=GREEN, opacity=0.12, line_width=0, layer="below", **where)
-    figure.update_yaxes(**_scale(panel), **where)
-    figure.update_xaxes(**_ticks(panel.layers), range=[0.5, len(panel.layers) + 0.5], **where)
-
-
-def _points(panel: Panel) -> Any:
-    """What has a height; with a band, a diamond lies outside of it."""
-    low, high = panel.band or (-math.inf, math.inf)
-    values = [layer[panel.key] if panel.has_height(layer) else None for layer in panel.layers]
-    inside = [value is None or low <= value <= high for value in values]
-    return plotly("graph_objects").Scatter(
-        x=list(range(1, len(values) + 1)),
-        y=values,
-        mode="lines+markers" if panel.band is None else "markers",
-        line={"color": BLUE, "width": 1},
-        marker={"color": [BLUE if fine else VERMILLION for fine in inside], "size": 6 if len(values) <= 100 else 4},
-        marker_symbol=["circle" if fine else "diamond" for fine in inside],
-        text=[_hover(panel, layer) for layer in panel.layers],
-        hovertemplate="%{text}<extra></extra>",
-    )
-
-
-def _odd_ones(panel: Panel) -> Any:
-    """What has no height: a zero is a triangle at the bottom of a log scale, what is not finite a cross at the top."""
-    odd = [(x, layer) for x, layer in enumerate(panel.layers, start=1) if not panel.has_height(layer)]
-    bottom, top = (10**end if panel.log else end for end in _ends(panel))
-    zero = [is_number(layer[panel.key]) for _, layer in odd]
-    return plotly("graph_objects").Scatter(
-        x=[x for x, _ in odd],
-        y=[bottom if is_zero else top for is_zero in zero],
-        mode="markers",
-        cliponaxis=False,
-        marker={"color": VERMILLION, "size": 8},
-        marker_symbol=["triangle-down" if is_zero else "x" for is_zero in zero],
-        text=[_hover(panel, layer) for _, layer in odd],
-        hovertemplate="%{text}<extra></extra>",
-    )
-
-
-def _scale(panel: Panel) -> dict[str, Any]:
-    """A share goes up in quarters, a log scale in whole powers of ten; the lines at both ends are drawn too."""
-    bottom, top = _ends(panel)
-    step = math.ceil((top - bottom) / 5) if panel.log else 0.25
-    edge = (top - bottom) / 20
-    kind = "log" if panel.log else "linear"
-    return {"type": kind, "tick0": bottom, "dtick": step, "range": [bottom - edge, top + edge]}
-
-
-def _ends(panel: Panel) -> tuple[float, float]:
-    """The lowest and the highest line across: of a log scale the powers of ten around its values."""
-    if not panel.log:
-        return 0.0, 1.0
-    values = [layer[panel.key] for layer in panel.layers if panel.has_height(layer)]
-    powers = [math.log10(value) for value in (*values, *(panel.band or ()))] or [0.0]
-    return math.floor(min(powers) - 0.1), math.ceil(max(powers) + 0.1)
-
-
-def _hover(panel: Panel, layer: Mapping[str, Any]) -> str:
-    name = f"<b>{label(layer['site'] or 'the model')}</b>"
-    return "<br>".join([name, label(layer.get("module") or layer["kind"]), f"{layer[panel.key]:.3g}"])
-
-
-def _ticks(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    if len(layers) > NAMED:
-        return {"nticks": 8}
-    names = [_short(layer["site"] or "the model") for layer in layers]
-    return {"tickvals": list(range(1, len(layers) + 1)), "ticktext": names, "autotickangles": [0, -90]}
-
-
-def _short(name: str) -> str:
-    """The end of a long name: there its own part is."""
-    return label(name if len(name) <= LONGEST else f"…{name[1 - LONGEST :]}")
+def _edges(steps: Sequence[int]) -> list[float]:
+    """From where to where each step is drawn: to the middle between it and the next."""
+    between = [(before + after) / 2 for before, after in pairwise(steps)]
+    if not between:
+        return [steps[0] - 0.5, steps[0] + 0.5]
+    return [2 * steps[0] - between[0], *between, 2 * steps[-1] - between[-1]]

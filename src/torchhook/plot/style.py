@@ -1,68 +1,153 @@
-"""How every figure looks: one palette, transparent paper, quiet axes; the page around it sets the colours of text."""
+"""How every still looks: matplotlib when it is first needed, the place to draw in, colours, names along an axis."""
 
 from __future__ import annotations
 
-import html
 import math
+from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-# Okabe and Ito's colours, told apart by colour-blind readers too; these hold on light and on dark paper.
-BLUE, GREEN, ORANGE, VERMILLION, GREY = "#0072b2", "#009e73", "#e69f00", "#d55e00", "#8a9099"
-SEVERITY = {"info": BLUE, "warning": ORANGE, "error": VERMILLION}
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.colors import Colormap
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, told apart by colour-blind readers too.
+BLUE, ORANGE, VERMILLION, YELLOW, GREY = "#0072b2", "#e69f00", "#d55e00", "#f0e442", "#8a9099"
+
+SMALL = 8  # points: names, and what stands beside a plot
+_LONGEST = 32  # characters of a name
+_PITCH = 0.16  # inches from one name to the next
+_NARROW = 4.0  # inches: in less, what the marks are is told in lines
+_PAGE, _LONG_PAGE = 9.0, 12.0  # inches: no figure is higher, nor one with names at its left
 
 
-def plotly(module: str) -> Any:
-    """A module of plotly.
+def library(module: str) -> Any:
+    """A module of matplotlib, or one that needs it.
 
-    >>> plotly("graph_objects").__name__
-    'plotly.graph_objects'
+    >>> library("matplotlib.figure").__name__
+    'matplotlib.figure'
     """
     try:
-        return import_module(f"plotly.{module}")
+        return import_module(module)
     except ImportError as error:
-        raise ImportError("plots need plotly: pip install torchhook[plot]") from error
+        raise ImportError('stills need matplotlib: pip install "torchhook[plot]"') from error
 
 
-def label(name: str) -> str:
-    """A name to be shown as it is: plotly reads tags and links in what it draws.
+def place(ax: Axes | None, width: float, height: float) -> tuple[Figure, Axes]:
+    """Where to draw: `ax` in its figure, or the whole of a new figure of so many inches.
 
-    >>> label("<a href='//x'>fc</a>")
-    "&lt;a href='//x'&gt;fc&lt;/a&gt;"
+    >>> figure, ax = place(None, 6, 4)
+    >>> place(ax, 3, 3) == (figure, ax)
+    True
     """
-    return html.escape("".join(filter(str.isprintable, name)), quote=False)
+    kind = library("matplotlib.axes").Axes
+    if ax is None:
+        figure: Figure = library("torchhook.plot.still").Still(figsize=(width, height), layout="constrained")
+        return figure, figure.add_subplot()
+    if not isinstance(ax, kind):
+        raise TypeError(f"ax must be one matplotlib Axes, as axes[0, 0] of plt.subplots(2, 2), not {type(ax).__name__}")
+    root = ax.get_figure(root=True)
+    if root is None:
+        raise ValueError("ax is in no figure: it was removed from the one it was in")
+    return root, ax
 
 
-def is_number(value: Any) -> bool:
-    """Whether there is a number to draw, which a NaN is not.
+def page(shape: tuple[int, int], width: float, beside: float = 0.0) -> tuple[float, float]:
+    """Width and height in inches of a figure for a picture of height × width pixels, about as wide as wished.
 
-    >>> is_number(0.5), is_number(None), is_number(math.nan)
-    (True, False, False)
+    >>> page((100, 200), 6), page((100, 200), 6, beside=1)
+    ((6.0, 3.4), (7.0, 3.4))
     """
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    high, wide = shape
+    width = min(_PAGE, max(4.0, width))
+    height = width * high / wide + 0.4  # for a title
+    shrunk = min(1.0, _PAGE / height)
+    return max(3.0, width * shrunk) + beside, height * shrunk
 
 
-def quiet(figure: Any, height: int) -> Any:
-    """`figure` in the style of all; dragging is left to the page, which a thumb scrolls."""
-    figure.update_layout(
-        template="none",
-        height=height,
-        margin={"l": 8, "r": 8, "t": 28, "b": 8},
-        paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)",
-        font={"family": "system-ui, sans-serif", "size": 12, "color": GREY},
-        hoverlabel={"align": "left", "font": {"family": "system-ui, sans-serif", "size": 12}},
-        hovermode="closest",
-        dragmode=False,
-        showlegend=False,
-    )
-    axis = {
-        "gridcolor": "rgba(138,144,153,.25)",
-        "zeroline": False,
-        "automargin": True,
-        "fixedrange": True,
-        "title_font_size": 12,
-    }
-    figure.update_xaxes(**axis, showgrid=False, tickfont_size=11)
-    figure.update_yaxes(**axis, exponentformat="e", nticks=6, minexponent=1, tickfont_size=11)
-    return figure
+def rows_page(rows: int) -> tuple[float, float]:
+    """The same for a figure with so many named rows."""
+    return 8.0, min(_LONG_PAGE, max(2.5, 1.2 + 0.2 * rows))
+
+
+def colours(signed: bool) -> Colormap:
+    """Blue to red through white for numbers of both signs, else viridis; what is no number stands out from either."""
+    name, bad = ("RdBu_r", YELLOW) if signed else ("viridis", VERMILLION)
+    found: Colormap = library("matplotlib").colormaps[name].with_extremes(bad=bad)
+    return found
+
+
+def colour_bar(ax: Axes, scale: Any, title: str = "") -> None:
+    """What the colours mean, beside the plot."""
+    bar = place(ax, 0, 0)[0].colorbar(scale, ax=ax, shrink=0.7)
+    bar.set_label(label(title), fontsize=SMALL)
+    bar.ax.tick_params(labelsize=SMALL)
+
+
+def label(name: object) -> str:
+    r"""A name as it is: matplotlib reads formulas between dollars. Long ones are cut at the left: the end tells more.
+
+    >>> print(label("$x^2$"), label("fc\x1b[31m"), label("encoder." * 9 + "fc"))
+    \$x^2\$ fc\x1b[31m …oder.encoder.encoder.encoder.fc
+    """
+    text = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in str(name))
+    return (text if len(text) <= _LONGEST else f"…{text[1 - _LONGEST :]}").replace("$", r"\$")
+
+
+def name_rows(ax: Axes, names: Sequence[object]) -> None:
+    """Rows 0, 1, … have their names at the left, the first on top; as many as there is room for."""
+    chosen = thinned(len(names), inches(ax)[1])
+    ax.set_yticks(chosen, [label(names[row]) for row in chosen], fontsize=SMALL)
+    ax.set_ylim(len(names) - 0.5, -0.5)
+
+
+def name_layers(ax: Axes, paths: Sequence[str]) -> None:
+    """The same for the paths of modules: that of the model itself is empty."""
+    name_rows(ax, [path or "the model" for path in paths])
+
+
+def name_columns(ax: Axes, names: Sequence[object]) -> None:
+    """Names below, on end."""
+    chosen = thinned(len(names), inches(ax)[0])
+    ax.set_xticks(chosen, [label(names[column]) for column in chosen], fontsize=SMALL, rotation=90)
+
+
+def thinned(count: int, room: float) -> range:
+    """Which of so many names fit into so many inches.
+
+    >>> list(thinned(5, 4.0)), list(thinned(100, 0.5))
+    ([0, 1, 2, 3, 4], [0, 34, 68])
+    """
+    return range(0, count, max(1, math.ceil(count / max(1, int(room / _PITCH)))))
+
+
+def inches(ax: Axes) -> tuple[float, float]:
+    """Width and height of the place to draw in."""
+    size, dpi = ax.get_window_extent(), place(ax, 0, 0)[0].dpi
+    return size.width / dpi, size.height / dpi
+
+
+def quiet(ax: Axes) -> None:
+    """Lines across at the numbers, no box around."""
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.grid(axis="x", color=GREY, alpha=0.3, linewidth=0.6)
+    ax.set_axisbelow(True)
+    ax.tick_params(labelsize=SMALL)
+    ax.xaxis.label.set_fontsize(SMALL)
+
+
+def mark_odd(ax: Axes, rows: Sequence[int], marker: str, where: float, said: str) -> None:
+    """Rows without a place on the axis are marked at one end of it (0 is the left, 1 the right)."""
+    if rows:
+        ends, across = [where] * len(rows), ax.get_yaxis_transform()
+        ax.scatter(ends, rows, s=28, color=VERMILLION, marker=marker, label=said, transform=across, clip_on=False)
+
+
+def legend_above(ax: Axes) -> None:
+    """What the marks are, above the plot, where it hides none of them."""
+    columns = 4 if inches(ax)[0] > _NARROW else 1
+    if ax.get_legend_handles_labels()[1]:
+        ax.legend(
+            loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, frameon=False, fontsize=SMALL, borderaxespad=0.2
+        )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from torchhook.figures import activations, gradient_flow, loss_curve, updates
+from torchhook.figures.style import plotly
 from torchhook.findings import Report, Severity
-from torchhook.plot import activations, gradient_flow, loss_curve, updates
-from torchhook.plot.style import plotly
 from torchhook.render.cards import cards
 from torchhook.render.tables import tables
 from torchhook.render.tags import pill, text

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from operator import itemgetter
 from typing import Any
 
+from torchhook.figures.style import BLUE, SEVERITY, VERMILLION, is_number, label, plotly, quiet
 from torchhook.findings import Finding, Report
-from torchhook.plot.style import BLUE, SEVERITY, VERMILLION, is_number, label, plotly, quiet
 
 POINTS = 2000  # more than a screen is wide, few enough to draw at once
 LINES = 12  # more would be a fence

@@ -1,0 +1,77 @@
+"""What plots by layer are drawn from: what `measure` gave, a snapshot of it, or the latest window of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torchhook.errors import NotRecordedError
+from torchhook.measured import Stats
+from torchhook.runs import Run
+from torchhook.stats.reading import FLAGS, Place, Reading, Row, Snapshot
+
+
+def snapshot_of(stats: Stats | Snapshot | Run, *ports: str, stat: str = "moments") -> Snapshot:
+    """What was measured, with the statistic at one of the ports: of a run the last window that has it.
+
+    >>> import torch
+    >>> from torchhook import Reduce, Site
+    >>> reduce = Reduce("moments")
+    >>> reduce.cell(Site("fc"), torch.nn.Linear(1, 1)).update(torch.ones(3))
+    >>> snapshot_of(reduce.snapshot(), "output")["fc"].mean
+    1.0
+    >>> snapshot_of(reduce.snapshot(), "grad_output")
+    Traceback (most recent call last):
+        ...
+    torchhook.errors.NotRecordedError: nothing was measured at the port 'grad_output', only at output; \
+measure(..., grads=True) does
+    """
+    if isinstance(stats, Run):
+        rows = stats.places
+        windows = map(stats.window, reversed(stats.steps) if paths_with(rows, *ports, stat=stat) else ())
+        found = next((window for window in windows if paths_with(window.rows, *ports, stat=stat)), Snapshot({}))
+    else:
+        found = _snapshot(stats)
+        rows = found.rows
+    if not paths_with(found.rows, *ports, stat=stat):
+        raise NotRecordedError(_why(rows, ports[0], stat))
+    return found
+
+
+def readings(stats: Stats | Snapshot | Run, port: str, stat: str = "moments") -> dict[str, Reading]:
+    """What was measured at a port, by path in execution order; of a value of several tensors the first."""
+    snapshot = snapshot_of(stats, port, stat=stat)
+    return {path: snapshot[path, port] for path in paths_with(snapshot.rows, port, stat=stat)}
+
+
+def paths_with(rows: Mapping[Place, Row], *ports: str, stat: str) -> list[str]:
+    """The paths at which there is a statistic."""
+    found = (
+        path
+        for (path, port), row in rows.items()
+        if _plain(port) in ports and any(stat in (known.name, known.key) for known in row.stats)
+    )
+    return list(dict.fromkeys(found))
+
+
+def _snapshot(stats: Any) -> Snapshot:
+    if isinstance(stats, Stats):
+        return stats.snapshot()
+    if not isinstance(stats, Snapshot):
+        raise TypeError(f"stats must be what measure() gave, a snapshot of it or a Run, not {stats!r:.80}")
+    return stats
+
+
+def _why(rows: Mapping[Place, Row], port: str, stat: str) -> str:
+    """Why there is nothing, and what to do."""
+    ports = list(dict.fromkeys(_plain(known) for _, known in rows))
+    if port in ports:
+        return f"no {stat} was collected at the port {port!r}; measure(..., stats=('moments', {stat!r})) does"
+    if port not in FLAGS:
+        return f"there is no port {port!r}, but there are {', '.join(FLAGS)}"
+    only = f"only at {', '.join(ports)}" if ports else "nor at any other"
+    return f"nothing was measured at the port {port!r}, {only}; measure(..., {FLAGS[port]}=True) does"
+
+
+def _plain(port: str) -> str:
+    return port.partition("[")[0]

@@ -1,0 +1,178 @@
+"""How values are distributed in each layer, from its histogram: as boxes, or as ridges."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchhook.measured import Stats
+from torchhook.plot.sources import readings
+from torchhook.plot.style import (
+    BLUE,
+    ORANGE,
+    legend_above,
+    library,
+    mark_odd,
+    name_layers,
+    place,
+    quiet,
+    rows_page,
+)
+from torchhook.runs import Run
+from torchhook.stats.histogram import Bins
+from torchhook.stats.reading import Reading, Snapshot
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_WIDE = 100.0  # how many times the least scale of a layer the largest must be for an axis of logarithms
+_DECADES = 6  # that such an axis has on each side at most
+_CELLS = 120  # along the axis: bins that are narrower are drawn together
+_OVERLAP = 1.25  # rows that a ridge is high
+_MANY = 100  # rows: lines are thinner where there are more
+
+
+class _Layer(NamedTuple):
+    """What is drawn of a layer: its bins, its whisker, box and median, and whether something is not finite."""
+
+    bins: Bins
+    quantiles: tuple[float, ...]
+    broken: bool
+
+    @property
+    def scale(self) -> float:
+        """How far from zero nearly all of it is."""
+        return max(abs(self.quantiles[0]), abs(self.quantiles[-1]))
+
+
+def distributions(
+    stats: Stats | Snapshot | Run,
+    kind: Literal["box", "ridge"] = "box",
+    port: str = "output",
+    *,
+    ax: Axes | None = None,
+) -> Figure:
+    """How values are distributed, layer by layer in execution order; needs ``measure(..., stats=("histogram", …))``.
+
+    A box is the middle half of all values, with a line at the median and a whisker from 1 % to 99 %. A ridge is their
+    density, each of the same height; zeros are apart, as an orange line that is as high as their share of the row. If
+    layers are of very different scale, the axis goes by powers of ten on both sides of zero. A cross at the right:
+    there is something that is not finite. Of a run it is the last window that has histograms.
+
+    >>> from torch import nn, randn
+    >>> from torchhook import measure
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    >>> with measure(model, stats=("moments", "histogram")) as found:
+    ...     _ = model(randn(64, 4))
+    >>> [tick.get_text() for tick in distributions(found, kind="ridge").axes[0].get_yticklabels()]
+    ['0', '1']
+    """
+    if kind not in _KINDS:
+        raise ValueError(f"kind must be 'box' or 'ridge', not {kind!r}")
+    found = readings(stats, port, "histogram")
+    layers = [_layer(reading) for reading in found.values()]
+    figure, ax = place(ax, *rows_page(len(layers)))
+    name_layers(ax, list(found))
+    _set_scale(ax, [layer for layer in layers if len(layer.bins.counts)])
+    _KINDS[kind](ax, layers)
+    mark_odd(ax, [row for row, layer in enumerate(layers) if layer.broken], "x", 1.0, "something not finite")
+    ax.set_xlabel(f"value of the {port}")
+    quiet(ax)
+    legend_above(ax)
+    return figure
+
+
+def _layer(reading: Reading) -> _Layer:
+    bins, broken = reading.histogram(), False
+    if "moments" in reading:  # they know the extremes better than the outermost bins
+        bins, broken = Bins(bins.edges.clamp(reading.min, reading.max), bins.counts), reading.nonfinite > 0
+    quantiles = tuple(bins.quantile(q) for q in (0.01, 0.25, 0.5, 0.75, 0.99))
+    return _Layer(bins, quantiles, broken or not len(bins.counts))
+
+
+def _set_scale(ax: Axes, layers: Sequence[_Layer]) -> None:
+    """A linear axis, or one by powers of ten, that shows the whiskers of all layers."""
+    scales = [layer.scale for layer in layers if layer.scale > 0] or [1.0]
+    if max(scales) > _WIDE * min(scales):
+        least = max(min(scales), max(scales) * 10.0**-_DECADES)
+        ax.set_xscale("symlog", linthresh=10.0 ** math.floor(math.log10(least)))
+    ends = [end for layer in layers for end in (layer.quantiles[0], layer.quantiles[-1])] or [0.0]
+    low, high = _shown(ax, [min(*ends, 0.0), max(*ends, 0.0)]).tolist()
+    margin = 0.04 * (high - low) or 1.0
+    ax.set_xlim(*_values(ax, [low - margin, high + margin]))
+
+
+def _boxes(ax: Axes, layers: Sequence[_Layer]) -> None:
+    rows = [row for row, layer in enumerate(layers) if len(layer.bins.counts)]
+    if not rows:
+        return
+    low, left, middle, right, high = zip(*(layers[row].quantiles for row in rows), strict=True)
+    thin = 1.0 if len(layers) <= _MANY else 0.5
+    ax.hlines(rows, low, high, color=BLUE, linewidth=thin, label="1 % to 99 %")
+    widths = [end - start for start, end in zip(left, right, strict=True)]
+    ax.barh(rows, widths, left=left, height=0.6, color=BLUE, alpha=0.5, label="middle half")
+    halves = [row - 0.3 for row in rows], [row + 0.3 for row in rows]
+    ax.vlines(middle, *halves, color=ORANGE, linewidth=1.5, label="median")
+
+
+def _ridges(ax: Axes, layers: Sequence[_Layer]) -> None:
+    ridges = [_ridge(ax, layer) for layer in layers]
+    outlines = [[(x, row - _OVERLAP * height) for x, height in ridge] for row, ridge in enumerate(ridges) if ridge]
+    collection, edge = library("matplotlib.collections").PolyCollection, 0.5 if len(layers) <= _MANY else 0.0
+    style = {"facecolor": BLUE, "edgecolor": ax.get_facecolor(), "linewidth": edge, "alpha": 0.8}
+    ax.add_collection(collection(outlines, label="density", **style), autolim=False)
+    zeros = {row: share for row, layer in enumerate(layers) if (share := _share_of_zeros(layer.bins))}
+    if zeros:
+        tops = [row - share for row, share in zeros.items()]
+        ax.vlines([0.0] * len(zeros), list(zeros), tops, color=ORANGE, linewidth=4 * edge or 1, label="share of zeros")
+    ax.set_ylim(len(layers) - 0.7, -_OVERLAP - 0.1)
+
+
+def _ridge(ax: Axes, layer: _Layer) -> list[tuple[float, float]]:
+    """The outline of the density of what is not zero, as it looks on the axis; up to 1 high."""
+    counts = layer.bins.counts.masked_fill(_is_zero(layer.bins), 0)
+    count = int(counts.sum())
+    if not count:
+        return []
+    low, high = _shown(ax, ax.get_xlim()).tolist()
+    left, right = _shown(ax, (layer.quantiles[1], layer.quantiles[3])).tolist()
+    # Freedman and Diaconis: what is narrower than this, so many values cannot tell.
+    width = max((high - low) / _CELLS, 2 * (right - left) / count ** (1 / 3))
+    edges = _shown(ax, layer.bins.edges)
+    edges = torch.cat([edges[:1] - width / 2, edges[1:-1], edges[-1:] + width / 2])  # all equal, they are seen too
+    cells = (edges / width).floor()
+    kept = torch.cat([cells.new_ones(1), cells.diff()[:-1], cells.new_ones(1)]) > 0
+    below = torch.cat([counts.new_zeros(1), counts.cumsum(0)])[kept]
+    density = below.diff() / edges[kept].diff()
+    middles = (edges[kept][1:] + edges[kept][:-1]) / 2
+    values = _values(ax, torch.cat([edges[:1], middles, edges[-1:]]))
+    return list(zip(values, [0.0, *(density / density.max()).tolist(), 0.0], strict=True))
+
+
+def _share_of_zeros(bins: Bins) -> float:
+    return float(bins.counts[_is_zero(bins)].sum() / bins.counts.sum().clamp(min=1))
+
+
+def _is_zero(bins: Bins) -> Tensor:
+    """Which bins hold zeros: those that end there, as they hold nothing else but what is denormal."""
+    return (bins.edges[:-1] == 0) | (bins.edges[1:] == 0)
+
+
+def _shown(ax: Axes, values: Sequence[float] | Tensor) -> Tensor:
+    """Where values lie along the axis, on its own scale."""
+    return torch.as_tensor(ax.xaxis.get_transform().transform(torch.as_tensor(values, dtype=torch.float64).numpy()))
+
+
+def _values(ax: Axes, shown: Sequence[float] | Tensor) -> list[float]:
+    """The values that lie there."""
+    places = torch.as_tensor(shown, dtype=torch.float64).numpy()
+    values: list[float] = ax.xaxis.get_transform().inverted().transform(places).tolist()
+    return values
+
+
+_KINDS: dict[str, Any] = {"box": _boxes, "ridge": _ridges}

@@ -1,0 +1,62 @@
+"""What each edit of a sweep does to the metric."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torchhook.plot.style import BLUE, GREY, ORANGE, legend_above, mark_odd, name_layers, place, quiet, rows_page
+from torchhook.sweeping import Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def sweep(table: Sequence[Row], *, ax: Axes | None = None) -> Figure:
+    """What the edit of each site does to the metric, the first site on top: what `torchhook.sweep` gave, or some rows.
+
+    Where there was a clean run, it is the share of the way there that each site brings back: 1 is all of it. Else it is
+    the change against the run without an edit.
+
+    >>> import torch, torchhook
+    >>> model = torch.nn.Sequential(torch.nn.Identity(), torch.nn.ReLU()).eval()
+    >>> found = torchhook.sweep(model, torch.ones(1, 2), ["0", "1"], torchhook.edits.scale(3.0), torch.sum)
+    >>> [float(bar.get_width()) for bar in sweep(found).axes[0].patches]
+    [4.0, 4.0]
+    """
+    rows = list(_rows(table))
+    shares = [row.recovered for row in rows]
+    has_clean = all(share is not None for share in shares)
+    values = [math.nan if value is None else value for value in (shares if has_clean else [row.change for row in rows])]
+    figure, ax = place(ax, *rows_page(len(rows)))
+    name_layers(ax, _names(rows))
+    up, down = ("brings back", "leads away") if has_clean else ("up", "down")
+    for sign, colour, said in ((1, BLUE, up), (-1, ORANGE, down)):
+        some = [(row, value) for row, value in enumerate(values) if math.isfinite(value) and sign * value > 0]
+        if some:
+            ax.barh([row for row, _ in some], [value for _, value in some], height=0.7, color=colour, label=said)
+    mark_odd(ax, [row for row, value in enumerate(values) if not math.isfinite(value)], "x", 1.0, "not finite")
+    for line in (0.0, 1.0) if has_clean else (0.0,):
+        ax.axvline(line, color=GREY, linewidth=1)
+    ax.set_xlabel("share of the way to the clean run" if has_clean else "change of the metric")
+    quiet(ax)
+    legend_above(ax)
+    return figure
+
+
+def _rows(table: Any) -> Sequence[Row]:
+    is_sweep = isinstance(table, Sequence) and all(isinstance(row, Row) for row in table)
+    if not is_sweep:
+        raise TypeError(f"table must be what torchhook.sweep gave, or rows of it, not {table!r:.80}")
+    if not table:
+        raise ValueError("table is empty: the sweep had no sites")
+    rows: Sequence[Row] = table
+    return rows
+
+
+def _names(rows: Sequence[Row]) -> list[str]:
+    """The paths; with the port where that is not the same for all."""
+    several = len({row.site.port for row in rows}) > 1
+    return [f"{row.site.path} {row.site.port}" if several else row.site.path for row in rows]
