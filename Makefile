@@ -23,12 +23,13 @@ check: .venv/check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: .bench/installed
+bench: .bench/installed $(BROWSER)
 	$(BENCH)/python benchmarks/capture.py
 	$(BENCH)/python benchmarks/compile.py
 	$(BENCH)/python benchmarks/statistics_cpu.py
 	$(BENCH)/python benchmarks/watching.py
 	$(BENCH)/python benchmarks/runs.py
+	$(BENCH)/python benchmarks/dashboard.py
 
 # How right the rules are, on trainings that their thresholds were not set on. Some minutes.
 rules: .venv/test

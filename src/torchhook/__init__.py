@@ -146,7 +146,7 @@ _NAMES = {
     "trace": "api",
 }
 
-_PACKAGES = ("distributed", "edits", "origins", "plot", "render", "rules")
+_PACKAGES = ("dashboard", "distributed", "edits", "origins", "plot", "render", "rules")
 
 __all__ = [
     "BudgetError",

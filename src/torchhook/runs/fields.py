@@ -62,3 +62,6 @@ _FORMULAS: dict[str, Callable[[SimpleNamespace], Tensor]] = {
     "skewness": lambda row: _power(row, row.m3 / row.n / (row.variance * row.variance.sqrt())),
     "kurtosis": lambda row: _power(row, row.m4 / row.n / (row.variance * row.variance)),
 }
+
+NAMES = tuple(_FORMULAS)
+"""All fields."""

@@ -50,6 +50,13 @@ def steps(db: sqlite3.Connection) -> list[int]:
     return [step for (step,) in db.execute("SELECT step FROM windows ORDER BY step")]
 
 
+def steps_with(db: sqlite3.Connection, stat: str) -> list[int]:
+    """The measured steps that have a statistic."""
+    layouts = "SELECT id FROM layouts WHERE stat = ?"
+    query = f"SELECT DISTINCT step FROM states WHERE layout IN ({layouts}) ORDER BY step"
+    return [step for (step,) in db.execute(query, (stat,))]
+
+
 def chosen(steps: Sequence[int], most: int | None) -> list[int]:
     """At most so many steps, evenly spread, the first and the last among them."""
     if most is not None and most < 2:
@@ -90,10 +97,10 @@ def blocks(db: sqlite3.Connection, steps: Iterable[int], stat: str, port: str | 
     return found
 
 
-def series(db: sqlite3.Connection, field: str, port: str, most: int | None) -> Series:
+def series(db: sqlite3.Connection, field: str, port: str, most: int | None, after: int | None = None) -> Series:
     """A field of the moments at a port."""
     wanted = _at_port((place for place, _ in places(db).values()), port)
-    taken = chosen(steps(db), most)
+    taken = chosen([step for step in steps(db) if after is None or step > after], most)
     rows = {place: number for number, place in enumerate(wanted)}
     columns = {step: number for number, step in enumerate(taken)}
     values = torch.full((len(rows), len(columns)), math.nan, dtype=torch.float64)

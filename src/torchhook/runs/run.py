@@ -130,10 +130,19 @@ class Run:
         """The measured steps that are still there: of a long training, old ones are thinned out."""
         return self._source.read(queries.steps)
 
+    def steps_with(self, stat: str) -> list[int]:
+        """Those in which a statistic was measured somewhere: what is dear is measured more seldom."""
+        return self._source.read(partial(queries.steps_with, stat=stat))
+
     @property
     def losses(self) -> dict[int, float]:
         """The losses, by step."""
         return {step: _number(loss) for step, loss in self._rows("SELECT step, loss FROM losses ORDER BY step")}
+
+    def losses_after(self, step: int) -> dict[int, float]:
+        """The losses of later steps."""
+        query = f"SELECT step, loss FROM losses WHERE step > {step:d} ORDER BY step"
+        return {step: _number(loss) for step, loss in self._rows(query)}
 
     @property
     def rates(self) -> dict[int, float]:
@@ -195,14 +204,15 @@ class Run:
         """What rules read: ``check(run.history())`` says what is wrong, by at most so many steps."""
         return History(windows=list(self.windows(most)), losses=self.losses, rates=self.rates)
 
-    def series(self, field: str, port: str = "output", most: int | None = 1000) -> Series:
+    def series(self, field: str, port: str = "output", most: int | None = 1000, *, after: int | None = None) -> Series:
         """A field of the moments (``"mean"``, ``"std"``, ``"l2"``, ``"zero_fraction"``, …) at a port, by path and step.
 
-        Of a value that is not a single tensor, it is of the first. Of more than `most` steps, some are taken.
+        Of a value that is not a single tensor, it is of the first. Of more than `most` steps, some are taken; with
+        `after`, of the later ones.
         """
         require_field(field)
         chosen((), most)
-        return self._source.read(partial(queries.series, field=field, port=port, most=most))
+        return self._source.read(partial(queries.series, field=field, port=port, most=most, after=after))
 
     def blocks(self, stat: str = Moments.name, most: int | None = None) -> Iterator[Block]:
         """The states of a statistic as tensors, some steps at a time: for who wants all of them."""

@@ -1,0 +1,127 @@
+"""The application: which page an address leads to, and the frame around all pages."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, unquote
+
+from dash import Dash, Input, Output, dcc, html, set_props
+from dash.development.base_component import Component
+
+from torchhook.dashboard.guard import Guard
+from torchhook.dashboard.library import Library
+from torchhook.dashboard.pages import compare, flow, graph, layer, layers, overview, runs
+from torchhook.dashboard.parts import PAGES, address
+from torchhook.errors import RunError
+from torchhook.render.to_html import STYLE
+from torchhook.render.words import printable
+
+_PAGES = (compare, flow, graph, layer, layers, overview, runs)
+_INDEX = """<!doctype html>
+<html lang="en">
+<head>
+{%metas%}
+<meta name="color-scheme" content="light dark">
+<title>{%title%}</title>
+<link rel="icon" href="data:,">
+<link rel="preload" as="script" href="/_dash-component-suites/plotly/package_data/plotly.min.js">
+<style>STYLE</style>
+{%css%}
+</head>
+<body class="dashboard">
+{%app_entry%}
+<footer>{%config%}{%scripts%}{%renderer%}</footer>
+</body>
+</html>
+"""
+
+
+def create_app(library: Library, guard: Guard | None = None) -> Dash:
+    """The application over some runs."""
+    app = Dash(
+        __name__,
+        title="torchhook",
+        update_title="",
+        serve_locally=True,
+        assets_folder=str(Path(__file__).with_name("assets")),
+        suppress_callback_exceptions=True,  # most of what callbacks speak of is on one page alone
+        index_string=_INDEX.replace("STYLE", STYLE.read_text(encoding="utf-8")),
+        add_log_handler=False,
+        on_error=_told,
+        meta_tags=[{"name": "viewport", "content": "width=device-width, initial-scale=1"}],
+    )
+    app.layout = _frame
+    (guard or Guard()).protect(app.server, library)
+    for page in _PAGES:
+        page.register(app, library)
+
+    @app.callback(
+        Output("page", "children"),
+        Output("where", "children"),
+        Input("url", "pathname"),
+        Input("url", "search"),
+    )
+    def _(pathname: str | None, search: str | None) -> Any:
+        return _routed(library, pathname or "/", parse_qs((search or "").lstrip("?")))
+
+    return app
+
+
+def _told(error: Exception) -> None:
+    """What a page cannot show, it says instead: a run that is broken, newer, or gone; or a fault of ours."""
+    if not isinstance(error, RunError):
+        traceback.print_exception(error)
+    said = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
+    set_props("page", {"children": html.P(printable(said), role="alert")})
+    set_props("where", {"children": html.H1("This cannot be shown")})
+
+
+def _frame() -> Component:
+    return html.Div(
+        [
+            dcc.Location(id="url", refresh="callback-nav"),
+            html.Header([html.P(dcc.Link("torchhook", href="/"), className="quiet"), html.Div(id="where")]),
+            html.Main(id="page"),
+        ]
+    )
+
+
+def _routed(library: Library, pathname: str, query: dict[str, list[str]]) -> tuple[Component, Component]:
+    """The page at an address, and its head."""
+    parts = [unquote(part) for part in pathname.strip("/").split("/")]
+    if parts == [""]:
+        if library.only is None:
+            return runs.page(library), _where("Runs", "")
+        parts = ["run", library.only.name]
+    if parts == ["compare"]:
+        return compare.page(library, query.get("run", [])), _where("Comparison", "")
+    if parts[0] != "run" or len(parts) not in (2, 3):
+        return html.P(f"There is no page {printable(pathname)!r}.", role="alert"), _where("", "")
+    book, name = library.book(parts[1]), parts[2] if len(parts) == 3 else ""
+    first = {key: values[0] for key, values in query.items()}
+    if name == "":
+        page = overview.page(book)
+    elif name == "layers":
+        page = layers.page(book, first.get("stat", "std"), first.get("port", "output"))
+    elif name == "layer":
+        page = layer.page(book, first.get("path", ""))
+    elif name == "flow":
+        page = flow.page(book)
+    elif name == "graph":
+        page = graph.page(book)
+    else:
+        page = html.P(f"There is no page {printable(name)!r}.", role="alert")
+    return page, _where(book.name, name)
+
+
+def _where(title: str, current: str) -> Component:
+    """The head of a page; of one of a run, with links to its others."""
+    if title in ("", "Runs", "Comparison"):
+        return html.H1(title or "Not found")
+    links = [
+        dcc.Link(text, href=address(title, page), className="current" if page == current else "")
+        for page, text in PAGES.items()
+    ]
+    return html.Div([html.H1(printable(title)), html.Nav(links, **{"aria-label": "Pages of this run"})])

@@ -1,0 +1,47 @@
+"""The runs that are shown: those in a folder, or one alone."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+from torchhook.dashboard.sheets import Book
+from torchhook.errors import RunError
+from torchhook.runs.folders import find
+from torchhook.runs.opening import located
+from torchhook.runs.schema import FILE
+
+
+class Library:
+    """Runs by their names, each opened when it is first asked for.
+
+    >>> import tempfile
+    >>> from torchhook.runs import RunLog
+    >>> root = Path(tempfile.mkdtemp())
+    >>> RunLog(root / "first").begin({"model": "Net"})
+    >>> library = Library(root)
+    >>> library.names(), library.book("first").run.model
+    (['first'], 'Net')
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        path = Path(path).resolve()
+        self.only = located(path).parent if path.is_file() or (path / FILE).is_file() else None
+        self.root = path if self.only is None else self.only.parent
+        self._books: dict[str, Book] = {}
+        self._opening = threading.Lock()
+        self.names()  # or say now what is wrong with the folder
+
+    def names(self) -> list[str]:
+        """The newest first."""
+        return [self.only.name] if self.only is not None else [folder.name for folder in find(self.root)]
+
+    def book(self, name: str) -> Book:
+        """What is known of a run. Names are those of `names`, and lead nowhere else."""
+        with self._opening:
+            if name not in self._books:
+                if name not in self.names():
+                    raise RunError(f"there is no run {name!r} in {str(self.root)!r}")
+                self._books[name] = Book(self.root / name)
+            return self._books[name]

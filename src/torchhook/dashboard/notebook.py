@@ -1,0 +1,68 @@
+"""The dashboard inside a notebook, served by a process of its own."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from torchhook.errors import RunError
+from torchhook.runs import Run
+from torchhook.watching.monitor import Monitor
+
+
+def show(
+    what: nn.Module | Monitor | Run | str | os.PathLike[str],
+    optimizer: Any = None,
+    *,
+    height: int = 800,
+    **options: Any,
+) -> Any:
+    """Show a dashboard below this cell, live.
+
+    Of a model: it is watched from now on, with `options` as for `Monitor`, which is returned. Of a monitor, a run or a
+    folder of runs: what is there.
+
+        monitor = torchhook.dashboard.show(model, optimizer, every=10)
+        for x, y in loader:
+            ...
+            monitor.step(loss)
+    """
+    watched = Monitor(what, optimizer, **options) if isinstance(what, nn.Module) else what
+    address = _served(_folder_of(watched))
+    _display(address, height)
+    return watched
+
+
+def _folder_of(what: Any) -> Path:
+    folder = what.run if isinstance(what, Monitor) else what.folder if isinstance(what, Run) else Path(what)
+    if folder is None:
+        raise RunError("this monitor writes no run; pass it a folder: to=['runs']")
+    return Path(folder)
+
+
+def _served(folder: Path) -> str:
+    """Where a new process serves it, which ends with this one."""
+    command = [sys.executable, "-m", "torchhook", "dashboard", str(folder), "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    atexit.register(process.terminate)
+    assert process.stdout is not None
+    address = process.stdout.readline().strip()
+    if not address.startswith("http"):
+        process.kill()
+        raise RunError(f"the dashboard of {str(folder)!r} did not start; `torchhook dashboard {folder}` says why")
+    return address
+
+
+def _display(address: str, height: int) -> None:
+    try:
+        notebook: Any = import_module("IPython.display")
+    except ImportError as error:
+        raise ImportError("show is for notebooks; elsewhere run `torchhook dashboard` in a terminal") from error
+    notebook.display(notebook.IFrame(address, width="100%", height=height))

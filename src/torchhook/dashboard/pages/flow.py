@@ -1,0 +1,80 @@
+"""Gradient flow: the norm of the gradient at each layer, at a step that is chosen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dash import Dash, Input, Output, State, dcc, html, no_update
+from dash.development.base_component import Component
+
+from torchhook.dashboard import drawing
+from torchhook.dashboard.library import Library
+from torchhook.dashboard.parts import graph, tick
+from torchhook.dashboard.sheets import Book
+
+_PORTS = {"at each output": "grad_output", "of each parameter": "param_grad"}
+
+
+def page(book: Book) -> Component:
+    """As of the last step."""
+    steps = book.sheet("l2", "grad_output").steps
+    last = max(0, len(steps) - 1)
+    slider = dcc.Slider(0, last, 1, value=last, id="flow-step", marks=None, updatemode="drag", allow_direct_input=False)
+    return html.Div(
+        [
+            tick("flow-tick"),
+            dcc.Store(id="flow-shown", data={"run": book.name, "steps": steps}),
+            html.Label([html.Span(_told(steps, last), id="flow-told"), slider], className="choice slider"),
+            *[
+                graph(
+                    f"flow-{port}",
+                    figure(book, port, last),
+                    f"Norm of the gradient {name}, from first to last, on a log scale. A cross is a zero.",
+                )
+                for name, port in _PORTS.items()
+            ],
+        ]
+    )
+
+
+def register(app: Dash, library: Library) -> None:
+    """The slider chooses; while it is at the end, it stays there."""
+
+    @app.callback(
+        *[Output(f"flow-{port}", "figure") for port in _PORTS.values()],
+        Output("flow-told", "children"),
+        Input("flow-step", "value"),
+        State("flow-shown", "data"),
+        prevent_initial_call=True,
+    )
+    def _(number: int, shown: dict[str, Any]) -> Any:
+        book = library.book(shown["run"])
+        return *[figure(book, port, number) for port in _PORTS.values()], _told(shown["steps"], number)
+
+    @app.callback(
+        Output("flow-step", "max"),
+        Output("flow-step", "value"),
+        Output("flow-shown", "data"),
+        Input("flow-tick", "n_intervals"),
+        State("flow-step", "value"),
+        State("flow-shown", "data"),
+        prevent_initial_call=True,
+    )
+    def _(_: int, number: int, shown: dict[str, Any]) -> Any:
+        steps = library.book(shown["run"]).sheet("l2", "grad_output").steps
+        if steps == shown["steps"]:
+            return no_update, no_update, no_update
+        last = max(0, len(steps) - 1)
+        was_last = number >= len(shown["steps"]) - 1
+        return last, last if was_last else no_update, {**shown, "steps": steps}
+
+
+def figure(book: Book, port: str, number: int) -> Any:
+    """The norms at the step with a number."""
+    sheet = book.sheet("l2", port)
+    row = sheet.rows[min(number, len(sheet.rows) - 1)] if sheet.rows else []
+    return drawing.flow({port: (sheet.paths, row)})
+
+
+def _told(steps: list[int], number: int) -> str:
+    return f"step {steps[min(number, len(steps) - 1)]:,}" if steps else "nothing measured yet"

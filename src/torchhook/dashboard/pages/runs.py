@@ -1,0 +1,87 @@
+"""All runs of a folder, newest first; some of them can be compared."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+from urllib.parse import urlencode
+
+from dash import ALL, Dash, Input, Output, State, dcc, html, no_update
+from dash.development.base_component import Component
+
+from torchhook.dashboard.library import Library
+from torchhook.dashboard.parts import address, pill, tick
+from torchhook.errors import RunError
+from torchhook.render.words import printable
+from torchhook.text import in_units
+
+
+def page(library: Library) -> Component:
+    """The list, and a button."""
+    return html.Div(
+        [
+            tick("runs-tick", 3000),
+            html.P(printable(str(library.root)), className="quiet"),
+            html.Div(_table(library), id="runs-list"),
+            html.Button("Compare those that are chosen", id="runs-compare", n_clicks=0),
+            dcc.Store(id="runs-shown", data=_stamp(library)),
+        ]
+    )
+
+
+def register(app: Dash, library: Library) -> None:
+    """New runs appear by themselves."""
+
+    @app.callback(
+        Output("runs-list", "children"),
+        Output("runs-shown", "data"),
+        Input("runs-tick", "n_intervals"),
+        State("runs-shown", "data"),
+        prevent_initial_call=True,
+    )
+    def _(_: int, shown: Any) -> Any:
+        stamp = _stamp(library)
+        return (no_update, no_update) if stamp == shown else (_table(library), stamp)
+
+    @app.callback(
+        Output("url", "href"),
+        Input("runs-compare", "n_clicks"),
+        State({"kind": "chosen", "run": ALL}, "value"),
+        prevent_initial_call=True,
+    )
+    def _(_: int, values: list[list[str]]) -> Any:
+        names = [name for value in values for name in value or ()]
+        return f"/compare?{urlencode({'run': names}, doseq=True)}" if names else no_update
+
+
+def _stamp(library: Library) -> list[Any]:
+    return [[name, *_facts(library, name)[:1]] for name in library.names()]
+
+
+def _facts(library: Library, name: str) -> tuple[str, ...]:
+    try:
+        run = library.book(name).run
+        steps = run.steps
+        begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started))
+        return run.state, run.model, begun, f"{steps[-1] if steps else 0:,}", str(len(run.findings)), in_units(run.size)
+    except RunError as error:
+        return "unreadable", str(error), "", "", "", ""
+
+
+def _table(library: Library) -> Component:
+    names = library.names()
+    if not names:
+        return html.P("There is no run here yet. The first one appears by itself.")
+    titles = ("", "run", "state", "model", "begun", "last step", "findings", "size")
+    head = html.Thead(html.Tr([html.Th(title, scope="col") for title in titles]))
+    return html.Div(html.Table([head, html.Tbody([_row(library, name) for name in names])]), className="wide")
+
+
+def _row(library: Library, name: str) -> Component:
+    state, *facts = _facts(library, name)
+    box = dcc.Checklist(
+        [{"label": html.Span(f"compare {name}", className="hidden"), "value": name}], id={"kind": "chosen", "run": name}
+    )
+    kind = {"failed": "error", "killed": "error", "unreadable": "error", "ended": "passed"}.get(state, "info")
+    cells = [box, dcc.Link(printable(name), href=address(name)), pill(kind, state), *map(printable, facts)]
+    return html.Tr([html.Td(cell) for cell in cells])

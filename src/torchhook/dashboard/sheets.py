@@ -1,0 +1,176 @@
+"""What is read of a run to be drawn, kept in memory: only what is new is read, and not more than a screen shows."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchhook.findings import Finding, Severity
+from torchhook.runs import Run
+from torchhook.stats import Histogram
+from torchhook.stats.histogram import Bins
+from torchhook.thinning import spread, thinned
+
+WIDE = 240  # steps side by side; with up to twice as many, half of the older ones are left out
+LOSSES = 2000
+QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
+_HISTOGRAMS = 32  # steps whose histograms are read
+
+
+class Sheet:
+    """A number by step and layer: `rows` are steps.
+
+    What a reader has drawn of it stays right as long as the `edition` is the same; then there may be rows more.
+    """
+
+    def __init__(self, run: Run, field: str, port: str) -> None:
+        self.run = run
+        self.field = field
+        self.port = port
+        self.edition = 0
+        self.steps: list[int] = []
+        self.paths: list[str] = []
+        self.rows: list[list[float | None]] = []
+
+    def refresh(self) -> None:
+        """Read what is new."""
+        late = self.run.series(self.field, self.port, WIDE, after=self.steps[-1] if self.steps else None)
+        if late.paths != self.paths and self.steps:  # there are layers more
+            self.steps = []
+            late = self.run.series(self.field, self.port, WIDE)
+        if late.paths != self.paths:
+            self.edition += 1
+            self.paths, self.rows = late.paths, []
+        self.steps += late.steps
+        self.rows += [[_drawn(value) for value in row] for row in late.values.T.tolist()]
+        if len(self.steps) > 2 * WIDE:
+            gone = set(thinned(self.steps))
+            kept = [number for number, step in enumerate(self.steps) if step not in gone]
+            self.steps, self.rows = [self.steps[n] for n in kept], [self.rows[n] for n in kept]
+            self.edition += 1
+
+    def line(self, path: str) -> list[float | None]:
+        """Of one layer, by step."""
+        number = self.paths.index(path) if path in self.paths else None
+        return [] if number is None else [row[number] for row in self.rows]
+
+
+class Curve:
+    """Losses by step, in two lists."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.edition = 0
+        self.steps: list[int] = []
+        self.values: list[float | None] = []
+
+    def refresh(self) -> None:
+        """Read what is new."""
+        late = self.run.losses_after(self.steps[-1] if self.steps else -1)
+        some = spread(list(late), LOSSES) if len(late) > LOSSES else list(late)
+        self.steps += some
+        self.values += [_drawn(late[step]) for step in some]
+        if len(self.steps) > 2 * LOSSES:
+            self.steps, self.values = self.steps[::2], self.values[::2]
+            self.edition += 1
+
+
+class Book:
+    """A run, and the sheets that were asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run = Run(folder)
+        self.name = folder.name
+        self.lock = threading.RLock()  # callbacks come from several threads
+        self._sheets: dict[tuple[str, str], Sheet] = {}
+        self._curve = Curve(self.run)
+        self._quantiles: dict[int, dict[tuple[str, str], list[float]]] = {}
+
+    def sheet(self, field: str, port: str) -> Sheet:
+        """A number by step and layer, as of now."""
+        with self.lock:
+            sheet = self._sheets.setdefault((field, port), Sheet(self.run, field, port))
+            sheet.refresh()
+            return sheet
+
+    def curve(self) -> Curve:
+        """The losses, as of now."""
+        with self.lock:
+            self._curve.refresh()
+            return self._curve
+
+    def ports(self) -> list[str]:
+        """Those at which something was measured."""
+        return list(dict.fromkeys(port.partition("[")[0] for _, port in self.run.places))
+
+    def layers(self) -> dict[str, str]:
+        """The class of each module that was measured, in execution order."""
+        return {path: row.label for (path, _), row in self.run.places.items() if row.label}
+
+    def parameters(self, layer: str) -> list[str]:
+        """The parameters of a layer."""
+        paths = dict.fromkeys(path for path, port in self.run.places if port.startswith("param_grad"))
+        return [path for path in paths if path.rpartition(".")[0] == layer]
+
+    def stamp(self) -> list[Any]:
+        """Is another one if there is something new."""
+        steps = self.run.steps
+        return [len(steps), steps[-1] if steps else None, len(self.run.findings), self.run.state]
+
+    def health(self) -> dict[str, Severity]:
+        """The worst that was found at each place."""
+        worst: dict[str, Severity] = {}
+        for found in self._found():
+            worst[found.site] = max(worst.get(found.site, found.severity), found.severity, key=lambda one: one.rank)
+        return worst
+
+    def findings_at(self, layer: str) -> list[Finding]:
+        """What was found at a layer or at its parameters, also if it comes of something else."""
+        return [found for found in self._found() if found.site == layer or found.site.startswith(f"{layer}.")]
+
+    def _found(self) -> list[Finding]:
+        """All that was found, and what comes of it."""
+        return [one for finding in self.run.findings for one in (finding, *finding.affected)]
+
+    def quantiles(self, layer: str, port: str = "output") -> tuple[list[int], list[list[float]]]:
+        """By step, as far as histograms were taken: how the values of a layer are distributed."""
+        with self.lock:
+            self._read_quantiles()
+            found = {
+                step: by_place[layer, port] for step, by_place in self._quantiles.items() if (layer, port) in by_place
+            }
+        return list(found), list(found.values())
+
+    def _read_quantiles(self) -> None:
+        steps = self.run.steps_with(Histogram.name)
+        for step in spread(steps, _HISTOGRAMS) if len(steps) > _HISTOGRAMS else steps:
+            if step not in self._quantiles:
+                rows = self.run.window(step).rows.items()
+                states = {place: row.states[Histogram.name][0]() for place, row in rows if Histogram.name in row.states}
+                self._quantiles[step] = {place: _quantiles(state) for place, state in states.items()}
+
+
+def _quantiles(state: Tensor) -> list[float]:
+    bins: Bins = Histogram().compute(state)
+    return [bins.quantile(q) for q in QUANTILES]
+
+
+def _drawn(value: float) -> float | None:
+    """A number as it is sent: JSON has no NaN, and four digits are all that can be seen."""
+    return float(f"{value:.4g}") if math.isfinite(value) else None
+
+
+def logs(rows: Sequence[Sequence[float | None]]) -> list[list[float | None]]:
+    """The decimal logarithms, of what has one.
+
+    >>> logs([[100.0, 0.0, None]])
+    [[2.0, None, None]]
+    """
+    values = torch.tensor([[math.nan if v is None else v for v in row] for row in rows], dtype=torch.float64)
+    return [[_drawn(v) for v in row] for row in values.where(values > 0, math.nan).log10().tolist()]
