@@ -9,8 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torchhook import dashboard as dashboard
     from torchhook import distributed as distributed
     from torchhook import edits as edits
+    from torchhook import plot as plot
     from torchhook import render as render
     from torchhook import rules as rules
     from torchhook.api import capture, overhead, trace

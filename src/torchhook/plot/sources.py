@@ -28,7 +28,7 @@ measure(..., grads=True) does
     """
     if isinstance(stats, Run):
         rows = stats.places
-        windows = map(stats.window, reversed(stats.steps) if paths_with(rows, *ports, stat=stat) else ())
+        windows = map(stats.window, reversed(stats.steps_with(stat)))
         found = next((window for window in windows if paths_with(window.rows, *ports, stat=stat)), Snapshot({}))
     else:
         found = _snapshot(stats)
