@@ -26,7 +26,6 @@ _INDEX = """<!doctype html>
 <meta name="color-scheme" content="light dark">
 <title>{%title%}</title>
 <link rel="icon" href="data:,">
-<link rel="preload" as="script" href="/_dash-component-suites/plotly/package_data/plotly.min.js">
 <style>STYLE</style>
 {%css%}
 </head>

@@ -38,7 +38,6 @@ def heat(sheet: Sheet) -> Any:
         zmid=0 if sheet.field in _SIGNED else None,
         colorbar={"title": {"text": f"{scale}{sheet.field}", "side": "right"}, "thickness": 12, "outlinewidth": 0},
         hovertemplate=f"%{{y}}<br>step %{{x}}<br>{scale}{sheet.field} %{{z}}<extra></extra>",
-        hoverongaps=False,
     )
     figure.update_xaxes(title_text="step")
     quiet(figure, height=min(_MOST, max(_LEAST, 90 + _ROW * len(sheet.paths))))

@@ -40,8 +40,12 @@ class Library:
     def book(self, name: str) -> Book:
         """What is known of a run. Names are those of `names`, and lead nowhere else."""
         with self._opening:
-            if name not in self._books:
+            book = self._books.get(name)
+            if book is not None and not book.is_there():  # deleted, or begun anew
+                self._books.pop(name).run.close()
+                book = None
+            if book is None:
                 if name not in self.names():
                     raise RunError(f"there is no run {name!r} in {str(self.root)!r}")
-                self._books[name] = Book(self.root / name)
-            return self._books[name]
+                book = self._books[name] = Book(self.root / name)
+            return book

@@ -60,7 +60,9 @@ def graph(id_: str, figure: Any, label: str) -> Component:
     """A figure that can be patched. `label` says what is on it to those who do not see it."""
     config = {"displaylogo": False, "displayModeBar": False, "responsive": True}
     picture = dcc.Graph(id=id_, figure=figure, config=config, className="graph")
-    return html.Figure([picture, html.Figcaption(label, className="quiet")], role="group", **{"aria-label": label})
+    return html.Figure(
+        [picture, html.Figcaption(label, id=f"{id_}-caption", className="quiet")], role="group", **{"aria-label": label}
+    )
 
 
 def tick(id_: str, every: int = EVERY) -> Component:

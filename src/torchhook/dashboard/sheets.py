@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from torchhook.findings import Finding, Severity
 from torchhook.runs import Run
+from torchhook.runs.schema import FILE
 from torchhook.stats import Histogram
 from torchhook.stats.histogram import Bins
 from torchhook.thinning import spread, thinned
@@ -33,7 +35,7 @@ class Sheet:
         self.run = run
         self.field = field
         self.port = port
-        self.edition = 0
+        self.edition = _new_edition()
         self.steps: list[int] = []
         self.paths: list[str] = []
         self.rows: list[list[float | None]] = []
@@ -45,7 +47,7 @@ class Sheet:
             self.steps = []
             late = self.run.series(self.field, self.port, WIDE)
         if late.paths != self.paths:
-            self.edition += 1
+            self.edition = _new_edition()
             self.paths, self.rows = late.paths, []
         self.steps += late.steps
         self.rows += [[_drawn(value) for value in row] for row in late.values.T.tolist()]
@@ -53,7 +55,7 @@ class Sheet:
             gone = set(thinned(self.steps))
             kept = [number for number, step in enumerate(self.steps) if step not in gone]
             self.steps, self.rows = [self.steps[n] for n in kept], [self.rows[n] for n in kept]
-            self.edition += 1
+            self.edition = _new_edition()
 
     def line(self, path: str) -> list[float | None]:
         """Of one layer, by step."""
@@ -66,7 +68,7 @@ class Curve:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.edition = 0
+        self.edition = _new_edition()
         self.steps: list[int] = []
         self.values: list[float | None] = []
 
@@ -78,7 +80,7 @@ class Curve:
         self.values += [_drawn(late[step]) for step in some]
         if len(self.steps) > 2 * LOSSES:
             self.steps, self.values = self.steps[::2], self.values[::2]
-            self.edition += 1
+            self.edition = _new_edition()
 
 
 class Book:
@@ -87,10 +89,15 @@ class Book:
     def __init__(self, folder: Path) -> None:
         self.run = Run(folder)
         self.name = folder.name
+        self._file = _identity(folder / FILE)
         self.lock = threading.RLock()  # callbacks come from several threads
         self._sheets: dict[tuple[str, str], Sheet] = {}
         self._curve = Curve(self.run)
         self._quantiles: dict[int, dict[tuple[str, str], list[float]]] = {}
+
+    def is_there(self) -> bool:
+        """Whether the file is still the one that was opened."""
+        return self._file is not None and self._file == _identity(self.run.folder / FILE)
 
     def sheet(self, field: str, port: str) -> Sheet:
         """A number by step and layer, as of now."""
@@ -154,6 +161,19 @@ class Book:
                 rows = self.run.window(step).rows.items()
                 states = {place: row.states[Histogram.name][0]() for place, row in rows if Histogram.name in row.states}
                 self._quantiles[step] = {place: _quantiles(state) for place, state in states.items()}
+
+
+def _identity(file: Path) -> tuple[int, int] | None:
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _new_edition() -> int:
+    """One that no other reader has, not even of another process: a page may outlive its server."""
+    return secrets.randbits(48)
 
 
 def _quantiles(state: Tensor) -> list[float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from urllib.parse import urlencode
 
 from dash import Dash, Input, Output, Patch, State, dcc, html, no_update
 from dash.development.base_component import Component
@@ -14,33 +13,32 @@ from torchhook.dashboard.parts import address, choice, graph, layer_link, tick
 from torchhook.dashboard.sheets import Book
 from torchhook.runs.fields import NAMES
 
+# What is shown can be sent to others by its address, which changes without the page being made anew.
+_ADDRESS = """
+({ stat, port }) => {
+  history.replaceState(history.state, "", "?" + new URLSearchParams({ stat, port }));
+  return null;
+}
+"""
 _NUMBERS = ("_norm", "_ratio")  # ports that have one number a step, whose mean it is
 
 
 def page(book: Book, stat: str = "std", port: str = "output") -> Component:
     """As of now."""
-    ports = book.ports()
-    port = port if port in ports else next(iter(ports), "output")
-    stat = "mean" if port.endswith(_NUMBERS) else stat if stat in NAMES else "std"
-    sheet = book.sheet(stat, port)
-    shown = {"run": book.name, "stat": stat, "port": port, "edition": sheet.edition, "rows": len(sheet.rows)}
+    ports = book.ports() or ["output"]
+    figure, caption, shown = _drawn(book, stat, port if port in ports else ports[0])
     links = html.Ul([html.Li(layer_link(book.name, path)) for path in book.layers()], className="many")
+    choices = [
+        choice("layers-port", "of", ports, shown["port"]),
+        choice("layers-stat", "statistic", NAMES, shown["stat"]),
+    ]
     return html.Div(
         [
             tick("layers-tick"),
             dcc.Store(id="layers-shown", data=shown),
-            html.Div(
-                [
-                    choice("layers-port", "of", ports or ["output"], port),
-                    choice("layers-stat", "statistic", NAMES, stat),
-                ],
-                className="choices",
-            ),
-            graph(
-                "layers-heat",
-                drawing.heat(sheet),
-                f"{stat} of every {port}: layers from first to last, by step. Gaps: zero, or not measured.",
-            ),
+            dcc.Store(id="layers-address"),
+            html.Div(choices, className="choices"),
+            graph("layers-heat", figure, caption),
             html.Details([html.Summary("All layers"), links], open=len(links.children) <= 30),
         ]
     )
@@ -69,15 +67,18 @@ def register(app: Dash, library: Library) -> None:
         return figure, now
 
     @app.callback(
-        Output("url", "search"),
+        Output("layers-heat", "figure", allow_duplicate=True),
+        Output("layers-heat-caption", "children"),
+        Output("layers-shown", "data", allow_duplicate=True),
         Input("layers-stat", "value"),
         Input("layers-port", "value"),
         State("layers-shown", "data"),
         prevent_initial_call=True,
     )
     def _(stat: str, port: str, shown: dict[str, Any]) -> Any:
-        is_same = (stat, port) == (shown["stat"], shown["port"])
-        return no_update if is_same else f"?{urlencode({'stat': stat, 'port': port})}"
+        return _drawn(library.book(shown["run"]), stat, port)
+
+    app.clientside_callback(_ADDRESS, Output("layers-address", "data"), Input("layers-shown", "data"))
 
     @app.callback(
         Output("url", "href", allow_duplicate=True),
@@ -95,3 +96,12 @@ def register(app: Dash, library: Library) -> None:
         if path is None:
             return no_update
         return address(shown["run"], "layer", path=path if path in book.layers() else path.rpartition(".")[0])
+
+
+def _drawn(book: Book, stat: str, port: str) -> tuple[Any, str, dict[str, Any]]:
+    """The figure, what it shows in words, and what of it is there."""
+    stat = "mean" if port.endswith(_NUMBERS) else stat if stat in NAMES else "std"
+    sheet = book.sheet(stat, port)
+    caption = f"{stat} of every {port}: layers from first to last, by step. Gaps: zero, or not measured."
+    shown = {"run": book.name, "stat": stat, "port": port, "edition": sheet.edition, "rows": len(sheet.rows)}
+    return drawing.heat(sheet), caption, shown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlencode
 
@@ -37,11 +38,12 @@ def register(app: Dash, library: Library) -> None:
         Output("runs-shown", "data"),
         Input("runs-tick", "n_intervals"),
         State("runs-shown", "data"),
+        State({"kind": "chosen", "run": ALL}, "value"),
         prevent_initial_call=True,
     )
-    def _(_: int, shown: Any) -> Any:
+    def _(_: int, shown: Any, values: list[list[str]]) -> Any:
         stamp = _stamp(library)
-        return (no_update, no_update) if stamp == shown else (_table(library), stamp)
+        return (no_update, no_update) if stamp == shown else (_table(library, _names(values)), stamp)
 
     @app.callback(
         Output("url", "href"),
@@ -50,8 +52,13 @@ def register(app: Dash, library: Library) -> None:
         prevent_initial_call=True,
     )
     def _(_: int, values: list[list[str]]) -> Any:
-        names = [name for value in values for name in value or ()]
+        names = _names(values)
         return f"/compare?{urlencode({'run': names}, doseq=True)}" if names else no_update
+
+
+def _names(values: list[list[str]]) -> list[str]:
+    """Those that are chosen."""
+    return [name for value in values for name in value or ()]
 
 
 def _stamp(library: Library) -> list[Any]:
@@ -68,20 +75,22 @@ def _facts(library: Library, name: str) -> tuple[str, ...]:
         return "unreadable", str(error), "", "", "", ""
 
 
-def _table(library: Library) -> Component:
+def _table(library: Library, chosen: Sequence[str] = ()) -> Component:
     names = library.names()
     if not names:
         return html.P("There is no run here yet. The first one appears by itself.")
     titles = ("", "run", "state", "model", "begun", "last step", "findings", "size")
     head = html.Thead(html.Tr([html.Th(title, scope="col") for title in titles]))
-    return html.Div(html.Table([head, html.Tbody([_row(library, name) for name in names])]), className="wide")
-
-
-def _row(library: Library, name: str) -> Component:
-    state, *facts = _facts(library, name)
-    box = dcc.Checklist(
-        [{"label": html.Span(f"compare {name}", className="hidden"), "value": name}], id={"kind": "chosen", "run": name}
+    return html.Div(
+        html.Table([head, html.Tbody([_row(library, name, name in chosen) for name in names])]), className="wide"
     )
+
+
+def _row(library: Library, name: str, is_chosen: bool) -> Component:
+    state, *facts = _facts(library, name)
+    said = html.Span(f"compare {printable(name)}", className="hidden")
+    options, value = [{"label": said, "value": name}], [name] if is_chosen else []
+    box = dcc.Checklist(options, value, id={"kind": "chosen", "run": name})
     kind = {"failed": "error", "killed": "error", "unreadable": "error", "ended": "passed"}.get(state, "info")
     cells = [box, dcc.Link(printable(name), href=address(name)), pill(kind, state), *map(printable, facts)]
     return html.Tr([html.Td(cell) for cell in cells])

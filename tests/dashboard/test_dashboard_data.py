@@ -1,0 +1,315 @@
+"""What the dashboard reads of runs: which there are, and sheets that grow with them."""
+
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from dashboard_samples import append, ended, garbage, large, newer, snapshot, written
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchhook import Finding, Report, Severity
+from torchhook.dashboard import sheets
+from torchhook.dashboard.library import Library
+from torchhook.dashboard.sheets import LOSSES, WIDE, Book
+from torchhook.errors import RunError
+from torchhook.logs import Entry
+from torchhook.runs import Run
+from torchhook.runs.folders import delete
+from torchhook.runs.schema import FILE
+from torchhook.stats.reading import Snapshot
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+# Which runs there are
+
+
+def test_a_folder_shows_its_runs_and_one_alone_itself(tmp_path):
+    for name in ("first", "second"):
+        ended(tmp_path / name)
+    assert sorted(Library(tmp_path).names()) == ["first", "second"]
+    for alone in (Library(tmp_path / "first"), Library(tmp_path / "first" / FILE)):
+        assert alone.names() == ["first"] and alone.book("first").run.model == "Net"
+        with pytest.raises(RunError, match="there is no run 'second'"):
+            alone.book("second")
+
+
+def test_a_link_to_a_run_leads_to_it_when_it_is_given_by_hand(tmp_path):
+    ended(tmp_path / "net")
+    (tmp_path / "latest").symlink_to("net")
+    assert Library(tmp_path / "latest").names() == ["net"]
+    assert Library(tmp_path).names() == ["net"]  # but is none of its own
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["..", ".", "", "../outside", "net/../net", "net/", "./net", "{root}/net", "linked", "net/rank1", "net\0", "/etc"],
+)
+def test_names_lead_nowhere_else(tmp_path, name):
+    root = tmp_path / "runs"
+    for folder in (root / "net", root / "net" / "rank1", tmp_path / "outside"):
+        ended(folder)
+    (root / "linked").symlink_to(tmp_path / "outside")
+    with pytest.raises(RunError, match="there is no run"):
+        Library(root).book(name.format(root=root))
+
+
+def test_a_folder_that_is_not_there_is_told(tmp_path):
+    with pytest.raises(RunError, match="there is no folder"):
+        Library(tmp_path / "none")
+
+
+def test_an_empty_folder_is_fine_and_runs_come_later(tmp_path):
+    library = Library(tmp_path)
+    assert library.names() == []
+    ended(tmp_path / "net")
+    assert library.names() == ["net"] and library.book("net") is library.book("net")
+
+
+def test_broken_runs_are_told_of_and_hide_no_others(tmp_path):
+    garbage(tmp_path / "garbage")
+    newer(tmp_path / "newer")
+    ended(tmp_path / "net")
+    library = Library(tmp_path)
+    assert sorted(library.names()) == ["garbage", "net", "newer"]
+    for name, words in (("garbage", "broken"), ("newer", "newer torchhook")):
+        with pytest.raises(RunError, match=words):
+            library.book(name)
+    assert library.book("net").run.steps == [0, 1, 2]
+
+
+def test_a_run_that_is_deleted_is_gone(tmp_path):
+    library = Library(tmp_path)
+    ended(tmp_path / "net")
+    library.book("net")
+    delete(tmp_path / "net")
+    with pytest.raises(RunError, match="there is no run 'net'"):
+        library.book("net")
+
+
+def test_a_run_that_begins_anew_is_read_anew(tmp_path):
+    library = Library(tmp_path)
+    ended(tmp_path / "net", range(20))
+    assert len(library.book("net").sheet("std", "output").steps) == 20
+    delete(tmp_path / "net")
+    ended(tmp_path / "net", range(3))
+    assert library.book("net").sheet("std", "output").steps == [0, 1, 2]
+
+
+# Sheets
+
+
+def test_a_sheet_reads_only_what_is_new(tmp_path):
+    log = written(tmp_path, range(5))
+    book = Book(tmp_path)
+    sheet = book.sheet("std", "output")
+    assert sheet.paths == ["conv", "fc"] and sheet.steps == list(range(5))
+    edition, rows = sheet.edition, [list(row) for row in sheet.rows]
+    append(log, range(5, 8))
+    with mock.patch.object(Run, "series", autospec=True, side_effect=Run.series) as series:
+        grown = book.sheet("std", "output")
+    assert [call.kwargs["after"] for call in series.call_args_list] == [4]
+    assert grown.edition == edition and grown.steps == list(range(8)) and grown.rows[:5] == rows
+    before = list(grown.rows)
+    assert book.sheet("std", "output").rows == before and book.sheet("std", "output").edition == edition
+
+
+def test_sheets_of_different_fields_and_ports_are_apart(tmp_path):
+    written(tmp_path, range(3))
+    book = Book(tmp_path)
+    std, mean, gradient = book.sheet("std", "output"), book.sheet("mean", "output"), book.sheet("std", "grad_output")
+    assert std.rows != mean.rows and std.rows != gradient.rows
+    assert book.sheet("std", "nowhere").paths == []
+
+
+def test_numbers_are_those_of_the_run(tmp_path):
+    written(tmp_path, range(3))
+    sheet = Book(tmp_path).sheet("std", "output")
+    expected = Run(tmp_path).series("std", "output").values
+    torch.testing.assert_close(torch.tensor(sheet.rows, dtype=torch.float64).T, expected, rtol=1e-3, atol=0)
+    assert sheet.line("fc") == [row[1] for row in sheet.rows] and sheet.line("nowhere") == []
+
+
+def test_what_is_not_finite_is_a_gap(tmp_path):
+    written(tmp_path, range(2), scale=float("inf"))
+    assert Book(tmp_path).sheet("std", "output").rows == [[None, None]] * 2
+
+
+def test_new_layers_make_another_edition(tmp_path):
+    log = written(tmp_path, range(4), sites=("conv",))
+    book = Book(tmp_path)
+    edition = book.sheet("std", "output").edition
+    append(log, [4], sites=("conv", "late"))
+    sheet = book.sheet("std", "output")
+    assert sheet.edition != edition and sheet.paths == ["conv", "late"] and sheet.steps == list(range(5))
+    assert [row[1] is None for row in sheet.rows] == [True] * 4 + [False]
+
+
+def test_a_run_that_has_not_begun_is_an_empty_sheet(tmp_path):
+    log = written(tmp_path, [])
+    book = Book(tmp_path)
+    sheet = book.sheet("std", "output")
+    assert (sheet.steps, sheet.paths, sheet.rows, book.layers(), book.ports()) == ([], [], [], {}, [])
+    append(log, range(2))
+    sheet = book.sheet("std", "output")
+    assert sheet.steps == [0, 1] and [len(row) for row in sheet.rows] == [2, 2]
+    assert book.ports() == ["output", "grad_output"] and list(book.layers()) == ["conv", "fc"]
+
+
+def test_many_steps_are_thinned_and_keep_their_order(tmp_path):
+    made = [snapshot(number, ("fc",), ("output",)) for number in range(4)]
+    log = written(tmp_path, [])
+    book = Book(tmp_path)
+    editions, lengths = set(), []
+    for step in range(1200):
+        log.write(Entry(step, 0.0, made[step % 4]))
+        if step % 40 == 39:
+            sheet = book.sheet("std", "output")
+            editions.add(sheet.edition)
+            lengths.append(len(sheet.steps))
+            assert sheet.steps == sorted(set(sheet.steps)) and len(sheet.rows) == len(sheet.steps)
+            assert sheet.steps[0] == 0 and sheet.steps[-1] == step
+    assert max(lengths) <= 2 * WIDE and len(editions) > 2
+    told = dict(zip(sheet.steps, sheet.rows, strict=True))
+    assert all(told[step] == told[min(s for s in told if s % 4 == step % 4)] for step in told)
+
+
+def test_readers_who_read_differently_have_different_editions(tmp_path):
+    """A page outlives a server: to another one, what is drawn on it must not look like its own."""
+    log = written(tmp_path, range(WIDE // 2), sites=("fc",))
+    first = Book(tmp_path)
+    first.sheet("std", "output")
+    append(log, range(WIDE // 2, WIDE + 10), sites=("fc",))
+    one, other = first.sheet("std", "output"), Book(tmp_path).sheet("std", "output")
+    assert one.steps != other.steps
+    assert one.edition != other.edition
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.one_of(
+            st.just("look"),
+            st.tuples(st.integers(1, 9), st.integers(1, 5), st.integers(1, 3)),  # windows, steps between, layers
+        ),
+        max_size=12,
+    )
+)
+def test_however_a_run_grows_a_sheet_says_what_the_run_says(story):
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(sheets, "WIDE", 8):
+        log, book, step = written(Path(folder), []), Book(Path(folder)), 0
+        seen = None
+        for event in [*story, "look"]:
+            if event != "look":
+                windows, gap, layers = event
+                append(log, range(step, step + windows * gap, gap), sites=("a", "b", "c")[:layers], ports=("output",))
+                step += windows * gap
+                continue
+            sheet = book.sheet("std", "output")
+            whole = book.run.series("std", "output", most=None)
+            drawn = {
+                s: list(map(sheets._drawn, row)) for s, row in zip(whole.steps, whole.values.T.tolist(), strict=True)
+            }
+            assert sheet.paths == whole.paths and len(sheet.steps) <= 2 * 8
+            assert dict(zip(sheet.steps, sheet.rows, strict=True)) == {s: drawn[s] for s in sheet.steps}
+            assert sheet.steps == sorted(sheet.steps)
+            if whole.steps:
+                assert (sheet.steps[0], sheet.steps[-1]) == (whole.steps[0], whole.steps[-1])
+            if seen is not None and seen[0] == sheet.edition:  # what was drawn is right, and there may be more
+                assert sheet.paths == seen[1] and sheet.steps[: len(seen[2])] == seen[2]
+            seen = sheet.edition, list(sheet.paths), list(sheet.steps)
+        book.run.close()
+        log._close()
+
+
+# Losses
+
+
+def test_losses_grow_and_stay_in_order(tmp_path):
+    log = written(tmp_path, range(4))
+    book = Book(tmp_path)
+    curve = book.curve()
+    edition = curve.edition
+    assert curve.steps == [0, 1, 2, 3] and curve.values[0] == pytest.approx(2.1, rel=1e-3)
+    log.write(Entry(9, 0.0, Snapshot({}), losses={4: float("nan"), 9: 0.5}))
+    curve = book.curve()
+    assert curve.steps == [0, 1, 2, 3, 4, 9] and curve.values[4:] == [None, 0.5] and curve.edition == edition
+
+
+def test_many_losses_are_thinned(tmp_path):
+    log = written(tmp_path, [])
+    book = Book(tmp_path)
+    edition = book.curve().edition
+    for first in range(0, 20_000, 500):
+        log.write(Entry(first, 0.0, Snapshot({}), losses={step: step + 1.0 for step in range(first, first + 500)}))
+        curve = book.curve()
+        assert curve.steps[0] == 0 and curve.steps[-1] >= first + 498
+        assert len(curve.steps) <= 2 * LOSSES and curve.steps == sorted(set(curve.steps))
+        assert all(abs(value - step - 1) <= 1e-3 * step for step, value in zip(curve.steps, curve.values, strict=True))
+    assert curve.edition != edition
+    assert LOSSES / 4 < len(Book(tmp_path).curve().steps) <= LOSSES  # all at once
+
+
+# What was found, and how values are distributed
+
+
+def test_health_is_the_worst_of_what_was_found_and_of_what_comes_of_it(tmp_path):
+    log = written(tmp_path, range(3))
+    book = Book(tmp_path)
+    stamp = book.stamp()
+    assert book.health() == {}
+    affected = (Finding("TH102", "warning", "after", "fc"), Finding("TH404", "error", "no gradient", "conv.weight"))
+    log.found(Finding("TH101", "error", "first", "conv", 1, affected=affected))
+    log.found(Finding("TH601", "info", "slow", "conv"))
+    assert book.health() == {"conv": Severity.ERROR, "fc": Severity.WARNING, "conv.weight": Severity.ERROR}
+    assert [found.code for found in book.findings_at("conv")] == ["TH101", "TH404", "TH601"]
+    assert [found.code for found in book.findings_at("fc")] == ["TH102"] and book.findings_at("con") == []
+    assert book.stamp() != stamp
+
+
+def test_the_stamp_changes_with_every_window_and_in_the_end(tmp_path):
+    log = written(tmp_path, range(3))
+    book, stamps = Book(tmp_path), []
+    stamps.append(book.stamp())
+    assert book.stamp() == stamps[0]
+    append(log, [3])
+    stamps.append(book.stamp())
+    log.end(Report(), "ended")
+    stamps.append(book.stamp())
+    assert len(set(map(str, stamps))) == 3
+
+
+def test_quantiles_come_of_histograms(tmp_path):
+    log = written(tmp_path, range(0, 40, 2), stats=("moments", "histogram"), sites=("fc",))
+    append(log, range(40, 44), sites=("fc",))  # without
+    book = Book(tmp_path)
+    steps, quantiles = book.quantiles("fc")
+    assert steps == list(range(0, 40, 2))
+    for step, row in zip(steps, quantiles, strict=True):
+        assert row == sorted(row) and len(row) == 7
+        random = torch.Generator().manual_seed(step)
+        values = torch.randn(64, generator=random)
+        assert (
+            abs(row[3] - values.median().item()) < 0.3
+            and row[0] < values.quantile(0.1)
+            and row[6] > values.quantile(0.9)
+        )
+    append(log, [44], stats=("moments", "histogram"), sites=("fc",))
+    assert book.quantiles("fc")[0][-1] == 44
+    assert book.quantiles("nowhere") == ([], [])
+
+
+def test_parameters_are_those_of_the_layer(tmp_path):
+    written(tmp_path, [0], sites=("fc.weight", "fc.bias", "fc2.weight", "fc.inner.weight"), ports=("param_grad",))
+    assert Book(tmp_path).parameters("fc") == ["fc.weight", "fc.bias"]
+
+
+def test_a_large_run_is_little_to_draw(tmp_path):
+    large(tmp_path / "net", layers=20, windows=1000, losses=10_000)
+    book = Book(tmp_path / "net")
+    assert WIDE / 3 < len(book.sheet("std", "output").steps) <= 2 * WIDE
+    assert len(book.curve().steps) <= 2 * LOSSES
+    assert [file.name for file in (tmp_path / "net").iterdir()] == [FILE]  # reading leaves nothing behind

@@ -1,0 +1,700 @@
+"""The dashboard in a real browser, served by its own command: every page, live, by keyboard, whatever the runs hold."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from itertools import count
+from pathlib import Path
+from urllib.parse import parse_qs, quote, urlsplit
+
+import dashboard_samples as samples
+import pytest
+from selenium.webdriver import Chrome, ChromeOptions
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.keys import Keys
+
+from torchhook import Finding, Report
+from torchhook.runs.folders import delete
+from torchhook.runs.schema import FILE
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CHROMIUM, DRIVER = "/usr/bin/chromium", "/usr/bin/chromedriver"
+FLAGS = [
+    "--headless=new",
+    "--no-sandbox",  # which root has to do without
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+]
+DESKTOP, LOW, PHONE = (1280, 900), (1280, 500), (390, 844)
+NUMBERS = count()  # names are used once
+PATIENCE = 10.0  # seconds, for a machine that does other things, too
+
+
+@pytest.fixture(scope="module")
+def chrome(tmp_path_factory):
+    if not (Path(CHROMIUM).exists() and Path(DRIVER).exists()):
+        pytest.fail("these tests need Debian's chromium and chromium-driver, which `make test` installs")
+    options = ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in [*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"]:
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = Chrome(options=options, service=Service(DRIVER))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory, one_thread):
+    """Runs that do not change; each test adds those of its own."""
+    root = tmp_path_factory.mktemp("runs")
+    samples.trained(root, "healthy").rename(root / "healthy")
+    samples.trained(root, "dead", is_dead=True).rename(root / "dead")
+    samples.hostile(root / "hostile")
+    samples.garbage(root / "garbage")
+    samples.newer(root / "newer")
+    return root
+
+
+@pytest.fixture(scope="module")
+def address(root):
+    """Where the command serves them."""
+    command = [sys.executable, "-m", "torchhook", "dashboard", str(root), "--port", "0"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    yield process.stdout.readline().strip()
+    ended = process.poll()
+    process.terminate()
+    _, said = process.communicate(timeout=30)
+    assert (ended, said) == (None, ""), f"the server ended with {ended}: {said[-4000:]}"
+
+
+@pytest.fixture
+def browse(chrome, address):
+    """Open a page of the dashboard; afterwards the console must be empty and nobody else have been asked."""
+    for log in ("browser", "performance"):  # what came before is read and gone
+        chrome.get_log(log)
+
+    def opened(path="/", size=DESKTOP, theme="light"):
+        width, height = size
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": size == PHONE}
+        chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        media = {"features": [{"name": "prefers-color-scheme", "value": theme}]}
+        chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+        chrome.get("about:blank")
+        chrome.get(address + path.lstrip("/"))
+        until(lambda: chrome.execute_script("return document.querySelector('main')?.children.length > 0"))
+        until(lambda: chrome.execute_script(DRAWN))
+        return chrome
+
+    yield opened
+    chrome.get("about:blank")  # and no page asks for anything any more
+    assert chrome.get_log("browser") == []
+    assert outside(chrome, address) == []
+
+
+DRAWN = "return [...document.querySelectorAll('.graph')].every(graph => graph.querySelector('.main-svg'))"
+
+
+def outside(chrome, address):
+    """What was asked for other than of the server and what is written in the page."""
+    messages = [json.loads(entry["message"])["message"] for entry in chrome.get_log("performance")]
+    urls = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+    assert urls
+    return [url for url in urls if not url.startswith((address, "data:", "about:", "blob:"))]
+
+
+def until(holds, why=""):
+    """Wait for what comes by itself."""
+    deadline = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < deadline, why
+        time.sleep(0.05)
+
+
+def text(chrome, selector="main"):
+    return chrome.find_element("css selector", selector).text
+
+
+def shows(chrome, words, selector="main"):
+    """Wait for words to be on the page."""
+
+    def is_there():
+        return words in chrome.execute_script("return document.querySelector(arguments[0])?.innerText ?? ''", selector)
+
+    until(is_there, f"{words!r} does not come")
+
+
+def drawn(chrome, graph, what="x"):
+    """What a graph has of its first trace."""
+    script = "return [...document.querySelector(arguments[0] + ' .js-plotly-plot').data[0][arguments[1]]]"
+    return chrome.execute_script(script, f"#{graph}", what)
+
+
+def mark(chrome, graph):
+    """Remember a graph as it is in the page now, and where the page was scrolled to."""
+    chrome.execute_script("window.scrollTo(0, 60); window.__here = 1")
+    chrome.execute_script("document.querySelector(arguments[0]).__same = 1", f"#{graph} .js-plotly-plot")
+
+
+def is_same(chrome, graph):
+    """Whether neither the page nor the graph was made anew since, nor scrolled."""
+    script = "return [window.__here, document.querySelector(arguments[0]).__same, window.scrollY]"
+    return chrome.execute_script(script, f"#{graph} .js-plotly-plot") == [1, 1, 60]
+
+
+def press(chrome, *keys):
+    ActionChains(chrome).send_keys(*keys).perform()
+
+
+def tab_to(chrome, selector):
+    """Go by keyboard to what is described."""
+    for _ in range(60):
+        press(chrome, Keys.TAB)
+        if chrome.execute_script("return document.activeElement.matches(arguments[0])", selector):
+            return
+    raise AssertionError(f"the keyboard does not lead to {selector!r}")
+
+
+def width(chrome):
+    return chrome.execute_script("return document.documentElement.scrollWidth")
+
+
+# Every page
+
+
+def test_the_list_of_runs(browse):
+    chrome = browse()
+    rows = {row.text.split("\n")[1] for row in chrome.find_elements("css selector", "tbody tr")}
+    assert {"healthy", "dead", "hostile", "garbage", "newer"} <= rows
+    assert text(chrome, "h1") == "Runs" and chrome.title == "torchhook"
+    chrome.find_element("link text", "dead").click()
+    shows(chrome, "never fire")
+    assert text(chrome, "h1") == "dead"
+
+
+def test_the_overview_shows_loss_findings_and_layers(browse):
+    chrome = browse("/run/dead")
+    assert "ended" in text(chrome, "#overview-facts") and "step 39" in text(chrome, "#overview-facts")
+    assert len(drawn(chrome, "overview-loss")) == 40
+    card = chrome.find_element("css selector", "#overview-findings .card.error")
+    assert "TH201" in card.text and card.find_element("tag name", "a").text == "relu"
+    dots = {
+        item.find_element("tag name", "a").text: item.find_element("class name", "dot").accessible_name
+        for item in chrome.find_elements("css selector", "#overview-tree li:not(:has(ul))")
+    }
+    assert list(dots) == ["conv", "relu", "flat", "head.0", "head.1", "head.2"]
+    assert dots["relu"] == "error" and dots["flat"] == "healthy"
+    card.find_element("tag name", "a").click()
+    shows(chrome, "ReLU", "main h2")
+
+
+def test_a_healthy_run_says_so(browse):
+    chrome = browse("/run/healthy")
+    assert "Nothing found so far." in text(chrome, "#overview-findings")
+    assert not chrome.find_elements("css selector", "main .dot.error, main .card")
+
+
+def test_layers_by_steps(browse):
+    chrome = browse("/run/dead/layers")
+    assert drawn(chrome, "layers-heat", "y") == ["conv", "relu", "flat", "head.0", "head.1", "head.2"]
+    assert drawn(chrome, "layers-heat") == list(range(40))
+    assert len(drawn(chrome, "layers-heat", "z")) == 40
+
+
+def test_a_layer_shows_its_history_and_its_maps(browse):
+    chrome = browse("/run/healthy/layer?path=conv")
+    for name in ("output", "zeros", "gradients", "updates"):
+        values = drawn(chrome, f"layer-{name}", "y")
+        assert len(values) == 40 and any(value is not None for value in values), name
+    assert len(drawn(chrome, "layer-bands", "y")) > 1
+    pictures = chrome.find_elements("css selector", "#layer-pictures img")
+    assert pictures and all(picture.get_property("naturalWidth") > 8 for picture in pictures)
+    assert all("conv" in picture.get_attribute("alt") for picture in pictures)
+    chrome.find_element("partial link text", "the layer after").click()
+    shows(chrome, "relu", "main h2")
+
+
+def test_a_layer_shows_what_was_found_there(browse):
+    chrome = browse("/run/dead/layer?path=relu")
+    assert "TH201" in text(chrome, "#layer-findings")
+    assert set(drawn(chrome, "layer-zeros", "y")) == {1}
+    assert "None were taken" in text(chrome, "#layer-pictures")
+
+
+def test_gradient_flow_starts_at_the_last_step(browse):
+    chrome = browse("/run/dead/flow")
+    assert text(chrome, "#flow-told") == "step 39"
+    assert drawn(chrome, "flow-grad_output")[-1] == "head.2"
+    assert "conv.weight" in drawn(chrome, "flow-param_grad")
+    script = "return [...document.querySelector('#flow-grad_output .js-plotly-plot').data[1].x]"
+    assert chrome.execute_script(script) == ["conv"]  # the cross: no gradient passes what is dead
+
+
+def test_the_model_in_execution_order(browse):
+    chrome = browse("/run/dead/graph")
+    nodes = chrome.find_elements("css selector", ".node")
+    assert [node.find_element("tag name", "a").text for node in nodes][:3] == ["conv", "relu", "flat"]
+    assert "error" in nodes[1].get_attribute("class") and "ReLU" in nodes[1].text
+    nodes[1].find_element("tag name", "a").click()
+    shows(chrome, "ReLU", "main h2")
+
+
+def test_runs_that_are_chosen_are_compared(browse):
+    chrome = browse()
+    for name in ("healthy", "dead"):
+        chrome.find_element("xpath", f"//tr[td/a='{name}']//input").click()
+    chrome.find_element("id", "runs-compare").click()
+    shows(chrome, "Activations")
+    until(lambda: chrome.execute_script(DRAWN))
+    assert sorted(parse_qs(urlsplit(chrome.current_url).query)["run"]) == ["dead", "healthy"]
+    names = "return document.querySelector('#compare-loss .js-plotly-plot').data.map(trace => trace.name)"
+    assert sorted(chrome.execute_script(names)) == ["dead", "healthy"]
+    assert "never fire" in text(chrome, "#compare-findings") and "Nothing found." in text(chrome, "#compare-findings")
+
+
+@pytest.mark.parametrize("page", ["", "/layers", "/layer?path=conv", "/flow", "/graph"])
+def test_pages_fit_a_phone(browse, page):
+    assert width(browse(f"/run/dead{page}", PHONE)) <= PHONE[0]
+
+
+def test_the_list_fits_a_phone(browse):
+    assert width(browse("/", PHONE)) <= PHONE[0]
+
+
+# By mouse and by keyboard
+
+
+@pytest.mark.parametrize(("row", "layer"), [(0, "conv"), (1, "relu")])  # the second is a gap: all zeros
+def test_a_click_into_the_heat_map_leads_to_the_layer(browse, row, layer):
+    chrome = browse("/run/dead/layers")
+    plot = chrome.find_element("css selector", "#layers-heat .nsewdrag")
+    below = round(plot.size["height"] * ((row + 0.5) / 6 - 0.5))  # the middle
+    ActionChains(chrome).move_to_element_with_offset(plot, 50, below).pause(0.3).click().perform()
+    shows(chrome, layer, "main h2")
+    assert parse_qs(urlsplit(chrome.current_url).query)["path"] == [layer]
+    chrome.back()
+    shows(chrome, "All layers")
+
+
+def test_the_heat_map_of_parameters_leads_to_their_layer(browse):
+    chrome = browse("/run/dead/layers?stat=l2&port=param_grad")
+    assert "head.0.weight" in drawn(chrome, "layers-heat", "y")
+    click = "document.querySelector('#layers-heat .js-plotly-plot').emit('plotly_click', {points: [{%s}]})"
+    chrome.execute_script(click % "x: 3, y: 'head.0.weight', z: 1, curveNumber: 0, pointNumber: [2, 3]")
+    shows(chrome, "head.0", "main h2")
+
+
+def test_the_keyboard_alone_leads_to_a_layer(browse):
+    chrome = browse()
+    tab_to(chrome, "a[href='/run/dead']")
+    press(chrome, Keys.ENTER)
+    shows(chrome, "never fire")
+    tab_to(chrome, "a[href$='/layers']")
+    press(chrome, Keys.ENTER)
+    shows(chrome, "All layers")
+    tab_to(chrome, "main a[href$='path=relu']")
+    press(chrome, Keys.ENTER)
+    shows(chrome, "ReLU", "main h2")
+
+
+def test_focus_is_seen(browse):
+    chrome = browse("/run/dead")
+    tab_to(chrome, "nav a")
+    style = chrome.execute_script("return getComputedStyle(document.activeElement).outlineStyle")
+    assert style != "none"
+
+
+@pytest.mark.parametrize("page", ["", "/layers", "/flow", "/graph", "/layer?path=conv"])
+def test_what_can_be_used_has_a_name(browse, page):
+    chrome = browse(f"/run/dead{page}")
+    kinds = "a, button, summary, [role=slider], input:not([aria-hidden]), [role=group], img"
+    usable = chrome.find_elements("css selector", kinds)
+    assert usable and [item.get_attribute("outerHTML")[:200] for item in usable if not item.accessible_name] == []
+
+
+def test_another_statistic_is_another_picture(browse):
+    chrome = browse("/run/dead/layers")
+    before = drawn(chrome, "layers-heat", "z")
+    chrome.find_element("id", "layers-stat").click()
+    option = "//*[contains(@class, 'dash-dropdown-option')][normalize-space()='zero_fraction']"
+    until(lambda: chrome.find_elements("xpath", option))
+    chrome.find_element("xpath", option).click()
+    shows(chrome, "zero_fraction of every output")
+    until(lambda: chrome.execute_script(DRAWN))
+    assert drawn(chrome, "layers-heat", "z") != before
+    assert {row[1] for row in drawn(chrome, "layers-heat", "z")} == {1}  # of the dead ReLU
+    until(lambda: "stat=zero_fraction" in chrome.current_url)  # it can be sent to others
+    chrome.refresh()
+    shows(chrome, "zero_fraction of every output")
+
+
+def test_another_statistic_by_keyboard(browse):
+    chrome = browse("/run/dead/layers")
+    tab_to(chrome, "#layers-stat")
+    press(chrome, Keys.ENTER)
+    until(lambda: chrome.execute_script("return document.activeElement.value") == "std")
+    press(chrome, Keys.ARROW_DOWN)
+    until(lambda: chrome.execute_script("return document.activeElement.value") == "min")
+    press(chrome, Keys.ENTER)
+    shows(chrome, "min of every output")
+    assert chrome.switch_to.active_element.get_attribute("id") == "layers-stat"  # who chooses can choose again
+
+
+def test_the_step_of_the_flow_is_chosen_by_arrow_keys(browse):
+    chrome = browse("/run/healthy/flow")
+    last = drawn(chrome, "flow-grad_output", "y")
+    tab_to(chrome, "#flow-step [role=slider]")
+    press(chrome, Keys.ARROW_LEFT)
+    shows(chrome, "step 38", "#flow-told")
+    press(chrome, Keys.HOME)
+    shows(chrome, "step 0", "#flow-told")
+    until(lambda: drawn(chrome, "flow-grad_output", "y") != last)
+
+
+# Live
+
+
+@pytest.fixture
+def growing(root):
+    """A run that goes on."""
+    log = samples.written(root / f"growing-{next(NUMBERS)}", range(10))
+    yield log
+    log.end(Report(), "ended")
+    delete(log.folder)
+
+
+def test_the_overview_grows_in_place(browse, growing):
+    chrome = browse(f"/run/{growing.folder.name}", LOW)
+    mark(chrome, "overview-loss")
+    samples.append(growing, range(10, 14))
+    shows(chrome, "step 13", "#overview-facts")
+    until(lambda: drawn(chrome, "overview-loss") == list(range(14)))
+    assert is_same(chrome, "overview-loss")
+
+
+def test_findings_arrive(browse, growing):
+    chrome = browse(f"/run/{growing.folder.name}", LOW)
+    mark(chrome, "overview-loss")
+    assert "Nothing found" in text(chrome, "#overview-findings")
+    growing.found(Finding("TH201", "error", "61 % of the units never fire", "fc", 9))
+    shows(chrome, "61 % of the units never fire", "#overview-findings")
+    until(lambda: chrome.find_elements("css selector", "#overview-tree .dot.error"))
+    assert is_same(chrome, "overview-loss")
+
+
+def test_the_end_is_told(browse, growing):
+    chrome = browse(f"/run/{growing.folder.name}")
+    assert "running" in text(chrome, "#overview-facts")
+    growing.end(Report(), "interrupted")
+    shows(chrome, "interrupted", "#overview-facts")
+
+
+def test_the_heat_map_grows_in_place(browse, growing):
+    chrome = browse(f"/run/{growing.folder.name}/layers", LOW)
+    mark(chrome, "layers-heat")
+    samples.append(growing, range(10, 14))
+    until(lambda: drawn(chrome, "layers-heat") == list(range(14)))
+    assert len(drawn(chrome, "layers-heat", "z")) == 14
+    assert is_same(chrome, "layers-heat")
+
+
+def test_new_layers_appear_in_the_heat_map(browse, growing):
+    chrome = browse(f"/run/{growing.folder.name}/layers")
+    samples.append(growing, [10], sites=("conv", "fc", "late"))
+    until(lambda: drawn(chrome, "layers-heat", "y") == ["conv", "fc", "late"])
+    assert [row[2] is None for row in drawn(chrome, "layers-heat", "z")] == [True] * 10 + [False]
+
+
+def test_the_flow_follows_while_it_is_at_the_end(browse, growing):
+    chrome = browse(f"/run/{growing.folder.name}/flow", LOW)
+    mark(chrome, "flow-grad_output")
+    samples.append(growing, range(10, 12))
+    shows(chrome, "step 11", "#flow-told")
+    assert is_same(chrome, "flow-grad_output")
+    tab_to(chrome, "#flow-step [role=slider]")
+    press(chrome, Keys.HOME)
+    shows(chrome, "step 0", "#flow-told")
+    samples.append(growing, range(12, 14))
+    slider = chrome.find_element("css selector", "#flow-step [role=slider]")
+    until(lambda: slider.get_attribute("aria-valuemax") == "13")
+    assert text(chrome, "#flow-told") == "step 0"  # who looks at something is left there
+
+
+@pytest.mark.parametrize(
+    ("page", "graph"), [("/run/{}/layer?path=fc", "layer-output"), ("/compare?run={}&run=dead", "compare-loss")]
+)
+def test_other_pages_grow_too(browse, growing, page, graph):
+    chrome = browse(page.format(growing.folder.name), LOW)
+    mark(chrome, graph)
+    samples.append(growing, range(10, 14))
+    until(lambda: drawn(chrome, graph) == list(range(14)))
+    assert is_same(chrome, graph)
+
+
+def test_a_run_from_its_very_beginning(browse, root):
+    log = samples.written(root / "fresh", [])
+    chrome = browse("/run/fresh")
+    assert "nothing measured yet" in text(chrome, "#overview-facts")
+    samples.append(log, range(3))
+    shows(chrome, "conv", "#overview-tree")
+    until(lambda: drawn(chrome, "overview-loss") == [0, 1, 2])
+    delete(log.folder)
+
+
+def test_empty_pages_fill(browse, root):
+    log = samples.written(root / "empty", [])
+    chrome = browse("/run/empty/flow")
+    samples.append(log, range(3))
+    shows(chrome, "step 2", "#flow-told")
+    chrome = browse("/run/empty/graph")
+    samples.append(log, [3], sites=("conv", "fc", "late"))
+    shows(chrome, "late")
+    delete(log.folder)
+
+
+def test_new_runs_appear_in_the_list(browse, root):
+    chrome = browse()
+    chrome.execute_script("window.__here = 1")
+    folder = samples.ended(root / "a b&c")
+    shows(chrome, "a b&c")
+    chrome.find_element("link text", "a b&c").click()
+    shows(chrome, "ended", "#overview-facts")
+    assert text(chrome, "h1") == "a b&c" and chrome.execute_script("return window.__here") == 1
+    chrome.find_element("link text", "Layers").click()
+    shows(chrome, "All layers")
+    chrome.find_element("link text", "torchhook").click()
+    shows(chrome, "a b&c")
+    delete(folder)
+    until(lambda: "a b&c" not in text(chrome))
+
+
+def test_what_was_chosen_to_compare_stays_chosen(browse, root):
+    chrome = browse()
+    box = "//tr[td/a='healthy']//input"
+    chrome.find_element("xpath", box).click()
+    folder = samples.ended(root / "another")
+    shows(chrome, "another")
+    assert chrome.find_element("xpath", box).is_selected()
+    delete(folder)
+
+
+# What cannot be shown
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/run/garbage", "is no run, or a broken one"),
+        ("/run/garbage/layers", "is no run, or a broken one"),
+        ("/run/newer", "newer torchhook"),
+        ("/run/nowhere", "there is no run 'nowhere'"),
+        ("/run/..%2f..%2fetc", "there is no run"),
+        ("/run/dead/nothing", "There is no page"),
+        ("/nothing", "There is no page"),
+        ("/run/dead/layer?path=nowhere", "Nothing was measured at 'nowhere'"),
+        ("/run/dead/layer", "Nothing was measured"),
+        ("/compare", "Choose the runs"),
+        ("/compare?run=dead&run=garbage", "broken"),
+        ("/run/%3Cscript%3Ealert(1)%3C%2Fscript%3E", "there is no run '<script>alert(1)</script>'"),
+    ],
+)
+def test_what_is_not_there_is_a_sentence(browse, path, words):
+    assert words in text(browse(path))
+
+
+def test_broken_runs_hide_no_others(browse):
+    chrome = browse("/run/garbage")
+    chrome.find_element("link text", "torchhook").click()
+    until(lambda: chrome.find_elements("link text", "dead"))
+    chrome.find_element("link text", "dead").click()
+    shows(chrome, "never fire")
+
+
+def test_odd_choices_of_a_statistic_are_ours(browse):
+    chrome = browse("/run/dead/layers?stat=__class__&port=../../x")
+    assert drawn(chrome, "layers-heat", "y")[0] == "conv" and "std of every" in text(chrome)
+
+
+@pytest.mark.parametrize("page", ["", "/layers", "/flow"])
+def test_a_run_that_is_deleted_while_it_is_shown_says_so(browse, root, page):
+    folder = samples.ended(root / f"doomed-{next(NUMBERS)}")
+    chrome = browse(f"/run/{folder.name}{page}")
+    delete(folder)
+    shows(chrome, "there is no run")
+    chrome.find_element("link text", "torchhook").click()
+    shows(chrome, "healthy")
+    assert "doomed" not in text(chrome)
+
+
+def test_a_run_that_breaks_while_it_is_shown_says_so(browse, root):
+    folder = samples.ended(root / "breaking")
+    chrome = browse("/run/breaking")
+    broken = samples.garbage(root / "broken")
+    (broken / FILE).replace(folder / FILE)
+    shows(chrome, "is no run, or a broken one")
+    delete(folder)
+    broken.rmdir()
+
+
+def test_a_run_that_begins_anew_is_shown_anew(browse, root):
+    samples.ended(root / "again", range(20))
+    chrome = browse("/run/again")
+    delete(root / "again")
+    samples.ended(root / "again", range(3))
+    chrome = browse("/run/again")
+    assert drawn(chrome, "overview-loss") == [0, 1, 2]
+    delete(root / "again")
+
+
+# Names that mean harm
+
+
+@pytest.mark.parametrize("page", ["", "/layers", "/flow", "/graph", "/layers?stat=l2&port=param_grad"])
+def test_hostile_names_are_shown_and_do_not_run(browse, page):
+    chrome = browse(f"/run/hostile{page}")
+    for name in ("<b>bold</b>", "<a href='//x'>link</a>"):
+        assert f"{name}.fc" in chrome.execute_script("return document.querySelector('main').textContent")
+    for plot in chrome.find_elements("css selector", ".nsewdrag"):
+        ActionChains(chrome).move_to_element(plot).perform()  # what is told of a point is a name, too
+    assert chrome.execute_script("return window.__pwned") is None
+    assert not chrome.find_elements("css selector", "main img, main a[href^=javascript], svg a")
+    assert width(chrome) <= DESKTOP[0]
+
+
+@pytest.mark.parametrize(("page", "axis"), [("layers", "y"), ("flow", "x")])
+def test_figures_draw_no_tags(browse, page, axis):
+    chrome = browse(f"/run/hostile/{page}")
+    ticks = f"return [...document.querySelectorAll('.graph .{axis}tick text')].map(tick => tick.textContent)"
+    assert {"<b>bold</b>.fc", "<a href='//x'>link</a>.fc"} <= set(chrome.execute_script(ticks))
+
+
+def test_layers_with_hostile_names_are_led_to(browse):
+    chrome = browse("/run/hostile/layers")
+    links = [link.get_attribute("href") for link in chrome.find_elements("css selector", "main li a")]
+    paths = [parse_qs(urlsplit(link).query)["path"][0] for link in links]
+    assert paths == [f"{name}.{inner}" for name in samples.HOSTILE for inner in ("0", "fc")]
+    for number in range(0, len(links), 2):
+        link = chrome.find_elements("css selector", "main li a")[number]
+        chrome.execute_script("arguments[0].click()", link)
+        until(lambda: chrome.find_elements("id", "layer-output"))
+        assert text(chrome, "main h2").endswith("Linear"), paths[number]
+        chrome.back()
+        until(lambda: chrome.find_elements("css selector", "main li a"))
+    assert chrome.execute_script("return window.__pwned") is None
+
+
+def test_the_map_of_a_hostile_layer_is_shown(browse):
+    chrome = browse(f"/run/hostile/layer?path={quote(samples.HOSTILE[0] + '.0', safe='')}")
+    (picture,) = chrome.find_elements("css selector", "#layer-pictures img")
+    assert picture.get_property("naturalWidth") > 1
+    assert chrome.execute_script("return window.__pwned") is None
+
+
+# Large, light and dark
+
+
+@pytest.fixture(scope="module")
+def large(root):
+    samples.large(root / "large")
+    yield "/run/large"
+    delete(root / "large")
+
+
+@pytest.mark.parametrize("page", ["", "/layers", "/flow", "/graph", "/layer?path=blocks.0.0.projection"])
+def test_500_layers_and_20000_steps_open_fluidly(browse, large, page):
+    start = time.monotonic()
+    chrome = browse(f"{large}{page}")
+    assert time.monotonic() - start < 5  # most of which is reading, at the first look
+    sent = "return performance.getEntriesByType('resource').reduce((sum, entry) => sum + entry.decodedBodySize, 0)"
+    assert chrome.execute_script(sent) < 12e6  # of which plotly is a third
+    frames = """
+        const done = arguments[0], times = [];
+        const next = now => { times.push(now); times.length < 20 ? requestAnimationFrame(next) : done(times) };
+        requestAnimationFrame(next)"""
+    times = chrome.execute_async_script(frames)
+    assert (times[-1] - times[0]) / 19 < 100  # it scrolls
+
+
+def test_500_layers_have_500_rows(browse, large):
+    chrome = browse(f"{large}/layers")
+    assert len(drawn(chrome, "layers-heat", "y")) == 500
+    assert 100 <= len(drawn(chrome, "layers-heat")) <= 500
+    assert drawn(chrome, "layers-heat")[-1] == 19_999
+    chrome = browse(large)
+    assert 1000 <= len(drawn(chrome, "overview-loss")) <= 4000
+    assert drawn(chrome, "overview-loss")[-1] == 19_999
+
+
+CONTRAST = """
+    const parse = colour => {
+        const numbers = colour.match(/[\\d.]+%?/g).map(parseFloat);
+        const scale = colour.startsWith('color(') ? 255 : 1;
+        return [...numbers.slice(0, 3).map(number => number * scale), numbers[3] ?? 1];
+    };
+    const over = ([r, g, b, a], under) => [r, g, b].map((part, i) => part * a + under[i] * (1 - a));
+    const light = colour => colour.map(part => part / 255)
+        .map(part => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4)
+        .reduce((sum, part, i) => sum + part * [0.2126, 0.7152, 0.0722][i], 0);
+    const below = element => {
+        const layers = [];
+        for (let at = element; at; at = at.parentElement) layers.push(parse(getComputedStyle(at).backgroundColor));
+        return layers.reduceRight((under, layer) => over(layer, under), [255, 255, 255]);
+    };
+    const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), found = [];
+    while (walker.nextNode()) {
+        const element = walker.currentNode.parentElement, style = getComputedStyle(element);
+        const box = element.getBoundingClientRect();
+        if (!walker.currentNode.data.trim() || box.width < 2 || style.visibility == 'hidden') continue;
+        if (element.closest('script, style, noscript')) continue;
+        const ground = below(element);
+        const ink = over(parse(element instanceof SVGElement ? style.fill : style.color), ground);
+        const [a, b] = [light(ink), light(ground)].sort((a, b) => b - a);
+        found.push([(a + 0.05) / (b + 0.05), walker.currentNode.data.trim().slice(0, 40)]);
+    }
+    return found"""
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/",
+        "/run/dead",
+        "/run/dead/layers",
+        "/run/dead/layer?path=conv",
+        "/run/dead/flow",
+        "/run/dead/graph",
+        "/compare?run=dead&run=healthy",
+        "/run/garbage",
+    ],
+)
+def test_all_text_can_be_read_in_light_and_dark(browse, path):
+    for theme in ("light", "dark"):
+        chrome = browse(path, theme=theme)
+        assert unreadable(chrome) == []
+        ground = chrome.execute_script("return getComputedStyle(document.body).backgroundColor")
+        assert (int(ground.split("(")[1].split(",")[0]) < 128) is (theme == "dark")
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_an_open_menu_can_be_read(browse, theme):
+    chrome = browse("/run/dead/layers", theme=theme)
+    chrome.find_element("id", "layers-stat").click()
+    until(lambda: chrome.find_elements("class name", "dash-dropdown-option"))
+    assert unreadable(chrome, "zero_fraction") == []
+
+
+def unreadable(chrome, expected="torchhook"):
+    """Words whose contrast is less than WCAG asks for."""
+    found = chrome.execute_script(CONTRAST)
+    assert expected in [words for _, words in found]
+    return [(round(contrast, 1), words) for contrast, words in found if contrast < 4.5]
