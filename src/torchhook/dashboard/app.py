@@ -120,7 +120,11 @@ def _where(title: str, current: str) -> Component:
     if title in ("", "Runs", "Comparison"):
         return html.H1(title or "Not found")
     links = [
-        dcc.Link(text, href=address(title, page), className="current" if page == current else "")
+        dcc.Link(
+            text,
+            href=address(title, page),
+            className="current" if page == current or (page, current) == ("layers", "layer") else "",
+        )
         for page, text in PAGES.items()
     ]
     return html.Div([html.H1(printable(title)), html.Nav(links, **{"aria-label": "Pages of this run"})])

@@ -41,7 +41,7 @@ def heat(sheet: Sheet) -> Any:
     )
     figure.update_xaxes(title_text="step")
     quiet(figure, height=min(_MOST, max(_LEAST, 90 + _ROW * len(sheet.paths))))
-    figure.update_yaxes(autorange="reversed", **_names(sheet.paths, most=(_MOST - 90) // _ROW))
+    figure.update_yaxes(autorange="reversed", showgrid=False, **_names(sheet.paths, most=(_MOST - 90) // _ROW))
     return figure.update_layout(uirevision="heat")
 
 

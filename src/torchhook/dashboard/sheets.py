@@ -6,6 +6,7 @@ import math
 import secrets
 import threading
 from collections.abc import Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,8 @@ class Sheet:
         if late.paths != self.paths:
             self.edition = _new_edition()
             self.paths, self.rows = late.paths, []
-        self.steps += late.steps
-        self.rows += [[_drawn(value) for value in row] for row in late.values.T.tolist()]
+        self.steps = [*self.steps, *late.steps]
+        self.rows = [*self.rows, *([_drawn(value) for value in row] for row in late.values.T.tolist())]
         if len(self.steps) > 2 * WIDE:
             gone = set(thinned(self.steps))
             kept = [number for number, step in enumerate(self.steps) if step not in gone]
@@ -76,8 +77,8 @@ class Curve:
         """Read what is new."""
         late = self.run.losses_after(self.steps[-1] if self.steps else -1)
         some = spread(list(late), LOSSES) if len(late) > LOSSES else list(late)
-        self.steps += some
-        self.values += [_drawn(late[step]) for step in some]
+        self.steps = [*self.steps, *some]
+        self.values = [*self.values, *(_drawn(late[step]) for step in some)]
         if len(self.steps) > 2 * LOSSES:
             self.steps, self.values = self.steps[::2], self.values[::2]
             self.edition = _new_edition()
@@ -104,13 +105,13 @@ class Book:
         with self.lock:
             sheet = self._sheets.setdefault((field, port), Sheet(self.run, field, port))
             sheet.refresh()
-            return sheet
+            return copy(sheet)  # which stays as it is while others read on
 
     def curve(self) -> Curve:
         """The losses, as of now."""
         with self.lock:
             self._curve.refresh()
-            return self._curve
+            return copy(self._curve)
 
     def ports(self) -> list[str]:
         """Those at which something was measured."""

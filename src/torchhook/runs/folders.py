@@ -131,7 +131,10 @@ def _started(folder: Path) -> float:
         with Run(folder) as run:
             return run.started
     except RunError:
-        return (folder / FILE).stat().st_mtime
+        try:
+            return (folder / FILE).stat().st_mtime
+        except OSError:  # deleted meanwhile
+            return 0.0
 
 
 def _ended(folder: Path) -> float | None:

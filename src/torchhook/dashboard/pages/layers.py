@@ -29,7 +29,7 @@ def page(book: Book, stat: str = "std", port: str = "output") -> Component:
     figure, caption, shown = _drawn(book, stat, port if port in ports else ports[0])
     links = html.Ul([html.Li(layer_link(book.name, path)) for path in book.layers()], className="many")
     choices = [
-        choice("layers-port", "of", ports, shown["port"]),
+        choice("layers-port", "measured at", ports, shown["port"]),
         choice("layers-stat", "statistic", NAMES, shown["stat"]),
     ]
     return html.Div(

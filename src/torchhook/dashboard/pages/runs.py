@@ -16,6 +16,8 @@ from torchhook.errors import RunError
 from torchhook.render.words import printable
 from torchhook.text import in_units
 
+_UNREADABLE = "unreadable"
+
 
 def page(library: Library) -> Component:
     """The list, and a button."""
@@ -72,7 +74,7 @@ def _facts(library: Library, name: str) -> tuple[str, ...]:
         begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started))
         return run.state, run.model, begun, f"{steps[-1] if steps else 0:,}", str(len(run.findings)), in_units(run.size)
     except RunError as error:
-        return "unreadable", str(error), "", "", "", ""
+        return _UNREADABLE, str(error)
 
 
 def _table(library: Library, chosen: Sequence[str] = ()) -> Component:
@@ -88,9 +90,12 @@ def _table(library: Library, chosen: Sequence[str] = ()) -> Component:
 
 def _row(library: Library, name: str, is_chosen: bool) -> Component:
     state, *facts = _facts(library, name)
+    if state == _UNREADABLE:
+        why = html.Td(printable(facts[0]), colSpan=5, className="why")
+        return html.Tr([html.Td(), html.Td(printable(name)), html.Td(pill("error", state)), why])
     said = html.Span(f"compare {printable(name)}", className="hidden")
     options, value = [{"label": said, "value": name}], [name] if is_chosen else []
     box = dcc.Checklist(options, value, id={"kind": "chosen", "run": name})
-    kind = {"failed": "error", "killed": "error", "unreadable": "error", "ended": "passed"}.get(state, "info")
+    kind = {"failed": "error", "killed": "error", "ended": "passed"}.get(state, "info")
     cells = [box, dcc.Link(printable(name), href=address(name)), pill(kind, state), *map(printable, facts)]
     return html.Tr([html.Td(cell) for cell in cells])
