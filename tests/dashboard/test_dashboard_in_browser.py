@@ -174,8 +174,10 @@ def width(chrome):
 
 def test_the_list_of_runs(browse):
     chrome = browse()
-    rows = {row.text.split("\n")[1] for row in chrome.find_elements("css selector", "tbody tr")}
-    assert {"healthy", "dead", "hostile", "garbage", "newer"} <= rows
+    names = {cell.text for cell in chrome.find_elements("css selector", "tbody td:nth-child(2)")}
+    assert {"healthy", "dead", "hostile", "garbage", "newer"} <= names
+    why = [cell.text for cell in chrome.find_elements("css selector", "td.why")]
+    assert len(why) == 2 and "is no run, or a broken one" in "".join(why) and "a newer torchhook" in "".join(why)
     assert text(chrome, "h1") == "Runs" and chrome.title == "torchhook"
     chrome.find_element("link text", "dead").click()
     shows(chrome, "never fire")
