@@ -67,7 +67,7 @@ def lines(by_name: Mapping[str, tuple[Sequence[int], Line]], title: str, log: bo
         )
     figure.update_xaxes(title_text="step")
     figure.update_yaxes(title_text=title, type="log" if log else "linear")
-    quiet(figure, height=300)
+    _tell_empty(quiet(figure, height=300))
     return figure.update_layout(showlegend=len(by_name) > 1, legend=_LEGEND, uirevision="lines")
 
 
@@ -144,7 +144,17 @@ def flow(lines_of: Mapping[str, tuple[Sequence[str], Line]], title: str = "gradi
     figure.update_yaxes(type="log", title_text=title)
     paths = list(dict.fromkeys(path for paths, _ in lines_of.values() for path in paths))
     figure.update_xaxes(**_names(paths, most=40))
-    return quiet(figure, height=420).update_layout(showlegend=len(lines_of) > 1, legend=_LEGEND, uirevision="flow")
+    return _tell_empty(quiet(figure, height=420)).update_layout(
+        showlegend=len(lines_of) > 1, legend=_LEGEND, uirevision="flow"
+    )
+
+
+def _tell_empty(figure: Any) -> Any:
+    """Axes without anything on them would look like a fault."""
+    if not any(trace.y for trace in figure.data):
+        figure.update_xaxes(visible=False).update_yaxes(visible=False)
+        figure.add_annotation(text="not measured", showarrow=False, x=0.5, y=0.5, xref="paper", yref="paper")
+    return figure
 
 
 def named(path: str) -> str:

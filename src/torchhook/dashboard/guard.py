@@ -14,7 +14,6 @@ from torchhook.dashboard.library import Library
 from torchhook.errors import RunError
 
 HERE = ("127.0.0.1", "localhost", "[::1]", "::1")
-_COOKIE = "torchhook-token"
 _POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline';"
     " img-src 'self' data: blob:; font-src 'self' data:; object-src 'none'; base-uri 'none'; form-action 'none'"
@@ -60,10 +59,15 @@ class Guard:
         if given is not None and hmac.compare_digest(given.encode(), self.token.encode()):
             rest = urlencode([(key, value) for key, value in request.args.items(multi=True) if key != "token"])
             answer = redirect(f"{request.path}?{rest}" if rest else request.path)
-            answer.set_cookie(_COOKIE, self.token, httponly=True, samesite="Strict")
+            answer.set_cookie(_cookie(), self.token, httponly=True, samesite="Strict")
             return answer
-        known = request.cookies.get(_COOKIE, "")
+        known = request.cookies.get(_cookie(), "")
         return None if hmac.compare_digest(known.encode(), self.token.encode()) else ("This page needs its token.", 403)
+
+
+def _cookie() -> str:
+    """One for each port: browsers give those of a machine to all its servers."""
+    return f"torchhook-token-{request.host.rpartition(':')[2]}"
 
 
 def _with_headers(response: Response) -> Response:

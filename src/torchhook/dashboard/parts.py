@@ -36,9 +36,10 @@ def pill(kind: str, text: str) -> Component:
     return html.Span(text, className=f"pill {kind}")
 
 
-def card(run: str, finding: Finding, layers: Iterable[str]) -> Component:
-    """A finding, with a link to its layer."""
-    at = _layer_of(finding.site, list(layers))
+def card(run: str, finding: Finding, layers: Iterable[str], cause: Finding | None = None) -> Component:
+    """A finding, with a link to its layer; or, if it comes of another one, to that one's."""
+    layers = list(layers)
+    at = _layer_of(finding.site, layers)
     where = html.Code(printable(finding.site) or "the model")
     step = "" if finding.step is None else f"step {finding.step:,}"
     affected = f"and {len(finding.affected)} more that come of it" if finding.affected else ""
@@ -50,10 +51,16 @@ def card(run: str, finding: Finding, layers: Iterable[str]) -> Component:
             ),
             html.H3(printable(finding.message)),
             html.P([dcc.Link(where, href=address(run, "layer", path=at)) if at is not None else where, f" {affected}"]),
-            html.P(printable(finding.hint), className="quiet"),
+            html.P(printable(finding.hint) if cause is None else _because(run, cause, layers), className="quiet"),
         ],
         className=f"card {finding.severity}",
     )
+
+
+def _because(run: str, cause: Finding, layers: list[str]) -> list[Any]:
+    at = _layer_of(cause.site, layers)
+    place = printable(cause.site) or "the model"
+    return [f"It comes of {cause.code} at ", place if at is None else layer_link(run, at), ": start there."]
 
 
 def graph(id_: str, figure: Any, label: str) -> Component:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -142,6 +142,10 @@ class Book:
         """What was found at a layer or at its parameters, also if it comes of something else."""
         return [found for found in self._found() if found.site == layer or found.site.startswith(f"{layer}.")]
 
+    def cause_of(self, finding: Finding) -> Finding | None:
+        """What a finding comes of, if that was found."""
+        return next((found for found in self.run.findings if finding in found.affected), None)
+
     def _found(self) -> list[Finding]:
         """All that was found, and what comes of it."""
         return [one for finding in self.run.findings for one in (finding, *finding.affected)]
@@ -162,6 +166,16 @@ class Book:
                 rows = self.run.window(step).rows.items()
                 states = {place: row.states[Histogram.name][0]() for place, row in rows if Histogram.name in row.states}
                 self._quantiles[step] = {place: _quantiles(state) for place, state in states.items()}
+
+
+def worst_in(path: str, health: Mapping[str, Severity]) -> str:
+    """The worst of what was found at a module and inside; empty if nothing was.
+
+    >>> worst_in("a", {"a.b": Severity.INFO, "a": Severity.ERROR, "ab": Severity.WARNING})
+    'error'
+    """
+    found = [severity for site, severity in health.items() if site == path or site.startswith(f"{path}.")]
+    return str(max(found, key=lambda severity: severity.rank)) if found else ""
 
 
 def _identity(file: Path) -> tuple[int, int] | None:

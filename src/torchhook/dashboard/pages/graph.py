@@ -9,7 +9,7 @@ from dash.development.base_component import Component
 
 from torchhook.dashboard.library import Library
 from torchhook.dashboard.parts import layer_link, tick
-from torchhook.dashboard.sheets import Book
+from torchhook.dashboard.sheets import Book, worst_in
 from torchhook.render.words import printable
 
 
@@ -53,11 +53,7 @@ def _boxes(book: Book) -> list[Component]:
         above = path.rpartition(".")[0]
         if not boxes or boxes[-1][0] != above:
             boxes.append((above, []))
-        worst = max(
-            (severity for site, severity in health.items() if site == path or site.rpartition(".")[0] == path),
-            key=lambda severity: severity.rank,
-            default=None,
-        )
+        worst = worst_in(path, health)
         value = spread.get(path)
         told = "" if value is None else f"std {value:.3g}"
         content = [html.B(printable(kind)), layer_link(book.name, path), html.Span(told, className="quiet")]

@@ -118,7 +118,8 @@ def _neighbours(book: Book, path: str) -> Component:
 
 
 def _found(book: Book, path: str) -> list[Component]:
-    return [card(book.name, finding, ()) for finding in book.findings_at(path)]
+    layers = book.layers()
+    return [card(book.name, found, layers, book.cause_of(found)) for found in book.findings_at(path)]
 
 
 def _pictures(book: Book, path: str) -> Any:

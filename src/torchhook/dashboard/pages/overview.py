@@ -11,7 +11,7 @@ from dash.development.base_component import Component
 from torchhook.dashboard import drawing
 from torchhook.dashboard.library import Library
 from torchhook.dashboard.parts import card, graph, layer_link, pill, section, tick
-from torchhook.dashboard.sheets import Book
+from torchhook.dashboard.sheets import Book, worst_in
 from torchhook.findings import Severity
 from torchhook.render.words import printable
 
@@ -63,7 +63,7 @@ def register(app: Dash, library: Library) -> None:
         if stamp == shown["stamp"] and len(curve.steps) == shown["points"]:
             return (no_update,) * 5
         found = stamp[2] != shown["stamp"][2]
-        if found or curve.edition != shown["edition"]:
+        if found or curve.edition != shown["edition"] or not shown["points"]:
             figure: Any = drawing.loss(curve.steps, curve.values, book.run.findings)
         else:
             figure = Patch()
@@ -113,7 +113,7 @@ def _branches(
     branches = []
     for name, inside in nested.items():
         path = f"{above}.{name}" if above else name
-        worst = _worst(path, health)
+        worst = worst_in(path, health)
         dot = html.Span(
             className=f"dot {worst or 'healthy'}",
             title=worst or "nothing found",
@@ -129,9 +129,3 @@ def _branches(
             kind = html.Span(printable(layers.get(path, "")), className="quiet")
             branches.append(html.Li([dot, layer_link(run, path), " ", kind]))
     return branches
-
-
-def _worst(path: str, health: dict[str, Severity]) -> str:
-    """Of what was found here and inside."""
-    found = [severity for site, severity in health.items() if site == path or site.startswith(f"{path}.")]
-    return str(max(found, key=lambda severity: severity.rank)) if found else ""
