@@ -20,6 +20,19 @@ torchvision_cpu.install()
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+CHROMIUM, DRIVER = "/usr/bin/chromium", "/usr/bin/chromedriver"
+FLAGS = [
+    "--headless=new",
+    "--no-sandbox",  # which root has to do without
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+]
+
 
 @pytest.fixture(autouse=True)
 def _seeded():
@@ -33,6 +46,24 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def chrome(tmp_path_factory):
+    """Debian's browser, without a window."""
+    from selenium.webdriver import Chrome, ChromeOptions
+    from selenium.webdriver.chrome.service import Service
+
+    if not (Path(CHROMIUM).exists() and Path(DRIVER).exists()):
+        pytest.fail("these tests need Debian's chromium and chromium-driver, which `make test` installs")
+    options = ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in [*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"]:
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = Chrome(options=options, service=Service(DRIVER))
+    yield driver
+    driver.quit()
 
 
 @pytest.fixture

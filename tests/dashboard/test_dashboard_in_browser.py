@@ -6,13 +6,10 @@ import subprocess
 import sys
 import time
 from itertools import count
-from pathlib import Path
 from urllib.parse import parse_qs, quote, urlsplit
 
 import dashboard_samples as samples
 import pytest
-from selenium.webdriver import Chrome, ChromeOptions
-from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 
@@ -22,35 +19,9 @@ from torchhook.runs.schema import FILE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CHROMIUM, DRIVER = "/usr/bin/chromium", "/usr/bin/chromedriver"
-FLAGS = [
-    "--headless=new",
-    "--no-sandbox",  # which root has to do without
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--disable-dev-shm-usage",
-]
 DESKTOP, LOW, PHONE = (1280, 900), (1280, 500), (390, 844)
 NUMBERS = count()  # names are used once
 PATIENCE = 10.0  # seconds, for a machine that does other things, too
-
-
-@pytest.fixture(scope="module")
-def chrome(tmp_path_factory):
-    if not (Path(CHROMIUM).exists() and Path(DRIVER).exists()):
-        pytest.fail("these tests need Debian's chromium and chromium-driver, which `make test` installs")
-    options = ChromeOptions()
-    options.binary_location = CHROMIUM
-    for flag in [*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"]:
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = Chrome(options=options, service=Service(DRIVER))
-    yield driver
-    driver.quit()
 
 
 @pytest.fixture(scope="module")

@@ -92,12 +92,12 @@ def _routed(library: Library, pathname: str, query: dict[str, list[str]]) -> tup
     parts = [unquote(part) for part in pathname.strip("/").split("/")]
     if parts == [""]:
         if library.only is None:
-            return runs.page(library), _where("Runs", "")
+            return runs.page(library), html.H1("Runs")
         parts = ["run", library.only.name]
     if parts == ["compare"]:
-        return compare.page(library, query.get("run", [])), _where("Comparison", "")
+        return compare.page(library, query.get("run", [])), html.H1("Comparison")
     if parts[0] != "run" or len(parts) not in (2, 3):
-        return html.P(f"There is no page {printable(pathname)!r}.", role="alert"), _where("", "")
+        return html.P(f"There is no page {printable(pathname)!r}.", role="alert"), html.H1("Not found")
     book, name = library.book(parts[1]), parts[2] if len(parts) == 3 else ""
     first = {key: values[0] for key, values in query.items()}
     if name == "":
@@ -112,19 +112,13 @@ def _routed(library: Library, pathname: str, query: dict[str, list[str]]) -> tup
         page = graph.page(book)
     else:
         page = html.P(f"There is no page {printable(name)!r}.", role="alert")
-    return page, _where(book.name, name)
+    return page, _head(book.name, "layers" if name == "layer" else name)
 
 
-def _where(title: str, current: str) -> Component:
-    """The head of a page; of one of a run, with links to its others."""
-    if title in ("", "Runs", "Comparison"):
-        return html.H1(title or "Not found")
+def _head(run: str, current: str) -> Component:
+    """The name of a run, and links to its pages."""
     links = [
-        dcc.Link(
-            text,
-            href=address(title, page),
-            className="current" if page == current or (page, current) == ("layers", "layer") else "",
-        )
+        dcc.Link(text, href=address(run, page), className="current" if page == current else "")
         for page, text in PAGES.items()
     ]
-    return html.Div([html.H1(printable(title)), html.Nav(links, **{"aria-label": "Pages of this run"})])
+    return html.Div([html.H1(printable(run)), html.Nav(links, **{"aria-label": "Pages of this run"})])

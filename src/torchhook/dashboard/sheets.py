@@ -76,7 +76,7 @@ class Curve:
     def refresh(self) -> None:
         """Read what is new."""
         late = self.run.losses_after(self.steps[-1] if self.steps else -1)
-        some = spread(list(late), LOSSES) if len(late) > LOSSES else list(late)
+        some = spread(list(late), LOSSES)
         self.steps = [*self.steps, *some]
         self.values = [*self.values, *(_drawn(late[step]) for step in some)]
         if len(self.steps) > 2 * LOSSES:
@@ -160,8 +160,7 @@ class Book:
         return list(found), list(found.values())
 
     def _read_quantiles(self) -> None:
-        steps = self.run.steps_with(Histogram.name)
-        for step in spread(steps, _HISTOGRAMS) if len(steps) > _HISTOGRAMS else steps:
+        for step in spread(self.run.steps_with(Histogram.name), _HISTOGRAMS):
             if step not in self._quantiles:
                 rows = self.run.window(step).rows.items()
                 states = {place: row.states[Histogram.name][0]() for place, row in rows if Histogram.name in row.states}
