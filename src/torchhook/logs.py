@@ -6,7 +6,7 @@ The run store, TensorBoard, MLflow and all others are logs over this one stream.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -25,7 +25,8 @@ class Entry:
     """What was seen in a measured step: plain data, on the CPU.
 
     `losses` are those of all steps since the entry before, `maps` some channels × height × width of what layers gave
-    for one sample, by path; most entries have none.
+    for one sample, by path; `wires` the pairs of layers of which the second is given what comes of the first. Most
+    entries have neither.
     """
 
     step: int
@@ -34,6 +35,7 @@ class Entry:
     losses: Mapping[int, float] = field(default_factory=dict)
     rate: float | None = None  # the largest learning rate
     maps: Mapping[str, Tensor] = field(default_factory=dict)
+    wires: Sequence[tuple[str, str]] = ()
 
     @cached_property
     def scalars(self) -> dict[str, float]:

@@ -213,11 +213,19 @@ def test_gradient_flow_starts_at_the_last_step(browse):
     assert chrome.execute_script(script) == ["conv"]  # the cross: no gradient passes what is dead
 
 
+def test_menus_have_names(browse):
+    menus = browse("/run/dead/layers").find_elements("css selector", ".choice button")
+    assert [menu.accessible_name for menu in menus] == ["measured at output", "statistic std"]
+
+
 def test_the_model_in_execution_order(browse):
     chrome = browse("/run/dead/graph")
     nodes = chrome.find_elements("css selector", ".node")
     assert [node.find_element("tag name", "a").text for node in nodes][:3] == ["conv", "relu", "flat"]
     assert "error" in nodes[1].get_attribute("class") and "ReLU" in nodes[1].text
+    wires = chrome.find_element("css selector", ".wired img")
+    assert wires.get_attribute("src").count("class%3D%22tip%22") == len(nodes) - 1  # each is given to the next
+    assert wires.get_attribute("naturalHeight") == str(chrome.find_element("css selector", ".wired ol").size["height"])
     nodes[1].find_element("tag name", "a").click()
     shows(chrome, "ReLU", "main h2")
 

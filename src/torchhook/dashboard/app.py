@@ -9,12 +9,14 @@ from urllib.parse import parse_qs, unquote
 
 from dash import Dash, Input, Output, dcc, html, set_props
 from dash.development.base_component import Component
+from flask import Response, send_file
 
 from torchhook.dashboard.guard import Guard
 from torchhook.dashboard.library import Library
 from torchhook.dashboard.pages import compare, flow, graph, layer, layers, overview, runs
 from torchhook.dashboard.parts import PAGES, address
 from torchhook.errors import RunError
+from torchhook.figures.style import SCRIPT
 from torchhook.render.to_html import STYLE
 from torchhook.render.words import printable
 
@@ -27,6 +29,7 @@ _INDEX = """<!doctype html>
 <title>{%title%}</title>
 <link rel="icon" href="data:,">
 <style>STYLE</style>
+<script src="/plotly.js" defer></script>
 {%css%}
 </head>
 <body class="dashboard">
@@ -53,6 +56,7 @@ def create_app(library: Library, guard: Guard | None = None) -> Dash:
     )
     app.layout = _frame
     (guard or Guard()).protect(app.server, library)
+    app.server.add_url_rule("/plotly.js", view_func=_plotly)  # Dash has it of the page, and asks for none of its own
     for page in _PAGES:
         page.register(app, library)
 
@@ -66,6 +70,10 @@ def create_app(library: Library, guard: Guard | None = None) -> Dash:
         return _routed(library, pathname or "/", parse_qs((search or "").lstrip("?")))
 
     return app
+
+
+def _plotly() -> Response:
+    return send_file(SCRIPT, mimetype="text/javascript", max_age=3600)
 
 
 def _told(error: Exception) -> None:

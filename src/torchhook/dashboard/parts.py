@@ -85,7 +85,8 @@ def section(title: str, *children: Any, note: str = "") -> Component:
 def choice(id_: str, label: str, options: Iterable[str], value: str) -> Component:
     """One of several, by keyboard and by mouse."""
     chooser = dcc.Dropdown(list(options), value, id=id_, clearable=False)
-    return html.Label([html.Span(label), chooser], className="choice")
+    first = f"{id_}-value-count"  # the name of a menu that begins with this one: where many can be chosen, how many are
+    return html.Label([html.Span(label, id=first), chooser], className="choice")
 
 
 def _layer_of(site: str, layers: list[str]) -> str | None:

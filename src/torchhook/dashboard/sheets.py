@@ -121,6 +121,14 @@ class Book:
         """The class of each module that was measured, in execution order."""
         return {path: row.label for (path, _), row in self.run.places.items() if row.label}
 
+    def sources(self) -> dict[str, list[str]]:
+        """The layers from which what a layer is given comes, in execution order, by layer."""
+        order = {path: number for number, path in enumerate(self.layers())}
+        found: dict[str, list[str]] = {}
+        for source, path in sorted(self.run.wires, key=lambda wire: order.get(wire[0], -1)):
+            found.setdefault(path, []).append(source)
+        return found
+
     def parameters(self, layer: str) -> list[str]:
         """The parameters of a layer."""
         paths = dict.fromkeys(path for path, port in self.run.places if port.startswith("param_grad"))

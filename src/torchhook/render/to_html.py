@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from torchhook.figures import activations, gradient_flow, loss_curve, updates
-from torchhook.figures.style import plotly
+from torchhook.figures.style import SCRIPT
 from torchhook.findings import Report, Severity
 from torchhook.render.cards import cards
 from torchhook.render.tables import tables
@@ -86,7 +86,7 @@ def _plots(report: Report) -> str:
         for name, (figure, caption) in drawn.items()
         if figure is not None
     ]
-    return f"<script>{plotly('offline').get_plotlyjs()}</script>\n{''.join(figures)}" if figures else ""
+    return f"<script>{SCRIPT.read_text(encoding='utf-8')}</script>\n{''.join(figures)}" if figures else ""
 
 
 def _figure(figure: Any, name: str) -> str:

@@ -70,10 +70,15 @@ class Database:
 
     def begin(self, about: Mapping[str, Any]) -> None:
         """This process writes the run from now on."""
+        self.tell(about)
+        with self._transaction() as db:
+            db.execute("UPDATE life SET state = 'running', ended = NULL, owner = ?", (_json(this_process()),))
+
+    def tell(self, about: Mapping[str, Any]) -> None:
+        """What there is to know of the whole run."""
         with self._transaction() as db:
             rows = [(text(str(key)), _json(value)) for key, value in about.items()]
             db.executemany("INSERT OR REPLACE INTO about VALUES (?, ?)", rows)
-            db.execute("UPDATE life SET state = 'running', ended = NULL, owner = ?", (_json(this_process()),))
 
     def add(self, entry: Entry, groups: Iterable[Group]) -> None:
         """A measured step, whose states are these."""

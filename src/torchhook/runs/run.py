@@ -85,10 +85,15 @@ class Run:
 
     @property
     def about(self) -> dict[str, Any]:
-        """The names, versions and settings that the training began with."""
+        """The names, versions and settings that the training began with, and how layers are joined."""
         return self._source.read(
             lambda db: {key: json.loads(value) for key, value in db.execute("SELECT key, value FROM about")}
         )
+
+    @property
+    def wires(self) -> list[tuple[str, str]]:
+        """Pairs of layers, of which the second is given what comes of the first."""
+        return [(str(source), str(path)) for source, path in self.about.get("wires", ())]
 
     @property
     def model(self) -> str:

@@ -80,6 +80,8 @@ class RunLog(Log):
         self._do(what, lambda database: database.add(entry, groups))
         if entry.maps:
             self._do(f"the samples of step {entry.step}", lambda database: self._draw(database, entry))
+        if entry.wires:
+            self._do("how the layers are joined", lambda database: database.tell({"wires": list(entry.wires)}))
         losses = min(_MOST_LOSSES, self._most_bytes // 256)
         self._do(what, lambda database: database.thin(self._most_bytes, losses))
 

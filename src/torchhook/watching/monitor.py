@@ -36,6 +36,7 @@ from torchhook.watching.judge import Judge
 from torchhook.watching.maps import Maps
 from torchhook.watching.process import agreed, described, rank
 from torchhook.watching.watch import Watch
+from torchhook.watching.wires import Wires
 from torchhook.watching.worker import Window, Worker
 
 OnFinding = Literal["stop", "warn"] | Callable[[Finding], None]
@@ -119,13 +120,20 @@ class Monitor:
             model, applied, optimizer, history, (), *clocks, "all", _WIDEST, detours=False, on_fault=faulted
         )
         self._maps = Maps(self._seldom)
+        self._wires = Wires()
+        self._wiring = ExitStack()  # is over with the first measured step
         judged = partial(check, rules=applied, per_module=per_module, model=self.model_name)
         with ExitStack() as opened:
             opened.enter_context(self._watch)
             opened.callback(self._watch.forget_thorough)  # or what was half seen would go into a window of the worker's
-            if not compiled_among(model.modules()) and (taps := self._maps.taps(model)):
-                session = Session(model, taps, scope="all", on_silent="ignore", on_fault=faulted, when=self._seldom)
-                opened.callback(session.attach().abandon)
+            opened.push(self._wiring)
+            if not compiled_among(model.modules()):
+                for taps, stack in ((self._maps.taps(model), opened), (self._wires.taps(model), self._wiring)):
+                    if taps:
+                        seen = Session(
+                            model, taps, scope="all", on_silent="ignore", on_fault=faulted, when=self._seldom
+                        )
+                        stack.callback(seen.attach().abandon)
             self._watch.begin_thorough()
             self._worker = Worker(Judge(history, judged), self._logs(to, name, max_mb))
             self._opened = opened.pop_all()
@@ -188,7 +196,7 @@ class Monitor:
         self._abandoned.detach()
         self._report = _left(self._opened, self._worker, state, last)
         self._collect()
-        del self._watch, self._maps, self._opened, self._worker
+        del self._watch, self._maps, self._wires, self._opened, self._worker
 
     def __enter__(self) -> Monitor:
         return self
@@ -238,7 +246,9 @@ class Monitor:
         snapshots: list[Snapshot] = [self._watch.window()]
         if self._watch.is_thorough:
             snapshots.append(self._watch.end_thorough())
-        return Window(self.steps, joined(snapshots), _sent(self._losses), self._rates, self._maps.taken())
+        self._wiring.close()
+        wires, self._wires = list(self._wires.pairs), Wires()
+        return Window(self.steps, joined(snapshots), _sent(self._losses), self._rates, self._maps.taken(), wires)
 
     def _give(self, window: Window) -> None:
         """To the thread; if it has no room, the losses come with the next."""

@@ -274,12 +274,12 @@ def _of_kinds(kinds: frozenset[str], widest: int | None, detours: bool) -> Calla
 
     def test(path: str, module: nn.Module) -> bool:
         is_wanted = not kinds or kind_of(type(module).__name__) in kinds
-        return is_wanted and _is_leaf(module, detours) and (widest is None or _width(module) <= widest)
+        return is_wanted and is_leaf(module, detours) and (widest is None or _width(module) <= widest)
 
     return test
 
 
-def _is_leaf(module: nn.Module, detours: bool) -> bool:
+def is_leaf(module: nn.Module, detours: bool) -> bool:
     """Whether nothing is called inside; without `detours`, attention does not call its own projection."""
     if not detours and isinstance(module, (nn.MultiheadAttention, NonDynamicallyQuantizableLinear)):
         return isinstance(module, nn.MultiheadAttention)

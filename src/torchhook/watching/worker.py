@@ -6,7 +6,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -35,13 +35,14 @@ class Window:
     losses: Mapping[int, Callable[[], float]]
     rates: Mapping[int, float]
     maps: Callable[[], Mapping[str, Tensor]] = dict
+    wires: Sequence[tuple[str, str]] = ()
     time: float = field(default_factory=time.time)
 
     def entry(self) -> Entry:
         """It has arrived."""
         losses = {step: read() for step, read in self.losses.items()}
         rate = self.rates[max(self.rates)] if self.rates else None
-        return Entry(self.step, self.time, settled(self.snapshot), losses, rate, self.maps())
+        return Entry(self.step, self.time, settled(self.snapshot), losses, rate, self.maps(), self.wires)
 
 
 class Worker:
