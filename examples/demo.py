@@ -32,7 +32,7 @@ def main() -> None:
     print("Where to look:")
     print(f"  {OUTPUT / 'slipped.html'} in a browser: the report with plots; {OUTPUT / 'healthy.html'} to compare")
     print(f"  {latest('slipped') / 'samples'}: what the convolutions saw, as pictures")
-    print(f"  .venv/bin/torchhook runs list {OUTPUT / 'runs'}")
+    print(f"  .venv/bin/torchhook dashboard {OUTPUT / 'runs'} --open: both trainings, layer by layer")
     print("and on a training of your own: torchhook run train.py --its --own arguments")
 
 

@@ -218,6 +218,8 @@ def test_a_run_is_drawn_by_layer_and_step(run):
         torch.tensor(mesh.get_array().filled(math.nan)).nan_to_num(-1).tolist() == wanted.values.nan_to_num(-1).tolist()
     )
     assert mesh.norm.vmin == -mesh.norm.vmax and rows(figure) == wanted.paths
+    with pytest.raises(ValueError, match="stat must be one of count, mean.*not 'nonsense'"):
+        layer_heatmap(run, "nonsense")
 
 
 def test_the_scale_of_colours_fits_the_values():

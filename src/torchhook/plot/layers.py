@@ -31,6 +31,7 @@ from torchhook.plot.style import (
 )
 from torchhook.rules.checking import layers_of
 from torchhook.runs import Run
+from torchhook.runs.fields import require_field
 from torchhook.runs.queries import Series
 from torchhook.stats.reading import Snapshot
 
@@ -145,6 +146,7 @@ def _points(ax: Axes, rows: Mapping[str, int], sizes: Sizes, **style: Any) -> No
 
 def _series(run: Any, stat: str, port: str) -> Series:
     if isinstance(run, Run):
+        require_field(stat, "stat")
         snapshot_of(run, port)  # says what is wrong if there is none
         run = run.series(stat, port)
     if not isinstance(run, Series):

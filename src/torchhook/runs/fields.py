@@ -30,10 +30,10 @@ def field_of(states: Tensor, name: str) -> Tensor:
     return _FORMULAS[require_field(name)](row).where(row.count > 0, math.nan)
 
 
-def require_field(name: str) -> str:
+def require_field(name: str, argument: str = "field") -> str:
     """Raise unless there is such a field."""
     if name not in _FORMULAS:
-        raise ValueError(f"field must be one of {', '.join(_FORMULAS)}, not {name!r}")
+        raise ValueError(f"{argument} must be one of {', '.join(_FORMULAS)}, not {name!r}")
     return name
 
 
