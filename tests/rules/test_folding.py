@@ -153,6 +153,13 @@ def test_what_is_merely_worth_knowing_explains_no_warning():
     assert root.code == "AA1"
 
 
+def test_what_a_circle_explains_is_no_root_whoever_is_first_by_its_code():
+    circle = [rule("BB1", "BB2", phase=Phase.REST), rule("BB2", "CC1"), rule("CC1", "BB1", "AA1")]
+    found = [(one, Finding(one.code, "warning", one.code)) for one in (rule("AA1"), *circle)]
+    (root,) = fold(*found)
+    assert root.code == "BB1" and sorted(other.code for other in root.affected) == ["AA1", "BB2", "CC1"]
+
+
 # --- whatever was found
 
 

@@ -15,9 +15,11 @@ def folded(found: Mapping[Rule, Sequence[Finding]], order: Mapping[str, int]) ->
     causes = {rule: [cause for cause in first if _is_cause(cause, rule, first, order)] for rule in first}
     left, roots = set(first), []
     while left:
-        sources = [rule for rule in left if not left & set(causes[rule])]
-        root = min(sources or left, key=lambda rule: _rank(first[rule]))  # without sources, they all cause each other
-        explained = _reached(root, causes, left)
+        reached = {rule: _reached(rule, causes, left) for rule in left}
+        # Nothing causes a source, but what it causes itself: some may cause each other in a circle.
+        sources = [rule for rule in left if all(cause in reached[rule] for cause in left if rule in reached[cause])]
+        root = min(sources, key=lambda rule: _rank(first[rule]))
+        explained = reached[root]
         left -= {root, *explained}
         roots.append(_over(first[root], [first[rule] for rule in explained]))
     return tuple(sorted(roots, key=_rank))
