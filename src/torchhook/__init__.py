@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torchhook import dashboard as dashboard
     from torchhook import distributed as distributed
     from torchhook import edits as edits
+    from torchhook import explain as explain
     from torchhook import plot as plot
     from torchhook import render as render
     from torchhook import rules as rules
@@ -148,7 +149,7 @@ _NAMES = {
     "trace": "api",
 }
 
-_PACKAGES = ("dashboard", "distributed", "edits", "origins", "plot", "render", "rules")
+_PACKAGES = ("dashboard", "distributed", "edits", "explain", "origins", "plot", "render", "rules")
 
 __all__ = [
     "BudgetError",

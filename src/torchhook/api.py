@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
@@ -14,6 +14,7 @@ from torchhook.core.session import ScopeName, Session
 from torchhook.core.silence import OnSilent
 from torchhook.core.site import Port
 from torchhook.core.tap import Sink, Tap, require_count
+from torchhook.core.trees import Arguments
 from torchhook.sinks.memory import Copy, Record, Ring
 from torchhook.sinks.transfer import free_memory
 
@@ -138,7 +139,7 @@ def overhead(model: nn.Module, x: Any, *queries: Query, runs: int = 30, **option
     from torchhook.costs import compared
 
     require_module(model)
-    args, kwargs = (x, {}) if isinstance(x, tuple) else ((), x) if isinstance(x, Mapping) else ((x,), {})
+    args, kwargs = Arguments.of(x)
     options = {"on_silent": "ignore", **options}
     return compared(model, lambda: model(*args, **kwargs), lambda: capture(model, *queries, **options), runs)
 

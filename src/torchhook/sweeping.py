@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TextIO
 
 import torch
@@ -20,6 +20,7 @@ from torchhook.core.trees import Arguments, leaves, mapped
 from torchhook.edits import apply, patch
 from torchhook.edits.ablation import PROJECTIONS
 from torchhook.errors import SelectionError
+from torchhook.progress import shown
 from torchhook.text import html_table, table, warn
 
 _SAMPLES = 64  # in one forward, unless `batch` says otherwise
@@ -115,7 +116,7 @@ def sweep(
     if batch is not None:
         require_count(batch, "batch")
     places = _places(model, sites, port)
-    given, clean_value = _arguments(x), None
+    given, clean_value = Arguments.of(x), None
     if model.training:
         warn("the model is in training mode, so its dropout and batch statistics change the metric too; call .eval()")
     change = edit
@@ -123,13 +124,13 @@ def sweep(
         output = model(*given.args, **given.kwargs)
         baseline = _number(metric(output))
         if source is not None:
-            clean, clean_value = _clean(model, places, _arguments(source), metric)
+            clean, clean_value = _clean(model, places, Arguments.of(source), metric)
             change = patch(clean) if edit is None else _made(edit, clean)
         if change is None:
             raise ValueError("edit is None, which means patching from source=, and there is none")
         made = change if isinstance(change, Edit) else apply(change)
         runs = _Runs(model, given, made, metric, output, batch)
-        values = list(_shown(runs.over(places), len(places), progress))
+        values = list(shown(runs.over(places), len(places), "sweep", progress))
     rows = [Row(site, value, value - baseline, _share(value, baseline, clean_value)) for site, value in values]
     return Sweep(rows, baseline, clean_value)
 
@@ -274,12 +275,6 @@ def _clean(model: nn.Module, places: list[Site], given: Arguments, metric: Calla
     return clean, _number(metric(output))
 
 
-def _arguments(x: Any) -> Arguments:
-    if isinstance(x, tuple):
-        return Arguments(x, {})
-    return Arguments((), dict(x)) if isinstance(x, Mapping) else Arguments((x,), {})
-
-
 def _samples(value: Any) -> int | None:
     """The size of the first dimension, if all tensors in `value` have the same."""
     sizes = {tensor.shape[0] if tensor.dim() else None for _, tensor in leaves(value)}
@@ -299,15 +294,3 @@ def _share(value: float, baseline: float, clean: float | None) -> float | None:
     if clean is None:
         return None
     return (value - baseline) / (clean - baseline) if clean != baseline else float("nan")
-
-
-def _shown(values: Iterable[Any], count: int, file: TextIO | None) -> Iterator[Any]:
-    """`values` as they come, with a line that says how far."""
-    shows = file is not None and file.isatty()
-    for number, value in enumerate(values, 1):
-        if shows:
-            done = 30 * number // count
-            print(f"\rsweep {'█' * done}{'░' * (30 - done)} {number}/{count}", end="", file=file, flush=True)
-        yield value
-    if shows:
-        print(file=file)

@@ -307,7 +307,8 @@ def test_products_of_three_dimensions_and_positional_arguments():
     query, key, value = (x[:, 0] for x in qkv())
     mask = torch.arange(35).view(5, 7) % 3 != 1
     (logits,), output = told(lambda: F.scaled_dot_product_attention(query, key, value, mask, 0.0, False))
-    torch.testing.assert_close(logits.softmax(-1) @ value, output, rtol=0, atol=1e-5)
+    assert logits.shape == (3, 1, 5, 7)
+    torch.testing.assert_close(logits.softmax(-1)[:, 0] @ value, output, rtol=0, atol=1e-5)
 
 
 def test_dropout_and_gradients_are_as_without():
@@ -382,17 +383,69 @@ def test_multihead_attention_without_weights_and_without_a_batch(masks):
         nn.Softmax(dim=-1),
     ],
 )
-def test_a_softmax_over_keys_is_seen(softmax):
-    logits = torch.randn(2, 3, 4, 5)
-    (found,), _ = told(lambda: softmax(logits))
+def test_a_softmax_over_keys_is_seen_when_it_meets_values(softmax):
+    logits, value = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 5, 6)
+    (found,), _ = told(lambda: softmax(logits) @ value)
     assert torch.equal(found, logits)
 
 
-@pytest.mark.parametrize(
-    "shape, dim", [((4, 5), -1), ((2, 4, 5), -1), ((2, 3, 4, 5), 1), ((2, 3, 4, 5), 2), ((2, 3, 4, 5, 6), -1)]
-)
-def test_a_softmax_over_something_else_is_not(shape, dim):
-    assert told(lambda: torch.randn(shape).softmax(dim))[0] == []
+WEIGHED = {
+    "matmul": lambda w, v: torch.matmul(w, v),
+    "bmm": lambda w, v: torch.bmm(w.flatten(0, 1), v.flatten(0, 1)),
+    "einsum": lambda w, v: torch.einsum("bhqk,bhkd->bqhd", w, v),
+    "einsum of a list": lambda w, v: torch.einsum("bhqk,bhkd->bqhd", [w, v]),
+    "values first": lambda w, v: v.mT @ w.mT,
+    "dropout": lambda w, v: F.dropout(w, 0.5) @ v,
+    "another dtype": lambda w, v: w.to(torch.bfloat16) @ v.bfloat16(),
+    "a mask of heads": lambda w, v: (w * torch.tensor([1.0, 0, 1]).view(1, 3, 1, 1)) @ v,
+    "a masked fill": lambda w, v: w.masked_fill(w < 0.1, 0.0) @ v,
+    "where": lambda w, v: torch.where(w < 0.1, 0.0, w) @ v,
+    "a key that is left out": lambda w, v: w[..., :-1] @ v[..., :-1, :],
+}
+
+
+@pytest.mark.parametrize("weighed", WEIGHED.values(), ids=WEIGHED)
+def test_weights_are_known_whatever_is_done_to_them_before_the_values(weighed):
+    logits, value = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 5, 6)
+    (found,), _ = told(lambda: weighed(logits.softmax(-1), value))
+    assert torch.equal(found, logits)
+
+
+def test_a_softmax_of_three_dimensions_has_one_head():
+    logits, value = torch.randn(2, 4, 5), torch.randn(2, 5, 6)
+    (found,), _ = told(lambda: logits.softmax(-1) @ value)
+    assert torch.equal(found, logits[:, None])
+
+
+NO_ATTENTION = {
+    "a classifier": lambda x, v: x.softmax(-1),
+    "a classifier of two dimensions": lambda x, v: x[0, 0].softmax(-1) @ v[0, 0],
+    "a router": lambda x, v: x.softmax(-1).topk(2, -1).values,
+    "soft embeddings": lambda x, v: F.linear(x.softmax(-1), torch.ones(6, 5)),
+    "the mean of a distribution": lambda x, v: x.softmax(3).matmul(torch.arange(5.0)),
+    "a soft argmax": lambda x, v: x.softmax(-1) @ torch.ones(5, 2),
+    "a product with itself alone": lambda x, v: torch.einsum("bhqk->bhq", x.softmax(-1)),
+    "over heads": lambda x, v: x.softmax(1) @ v,
+    "over queries": lambda x, v: x.softmax(-2) @ v,
+    "a product without a softmax": lambda x, v: x @ v,
+    "another product": lambda x, v: [x.softmax(-1), x @ v],
+}
+
+
+@pytest.mark.parametrize("function", NO_ATTENTION.values(), ids=NO_ATTENTION)
+def test_what_is_no_attention_is_not_seen(function):
+    logits, value = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 5, 6)
+    assert told(lambda: function(logits, value))[0] == []
+
+
+def test_weights_that_meet_values_twice_are_told_once():
+    logits, value = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 5, 6)
+
+    def run():
+        weights = logits.softmax(-1)
+        return weights @ value, weights @ value
+
+    assert len(told(run)[0]) == 1
 
 
 @pytest.mark.parametrize("backward", [torch.Tensor.backward, torch.autograd.backward])
@@ -439,6 +492,16 @@ def test_what_cannot_be_looked_at_is_told_and_not_disturbed():
     with Attending(lambda logits: None), pytest.warns(UserWarning, match="not measured"):
         found = F.scaled_dot_product_attention(query, query, query)
     assert all(torch.equal(a, b) for a, b in zip(found.unbind(), expected.unbind(), strict=True))
+
+
+def test_a_fault_of_ours_stops_nothing(monkeypatch):
+    logits, value = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 5, 6)
+    attending = Attending(lambda logits: None)
+    monkeypatch.setattr(attending, "_open", None)  # which cannot be looked into
+    with attending, pytest.warns(UserWarning, match="what softmax looks at is not measured") as caught:
+        found = logits.softmax(-1) @ value
+    assert torch.equal(found, logits.softmax(-1) @ value)
+    assert caught[0].filename == __file__
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])

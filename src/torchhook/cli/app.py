@@ -8,7 +8,7 @@ import typer
 from typer.main import get_command
 
 from torchhook import __version__
-from torchhook.cli import dashboard, diagnose, replay, rules, run, runs
+from torchhook.cli import dashboard, diagnose, explain, replay, rules, run, runs
 
 app = typer.Typer(
     name="torchhook",
@@ -23,6 +23,7 @@ app.command("rules")(rules.rules)
 app.command("replay")(replay.replay)
 app.add_typer(runs.app, name="runs")
 app.command("dashboard")(dashboard.dashboard)
+app.command("explain")(explain.explain)
 
 
 def _tell_version(wanted: bool) -> None:

@@ -34,6 +34,7 @@ class Edit(ABC):
     """
 
     whole = False  # whether it is given the whole value, containers and all
+    resizes = False  # whether what it returns may have other sizes; then it is given the whole value, too
     by_call = False  # whether it does something else at each call of a pass
 
     def __init__(self, at: At = None) -> None:
@@ -71,6 +72,8 @@ class Editing:
 
     def changed(self, value: Any, call: int) -> Any:
         """`value` with what the edit changes in it."""
+        if self.edit.resizes:
+            return self.edit.change(value, call)
         if self.edit.whole:
             return self._whole(value, call)
         address = self.leaf(value)

@@ -27,6 +27,17 @@ class Arguments(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
+    @staticmethod
+    def of(x: Any) -> Arguments:
+        """What people call an input: the one argument, a tuple of positional ones or a dict of keywords.
+
+        >>> Arguments.of({"x": 1})
+        Arguments(args=(), kwargs={'x': 1})
+        """
+        if isinstance(x, tuple):
+            return Arguments(x, {})
+        return Arguments((), dict(x)) if isinstance(x, Mapping) else Arguments((x,), {})
+
     def unwrapped(self) -> Any:
         """The one positional argument, or all of them, or, where there are none, the keywords."""
         if len(self.args) == 1:

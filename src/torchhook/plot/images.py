@@ -88,7 +88,7 @@ def cam(image: Any, heat: Any, *, ax: Axes | None = None) -> Figure:
     >>> [drawn.get_array().shape for drawn in figure.axes[0].images]
     [(32, 48, 3), (32, 48)]
     """
-    picture, warmth = _picture(image), _plane(heat)
+    picture, warmth = picture_of(image), _plane(heat)
     size = picture.shape[0], picture.shape[1]
     warmth = F.interpolate(warmth[None, None], size, mode="bilinear", align_corners=False)[0, 0]
     figure, ax = place(ax, *page(size, 4.5, beside=0.9))
@@ -154,7 +154,7 @@ def _name_tokens(ax: Axes, mosaic: Mosaic, tokens: Sequence[object], stride: int
     ax.tick_params(length=0)
 
 
-def _picture(image: Any) -> Tensor:
+def picture_of(image: Any) -> Tensor:
     """Height × width × channels in [0, 1]; height × width if it is grey."""
     found = _single(numbers(image, "image"), 3)
     if found.dim() == 3 and found.shape[0] in _CHANNELS:

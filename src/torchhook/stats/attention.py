@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchhook.stats.stat import Stat
 
-_UNSEEN = -1e4  # logits below belong to keys that are masked: some models write the lowest number, not -inf
+UNSEEN = -1e4  # logits below belong to keys that are masked: some models write the lowest number, not -inf
 
 
 class Focus(NamedTuple):
@@ -38,10 +38,9 @@ class Attention(Stat):
 
     def update(self, state: Tensor, x: Tensor) -> None:
         x = _heads(x)
-        seen = x > _UNSEEN
+        seen = x > UNSEEN
         keys = seen.sum(-1)
-        share = x.masked_fill(~seen, -torch.inf).softmax(-1)
-        entropy = torch.special.entr(share).sum(-1) / keys.clamp(min=2).log()
+        entropy = entropy_of(weights_of(x, seen), keys)
         counts = (keys > 1).sum((0, 2), dtype=torch.float64)
         total = entropy.where(keys > 1, 0).sum((0, 2), dtype=torch.float64)
         largest = x.where(seen, 0).abs().amax((0, 2, 3)).double()
@@ -53,6 +52,25 @@ class Attention(Stat):
 
     def compute(self, state: Tensor) -> Focus:
         return Focus(state[0] / state[1], float(state[2].max()))
+
+
+def weights_of(logits: Tensor, seen: Tensor) -> Tensor:
+    """What each query gives to the keys that it sees.
+
+    >>> weights_of(torch.zeros(3), torch.tensor([True, True, False]))
+    tensor([0.5000, 0.5000, 0.0000])
+    """
+    return logits.masked_fill(~seen, -torch.inf).softmax(-1)
+
+
+def entropy_of(weights: Tensor, keys: Tensor) -> Tensor:
+    """The entropy of each query, over the logarithm of the number of `keys` that it sees; not 0/0 if that is one.
+
+    >>> entropy_of(torch.tensor([[0.5, 0.5, 0.0], [0.5, 0.5, 0.0]]), torch.tensor([2, 3]))
+    tensor([1.0000, 0.6309])
+    """
+    entropy: Tensor = torch.special.entr(weights).sum(-1) / keys.clamp(min=2).log()
+    return entropy
 
 
 def _heads(x: Tensor) -> Tensor:

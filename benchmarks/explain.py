@@ -1,0 +1,182 @@
+"""What a heat map costs, here and elsewhere, as ratios to a forward and a backward to the layer written by hand.
+
+ResNet-50, `layer4`, 224 px. The methods that need a gradient, and eigen_cam: batch 16. The two that run the model once
+for each channel: on a CPU one image of ResNet-18, since a whole batch would take an hour; on a GPU the same batch of
+ResNet-50. Each round times everybody once, in another order; what is shown is the median over rounds. A peer that is
+missing or fails is left out, by name.
+
+    python benchmarks/explain.py [--device cuda] [--rounds N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from importlib.metadata import version
+from importlib.util import find_spec
+from io import StringIO
+from statistics import median
+from typing import Any
+
+import torch
+from capture import let_torchvision_import, verdict
+from harness import interleaved, machine, markdown, settle, timed
+from torch import Tensor, nn
+
+import torchhook
+
+LAYER = "layer4"
+BATCH, SIZE = 16, 224
+TARGET = 1.05  # times what is written by hand
+FEWER = 2.0  # times as fast as each peer, where the model runs once a channel
+PEERS = {
+    "grad_cam": "GradCAM",
+    "grad_cam_pp": "GradCAMPlusPlus",
+    "hires_cam": "HiResCAM",
+    "layer_cam": "LayerCAM",
+    "x_grad_cam": "XGradCAM",
+    "eigen_cam": "EigenCAM",
+    "score_cam": "ScoreCAM",
+    "ablation_cam": "AblationCAM",
+}
+SLOW = ("score_cam", "ablation_cam")
+MODULES = {"grad-cam": "pytorch_grad_cam", "captum": "captum"}
+BY_HAND, OURS, GRAD_CAM, CAPTUM = "by hand", "torchhook", "pytorch-grad-cam", "Captum"
+
+Call = Callable[[], object]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    where = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    print(f"{machine()}, {where}, torch {torch.__version__}{versions('grad-cam', 'captum')}\n")
+    let_torchvision_import()
+    from torchvision.models import resnet18, resnet50
+
+    torch.manual_seed(0)
+    model, x = resnet50().eval().to(device), torch.rand(BATCH, 3, SIZE, SIZE, device=device)
+    fast = {method: calls(method, model, x) for method in PEERS if method not in SLOW}
+    rows, verdicts = measured(fast, options.rounds, device)
+    print(table(f"ResNet-50, batch {BATCH}", rows))
+    if device.type == "cpu":
+        model, x = resnet18().eval(), x[:1]
+        name = "ResNet-18, 1 image"
+    else:
+        name = f"ResNet-50, batch {BATCH}"
+    slow = {method: calls(method, model, x) for method in SLOW}
+    rows, more = measured(slow, 1, device)
+    print(f"\n{table(name, rows)}\n")
+    print("\n".join(verdicts + more))
+
+
+def versions(*packages: str) -> str:
+    return "".join(f", {package} {version(package)}" for package in packages if find_spec(MODULES[package]))
+
+
+def calls(method: str, model: nn.Module, x: Tensor) -> dict[str, Call]:
+    """Everybody who can do it, on the predicted classes."""
+    classes = model(x).argmax(1)
+    mine = getattr(torchhook.explain, method)
+    found: dict[str, Call] = {OURS: lambda: mine(model, x, classes, LAYER)}
+    if method not in SLOW:
+        found[BY_HAND] = lambda: by_hand(model, x, classes)
+    try:
+        found[GRAD_CAM] = of_grad_cam(PEERS[method], model, x, classes)
+        if method == "grad_cam":
+            found[CAPTUM] = of_captum(model, x, classes)
+    except ImportError as error:
+        print(f"left out of {method}: {error}", file=sys.stderr)
+    return found
+
+
+def by_hand(model: nn.Module, x: Tensor, classes: Tensor) -> Tensor:
+    """The least that a gradient at the layer takes: no graph before it."""
+    leaves: list[Tensor] = []
+
+    def begin(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        leaves.append(output.detach().requires_grad_())
+        torch.set_grad_enabled(True)
+        return leaves[0].clone()
+
+    handle = model.get_submodule(LAYER).register_forward_hook(begin)
+    with torch.no_grad():
+        score = model(x).gather(1, classes[:, None]).sum()
+    handle.remove()
+    (gradient,) = torch.autograd.grad(score, leaves[0])
+    return gradient
+
+
+def of_grad_cam(name: str, model: nn.Module, x: Tensor, classes: Tensor) -> Call:
+    import pytorch_grad_cam
+    from pytorch_grad_cam.utils.model_targets import ClassifierOutputTarget
+
+    cam = getattr(pytorch_grad_cam, name)(model, [model.get_submodule(LAYER)])
+    targets = [ClassifierOutputTarget(one) for one in classes.tolist()]
+
+    def call() -> object:
+        with redirect_stderr(StringIO()):  # its progress
+            return cam(input_tensor=x, targets=targets)
+
+    return call
+
+
+def of_captum(model: nn.Module, x: Tensor, classes: Tensor) -> Call:
+    from captum.attr import LayerGradCam
+
+    cam = LayerGradCam(model, model.get_submodule(LAYER))
+    return lambda: cam.attribute(x, classes)
+
+
+def measured(methods: dict[str, dict[str, Call]], rounds: int, device: torch.device) -> tuple[list[Any], list[str]]:
+    """Rows of seconds and ratios, and whether the targets are met."""
+    settle()
+
+    def sample(call: Call) -> float:
+        def waited() -> None:
+            call()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+
+        return timed(waited)
+
+    samples = {(method, name): call for method, found in methods.items() for name, call in found.items()}
+    if rounds > 1:
+        for call in samples.values():
+            sample(call)
+    seconds = interleaved({key: lambda call=call: sample(call) for key, call in samples.items()}, rounds)
+    rows, verdicts = [], []
+    for method, found in methods.items():
+        took = {name: seconds[method, name] for name in found}
+        ratio = {name: median(a / b for a, b in zip(took[name], took[OURS], strict=True)) for name in found}
+        rows.append((method, {name: median(values) for name, values in took.items()}, ratio))
+        if BY_HAND in found and method != "eigen_cam":
+            mine = 1 / ratio[BY_HAND]
+            verdicts.append(verdict(f"{method}: {mine:.3f}× by hand", f"{TARGET}×", mine <= TARGET))
+        for peer in {GRAD_CAM, CAPTUM} & set(found):
+            least = FEWER if method in SLOW else 1.0
+            share = 1 / ratio[peer]
+            what = f"{method}: {share:.3f}× the time of {peer}"
+            verdicts.append(verdict(what, f"{1 / least}×", share <= 1 / least))
+    return rows, verdicts
+
+
+def table(title: str, rows: list[Any]) -> str:
+    names = [name for name in (OURS, BY_HAND, GRAD_CAM, CAPTUM) if any(name in seconds for _, seconds, _ in rows)]
+    header = [title, *names]
+    lines = [
+        [method, *(f"{seconds[name] * 1e3:,.1f} ms ({ratio[name]:.2f}×)" if name in seconds else "" for name in names)]
+        for method, seconds, ratio in rows
+    ]
+    return markdown(header, lines)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    main()

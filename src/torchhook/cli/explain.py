@@ -1,0 +1,129 @@
+"""``torchhook explain``: where in an image a model looks."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from torchhook.cli.loading import model_of, wrong
+from torchhook.cli.progress import bar
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_IMAGE = "What the model is shown"
+_MEAN, _STD = "0.485,0.456,0.406", "0.229,0.224,0.225"  # as nearly all models for ImageNet are trained
+_FORMATS = (".jpg", ".jpeg", ".pdf", ".png", ".svg", ".webp")
+
+
+class Method(str, Enum):
+    """The maps there are."""
+
+    grad_cam = "grad_cam"
+    grad_cam_pp = "grad_cam_pp"
+    hires_cam = "hires_cam"
+    layer_cam = "layer_cam"
+    x_grad_cam = "x_grad_cam"
+    eigen_cam = "eigen_cam"
+    score_cam = "score_cam"
+    ablation_cam = "ablation_cam"
+
+
+def explain(
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="package.module:name of a model, or of a function or class making one."),
+    ],
+    image: Annotated[Path, typer.Argument(metavar="IMAGE", help="A file with a picture.")],
+    method: Annotated[Method, typer.Option(metavar="NAME", help=", ".join(one.value for one in Method))] = (
+        Method.grad_cam
+    ),
+    target: Annotated[
+        int | None, typer.Option(metavar="CLASS", help="The number of a class; if not said, what the model sees.")
+    ] = None,
+    layer: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Of a module; if not said, the last with a spatial extent.")
+    ] = None,
+    call: Annotated[
+        int | None, typer.Option(metavar="N", help="Which call of the layer, if there are several in a pass.")
+    ] = None,
+    size: Annotated[
+        int, typer.Option(metavar="PIXELS", min=1, rich_help_panel=_IMAGE, help="The middle square, of this size.")
+    ] = 224,
+    mean: Annotated[
+        str, typer.Option(metavar="R,G,B", rich_help_panel=_IMAGE, help="Subtracted from colours in [0, 1].")
+    ] = _MEAN,
+    std: Annotated[str, typer.Option(metavar="R,G,B", rich_help_panel=_IMAGE, help="Divided by.")] = _STD,
+    device: Annotated[str | None, typer.Option(metavar="NAME", help="Where to put the model: cuda, cpu, ...")] = None,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The picture to write: .png, .jpg, .pdf or .svg.")] = (
+        Path("cam.png")
+    ),
+) -> None:
+    """Show where in an image a model looks, as a heat map over it.
+
+    MODEL is package.module:name, also of modules in the current folder.
+
+    [bold]torchhook explain torchvision.models:resnet18 cat.jpg --out cam.png
+    torchhook explain net:pretrained cat.jpg --method hires_cam --target 282[/]
+    """
+    _require_drawable(out)
+    centre, spread = _colours(mean, "--mean"), _colours(std, "--std")
+    if not all(spread):
+        raise wrong("--std", "colours are divided by it, so it cannot be 0")
+    picture = _read(image)
+    with bar("loading"):
+        import torch
+
+        from torchhook import explain as methods
+
+        net = model_of(model) if device is None else model_of(model).to(device)
+        shown = _square(picture, size)
+        x = (shown - torch.tensor(centre).view(3, 1, 1)) / torch.tensor(spread).view(3, 1, 1)
+        place = next((parameter.device for parameter in net.parameters()), torch.device("cpu"))
+        heat = getattr(methods, method.value)(net, x[None].to(place), target, layer, call=call)
+    heat.positive().normalized().overlay(shown).savefig(out, dpi=150)
+    typer.echo(heat)
+    typer.echo(f"written: {out}")
+
+
+def _require_drawable(out: Path) -> None:
+    """Refuse a file that a picture could not be written to, before anything is worked for."""
+    if out.suffix.lower() not in _FORMATS:
+        raise wrong("--out", f"a picture ends in {', '.join(_FORMATS)}, and {out.name!r} does not")
+    if not out.parent.is_dir():
+        raise wrong("--out", f"there is no folder {str(out.parent)!r}")
+
+
+def _colours(text: str, option: str) -> list[float]:
+    try:
+        red, green, blue = map(float, text.split(","))
+    except ValueError:
+        raise wrong(option, f"write three numbers with commas between, as {_MEAN}, not {text!r}") from None
+    return [red, green, blue]
+
+
+def _read(file: Path) -> Any:
+    """The picture in a file, which is no more trusted than any other."""
+    try:
+        from PIL import Image, ImageOps, UnidentifiedImageError
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib: pip install 'torchhook[plot]'") from error
+    try:
+        with Image.open(file) as opened:
+            return ImageOps.exif_transpose(opened).convert("RGB")
+    except FileNotFoundError:
+        raise wrong("IMAGE", f"there is no file {str(file)!r}") from None
+    except (UnidentifiedImageError, OSError, ValueError) as error:
+        raise wrong("IMAGE", f"{str(file)!r} cannot be read as a picture: {error}") from None
+
+
+def _square(picture: Any, size: int) -> Tensor:
+    """The middle of a picture, 3 × size × size in [0, 1]."""
+    import torch
+    from PIL import Image, ImageOps
+
+    fitted = ImageOps.fit(picture, (size, size), Image.Resampling.BICUBIC)
+    return torch.frombuffer(bytearray(fitted.tobytes()), dtype=torch.uint8).view(size, size, 3).permute(2, 0, 1) / 255

@@ -1,0 +1,41 @@
+"""Why a model says what it says: heat maps, attention, feature pyramids, the inputs that drive a unit; and whether to
+believe a map.
+
+    heat = torchhook.explain.grad_cam(model, images, target=282)
+    heat.positive().normalized().overlay(images)
+"""
+
+from torchhook.explain.attended import Attended, AttentionCall
+from torchhook.explain.attending import attention
+from torchhook.explain.cams import eigen_cam, grad_cam, grad_cam_pp, hires_cam, layer_cam, x_grad_cam
+from torchhook.explain.erasing import Faithfulness, faithfulness
+from torchhook.explain.examples import Example, Examples, top_examples
+from torchhook.explain.heat import Heat
+from torchhook.explain.masking import ablation_cam, score_cam
+from torchhook.explain.pyramids import Level, Pyramid, pyramid
+from torchhook.explain.randomising import Sanity, sanity
+
+__all__ = [
+    "Attended",
+    "AttentionCall",
+    "Example",
+    "Examples",
+    "Faithfulness",
+    "Heat",
+    "Level",
+    "Pyramid",
+    "Sanity",
+    "ablation_cam",
+    "attention",
+    "eigen_cam",
+    "faithfulness",
+    "grad_cam",
+    "grad_cam_pp",
+    "hires_cam",
+    "layer_cam",
+    "pyramid",
+    "sanity",
+    "score_cam",
+    "top_examples",
+    "x_grad_cam",
+]

@@ -1,0 +1,316 @@
+"""The inputs of a whole data set that drive some units most, and where in them; no more is kept than was asked for."""
+
+from __future__ import annotations
+
+import html
+import sys
+from base64 import b64encode
+from collections.abc import Iterable, Mapping, Sequence, Sized
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TextIO, get_args
+
+import torch
+from torch import Tensor, nn
+
+from torchhook.calling import Batch, call, main_tensor, on_device
+from torchhook.core.event import Event
+from torchhook.core.selection import Query, require_module, select
+from torchhook.core.session import Session
+from torchhook.core.tap import Tap, require_count
+from torchhook.core.trees import Arguments, leaves, mapped
+from torchhook.errors import SelectionError
+from torchhook.explain.modes import evaluating
+from torchhook.progress import shown
+from torchhook.stats.channels import Channels
+from torchhook.text import html_table, shape_of, table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+By = Literal["max", "mean"]
+_COLUMNS = 5  # of a grid
+_CHANNELS = (1, 3, 4)  # of an image
+
+
+class Example(NamedTuple):
+    """One input that drives a unit."""
+
+    unit: int
+    value: float
+    sample: int  # its number, in the order in which the loader gave them
+    position: tuple[int, ...]  # where in the output the unit is strongest; empty if it is in one place only
+    box: tuple[float, ...] | None  # about where in the input that is: x0, y0, x1, y1 of an image
+    input: Any  # the sample itself, on the CPU; None if it was not to be kept
+
+
+class Examples(Sequence[Example]):
+    """The examples of each unit, the strongest first; one unit after the other."""
+
+    def __init__(self, site: str, by: By, samples: int, found: dict[int, list[Example]]) -> None:
+        self.site = site
+        self.by = by
+        self.samples = samples  # that were looked at
+        self.found = found
+
+    def of(self, unit: int) -> list[Example]:
+        """The examples of one unit."""
+        if unit not in self.found:
+            raise KeyError(f"unit {unit!r} was not asked for: there are {', '.join(map(str, self.found))}")
+        return self.found[unit]
+
+    def table(self) -> list[dict[str, Any]]:
+        """The examples as plain dictionaries without their inputs, for pandas and the like."""
+        return [{key: value for key, value in one._asdict().items() if key != "input"} for one in self]
+
+    def figure(self) -> Figure:
+        """The inputs side by side, each with the box that drives the unit; they have to be images. Needs matplotlib."""
+        from torchhook.plot.images import picture_of
+        from torchhook.plot.style import SMALL, VERMILLION, library
+
+        if not self._are_images():
+            raise ValueError("these examples are no images [C, H, W] with 1, 3 or 4 channels, or were not kept")
+        columns = min(_COLUMNS, len(self))
+        rows = -(-len(self) // columns)
+        figure: Figure = library("torchhook.plot.still").Still(
+            figsize=(1.8 * columns, 2.1 * rows), layout="constrained"
+        )
+        for number, example in enumerate(self, 1):
+            ax = figure.add_subplot(rows, columns, number)
+            ax.imshow(picture_of(example.input).numpy(), cmap="gray", vmin=0, vmax=1)
+            ax.set_axis_off()
+            ax.set_title(f"{example.unit}: {example.value:.3g}", fontsize=SMALL)
+            if example.box is not None:
+                left, top, right, bottom = example.box
+                edge = library("matplotlib.patches").Rectangle(
+                    (left - 0.5, top - 0.5), right - left, bottom - top, fill=False, edgecolor=VERMILLION, linewidth=1.5
+                )
+                ax.add_patch(edge)
+        return figure
+
+    def __getitem__(self, index: Any) -> Any:
+        return [one for some in self.found.values() for one in some][index]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.found.values()))
+
+    def __repr__(self) -> str:
+        return f"{self._title()}\n{table(_HEADER, self._cells())}"
+
+    def _repr_html_(self) -> str:
+        return f"<p>{html.escape(self._title())}</p>{self._drawn()}{html_table(_HEADER, self._cells())}"
+
+    def _drawn(self) -> str:
+        """The figure for a notebook; empty where there is none, or no matplotlib."""
+        if not self._are_images():
+            return ""
+        try:
+            png = self.figure()._repr_png_()  # type: ignore[attr-defined]  # a Still has it
+        except ImportError:
+            return ""
+        return f'<img alt="" src="data:image/png;base64,{b64encode(png).decode()}">'
+
+    def _are_images(self) -> bool:
+        inputs = [one.input for one in self]
+        return bool(inputs) and all(
+            isinstance(one, Tensor) and one.dim() == 3 and one.shape[0] in _CHANNELS for one in inputs
+        )
+
+    def _title(self) -> str:
+        units = ", ".join(map(str, self.found))
+        return f"{len(self)} of {self.samples} samples, by the {self.by} of {self.site or 'the model'!r} unit {units}"
+
+    def _cells(self) -> list[list[Any]]:
+        rows = []
+        for one in self:
+            box = "–" if one.box is None else ", ".join(f"{side:.4g}" for side in one.box)
+            where = ", ".join(map(str, one.position)) or "–"
+            rows.append([one.unit, f"{one.value:.4g}", one.sample, where, box])
+        return rows
+
+
+_HEADER = ("unit", "value", "sample", "position", "box")
+
+
+def top_examples(
+    model: nn.Module,
+    loader: Iterable[Any],
+    site: Query,
+    unit: int | Sequence[int],
+    *,
+    k: int = 9,
+    by: By = "max",
+    dim: int | None = None,
+    call: int | None = None,
+    inputs: bool = True,
+    stop: bool = True,
+    progress: TextIO | None = sys.stderr,
+) -> Examples:
+    """The `k` samples of `loader` that drive `unit` at `site` most, and where in them.
+
+    A sample counts by what the unit gives at its strongest place, or ``by="mean"`` over all places. NaN is passed
+    over. The model runs in eval mode and without gradients, and is as before afterwards.
+
+    A box is the cell of the output spread over the input (``W / w`` pixels wide): about where the unit looks, not all
+    that it sees, which in a deep layer is much more.
+
+    Args:
+        loader: Batches: inputs, inputs and a target in a tuple, or a dict of keywords.
+        site: The module whose output has the unit.
+        unit: A channel of a convolution, a feature of a linear layer or a token; or several.
+        dim: The dimension that has the units, where the module does not tell: without it the last if there are three,
+            else the second.
+        call: Which call, if the module is called several times in a pass.
+        inputs: Keep the samples, on the CPU.
+        stop: End each pass behind `site`; False for models that cannot be ended, as compiled ones.
+        progress: Where to show it; only a terminal does.
+
+    >>> model = nn.Sequential(nn.Conv2d(1, 2, 1, bias=False))
+    >>> _ = nn.init.ones_(model[0].weight)
+    >>> images = torch.zeros(100, 1, 4, 4)
+    >>> images[42, 0, 1, 2], images[7, 0, 0, 0] = 5.0, 3.0
+    >>> top_examples(model, images.split(16), "0", 1, k=2)
+    2 of 100 samples, by the max of '0' unit 1
+    unit  value  sample  position  box
+       1  5          42  1, 2      2, 1, 3, 2
+       1  3           7  0, 0      0, 0, 1, 1
+    """
+    require_module(model)
+    require_count(k, "k")
+    if by not in get_args(By):
+        raise ValueError(f"by must be 'max' or 'mean', not {by!r}")
+    if isinstance(loader, (Tensor, Mapping)) or not isinstance(loader, Iterable):
+        raise TypeError(f"loader must be batches, not a {type(loader).__name__}; put one batch alone into a list")
+    found = select(model, site)
+    if len(found) != 1:
+        raise SelectionError(f"site must be one module, and {len(found)} match: {', '.join(map(repr, found))}"[:300])
+    best = _Best(_units(unit), k, by, inputs)
+    watch = _Watch(next(iter(found)), dim, call)
+    with torch.no_grad(), evaluating(model):
+        count = len(loader) if isinstance(loader, Sized) else None
+        for data in shown(loader, count, "batches", progress):
+            batch = Batch.of(on_device(data, model))
+            best.add(watch.run(model, batch, stop), batch.arguments)
+    if not best.samples:
+        raise ValueError("loader has no batches")
+    return Examples(watch.path, by, best.samples, best.found)
+
+
+class _Watch:
+    """Runs a model on a batch for what one of its modules gives."""
+
+    def __init__(self, path: str, dim: int | None, call: int | None) -> None:
+        self.path = path
+        self.dim = dim
+        self.call = call
+        self.once = False  # whether a whole pass has shown that the module is called once
+
+    def run(self, model: nn.Module, batch: Batch, stop: bool) -> Tensor:
+        """Its output as samples × units × positions…"""
+        seen: list[Event] = []
+        with Session(model, [Tap(self.path, seen.append)], stop=stop and self.once):
+            call(model, batch)
+        if len(seen) > 1 and self.call is None:
+            raise ValueError(
+                f"site {self.path!r} is called {len(seen)} times in a pass; say which call is meant with call=0 to"
+                f" call={len(seen) - 1}"
+            )
+        self.once = len(seen) == 1
+        number = self.call or 0
+        if not -len(seen) <= number < len(seen):
+            raise ValueError(f"call must be 0 to {len(seen) - 1}, for so often is {self.path!r} called, not {number}")
+        return self._by_unit(seen[number], _samples(batch.arguments))
+
+    def _by_unit(self, event: Event, samples: int | None) -> Tensor:
+        x = main_tensor(event.value)
+        if samples is not None and (not x.dim() or len(x) != samples):
+            raise ValueError(
+                f"site {self.path!r} gave {shape_of(x)} for {samples} samples; its first dimension must be the samples"
+            )
+        if x.dim() == 1:
+            return x[:, None]
+        units = Channels(self.dim).bound(event.module)
+        assert isinstance(units, Channels)
+        return x.movedim(units.placed(x)[1], 1)
+
+
+class _Best:
+    """The best examples of each unit so far: what is kept grows with `k`, not with the data."""
+
+    def __init__(self, units: list[int], k: int, by: By, inputs: bool) -> None:
+        self.units = units
+        self.k = k
+        self.by = by
+        self.inputs = inputs
+        self.samples = 0
+        self.found: dict[int, list[Example]] = {unit: [] for unit in units}
+
+    def add(self, x: Tensor, given: Arguments) -> None:
+        """Take a batch in, samples × units × positions…"""
+        wrong = [unit for unit in self.units if unit >= x.shape[1]]
+        if wrong:
+            raise ValueError(f"unit {wrong[0]} is beyond the {x.shape[1]} units that there are, 0 to {x.shape[1] - 1}")
+        values, places = self._values(x[:, self.units].flatten(2) if x.dim() > 2 else x[:, self.units, None])
+        order = values.masked_fill(values.isnan(), -torch.inf).argsort(dim=0, descending=True, stable=True)[: self.k]
+        columns = [picked.t().tolist() for picked in (values.gather(0, order), order, places.gather(0, order))]
+        for unit, *column in zip(self.units, *columns, strict=True):
+            self._merge(unit, list(zip(*column, strict=True)), x.shape[2:], given)
+        self.samples += len(x)
+
+    def _values(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What each sample counts for each unit, NaN if it has nothing but that, and where it is strongest."""
+        x = x.float() if x.element_size() < 4 else x
+        most, places = x.masked_fill(x.isnan(), -torch.inf).max(2)
+        return (x.nanmean(2) if self.by == "mean" else most.masked_fill(x.isnan().all(2), torch.nan)), places
+
+    def _merge(self, unit: int, column: list[tuple[Any, ...]], shape: torch.Size, given: Arguments) -> None:
+        """Put what is better than the worst so far among the best; of equals the earlier one stays."""
+        best, known = self.found[unit], {one.sample: one.input for some in self.found.values() for one in some}
+        for value, row, place in column:
+            if value != value or (len(best) == self.k and value <= best[-1].value):
+                continue
+            number, position, sample = self.samples + row, _unravelled(place, shape), _sample(given, row)
+            kept = (known[number] if number in known else mapped(_to_cpu, sample)) if self.inputs else None
+            best.append(Example(unit, value, number, position, _box(position, shape, sample), kept))
+            best.sort(key=lambda one: (-one.value, one.sample))
+            del best[self.k :]
+
+
+def _units(unit: Any) -> list[int]:
+    units = [unit] if isinstance(unit, int) else list(unit) if isinstance(unit, Iterable) else [unit]
+    if not units or any(isinstance(one, bool) or not isinstance(one, int) or one < 0 for one in units):
+        raise ValueError(f"unit must be a whole number from 0, or several, not {unit!r:.80}")
+    return list(dict.fromkeys(units))
+
+
+def _samples(given: Arguments) -> int | None:
+    """How many samples there are in a batch: as many as the first of its tensors has rows."""
+    return next((len(tensor) for _, tensor in leaves(given) if tensor.dim()), None)
+
+
+def _sample(given: Arguments, row: int) -> Any:
+    """One sample of a batch: its row of all that has as many rows as there are samples."""
+    samples = _samples(given)
+    one: Arguments = mapped(lambda t: t[row] if t.dim() and len(t) == samples else t, given)
+    return one.unwrapped()
+
+
+def _to_cpu(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)  # a copy, for a row would keep its whole batch
+
+
+def _unravelled(place: int, shape: torch.Size) -> tuple[int, ...]:
+    position: list[int] = []
+    for size in reversed(shape):
+        place, rest = divmod(place, size)
+        position.insert(0, rest)
+    return tuple(position)
+
+
+def _box(position: tuple[int, ...], shape: torch.Size, sample: Any) -> tuple[float, ...] | None:
+    """The cell spread over the input, if both have a spatial extent: lows, then highs, x before y."""
+    tensor = next((leaf for _, leaf in leaves(sample)), None)
+    if len(position) < 2 or tensor is None or tensor.dim() != len(shape) + 1:  # one dimension may be tokens
+        return None
+    steps = [size / cells for size, cells in zip(tensor.shape[1:], shape, strict=True)]
+    low = [place * step for place, step in zip(position, steps, strict=True)]
+    high = [(place + 1) * step for place, step in zip(position, steps, strict=True)]
+    return (*reversed(low), *reversed(high))

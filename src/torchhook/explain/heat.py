@@ -1,0 +1,147 @@
+"""What every class activation map gives back: raw signed maps with where they are from, and steps to a picture."""
+
+from __future__ import annotations
+
+import html
+from base64 import b64encode
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchhook.text import shape_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_SHOWN = 16  # maps that a notebook shows, and targets that are told
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Heat:
+    """Where a model looked: one map a sample, as the method made it.
+
+    Nothing is clipped, scaled or resized until it is asked for, each step gives a new `Heat`, and the order of the
+    steps is the user's: ``heat.positive().at_input_size().normalized()``. ``heat[3]`` and ``heat[:2]`` are the heat of
+    some samples.
+
+    Args:
+        maps: N×h×w, signed, at the resolution of the layer.
+        target: What was explained of each sample: a class, or the name of a function of the output.
+        layer: The path of the module that the maps are of.
+        call: Which of its calls in the pass.
+        method: The name of the function that made the maps.
+        size: Height and width of the input; None if it was no image.
+        calls: How often the module was called.
+
+    >>> heat = Heat(torch.tensor([[[-1.0, 3.0]]]), [282], "layer4", 0, "grad_cam", (2, 4))
+    >>> heat
+    grad_cam of 'layer4': 1×1×2, target 282
+    >>> heat.positive().maps
+    tensor([[[0., 3.]]])
+    >>> heat.normalized().at_input_size().maps.shape
+    torch.Size([1, 2, 4])
+    """
+
+    maps: Tensor
+    target: list[int | str | None]
+    layer: str
+    call: int
+    method: str
+    size: tuple[int, int] | None
+    calls: int = 1
+
+    def __post_init__(self) -> None:
+        if self.maps.dim() != 3 or len(self.maps) != len(self.target):
+            raise ValueError(
+                f"maps must be N×h×w, and target one a sample, not {shape_of(self.maps)} and {len(self.target)} targets"
+            )
+
+    def positive(self) -> Heat:
+        """What speaks for the target: all that is below zero becomes zero."""
+        return replace(self, maps=self.maps.relu())
+
+    def normalized(self) -> Heat:
+        """Each map from its least, which becomes 0, to its most, 1; one that is the same everywhere becomes zeros."""
+        low, high = self.maps.amin((1, 2), keepdim=True), self.maps.amax((1, 2), keepdim=True)
+        span = high - low
+        return replace(self, maps=(self.maps - low) / torch.where(span == 0, torch.ones_like(span), span))
+
+    def at_input_size(self) -> Heat:
+        """The maps as large as the input: bilinear, with the corners of the images, not of their pixels, aligned."""
+        if self.size is None:
+            raise ValueError(f"the input of this {self.method} was no image: there is no size to bring its maps to")
+        resized = F.interpolate(self.maps[:, None], self.size, mode="bilinear", align_corners=False)[:, 0]
+        return replace(self, maps=resized)
+
+    def overlay(self, image: Any) -> Figure:
+        """The maps over what they are of, several samples side by side; needs matplotlib.
+
+        `image` is one as `torchhook.plot.cam` takes it, or a batch or list of them, one a sample.
+
+        >>> heat = Heat(torch.rand(2, 7, 7), [281, 282], "layer4", 0, "grad_cam", (32, 32))
+        >>> [ax.get_title() for ax in heat.overlay(torch.rand(2, 3, 32, 32)).axes[:2]]
+        ['281', '282']
+        """
+        from torchhook.plot import cam
+        from torchhook.plot.style import SMALL, label, library
+
+        images = _images(image, len(self))
+        columns = min(4, len(self))
+        rows = -(-len(self) // columns)
+        figure: Figure = library("torchhook.plot.still").Still(
+            figsize=(4.5 * columns + 0.9, 4.0 * rows), layout="constrained"
+        )
+        places = [figure.add_subplot(rows, columns, number + 1) for number in range(len(self))]
+        for ax, one, warmth, target in zip(places, images, self.maps, self.target, strict=True):
+            cam(one, warmth, ax=ax)
+            ax.set_title("" if target is None else label(target), fontsize=SMALL)
+        return figure
+
+    def __len__(self) -> int:
+        return len(self.maps)
+
+    def __getitem__(self, which: int | slice) -> Heat:
+        if isinstance(which, slice):
+            return replace(self, maps=self.maps[which], target=self.target[which])
+        number = range(len(self))[which]  # which raises for one too far, so that a loop over the samples ends
+        return self[number : number + 1]
+
+    def __iter__(self) -> Iterator[Heat]:
+        return (self[number] for number in range(len(self)))
+
+    def __repr__(self) -> str:
+        which = f" (call {self.call} of {self.calls})" if self.calls > 1 else ""
+        said = list(dict.fromkeys(str(one) for one in self.target if one is not None))
+        more = ", …" if len(said) > _SHOWN else ""
+        target = f", target {', '.join(said[:_SHOWN])}{more}" if said else ""
+        return f"{self.method} of {self.layer or 'the model'!r}{which}: {shape_of(self.maps)}{target}"
+
+    def _repr_png_(self) -> bytes | None:
+        """The maps alone, each on its own scale; None without matplotlib."""
+        if not self.maps.numel():
+            return None
+        try:
+            from torchhook.plot import feature_maps
+
+            png: bytes = feature_maps(self.maps[:_SHOWN])._repr_png_()  # type: ignore[attr-defined]  # a Still has it
+        except ImportError:
+            return None
+        return png
+
+    def _repr_html_(self) -> str:
+        png, said = self._repr_png_(), html.escape(repr(self))
+        picture = "" if png is None else f'<img alt="" src="data:image/png;base64,{b64encode(png).decode()}">'
+        return f"<p>{said}</p>{picture}"
+
+
+def _images(image: Any, samples: int) -> list[Any]:
+    """One image a sample."""
+    is_one = samples == 1 and (not isinstance(image, (list, tuple)) and getattr(image, "ndim", 3) < 4)
+    images = [image] if is_one else list(image)
+    if len(images) != samples:
+        raise ValueError(f"image must be {samples}, one a sample, not {len(images)}; heat[0] is the first alone")
+    return images

@@ -1,0 +1,89 @@
+"""``torchhook explain``: a picture of where a model looks, from a command line."""
+
+import pytest
+import torch
+from PIL import Image
+from skimage import data
+
+NET = """
+import torch
+from torch import nn
+
+class Bright(nn.Module):
+    # Whatever is bright speaks for class 1.
+    def __init__(self):
+        super().__init__()
+        self.see, self.calm = nn.Identity(), nn.Identity()
+
+    def forward(self, x):
+        x = self.calm(self.calm(x))
+        return torch.stack([-self.see(x).mean((1, 2, 3)), self.see(x).mean((1, 2, 3))], 1)
+
+def flat():
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 4))
+
+def brights():
+    return nn.Sequential(nn.Identity(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+"""
+
+
+@pytest.fixture
+def folder(project, tmp_path, monkeypatch):
+    """A model and pictures, where one is."""
+    (tmp_path / "looking.py").write_text(NET)
+    Image.fromarray(data.chelsea()).save(tmp_path / "cat.jpg")
+    spot = torch.zeros(64, 96, 3, dtype=torch.uint8)
+    spot[8:24, 60:76] = 255
+    Image.fromarray(spot.numpy()).save(tmp_path / "spot.png")
+    (tmp_path / "text.png").write_text("no picture")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(command, *args):
+    return command("explain", *args)
+
+
+@pytest.mark.parametrize("method", ["grad_cam", "layer_cam", "eigen_cam", "score_cam", "ablation_cam"])
+def test_a_picture_is_written(command, folder, method):
+    done = run(command, "looking:brights", "cat.jpg", "--method", method, "--size", "64", "--out", "seen.png")
+    assert (done.code, done.err) == (0, "") and "written: seen.png" in done.out
+    assert f"{method} of '0': 1×64×64" in done.out
+    assert Image.open(folder / "seen.png").size[0] > 300
+
+
+def test_the_middle_is_seen_in_the_right_colours(command, folder):
+    plain = ["--mean", "0,0,0", "--std", "1,1,1", "--size", "64", "--target", "0"]
+    done = run(command, "looking:brights", "spot.png", "--method", "hires_cam", *plain, "--out", "spot_cam.png")
+    assert done.code == 0
+    drawn = torch.frombuffer(bytearray(Image.open("spot_cam.png").convert("RGB").tobytes()), dtype=torch.uint8).view(
+        -1, 3
+    )
+    assert ((drawn.int() - torch.tensor([253, 231, 37])).abs().sum(1) < 120).any()  # yellow, where the spot is
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        (["looking:brights", "nowhere.png"], "there is no file 'nowhere.png'"),
+        (["looking:brights", "text.png"], "'text.png' cannot be read as a picture"),
+        (["looking:brights", "cat.jpg", "--out", "cam.txt"], "a picture ends in .jpg"),
+        (["looking:brights", "cat.jpg", "--out", "no/cam.png"], "there is no folder 'no'"),
+        (["looking:brights", "cat.jpg", "--mean", "1,2"], "--mean: write three numbers with commas between"),
+        (["looking:brights", "cat.jpg", "--std", "1,0,1"], "--std: colours are divided by it"),
+        (["looking:brights", "cat.jpg", "--target", "3"], "target 3 is out of range: the model has 3 classes, 0 to 2"),
+        (["looking:brights", "cat.jpg", "--layer", "9"], "'9'"),
+        (["looking:flat", "cat.jpg", "--size", "32"], "the model has no layer with a spatial extent"),
+        (["looking:Bright", "cat.jpg", "--layer", "see", "--size", "8"], "is called 2 times in a pass"),
+        (["looking:nothing", "cat.jpg"], "looking has no 'nothing'"),
+    ],
+)
+def test_what_is_wrong_is_told(command, folder, args, why):
+    done = run(command, *args)
+    assert done.code == 2 and why in done.said
+    assert not list(folder.glob("cam*"))
+
+
+def test_a_call_of_several(command, folder):
+    done = run(command, "looking:Bright", "cat.jpg", "--layer", "see", "--call", "1", "--size", "8")
+    assert done.code == 0 and "of 'see' (call 1 of 2)" in done.out and (folder / "cam.png").exists()
