@@ -160,6 +160,8 @@ def select(model: nn.Module, *queries: Query) -> dict[str, nn.Module]:
     """
     require_module(model)
     parts = Selector.union(queries).parts
+    if len(parts) == 1 and (way := along(model, parts[0].path)):
+        return {str(parts[0].path): way[-1]}  # no need to walk the model for an exact path
     modules = dict(walk(model))
     for part in parts:
         if part.marks and part.path not in modules:
@@ -253,6 +255,20 @@ def walk(
             yield below, child
         elif not any(child is module for module in above):
             yield from walk(child, below, above, wrappers)
+
+
+def along(model: nn.Module, path: str | None) -> list[nn.Module]:
+    """The modules on the way to the one at exactly `path`, which is the last; empty if there is none."""
+    if path is None:
+        return []
+    modules = list(layers(model))
+    for name in path.split(".") if path else ():
+        inside = modules[-1]._modules
+        child = inside[name] if name in inside else None  # noqa: SIM401 (TorchScript's has no get)
+        if child is None:
+            return []
+        modules += layers(child)
+    return modules
 
 
 def require_module(model: Any, argument: str = "model") -> None:

@@ -21,7 +21,7 @@ from torchhook.core.fastpaths import Detours
 from torchhook.core.hooks import Point, install, on_parameter
 from torchhook.core.marks import Marks
 from torchhook.core.passes import Scope, Switch
-from torchhook.core.selection import Selector, find, layers, plain, require_module, spellings, unwrapped, walk
+from torchhook.core.selection import Selector, along, find, plain, require_module, spellings, unwrapped, walk
 from torchhook.core.shards import agree_on_the_whole, is_sharded, shards_of_gathered
 from torchhook.core.silence import OnSilent, complaint, refusal, silences
 from torchhook.core.site import Site
@@ -268,7 +268,7 @@ class Session:
 
     def _selected(self, tap: Tap) -> Iterable[tuple[str, nn.Module]]:
         parts = Selector.of(tap.selector).parts
-        if len(parts) == 1 and (way := _along(self.model, parts[0].path)):
+        if len(parts) == 1 and (way := along(self.model, parts[0].path)):
             self._above += way
             return [(str(parts[0].path), way[-1])]  # no need to walk the model for an exact path
         modules = self._all_modules()
@@ -352,20 +352,6 @@ def _no_collection() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
-
-
-def _along(model: nn.Module, path: str | None) -> list[nn.Module]:
-    """The modules on the way to the one at exactly `path`, which is the last; empty if there is none."""
-    if path is None:
-        return []
-    modules = list(layers(model))
-    for name in path.split(".") if path else ():
-        inside = modules[-1]._modules
-        child = inside[name] if name in inside else None  # noqa: SIM401 (TorchScript's has no get)
-        if child is None:
-            return []
-        modules += layers(child)
-    return modules
 
 
 def _require_tap(tap: Any) -> None:

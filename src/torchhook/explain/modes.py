@@ -7,7 +7,20 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from torchhook.core.selection import walk
+
+def parts(model: nn.Module) -> list[nn.Module]:
+    """The model and all modules inside, each once, in whatever order: a fraction of the time of ``modules()``.
+
+    >>> len(parts(nn.Sequential(nn.ReLU(), nn.Sequential(nn.ReLU()))))
+    4
+    """
+    found, waiting = {model}, [model]
+    while waiting:
+        for child in waiting.pop()._modules.values():
+            if child is not None and child not in found:
+                found.add(child)
+                waiting.append(child)
+    return list(found)
 
 
 @contextmanager
@@ -21,7 +34,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     >>> [module.training for module in model]
     [False, True]
     """
-    training = [module for _, module in walk(model) if module.training]
+    training = [module for module in parts(model) if module.training]
     try:
         for module in training:  # not .eval(), which some models override
             module.training = False

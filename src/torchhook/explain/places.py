@@ -27,7 +27,7 @@ from torchhook.core.tap import Tap
 from torchhook.core.trees import Address, Arguments, leaves, mapped, put, taken
 from torchhook.errors import SelectionError
 from torchhook.explain.folding import Fold, Grid, Setting, checked, folding, is_like
-from torchhook.explain.modes import evaluating
+from torchhook.explain.modes import evaluating, parts
 from torchhook.explain.targets import Score, Target, first_target
 from torchhook.text import shape_of
 
@@ -337,16 +337,17 @@ def _flat(model: nn.Module, given: Arguments, found: Reached) -> ValueError:
 
 def _seeing_patches(model: nn.Module, grids: list[Grid]) -> list[Tap]:
     """Taps that note the grids into which convolutions cut images: those whose kernels lie side by side."""
-    paths = [
-        path
-        for path, module in walk(model)
-        if isinstance(module, nn.Conv2d) and module.stride == module.kernel_size != (1, 1)
-    ]
+    if not any(map(_cuts_patches, parts(model))):
+        return []
 
     def note(event: Event) -> None:
         grids.append((event.value.shape[-2], event.value.shape[-1]))
 
-    return [Tap(path, note) for path in paths]
+    return [Tap(path, note) for path, module in walk(model) if _cuts_patches(module)]
+
+
+def _cuts_patches(module: nn.Module) -> bool:
+    return isinstance(module, nn.Conv2d) and module.stride == module.kernel_size != (1, 1)
 
 
 def _inside_attention(model: nn.Module) -> set[str]:
