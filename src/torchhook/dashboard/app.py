@@ -29,7 +29,8 @@ _INDEX = """<!doctype html>
 <title>{%title%}</title>
 <link rel="icon" href="data:,">
 <style>STYLE</style>
-<script src="/plotly.js" defer></script>
+<link rel="preload" as="script" href="/plotly.js">
+<script>let plotlyCame; window.Plotly = new Promise((came) => { plotlyCame = came; });</script>
 {%css%}
 </head>
 <body class="dashboard">
@@ -56,7 +57,7 @@ def create_app(library: Library, guard: Guard | None = None) -> Dash:
     )
     app.layout = _frame
     (guard or Guard()).protect(app.server, library)
-    app.server.add_url_rule("/plotly.js", view_func=_plotly)  # Dash has it of the page, and asks for none of its own
+    app.server.add_url_rule("/plotly.js", view_func=_plotly)  # see assets/dashboard.js
     for page in _PAGES:
         page.register(app, library)
 

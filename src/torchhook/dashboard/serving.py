@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
+from contextlib import suppress
 from typing import Any
 
 from werkzeug.serving import make_server
@@ -12,6 +14,7 @@ from werkzeug.serving import make_server
 from torchhook.dashboard.app import create_app
 from torchhook.dashboard.guard import Guard
 from torchhook.dashboard.library import Library
+from torchhook.dashboard.pages import flow, layers, overview
 from torchhook.errors import RunError
 
 
@@ -21,8 +24,9 @@ class Server:
     def __init__(
         self, path: str | os.PathLike[str], host: str = "127.0.0.1", port: int = 8787, token: str | None = None
     ) -> None:
-        guard = Guard.for_host(host, token)
-        app = create_app(Library(path), guard)
+        guard, library = Guard.for_host(host, token), Library(path)
+        app = create_app(library, guard)
+        threading.Thread(target=_read_ahead, args=(library,), name="torchhook-ahead", daemon=True).start()
         logging.getLogger("werkzeug").setLevel(logging.ERROR)  # not a line a request
         try:
             self._server: Any = make_server(host, port, app.server, threaded=True)
@@ -39,3 +43,11 @@ class Server:
     def close(self) -> None:
         """Let whoever serves end."""
         self._server.shutdown()
+
+
+def _read_ahead(library: Library) -> None:
+    """Make pages of the newest run while the browser starts: to import plotly and to read a long run takes a while."""
+    for name in library.names()[:1]:
+        for page in (overview, layers, flow):
+            with suppress(Exception):  # what is wrong with a run, its page says
+                page.page(library.book(name))
