@@ -8,7 +8,7 @@ import typer
 from typer.main import get_command
 
 from torchhook import __version__
-from torchhook.cli import dashboard, diagnose, explain, replay, rules, run, runs
+from torchhook.cli import dashboard, diagnose, diff, explain, replay, rules, run, runs
 
 app = typer.Typer(
     name="torchhook",
@@ -18,6 +18,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.command("diagnose")(diagnose.diagnose)
+app.command("diff")(diff.diff)
 app.command("run", context_settings=run.PARSING)(run.run)
 app.command("rules")(rules.rules)
 app.command("replay")(replay.replay)

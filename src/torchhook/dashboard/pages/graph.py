@@ -78,7 +78,7 @@ def _list(book: Book) -> Component:
         if source in line_of and source != path
     ]
     drawn, wide = picture(wires, len(lines))
-    gutter = html.Img(src=drawn, width=wide, height=len(lines) * ROW, alt="")  # the list says the same in words
+    gutter = html.Img(src=drawn, width=wide, height=len(lines) * ROW, alt="From where to where values go")
     return html.Div([gutter, html.Ol(lines)], className="wired", style={"--row": f"{ROW}px"})
 
 
