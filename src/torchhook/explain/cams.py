@@ -20,7 +20,7 @@ All take the same arguments:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -35,19 +35,59 @@ from torchhook.explain.targets import Score, Target, at_hand
 Formula = Callable[[Tensor, Tensor], Tensor]
 """From what a layer gave and the gradient there, both samples × channels × height × width, to one map a sample."""
 
+Method = TypeVar("Method", bound=Callable[..., Heat])
+
 _SUM = 1e-7  # for a sum of activations that is zero, as in pytorch-grad-cam
 _SQUARE = 1e-6  # for a gradient that is next to nothing
 
 
-def grad_cam(
-    model: nn.Module,
-    x: Any,
-    target: Target = None,
-    layer: Query | None = None,
-    *,
-    call: int | None = None,
-    fold: Fold | None = None,
-) -> Heat:
+class Cam(Protocol):
+    """What all methods are called with."""
+
+    def __call__(
+        self,
+        model: nn.Module,
+        x: Any,
+        target: Target = None,
+        layer: Query | None = None,
+        *,
+        call: int | None = None,
+        fold: Fold | None = None,
+    ) -> Heat:
+        """The heat of some samples."""
+
+
+def by_gradient(formula: Formula) -> Cam:
+    """The method that a formula for its maps stands for."""
+
+    def cam(
+        model: nn.Module,
+        x: Any,
+        target: Target = None,
+        layer: Query | None = None,
+        *,
+        call: int | None = None,
+        fold: Fold | None = None,
+    ) -> Heat:
+        given, target = Arguments.of(x), at_hand(target)
+        with running(model):
+            reached = reach(model, given, settle(model, given, target, layer, call, fold), fold)
+            score = Score.of(target, reached.output, reached.setting.samples)
+            maps = formula(reached.maps, reached.gradient(score))
+            return heat_of(formula.__name__, reached, maps, score.explained(len(maps)))
+
+    return named_after(formula, cam)
+
+
+def named_after(formula: Callable[..., Tensor], method: Method) -> Method:
+    """`method` with the name and the documentation of what it was made of, and arguments of its own."""
+    method.__name__, method.__qualname__, method.__doc__ = formula.__name__, formula.__qualname__, formula.__doc__
+    method.__module__ = formula.__module__
+    return method
+
+
+@by_gradient
+def grad_cam(maps: Tensor, gradient: Tensor) -> Tensor:
     """Each channel by the mean of its gradient: the one to begin with (Selvaraju 2017).
 
     Args:
@@ -63,18 +103,11 @@ def grad_cam(
     >>> grad_cam(net, torch.rand(2, 3, 16, 16), target=5)
     grad_cam of '1': 2×14×14, target 5
     """
-    return _by_gradient("grad_cam", _grad_cam, model, x, target, layer, call, fold)
+    return weighted(maps, gradient.mean((2, 3)))
 
 
-def hires_cam(
-    model: nn.Module,
-    x: Any,
-    target: Target = None,
-    layer: Query | None = None,
-    *,
-    call: int | None = None,
-    fold: Fold | None = None,
-) -> Heat:
+@by_gradient
+def hires_cam(maps: Tensor, gradient: Tensor) -> Tensor:
     """Each place of each channel by its own gradient: faithful, what the map says the model did use (Draelos 2020).
 
     Where only linear layers follow, the map sums up to the score less its bias. Arguments are those of `grad_cam`.
@@ -84,18 +117,11 @@ def hires_cam(
     >>> torch.allclose(hires_cam(net, x, target=5).maps.sum((1, 2)), net(x)[:, 5], atol=1e-5)
     True
     """
-    return _by_gradient("hires_cam", _hires_cam, model, x, target, layer, call, fold)
+    return (gradient * maps).sum(1)
 
 
-def layer_cam(
-    model: nn.Module,
-    x: Any,
-    target: Target = None,
-    layer: Query | None = None,
-    *,
-    call: int | None = None,
-    fold: Fold | None = None,
-) -> Heat:
+@by_gradient
+def layer_cam(maps: Tensor, gradient: Tensor) -> Tensor:
     """The same with positive gradients alone: of use in early layers, for fine detail (Jiang 2021).
 
     Arguments are those of `grad_cam`.
@@ -104,18 +130,11 @@ def layer_cam(
     >>> layer_cam(net, torch.rand(2, 3, 16, 16), target=[1, 2], layer="1")
     layer_cam of '1': 2×14×14, target 1, 2
     """
-    return _by_gradient("layer_cam", _layer_cam, model, x, target, layer, call, fold)
+    return (gradient.relu() * maps).sum(1)
 
 
-def x_grad_cam(
-    model: nn.Module,
-    x: Any,
-    target: Target = None,
-    layer: Query | None = None,
-    *,
-    call: int | None = None,
-    fold: Fold | None = None,
-) -> Heat:
+@by_gradient
+def x_grad_cam(maps: Tensor, gradient: Tensor) -> Tensor:
     """Each channel by the mean of its gradient, weighted by where the channel is active (Fu 2020).
 
     Arguments are those of `grad_cam`.
@@ -124,18 +143,11 @@ def x_grad_cam(
     >>> x_grad_cam(net, torch.rand(1, 3, 16, 16), target=1)
     x_grad_cam of '1': 1×14×14, target 1
     """
-    return _by_gradient("x_grad_cam", _x_grad_cam, model, x, target, layer, call, fold)
+    return weighted(maps, (gradient * maps).sum((2, 3)) / (maps.sum((2, 3)) + _SUM))
 
 
-def grad_cam_pp(
-    model: nn.Module,
-    x: Any,
-    target: Target = None,
-    layer: Query | None = None,
-    *,
-    call: int | None = None,
-    fold: Fold | None = None,
-) -> Heat:
+@by_gradient
+def grad_cam_pp(maps: Tensor, gradient: Tensor) -> Tensor:
     """Grad-CAM++: several objects of one class each count, the small one too (Chattopadhyay 2018).
 
     Arguments are those of `grad_cam`.
@@ -144,7 +156,9 @@ def grad_cam_pp(
     >>> grad_cam_pp(net, torch.rand(1, 3, 16, 16), target=1).maps.shape
     torch.Size([1, 14, 14])
     """
-    return _by_gradient("grad_cam_pp", _grad_cam_pp, model, x, target, layer, call, fold)
+    square = gradient**2
+    share = square / (2 * square + maps.sum((2, 3), keepdim=True) * square * gradient + _SQUARE)
+    return weighted(maps, (share * gradient.relu()).sum((2, 3)))  # a gradient of zero has no share
 
 
 def eigen_cam(
@@ -177,50 +191,9 @@ def eigen_cam(
     return heat_of("eigen_cam", reached, maps, [None] * len(maps))
 
 
-def _by_gradient(
-    method: str,
-    formula: Formula,
-    model: nn.Module,
-    x: Any,
-    target: Target,
-    layer: Query | None,
-    call: int | None,
-    fold: Fold | None,
-) -> Heat:
-    given, target = Arguments.of(x), at_hand(target)
-    with running(model):
-        reached = reach(model, given, settle(model, given, target, layer, call, fold), fold)
-        score = Score.of(target, reached.output, reached.setting.samples)
-        gradient = reached.gradient(score)
-        maps = formula(reached.maps, gradient)
-        return heat_of(method, reached, maps, score.explained(len(maps)))
-
-
 def heat_of(method: str, reached: Reached, maps: Tensor, target: list[int | str | None]) -> Heat:
     """The maps, with where they are from."""
     return Heat(maps, target, reached.place.path, reached.call, method, reached.setting.size, reached.calls)
-
-
-def _grad_cam(maps: Tensor, gradient: Tensor) -> Tensor:
-    return weighted(maps, gradient.mean((2, 3)))
-
-
-def _hires_cam(maps: Tensor, gradient: Tensor) -> Tensor:
-    return (gradient * maps).sum(1)
-
-
-def _layer_cam(maps: Tensor, gradient: Tensor) -> Tensor:
-    return (gradient.relu() * maps).sum(1)
-
-
-def _x_grad_cam(maps: Tensor, gradient: Tensor) -> Tensor:
-    return weighted(maps, (gradient * maps).sum((2, 3)) / (maps.sum((2, 3)) + _SUM))
-
-
-def _grad_cam_pp(maps: Tensor, gradient: Tensor) -> Tensor:
-    square = gradient**2
-    share = square / (2 * square + maps.sum((2, 3), keepdim=True) * square * gradient + _SQUARE)
-    return weighted(maps, (share * gradient.relu()).sum((2, 3)))  # a gradient of zero has no share
 
 
 def weighted(maps: Tensor, weights: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ they say stays on the device until the end. What cannot make a difference is not
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from torchhook.core.selection import Query
 from torchhook.core.session import Session
 from torchhook.core.tap import Tap, require_count
 from torchhook.core.trees import Arguments, put, taken
-from torchhook.explain.cams import heat_of, weighted
+from torchhook.explain.cams import heat_of, named_after, weighted
 from torchhook.explain.folding import Fold
 from torchhook.explain.heat import Heat
 from torchhook.explain.places import Reached, main_tensor, picked, reach, running, settle
@@ -30,50 +30,6 @@ _AT_ONCE = {"cpu": 16 * _IMAGE}  # pixels: a processor gains nothing by more
 _ELSEWHERE = 256 * _IMAGE
 _BYTES = 2**28  # of copies of what a layer gave for one sample
 _NEAR = 1e-3  # of the largest score: what the order of sums may change
-
-
-def score_cam(
-    model: nn.Module,
-    x: Any,
-    target: Target = None,
-    layer: Query | None = None,
-    *,
-    call: int | None = None,
-    fold: Fold | None = None,
-    batch: int | None = None,
-) -> Heat:
-    """Each channel by the score of the input as seen through its map: its share in a softmax of these (Wang 2020).
-
-    The model runs once for each channel of each sample, `batch` at once. Channels whose map is the same everywhere
-    show nothing of the input, and are run once a sample. Other arguments are those of `grad_cam`.
-
-    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    >>> score_cam(net, torch.rand(2, 3, 16, 16), target=5)
-    score_cam of '1': 2×14×14, target 5
-    """
-    return _by_runs("score_cam", _shown_alone, model, x, target, layer, call, fold, batch)
-
-
-def ablation_cam(
-    model: nn.Module,
-    x: Any,
-    target: Target = None,
-    layer: Query | None = None,
-    *,
-    call: int | None = None,
-    fold: Fold | None = None,
-    batch: int | None = None,
-) -> Heat:
-    """Each channel by how much of the score goes if the channel is set to zero, as a part of it (Desai 2020).
-
-    Wherever possible, what comes before the layer runs once for many channels, which are taken away in copies of what
-    the layer gave, `batch` at once. Other arguments are those of `grad_cam`.
-
-    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    >>> ablation_cam(net, torch.rand(2, 3, 16, 16), target=5)
-    ablation_cam of '1': 2×14×14, target 5
-    """
-    return _by_runs("ablation_cam", _taken_away, model, x, target, layer, call, fold, batch)
 
 
 class _Runs:
@@ -105,29 +61,59 @@ class _Runs:
         return image.contiguous(memory_format=torch.channels_last) if self.channels_last else image
 
 
-def _by_runs(
-    method: str,
-    weigh: Callable[[_Runs], Tensor],
-    model: nn.Module,
-    x: Any,
-    target: Target,
-    layer: Query | None,
-    call: int | None,
-    fold: Fold | None,
-    batch: int | None,
-) -> Heat:
-    if batch is not None:
-        require_count(batch, "batch")
-    given, target = Arguments.of(x), at_hand(target)
-    with running(model):
-        reached = reach(model, given, settle(model, given, target, layer, call, fold), fold, graph=False)
-        score = Score.of(target, reached.output, reached.setting.samples)
-        maps = weighted(reached.maps, weigh(_Runs(model, given, reached, score, batch)))
-        return heat_of(method, reached, maps, score.explained(len(maps)))
+class BatchedCam(Protocol):
+    """What both methods are called with."""
+
+    def __call__(
+        self,
+        model: nn.Module,
+        x: Any,
+        target: Target = None,
+        layer: Query | None = None,
+        *,
+        call: int | None = None,
+        fold: Fold | None = None,
+        batch: int | None = None,
+    ) -> Heat:
+        """The heat of some samples."""
 
 
-def _shown_alone(runs: _Runs) -> Tensor:
-    """Weights, samples × channels, by the scores of the input as seen through each channel."""
+def _by_runs(weigh: Callable[[_Runs], Tensor]) -> BatchedCam:
+    """The method that weights of channels, samples × channels, stand for."""
+
+    def cam(
+        model: nn.Module,
+        x: Any,
+        target: Target = None,
+        layer: Query | None = None,
+        *,
+        call: int | None = None,
+        fold: Fold | None = None,
+        batch: int | None = None,
+    ) -> Heat:
+        if batch is not None:
+            require_count(batch, "batch")
+        given, target = Arguments.of(x), at_hand(target)
+        with running(model):
+            reached = reach(model, given, settle(model, given, target, layer, call, fold), fold, graph=False)
+            score = Score.of(target, reached.output, reached.setting.samples)
+            maps = weighted(reached.maps, weigh(_Runs(model, given, reached, score, batch)))
+            return heat_of(weigh.__name__, reached, maps, score.explained(len(maps)))
+
+    return named_after(weigh, cam)
+
+
+@_by_runs
+def score_cam(runs: _Runs) -> Tensor:
+    """Each channel by the score of the input as seen through its map: its share in a softmax of these (Wang 2020).
+
+    The model runs once for each channel of each sample, `batch` at once. Channels whose map is the same everywhere
+    show nothing of the input, and are run once a sample. Other arguments are those of `grad_cam`.
+
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    >>> score_cam(net, torch.rand(2, 3, 16, 16), target=5)
+    score_cam of '1': 2×14×14, target 5
+    """
     maps, size = runs.reached.maps, runs.reached.setting.size
     if size is None:
         raise ValueError("score_cam looks at images through maps, and x has none: pass samples × channels × h × w")
@@ -147,8 +133,17 @@ def _shown_alone(runs: _Runs) -> Tensor:
     return scores.where(~flat, scores.where(stands, 0).sum(1, keepdim=True)).softmax(1)
 
 
-def _taken_away(runs: _Runs) -> Tensor:
-    """Weights, samples × channels, by how much of the score goes with each channel."""
+@_by_runs
+def ablation_cam(runs: _Runs) -> Tensor:
+    """Each channel by how much of the score goes if the channel is set to zero, as a part of it (Desai 2020).
+
+    Wherever possible, what comes before the layer runs once for many channels, which are taken away in copies of what
+    the layer gave, `batch` at once. Other arguments are those of `grad_cam`.
+
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    >>> ablation_cam(net, torch.rand(2, 3, 16, 16), target=5)
+    ablation_cam of '1': 2×14×14, target 5
+    """
     maps = runs.reached.maps
     whole = runs.score(runs.reached.output).to(maps.dtype)
     alive = (maps != 0).flatten(2).any(2)  # others are zero as they are
