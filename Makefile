@@ -31,6 +31,7 @@ bench: .bench/installed $(BROWSER)
 	$(BENCH)/python benchmarks/runs.py
 	$(BENCH)/python benchmarks/dashboard.py
 	$(BENCH)/python benchmarks/explain.py
+	$(BENCH)/python benchmarks/compare.py
 
 # How right the rules are, on trainings that their thresholds were not set on. Some minutes.
 rules: .venv/test

@@ -9,11 +9,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torchhook import compare as compare
     from torchhook import dashboard as dashboard
     from torchhook import distributed as distributed
     from torchhook import edits as edits
     from torchhook import explain as explain
     from torchhook import plot as plot
+    from torchhook import prune as prune
     from torchhook import render as render
     from torchhook import rules as rules
     from torchhook.api import capture, overhead, trace
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from torchhook.core.tap import Sink, Tap, every, first, sample
     from torchhook.diagnosing import diagnose
     from torchhook.diagnostics import ModelDiagnostics
+    from torchhook.diffing import diff
+    from torchhook.diffs.result import Difference
     from torchhook.editing import arm, clip_gradients, edit, skip
     from torchhook.errors import (
         BudgetError,
@@ -76,6 +80,7 @@ _NAMES = {
     "Capture": "captured",
     "Channels": "stats",
     "Covariance": "stats",
+    "Difference": "diffs.result",
     "Edit": "core.edit",
     "Entry": "logs",
     "Event": "core.event",
@@ -128,6 +133,7 @@ _NAMES = {
     "count_parameters": "summary",
     "detach": "inventory",
     "diagnose": "diagnosing",
+    "diff": "diffing",
     "edit": "editing",
     "every": "core.tap",
     "first": "core.tap",
@@ -149,7 +155,7 @@ _NAMES = {
     "trace": "api",
 }
 
-_PACKAGES = ("dashboard", "distributed", "edits", "explain", "origins", "plot", "render", "rules")
+_PACKAGES = ("compare", "dashboard", "distributed", "edits", "explain", "origins", "plot", "prune", "render", "rules")
 
 __all__ = [
     "BudgetError",
@@ -157,6 +163,7 @@ __all__ = [
     "Capture",
     "Channels",
     "Covariance",
+    "Difference",
     "Edit",
     "Entry",
     "Event",
@@ -209,6 +216,7 @@ __all__ = [
     "count_parameters",
     "detach",
     "diagnose",
+    "diff",
     "edit",
     "every",
     "first",

@@ -69,7 +69,7 @@ class Profile:
         if len(windows) < 2:
             raise ValueError(f"a profile needs two batches or more, to know how they differ; data has {len(windows)}")
         whole = settled(joined(windows))
-        return cls({place: _known(whole[place], place, windows) for place in whole}, type(model).__name__)
+        return cls({place: known_of(whole[place], place, windows) for place in whole}, type(model).__name__)
 
     def check(
         self, model: nn.Module, data: Any, rules: Iterable[Choice] | None = None, fail_on: str = "error"
@@ -147,7 +147,8 @@ def _measured(model: nn.Module, data: Iterable[Any], queries: Iterable[Query]) -
                 buffer.copy_(buffers[name])
 
 
-def _known(whole: Reading, place: Place, windows: list[Snapshot]) -> Known:
+def known_of(whole: Reading, place: Place, windows: list[Snapshot]) -> Known:
+    """What is known of a place: how its values were in all, and how far parts of the data were from that."""
     state, said = whole.state(Histogram.name), whole["moments"]
     unit = said.std if said.std > 0 else abs(said.mean) or 1.0
     parts = [window[place].state(Histogram.name) for window in windows if place in window.rows]

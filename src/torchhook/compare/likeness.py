@@ -1,0 +1,174 @@
+"""`cka`: how alike the layers of two models are, every pair of them, in one pass over a data set."""
+
+from __future__ import annotations
+
+import html
+import sys
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TextIO
+
+import torch
+from torch import Tensor, nn
+
+from torchhook.compare.gathering import Gathering, Pool, length_of, require_loader, require_pool, require_sites
+from torchhook.compare.measures import MEASURES
+from torchhook.compare.tallying import Side, Tally
+from torchhook.core.selection import Query, require_module
+from torchhook.progress import shown
+from torchhook.text import html_table, table, warn
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+By = Literal["cka", "cca", "svcca", "pwcca", "procrustes"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Likeness:
+    """How alike layers are: a row a layer of the first model, a column a layer of the second, in execution order.
+
+    Args:
+        matrix: rows × columns, in float64; 1 is the same but for a rotation and a scale.
+        rows, columns: The paths of the layers; of a module that is called several times, with which call it was.
+        by: The measure.
+        n: How many samples there were.
+        exact: rows × columns, whether a number is exact for these samples or an unbiased estimate from groups of them.
+        left_out: Layers without a row or column, and why.
+
+    >>> result = Likeness(torch.tensor([[0.9, 0.2]]), ("fc",), ("a", "b"), "cka", 100, torch.ones(1, 2).bool())
+    >>> result
+    cka of 1 × 2 layers, 100 samples
+    layer  nearest    cka
+    fc     a        0.900
+    """
+
+    matrix: Tensor
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    by: str
+    n: int
+    exact: Tensor
+    left_out: dict[str, str] = field(default_factory=dict)
+    itself: bool = False  # whether the columns are the same layers as the rows
+
+    def table(self) -> list[dict[str, Any]]:
+        """A plain dictionary a pair, for pandas and the like."""
+        return [
+            {"row": row, "column": column, self.by: float(self.matrix[i, j]), "exact": bool(self.exact[i, j])}
+            for i, row in enumerate(self.rows)
+            for j, column in enumerate(self.columns)
+        ]
+
+    def figure(self, ax: Axes | None = None) -> Figure:
+        """The matrix as colours; see `torchhook.plot.similarity`."""
+        from torchhook.plot import similarity
+
+        return similarity(self.matrix, self.rows, self.columns, ax=ax)
+
+    def __repr__(self) -> str:
+        return f"{self._title()}\n{table(self._header(), self._nearest())}"
+
+    def _repr_html_(self) -> str:
+        return f"<p>{html.escape(self._title())}</p>{html_table(self._header(), self._nearest())}"
+
+    def _title(self) -> str:
+        estimated = int((~self.exact).sum())
+        how = f", {estimated} of {self.exact.numel()} numbers estimated from groups of samples" if estimated else ""
+        out = f", {len(self.left_out)} layers left out" if self.left_out else ""
+        return f"{self.by} of {len(self.rows)} × {len(self.columns)} layers, {self.n} samples{how}{out}"
+
+    def _header(self) -> tuple[str, ...]:
+        return "layer", "nearest other" if self.itself else "nearest", self.by.rjust(5)
+
+    def _nearest(self) -> list[list[str]]:
+        """Each row with the column that is most like it."""
+        matrix = self.matrix.clone()
+        if self.itself:
+            matrix.fill_diagonal_(-torch.inf)
+        best = [int(row.argmax()) for row in matrix]
+        return [
+            [name, self.columns[j], f"{self.matrix[i, j]:.3f}"]
+            for i, (name, j) in enumerate(zip(self.rows, best, strict=True))
+        ]
+
+
+def cka(
+    a: nn.Module,
+    b: nn.Module | None,
+    loader: Iterable[Any],
+    sites: Query | Iterable[Query] | None = None,
+    *,
+    sites_b: Query | Iterable[Query] | None = None,
+    by: By = "cka",
+    debiased: bool = True,
+    pool: Pool = "flatten",
+    max_bytes: int = 2**28,
+    progress: TextIO | None = sys.stderr,
+) -> Likeness:
+    """How alike the layers of `a` and `b` are on the samples of `loader`, every pair of them, in one pass.
+
+    The models may be of any two kinds, with layers of any widths; both are given the same batches, in eval mode. What
+    is kept does not grow with the data set. Where its moments fit into `max_bytes`, the likeness of two layers is that
+    of the whole data set, exactly, whatever the batches are. The widest layers are compared in groups of 32 to 256
+    samples, which gives an unbiased estimate of the same; ``result.exact`` says which a number is.
+
+    Args:
+        b: None, or `a` itself, compares the layers of `a` with one another.
+        loader: Gives batches: tensors, tuples whose last is a target, or mappings, which are keyword arguments.
+        sites, sites_b: Queries for the layers of `a` and of `b`; None means every leaf, and for `b` the same as for
+            `a`.
+        by: ``"cka"``, linear centred kernel alignment; the mean correlation of canonical variables (``"cca"``), of
+            those of the directions that hold 99 % of the variance (``"svcca"``), or weighted by what they account for
+            (``"pwcca"``); ``"procrustes"``, the nuclear norm of X'Y for layers of norm 1 (the squared distance after
+            the best rotation is two minus twice that).
+        debiased: Whether CKA is corrected for how many features there are; without, it is too high for few samples.
+        pool: How an output becomes the features of a sample: ``"flatten"`` takes all of it, ``"mean"`` the mean of
+            each channel over all positions; or a function of the output, such as ``lambda x: x[:, 0]``.
+        max_bytes: For moments of narrow layers. More makes wider layers exact; 0 estimates all.
+        progress: Where to show it; only a terminal does.
+
+    >>> from torchhook.compare.likeness import cka
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Tanh())
+    >>> batches = torch.randn(64, 4, generator=torch.Generator().manual_seed(0)).split(10)
+    >>> result = cka(model, None, batches)
+    >>> result.rows, result.n, bool(result.exact.all())
+    (('0', '1', '2'), 64, True)
+    >>> [round(float(number), 6) for number in result.matrix.diagonal()]
+    [1.0, 1.0, 1.0]
+    """
+    second = None if b is a else b
+    _require(a, second, by, pool, max_bytes, loader)
+    require_sites(a, sites, "sites")
+    named = sites if sites_b is None else sites_b
+    if second is not None:
+        hint = "; pass sites_b= for the layers of the second model" if sites_b is None else ""
+        require_sites(second, named, "sites_b", hint)
+    elif sites_b is not None:
+        raise ValueError("sites_b is for a second model; one is compared with itself, all of sites with one another")
+    other = nullcontext() if second is None else Gathering(second, named, pool)
+    with Gathering(a, sites, pool) as left, other as right:
+        sides = [Side(gathering, name) for gathering, name in ((left, "a"), (right, "b")) if gathering is not None]
+        tally = Tally(sides, by, debiased, max_bytes)
+        for batch in shown(loader, length_of(loader), by, progress):
+            tally.add(batch)
+        if not tally.n:
+            raise ValueError("loader gave no samples")
+    numbers = tally.numbers()
+    if numbers.left_out and not sites is sites_b is None:
+        warn("left out: " + "; ".join(f"{name}: {why}" for name, why in numbers.left_out.items()))
+    return Likeness(by=by, itself=second is None, **numbers._asdict())
+
+
+def _require(a: Any, b: Any, by: Any, pool: Any, max_bytes: Any, loader: Any) -> None:
+    require_module(a, "a")
+    if b is not None:
+        require_module(b, "b")
+    require_loader(loader, "loader")
+    require_pool(pool)
+    if by not in MEASURES:
+        raise ValueError(f"by must be one of {', '.join(map(repr, MEASURES))}, not {by!r}")
+    if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 0:
+        raise ValueError(f"max_bytes must be a number of bytes, not {max_bytes!r}")

@@ -1,0 +1,139 @@
+"""How alike two sets of features are, from their moments alone.
+
+The moments of two layers are one matrix, the sum over the samples of (x, |x|², 1) times (y, |y|², 1): all that a
+measure needs is in it, it is exact however the samples come, and it may be about any origin. In the formulas K and L
+are the matrices of the products of all samples with one another, of x and of y.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_KEPT = 0.99  # of the variance, by SVCCA
+
+
+class Measure(NamedTuple):
+    """A likeness in two steps: what is needed of each layer alone, and what the two make of it."""
+
+    own: Callable[[Tensor], Any]
+    joint: Callable[[Any, Any, Tensor], Tensor]
+
+
+def widened(x: Tensor) -> Tensor:
+    """(x, |x|², 1) for every row of `x`.
+
+    >>> widened(torch.tensor([[3.0, 4.0]]))
+    tensor([[ 3.,  4., 25.,  1.]])
+    """
+    return torch.cat([x, x.square().sum(1, keepdim=True), x.new_ones(len(x), 1)], 1)
+
+
+def moments(x: Tensor, y: Tensor) -> Tensor:
+    """The moments of two sets of features with the same rows, about the means of `x` and `y`."""
+    x, y = x.double(), y.double()
+    return widened(x - x.mean(0)).T @ widened(y - y.mean(0))
+
+
+def count_of(moments: Tensor) -> Tensor:
+    """How many samples there were."""
+    return moments[-1, -1]
+
+
+def centred(moments: Tensor) -> Tensor:
+    """X'Y of features whose mean is zero: the covariance times the number of samples."""
+    return moments[:-2, :-2] - torch.outer(moments[:-2, -1], moments[-1, :-2]) / count_of(moments)
+
+
+def unbiased(moments: Tensor) -> Tensor:
+    """The unbiased estimate of HSIC times n (n - 3), where n ≥ 4 is the number of samples (Song et al. 2012).
+
+    That is tr(KL) + 1'K1 1'L1 / (n - 1)(n - 2) - 2 1'KL1 / (n - 2) with zeros in the diagonals of K and L.
+    """
+    n, xy = count_of(moments), moments[:-2, :-2]
+    sum_x, sum_y = moments[:-2, -1], moments[-1, :-2]
+    norms_x, norms_y, norms = moments[-2, -1], moments[-1, -2], moments[-2, -2]
+    trace = xy.square().sum() - norms
+    ones_x, ones_y = sum_x @ sum_x - norms_x, sum_y @ sum_y - norms_y
+    rows = sum_x @ xy @ sum_y - sum_x @ moments[:-2, -2] - moments[-2, :-2] @ sum_y + norms
+    return trace + ones_x * ones_y / ((n - 1) * (n - 2)) - 2 * rows / (n - 2)
+
+
+def u_centred(gram: Tensor) -> Tensor:
+    """Products of n samples such that those of two sets of features, multiplied and summed, are `unbiased`.
+
+    Rows and columns sum to zero, and the diagonal is zero (Székely and Rizzo 2014).
+    """
+    n = gram.shape[-1]
+    gram = gram.to(torch.float64, copy=True)
+    gram.diagonal(dim1=-2, dim2=-1).zero_()
+    means = gram.sum(-1) / (n - 2)
+    gram -= means[..., None, :]
+    gram -= (means - means.sum(-1, keepdim=True) / (n - 1))[..., None]
+    gram.diagonal(dim1=-2, dim2=-1).zero_()
+    return gram
+
+
+class Whitening(NamedTuple):
+    """What makes features uncorrelated, and back: the directions over, and times, how far they reach."""
+
+    to_white: Tensor  # features × directions
+    from_white: Tensor  # directions × features
+
+
+def _whitening(moments: Tensor, kept: float = 1.0) -> Whitening:
+    """For the directions that hold a share of the variance, the largest first; none of them is rounding."""
+    values, vectors = torch.linalg.eigh(centred(moments))
+    values, vectors = values.flip(0), vectors.flip(1)
+    real = values > values[0] * len(values) * torch.finfo(values.dtype).eps * 10
+    if kept < 1:
+        before = values.cumsum(0) - values  # variance of all larger ones
+        real &= before < kept * values.sum()
+    values, vectors = values[real], vectors[:, real]
+    return Whitening(vectors / values.sqrt(), (vectors * values.sqrt()).T)
+
+
+def _correlations(x: Whitening, y: Whitening, moments: Tensor) -> Tensor:
+    return x.to_white.T @ centred(moments) @ y.to_white
+
+
+def _mean_correlation(x: Whitening, y: Whitening, moments: Tensor) -> Tensor:
+    values: Tensor = torch.linalg.svdvals(_correlations(x, y, moments))
+    return values.clamp(max=1).mean()
+
+
+def _projection_weighted(x: Whitening, y: Whitening, moments: Tensor) -> Tensor:
+    """Each correlation weighs as much as its direction accounts for in the layer with fewer of them (Morcos 2018)."""
+    left, values, right = torch.linalg.svd(_correlations(x, y, moments), full_matrices=False)
+    of_x = len(x.from_white) <= len(y.from_white)
+    weights: Tensor = ((left.T @ x.from_white) if of_x else (right @ y.from_white)).abs().sum(1)
+    weighted: Tensor = weights * values.clamp(max=1)
+    return weighted.sum() / weights.sum()
+
+
+DEBIASED_CKA = Measure(lambda xx: unbiased(xx).clamp(min=0).sqrt(), lambda x, y, xy: unbiased(xy) / (x * y))
+
+MEASURES = {
+    "cka": Measure(lambda xx: centred(xx).norm(), lambda x, y, xy: centred(xy).square().sum() / (x * y)),
+    "cca": Measure(_whitening, _mean_correlation),
+    "svcca": Measure(lambda xx: _whitening(xx, _KEPT), _mean_correlation),
+    "pwcca": Measure(_whitening, _projection_weighted),
+    "procrustes": Measure(
+        lambda xx: centred(xx).trace().sqrt(), lambda x, y, xy: torch.linalg.svdvals(centred(xy)).sum() / (x * y)
+    ),
+}
+"""The measures that moments are enough for; each is 1 for what is the same but for a rotation and a scale."""
+
+
+def likeness(x: Tensor, y: Tensor, measure: Measure) -> float:
+    """The likeness of two sets of features, given whole.
+
+    >>> x = torch.tensor([[0.0, 1.0], [1.0, 0.0], [2.0, 3.0], [5.0, 1.0], [4.0, 4.0]])
+    >>> round(likeness(x, x * 3 + 1, DEBIASED_CKA), 6)
+    1.0
+    """
+    own = measure.own(moments(x, x)), measure.own(moments(y, y))
+    return float(measure.joint(*own, moments(x, y)))

@@ -1,0 +1,12 @@
+"""What a model can do without: how much each channel matters, which to remove, and the model without them.
+
+importance = torchhook.prune.importance(model, loader, by="taylor")
+pruned = torchhook.prune.apply(model, torchhook.prune.plan(importance, ratio=0.3), loader=test_loader)
+"""
+
+from torchhook.prune.ablating import sensitivity
+from torchhook.prune.planning import Plan, plan
+from torchhook.prune.scores import Importance, importance
+from torchhook.prune.surgery import Pruned, apply
+
+__all__ = ["Importance", "Plan", "Pruned", "apply", "importance", "plan", "sensitivity"]

@@ -1,0 +1,233 @@
+"""Which channels have to go together, and the cutting of them: both by the dependency graph of Torch-Pruning.
+
+A residual connection adds what two layers give, so a channel of one cannot go without that of the other, nor a channel
+at all without the inputs that it was for in the layers behind it. Torch-Pruning traces that; it is imported when the
+first graph is made: ``pip install "torchhook[prune]"``.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchhook.calling import Batch, call
+from torchhook.core.selection import unwrapped
+from torchhook.core.trees import leaves, mapped
+from torchhook.explain.modes import evaluating
+from torchhook.prune.outlets import LAYERS, channels_of, samples_of
+
+_ROUNDS = 30  # that a search makes of a graph, a node at a time; of convolutional networks it makes two or three
+_FIXED = (nn.MultiheadAttention, nn.RNNBase, nn.GroupNorm, nn.Parameter)
+
+
+class Index(NamedTuple):
+    """Channels of a layer, and which channels of the root of their group each of them goes with."""
+
+    own: Tensor
+    root: Tensor
+
+
+class Group(NamedTuple):
+    """Channels that go together, of all layers that share them.
+
+    `outputs` are the layers whose output channels they are, `inputs` those that they are given to. `fixed` says why
+    none of them can go, if none can.
+    """
+
+    root: str
+    width: int
+    outputs: dict[str, Index]
+    inputs: dict[str, Index]
+    fixed: str
+
+
+class Graph:
+    """The dependency graph of a model, as one batch goes through it.
+
+    >>> model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 2 * 2, 5))
+    >>> graph = Graph(model, Batch.of(torch.ones(1, 3, 2, 2)))
+    >>> [(group.root, list(group.inputs), group.fixed) for group in graph.groups()]
+    [('3', [], 'it makes what the model gives'), ('0', ['3'], '')]
+    >>> graph.cut("0", [1, 2])
+    >>> model[0].out_channels, model[3].in_features
+    (2, 8)
+    """
+
+    def __init__(self, model: nn.Module, batch: Batch) -> None:
+        self.model = unwrapped(model)
+        self.paths = {module: path for path, module in self.model.named_modules()}
+        few = _few(batch)
+        library = torch_pruning()
+        self._graph = library.DependencyGraph()
+        with tracing(self.model), warnings.catch_warnings():
+            _require_run(self.model, few)
+            warnings.filterwarnings("error", "Maximum recursive depth")  # else it would go round in circles for ever
+            try:
+                self._graph.build_dependency(self.model, few, forward_fn=call, output_transform=_graphed, verbose=False)
+            except Exception as error:
+                raise ValueError(
+                    f"Torch-Pruning cannot trace this model ({type(error).__name__}: {error}), so it is not known which"
+                    " channels go together"
+                ) from error
+
+    def groups(self) -> Iterator[Group]:
+        """All groups, from the output of the model to its input."""
+        met: set[str] = set()
+        for layer in [module for module in self._graph.module2node if isinstance(module, LAYERS)]:
+            if self.paths[layer] not in met:
+                group = self._group(self.paths[layer], layer)
+                met.update(group.outputs)
+                yield group
+
+    def _group(self, root: str, layer: nn.Module) -> Group:
+        width = channels_of(layer)
+        alone = Group(root, width, {root: Index(torch.arange(width), torch.arange(width))}, {}, "")
+        if _in_attention(self.model, root):  # of which Torch-Pruning often makes nothing
+            return alone._replace(fixed=_heads(root))
+        try:
+            with self._bounded():
+                items = self._items(layer, range(width))
+        except _CirclesError:
+            return alone._replace(fixed="Torch-Pruning goes round in circles where it looks for what goes with it")
+        outputs, inputs = self._members(items, out=True), self._members(items, out=False)
+        return Group(root, width, outputs, inputs, self._fixed(items, [*outputs, *inputs], outputs))
+
+    @contextmanager
+    def _bounded(self) -> Iterator[None]:
+        """Raise if each node of the graph is gone through so often that there can be no end to it."""
+        nodes = list(self._graph.module2node.values())
+        kept = [node.dependencies for node in nodes]
+        steps = count()
+        try:
+            for node in nodes:
+                node.dependencies = _Bounded(node.dependencies, steps, _ROUNDS * len(nodes))
+            yield
+        finally:
+            for node, dependencies in zip(nodes, kept, strict=True):
+                node.dependencies = dependencies
+
+    def _items(self, layer: nn.Module, channels: Iterable[int]) -> Any:
+        pruner = self._graph.get_pruner_of_module(layer)
+        return self._graph.get_pruning_group(layer, pruner.prune_out_channels, list(channels))
+
+    def cut(self, root: str, channels: Sequence[int]) -> None:
+        """Remove some channels of a layer, and whatever goes with them."""
+        self._items(self.model.get_submodule(root), channels).prune()
+
+    def _members(self, items: Any, out: bool) -> dict[str, Index]:
+        found: dict[str, Index] = {}
+        for item in items:
+            module, handler = item.dep.target.module, item.dep.handler
+            if isinstance(module, LAYERS) and self._graph.is_out_channel_pruning_fn(handler) == out:
+                index = Index(torch.tensor(item.idxs), torch.tensor(item.root_idxs))
+                path = self.paths[module]
+                found[path] = Index(*map(torch.cat, zip(found[path], index, strict=True))) if path in found else index
+        return found
+
+    def _fixed(self, items: Any, paths: list[str], outputs: dict[str, Index]) -> str:
+        """Why the channels cannot go, empty if they can."""
+        for item in items:
+            node = item.dep.target
+            if self._graph.is_out_channel_pruning_fn(item.dep.handler) and not node.outputs:
+                return "it makes what the model gives"
+            if isinstance(node.module, _FIXED):
+                return f"it is tied to a {type(node.module).__name__}, whose width is fixed"
+        grouped = next((path for path in paths if _is_grouped(self.model.get_submodule(path))), None)
+        if grouped is not None:
+            return f"it is tied to {grouped!r}, a convolution in groups of channels"
+        attention = next((path for path in outputs if _in_attention(self.model, path)), None)
+        return "" if attention is None else _heads(attention)
+
+
+class _CirclesError(Exception):
+    """A search without an end."""
+
+
+class _Bounded(list[Any]):
+    """A list that can be gone through, together with others, so many times."""
+
+    def __init__(self, items: list[Any], steps: Iterator[int], most: int) -> None:
+        super().__init__(items)
+        self.steps = steps
+        self.most = most
+
+    def __iter__(self) -> Iterator[Any]:
+        if next(self.steps) > self.most:
+            raise _CirclesError
+        return super().__iter__()
+
+
+def torch_pruning() -> Any:
+    """The library."""
+    if not find_spec("torch_pruning"):
+        raise ImportError('pruning needs Torch-Pruning: pip install "torchhook[prune]"')
+    return import_module("torch_pruning")
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """A copy, so that the model itself stays as it is."""
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise ValueError(
+            f"the model cannot be copied ({type(error).__name__}: {error}), and it is a copy that is cut first"
+        ) from error
+
+
+@contextmanager
+def tracing(model: nn.Module) -> Iterator[None]:
+    """Eval mode, autograd, and parameters that all have a gradient, for that is what is traced."""
+    flags = {path: parameter.requires_grad for path, parameter in model.named_parameters()}
+    try:
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())
+        with torch.inference_mode(False), torch.enable_grad(), evaluating(model):
+            yield
+    finally:
+        for path, parameter in model.named_parameters():
+            parameter.requires_grad_(flags[path])
+
+
+def _require_run(model: nn.Module, batch: Batch) -> None:
+    try:
+        output = call(model, batch)
+    except Exception as error:
+        raise ValueError(
+            f"the model does not run on the example input ({type(error).__name__}: {error}); pass one with x="
+        ) from error
+    if not _graphed(output):
+        raise ValueError("no output of the model has a gradient, which is what is traced")
+
+
+def _graphed(output: Any) -> list[Tensor]:
+    return [leaf for _, leaf in leaves(output) if leaf.grad_fn is not None]
+
+
+def _few(batch: Batch) -> Batch:
+    """Two samples of a batch, which are enough to see where things go."""
+    size = samples_of(batch)
+    return Batch(mapped(lambda x: x[:2] if x.dim() and len(x) == size else x, batch.arguments), None)
+
+
+def _is_grouped(layer: nn.Module) -> bool:
+    groups = getattr(layer, "groups", 1)
+    return groups > 1 and not groups == layer.in_channels == layer.out_channels
+
+
+def _heads(path: str) -> str:
+    return f"it is tied to {path!r}, whose channels are those of attention heads"
+
+
+def _in_attention(model: nn.Module, path: str) -> bool:
+    above = path.split(".")
+    around = (model.get_submodule(".".join(above[:depth])) for depth in range(len(above)))
+    return any("attention" in (name := type(module).__name__.lower()) or "attn" in name for module in around)

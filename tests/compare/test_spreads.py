@@ -1,0 +1,122 @@
+"""`compare.models`, `inputs` and `datasets`: distances against scipy, shifts that were planted, and a report."""
+
+import math
+
+import pytest
+import torch
+from scipy.stats import wasserstein_distance
+from torch import nn
+
+from specimens import hooks_of, resnet18
+from torchhook.compare import spreads
+from torchhook.compare.spreads import datasets, inputs, models
+from torchhook.errors import SelectionError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def net():
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(8 * 36, 4)
+    )
+
+
+def test_distances_and_shifts_are_those_of_the_values():
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh())
+    a, b = torch.randn(400, 4), torch.randn(300, 4) * 1.5 + 0.5
+    result = inputs(model, a, b)
+    assert [row.path for row in result.rows] == ["0", "1"] and result.others == ("x2",)
+    with torch.no_grad():
+        first, second = model[0](a), model[0](b)
+    row = result.rows[0]
+    exact = wasserstein_distance(first.flatten(), second.flatten()) / first.std()
+    assert row.distance == pytest.approx(exact.item(), rel=0.05)  # which is by bins
+    deviation = ((first.var(0) + second.var(0)) / 2).sqrt()
+    torch.testing.assert_close(
+        row.shifts, ((second.mean(0) - first.mean(0)) / deviation).double(), rtol=1e-3, atol=1e-4
+    )
+    torch.testing.assert_close(row.ratios, (second.var(0) / first.var(0)).double(), rtol=1e-3, atol=1e-4)
+    assert abs(row.shift) == pytest.approx(row.shifts.abs().max().item())
+    assert result.ranked()[0].distance >= result.ranked()[1].distance
+
+
+def test_data_that_is_the_same_but_for_chance_is_not_found():
+    model = net()
+    for seed in range(10):
+        draw = torch.Generator().manual_seed(seed)
+        data = [(torch.randn(8, 3, 8, 8, generator=draw), torch.zeros(8)) for _ in range(16)]
+        assert datasets(model, data[:8], data[8:]).report.findings == (), seed
+
+
+def test_a_change_of_the_data_is_found_at_the_first_layer():
+    model = net().train()
+    hooks, state = hooks_of(model), {k: v.clone() for k, v in model.state_dict().items()}
+    data = [(torch.randn(8, 3, 8, 8), torch.zeros(8)) for _ in range(16)]
+    result = datasets(model, data[:9], [(x * 2 + 1, y) for x, y in data[9:]])
+    assert hooks_of(model) == hooks and model.training
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+    (finding,) = result.report.findings
+    assert (finding.code, finding.site, str(finding.severity)) == ("TH901", "0", "error") and not result.report.ok
+    assert result.reference == "train" and result.others == ("test",)
+    assert repr(result).startswith("test against train: 5 layers, the furthest first\nlayer  distance")
+    assert result.figure().axes[0].get_xlabel() == "distance from train, in deviations"
+    assert "<td>0</td>" in result._repr_html_() and result.table()[0]["path"] == "0"
+
+
+def test_what_is_kept_does_not_grow_with_the_data(monkeypatch):
+    model, kept = nn.Linear(2, 2), []
+    real = spreads._joined
+    monkeypatch.setattr(spreads, "_joined", lambda windows: kept.append(len(windows)) or real(windows))
+    x = torch.randn(400, 2)
+    found = datasets(model, x.split(1), x.split(100))
+    assert max(kept) <= math.ceil((spreads._WINDOWS + 1) / 4) and len(kept) > 100
+    assert found.rows[0].distance == pytest.approx(0, abs=1e-9)
+
+
+def test_models_the_first_of_which_is_the_reference():
+    first, second, third = net().eval(), net().eval(), nn.Sequential(*net()[:3]).eval()
+    second.load_state_dict(first.state_dict())
+    third.load_state_dict({k: v for k, v in first.state_dict().items() if not k.startswith("4")})
+    with torch.no_grad():
+        second[4].bias += 3
+    result = models({"a": first, "b": second, "c": third}, torch.randn(40, 3, 8, 8))
+    assert [row.path for row in result.rows_of("b")] == list("01234")
+    assert [row.distance == 0 for row in result.rows_of("b")] == [True] * 4 + [False]
+    assert result.left_out == {"3": "it did not run in c", "4": "it did not run in c"}
+    (finding,) = result.report.findings
+    assert finding.site == "4" and finding.message.startswith("b: its outputs are")
+    assert "of  " in repr(result) and len(result.figure().axes[0].patches) == 8
+
+
+def test_real_networks_of_which_one_is_deeper():
+    from torchvision.models import resnet34
+
+    result = models({"18": resnet18(), "34": resnet34()}, torch.randn(2, 3, 32, 32))
+    assert len(result.rows) == 52 and result.left_out["layer4.2.bn2"] == "it did not run in 18"
+    assert "… and 32 more: .table() has all" in repr(result)
+
+
+def test_channels_that_are_not_the_same_and_one_sample():
+    a, b = nn.Sequential(nn.Linear(3, 4)), nn.Sequential(nn.Linear(3, 5))
+    result = models({"a": a, "b": b}, torch.randn(20, 3))
+    assert not len(result.rows[0].shifts) and math.isnan(result.rows[0].shift) and result.rows[0].distance > 0
+    result = inputs(a, torch.randn(1, 3), torch.randn(1, 3))
+    assert result.report.notes == ("x1 is one piece: how far its samples are apart is not known",)
+    keywords = inputs(a, {"input": torch.randn(9, 3)}, {"input": torch.randn(5, 3)})
+    assert len(keywords.rows) == 1
+
+
+def test_what_is_refused():
+    model, x = net(), torch.randn(4, 3, 8, 8)
+    with pytest.raises(ValueError, match="models must be a mapping of names to models, two at least"):
+        models({"a": model}, x)
+    with pytest.raises(ValueError, match="train_loader gave no batch"):
+        datasets(model, [], [x])
+    with pytest.raises(TypeError, match="test_loader must give batches"):
+        datasets(model, [x], x)
+    with pytest.raises(SelectionError, match="sites: "):
+        inputs(model, x, x, "conv")
+    with pytest.raises(ValueError, match="no layer has the same path in a and b"):
+        models({"a": model, "b": nn.Sequential()}, x)
+    with pytest.raises(TypeError, match="x2 must be an input"):
+        inputs(model, x, "x")
