@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchhook.core.event import recomputing
+from torchhook.core.snapshot import lazily_copied
 from torchhook.stats.attention import UNSEEN
 
 _PRODUCTS = frozenset(("matmul", "__matmul__", "__rmatmul__", "bmm", "einsum"))
@@ -51,7 +52,7 @@ class Logits(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Product(Logits):
-    """Queries times keys; of grouped queries several have the same keys.
+    """Queries times keys; of grouped queries several have the same keys. The queries are of all samples and heads.
 
     >>> one = torch.ones(1, 1, 2, 4)
     >>> Product(one, one, scale=0.5, causal=True).rows(0, 2)
@@ -74,7 +75,7 @@ class Product(Logits):
 
     def rows(self, first: int, last: int) -> Tensor:
         query, key = (_wide(x) for x in (self.query[..., first:last, :], self.key))
-        if key.shape[1] != query.shape[1]:
+        if key.shape[1] not in (1, query.shape[1]):
             key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
         with torch.autocast(query.device.type, enabled=False):
             logits = query @ key.transpose(-1, -2) * self.scale
@@ -105,6 +106,7 @@ class Given(Logits):
     """What a softmax was given."""
 
     logits: Tensor
+    added: int = 0
 
     @property
     def shape(self) -> Shape:  # type: ignore[override]  # computed, not stored
@@ -118,13 +120,14 @@ class Given(Logits):
         return ~(self.logits[..., first:last, :] <= UNSEEN)  # so that a NaN is
 
     def kept(self, copy: Copy, of_mask: Copy) -> Logits:
-        return Given(copy(self.logits))
+        return Given(copy(self.logits), self.added)
 
 
 class Attending(TorchFunctionMode):
     """While it is entered, gives `tell` the logits of every attention.
 
-    Those are of the tensors in the model, which may be overwritten: `tell` reads them at once.
+    Those are of the tensors in the model, which may be overwritten: `tell` reads them at once. What a softmax is given
+    is copied on write before, since it may not be there any more once its weights are multiplied.
 
     >>> seen = []
     >>> with Attending(lambda logits: seen.append(logits.shape)):
@@ -138,7 +141,8 @@ class Attending(TorchFunctionMode):
 
     def __init__(self, tell: Callable[[Logits], None]) -> None:
         self.tell = tell
-        self._open: Any = WeakTensorKeyDictionary()  # what came of a softmax → the logits it was given
+        self._given: Given | None = None  # to the softmax that is under way
+        self._open: Any = WeakTensorKeyDictionary()  # what came of a softmax → what it was given
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -147,7 +151,7 @@ class Attending(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         if recomputing():
             return function(*args, **kwargs)
-        if name in _LOGITS or (name in _PRODUCTS and self._open):
+        if name == "softmax" or name in _LOGITS or (name in _PRODUCTS and self._open):
             self.look(name, args, kwargs)
         result = function(*args, **kwargs)
         if name == "softmax" or self._open:
@@ -155,35 +159,52 @@ class Attending(TorchFunctionMode):
         return result
 
     def look(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Tell of a call, if it is attention."""
+        """Tell of a call, if it is attention; of a softmax, which may be, keep what it is given."""
         with torch.no_grad():
+            if name == "softmax":
+                self._given = _of_softmax(*args, **kwargs)
+                return
             found = _LOGITS[name](*args, **kwargs) if name in _LOGITS else self._multiplied(args)
             if found is not None:
                 self.tell(found)
 
     def follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """What is made of weights, as by dropout, are weights."""
+        """What is made of weights, as by dropout, are weights; keys that are cut off, as a sink is, have no values."""
+        given, self._given = self._given, None
         if not isinstance(result, Tensor):
             return
         if name == "softmax":
-            x = kwargs.get("input", args[0] if args else None)
-            dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-            if isinstance(x, Tensor) and x.dim() > 2 and dim in (-1, x.dim() - 1):
-                self._open[result] = x.detach()
+            if given is not None:
+                self._open[result] = given
         elif name not in _PRODUCTS:
             source = next((x for x in args if isinstance(x, Tensor) and x in self._open), None)
             if source is not None and (result.numel() == source.numel() or name == "__getitem__"):
-                self._open[result] = self._open[source]
+                known = self._open[source]
+                self._open[result] = replace(known, added=known.added + _cut_off(source, result))
 
-    def _multiplied(self, args: tuple[Any, ...]) -> Logits | None:
+    def _multiplied(self, args: tuple[Any, ...]) -> Given | None:
         """The logits of a softmax whose weights are multiplied with values."""
         operands = [x for x in _flat(args) if isinstance(x, Tensor)]
-        found = next((self._open[x] for x in operands if x in self._open), None)
+        found: Given | None = next((self._open[x] for x in operands if x in self._open), None)
         if found is None or len(operands) < 2 or len({x.dim() for x in operands}) > 1:
             return None
-        for x in [x for x, logits in self._open.items() if logits is found]:
+        for x in [x for x, given in self._open.items() if given.logits is found.logits]:
             del self._open[x]
-        return Given(_of_four(found))
+        return found
+
+
+def _of_softmax(input: Any = None, dim: Any = None, *rest: Any, **others: Any) -> Given | None:  # noqa: A002
+    """What it is given, as it is now, if that may be attention."""
+    if isinstance(input, Tensor) and input.dim() > 2 and dim in (-1, input.dim() - 1):
+        return Given(_of_four(lazily_copied(input.detach())))
+    return None
+
+
+def _cut_off(weights: Tensor, rest: Tensor) -> int:
+    """How many keys at the end of `weights` a part of them leaves out, if that is all it leaves out."""
+    fewer = weights.shape[-1] - rest.shape[-1] if rest.dim() == weights.dim() else 0
+    begins_there = rest.stride() == weights.stride() and rest.storage_offset() == weights.storage_offset()
+    return fewer if rest.shape[:-1] == weights.shape[:-1] and begins_there else 0
 
 
 def _of_product(
@@ -197,8 +218,8 @@ def _of_product(
     enable_gqa: bool = False,
 ) -> Logits:
     factor = query.shape[-1] ** -0.5 if scale is None else scale
-    masks = () if attn_mask is None else (_like(attn_mask, query),)
-    return Product(_of_four(query), _of_four(key), factor, masks, is_causal)
+    query, key, *masks = _alike(query, key, *(() if attn_mask is None else (attn_mask,)))
+    return Product(query, key, factor, tuple(masks), is_causal)
 
 
 def _of_multihead(
@@ -266,11 +287,15 @@ def _of_four(x: Tensor) -> Tensor:
     return x.flatten(0, -4)
 
 
-def _like(mask: Tensor, query: Tensor) -> Tensor:
-    """A mask of four dimensions or two."""
-    if mask.dim() <= 2 or query.dim() == 4:
-        return mask
-    return _of_four(mask.expand(*query.shape[:-2], *mask.shape[-2:]))
+def _alike(query: Tensor, key: Tensor, *masks: Tensor) -> list[Tensor]:
+    """All of four dimensions, the queries of all samples and heads: the kernel broadcasts them."""
+    most = max(query.dim(), key.dim())
+    given = [x[(None,) * (most - x.dim())] for x in (query, key, *masks)]
+    outer = torch.broadcast_shapes(*(x.shape[:-3] for x in given[:2]))
+    query, key, *rest = (_of_four(x.expand(*outer, *x.shape[-3:])) for x in given)
+    heads = key.shape[1] if query.shape[1] == 1 else 1  # else they are as many, or grouped
+    lead = torch.broadcast_shapes(query.shape[:2], (len(key), heads))
+    return [query.expand(*lead, -1, -1), key, *rest]
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -24,6 +24,18 @@ def flat():
 
 def brights():
     return nn.Sequential(nn.Identity(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+def classes(channels=3, **options):
+    return nn.Sequential(nn.Conv2d(channels, 4, 3, **options), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+def half():
+    return classes(dtype=torch.bfloat16)
+
+def grey():
+    return classes(1)
+
+def segments():
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
 """
 
 
@@ -76,12 +88,38 @@ def test_the_middle_is_seen_in_the_right_colours(command, folder):
         (["looking:flat", "cat.jpg", "--size", "32"], "the model has no layer with a spatial extent"),
         (["looking:Bright", "cat.jpg", "--layer", "see", "--size", "8"], "is called 2 times in a pass"),
         (["looking:nothing", "cat.jpg"], "looking has no 'nothing'"),
+        (
+            ["looking:grey", "cat.jpg", "--size", "8"],
+            "torchhook: the model cannot be run on a picture of 1×3×8×8: Given groups=1, weight of size [4, 1, 3, 3],"
+            " expected input[1, 3, 8, 8] to have 1 channels, but got 3 channels instead; --size sets its height and"
+            " width, and for a model of other inputs use torchhook.explain from Python",
+        ),
+        (
+            ["looking:segments", "cat.jpg", "--size", "8", "--target", "1"],
+            "torchhook: the model returned 1×4×6×6, not one number for each class; to say what of it to explain, use"
+            " torchhook.explain.grad_cam from Python with target=",
+        ),
     ],
 )
 def test_what_is_wrong_is_told(command, folder, args, why):
     done = run(command, *args)
     assert done.code == 2 and why in done.said
     assert not list(folder.glob("cam*"))
+
+
+def test_what_is_wrong_with_a_model_is_one_line(command, folder):
+    for model in ("looking:grey", "looking:segments"):
+        assert run(command, model, "cat.jpg", "--size", "8").err.count("\n") == 1
+
+
+def test_a_model_in_half_precision(command, folder):
+    done = run(command, "looking:half", "cat.jpg", "--size", "8")
+    assert (done.code, done.err) == (0, "") and "grad_cam of '1': 1×6×6" in done.out
+
+
+def test_what_all_channels_have_in_common_needs_no_class(command, folder):
+    done = run(command, "looking:segments", "cat.jpg", "--size", "8", "--method", "eigen_cam")
+    assert (done.code, done.err) == (0, "") and "eigen_cam of '1': 1×6×6" in done.out
 
 
 def test_a_call_of_several(command, folder):

@@ -148,8 +148,36 @@ def test_keys_that_are_added_have_no_distance():
     share = seen[0].weights[..., :5]
     gaps = (torch.arange(5)[:, None] - torch.arange(5)).abs()
     same(seen[0].distance, (share * gaps).sum(-1) / share.sum(-1))
-    with pytest.raises(ValueError, match="as many keys as queries"):
-        seen.rollout()
+    step = share.mean(1) + torch.eye(5)
+    assert seen[0].added == 1
+    same(seen.rollout(), step / step.sum(-1, keepdim=True))
+
+
+@pytest.mark.parametrize("lead", [(3,), (3, 2), (3, 4, 2), (1, 1)])
+@pytest.mark.parametrize("cut", [lambda w: w[..., :-2], lambda w: w[..., :-1][..., :-1], lambda w: w[..., :5] * 1.0])
+def test_keys_that_are_cut_off_are_sinks(lead, cut):
+    """Which GPT-OSS and others have: they take weight, and have no values."""
+
+    def run(self, x):
+        logits = torch.cat([x @ x.mT, torch.ones(*lead, 5, 2)], -1)
+        return cut(logits.softmax(-1)) @ x
+
+    seen = attention(Calling(run), torch.randn(*lead, 5, 8))
+    weights = seen[0].weights
+    assert seen[0].added == 2 and weights.shape[2:] == (5, 7) and not seen[0].distance.isnan().any()
+    same(weights.sum(-1), torch.ones(weights.shape[:-1]))
+    step = weights[..., :5].mean(1) + torch.eye(5)
+    same(seen.rollout(), step / step.sum(-1, keepdim=True))
+
+
+@pytest.mark.parametrize("cut", [lambda w: w[..., 1:], lambda w: w[..., [0, 1, 2, 3, 4]], lambda w: w[..., ::2]])
+def test_keys_that_are_left_out_elsewhere_are_no_sinks(cut):
+    def run(self, x):
+        weights = cut((x @ x.mT).softmax(-1))
+        return weights @ torch.ones(3, 2, weights.shape[-1], 8)
+
+    seen = attention(Calling(run), torch.randn(3, 2, 6, 8))
+    assert seen[0].added == 0 and seen[0].shape == (3, 2, 6, 6)
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -280,6 +308,69 @@ def test_what_is_overwritten_later_does_not_matter():
     x = torch.randn(3, 2, 5, 4)
     expected = (x @ x.mT / 2).softmax(-1)
     same(attention(Calling(careless), x)[0].weights, expected)
+
+
+def softmax_in_place(self, q, k):
+    weights = q @ k.mT
+    torch.softmax(weights, -1, out=weights)
+    return weights @ k
+
+
+def logits_are_emptied(self, q, k):
+    logits = q @ k.mT
+    weights = logits.softmax(-1)
+    logits.zero_()
+    return weights @ k
+
+
+def logits_of_one_place(self, q, k):
+    place = torch.empty(*q.shape[:-1], k.shape[-2])
+    weights = F.softmax(torch.matmul(q, k.mT, out=place), dim=-1)
+    torch.matmul(k, q.mT, out=place)
+    return torch.einsum("nhqk,nhkd->nhqd", weights, k)
+
+
+@pytest.mark.parametrize("model", [softmax_in_place, logits_are_emptied, logits_of_one_place])
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_logits_that_are_overwritten_before_the_product(model, context):
+    with context():
+        q, k = torch.randn(3, 2, 5, 4), torch.randn(3, 2, 5, 4)
+        expected, plain = (q @ k.mT).softmax(-1), model(None, q, k)
+        seen = attention(Calling(model), (q, k))
+    assert torch.equal(seen.output, plain) and len(seen) == 1
+    same(seen[0].weights, expected)
+    same(seen[0].received, expected.mean(2))
+
+
+@pytest.mark.parametrize(
+    "query, key, lead",
+    [
+        ((1, 4), (2, 4), (2, 4)),
+        ((2, 1), (2, 4), (2, 4)),
+        ((2, 4), (1, 1), (2, 4)),
+        ((1, 1), (2, 4), (2, 4)),
+        ((4,), (2, 4), (2, 4)),
+        ((2, 4), (4,), (2, 4)),
+        ((), (3,), (3, 1)),
+        ((3, 1, 4), (1, 2, 4), (6, 4)),
+    ],
+)
+@pytest.mark.parametrize("masked", [False, True])
+def test_queries_and_keys_are_broadcast_as_the_kernel_does(query, key, lead, masked):
+    q, k = torch.randn(*query, 5, 8), torch.randn(*key, 5, 8)
+    mask = torch.ones(5, 5, dtype=torch.bool).tril() if masked else None
+    seen = attention(Calling(lambda self, q, k: F.scaled_dot_product_attention(q, k, k, mask)), (q, k))
+    logits = q @ k.mT / math.sqrt(8)
+    expected = (logits if mask is None else logits.masked_fill(~mask, -math.inf)).softmax(-1)
+    assert seen[0].shape == seen[0].weights.shape == (*lead, 5, 5)
+    assert seen[0].entropy.shape == (*lead, 5) and seen[0].received.shape == (*lead, 5)
+    same(seen[0].weights.reshape(expected.shape), expected)
+
+
+def test_grouped_queries_with_the_keys_of_one_sample():
+    q, k = torch.randn(3, 6, 5, 4), torch.randn(1, 2, 5, 4)
+    seen = attention(Calling(lambda self, q, k: F.scaled_dot_product_attention(q, k, k, enable_gqa=True)), (q, k))
+    same(seen[0].weights, (q @ k.repeat_interleave(3, 1).mT / 2).softmax(-1))
 
 
 # --- nothing seen, and what goes wrong

@@ -136,6 +136,34 @@ def test_an_image_model():
         attention(fused, {"pixel_values": image}, grid=(9, 9))
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_sink_that_is_learnt(padded):
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    torch.manual_seed(3)
+    own = {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
+    model = GptOssForCausalLM(GptOssConfig(**SIZES, **WORDS, **own, **kinds, attn_implementation="eager")).eval()
+    for layer in model.model.layers:
+        nn.init.normal_(layer.self_attn.sinks)
+    inputs = {"input_ids": torch.randint(50, (2, 9)), "attention_mask": PADDED if padded else torch.ones_like(PADDED)}
+    with torch.no_grad():
+        plain = model(**inputs, output_attentions=True)
+    seen = attention(model, inputs)
+    assert torch.equal(seen.output.logits, plain.logits)
+    real = inputs["attention_mask"].bool()
+    whole = torch.eye(9)
+    for call, weights in zip(seen, plain.attentions, strict=True):
+        assert call.shape == (2, 4, 9, 10) and call.added == 1 and weights.shape == (2, 4, 9, 9)
+        same(call.weights[..., :9].transpose(1, 2)[real], weights.transpose(1, 2)[real])
+        gaps = (torch.arange(9)[:, None] - torch.arange(9)).abs()
+        distance = (weights * gaps).sum(-1) / weights.sum(-1)
+        same(call.distance.transpose(1, 2)[real], distance.transpose(1, 2)[real], atol=1e-5)
+        step = weights.mean(1) + torch.eye(9)
+        whole = step / step.sum(-1, keepdim=True) @ whole
+    same(seen.rollout()[real], whole[real])
+
+
 @pytest.mark.parametrize("name", ["T5", "BART"])
 def test_encoders_and_decoders(name):
     import transformers

@@ -12,7 +12,7 @@ from torchhook.cli.loading import model_of, wrong
 from torchhook.cli.progress import bar
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 _IMAGE = "What the model is shown"
 _MEAN, _STD = "0.485,0.456,0.406", "0.229,0.224,0.225"  # as nearly all models for ImageNet are trained
@@ -82,8 +82,10 @@ def explain(
         net = model_of(model) if device is None else model_of(model).to(device)
         shown = _square(picture, size)
         x = (shown - torch.tensor(centre).view(3, 1, 1)) / torch.tensor(spread).view(3, 1, 1)
-        place = next((parameter.device for parameter in net.parameters()), torch.device("cpu"))
-        heat = getattr(methods, method.value)(net, x[None].to(place), target, layer, call=call)
+        like = next((parameter for parameter in net.parameters() if parameter.is_floating_point()), x)
+        batch = x[None].to(like.device, like.dtype)
+        _require_classes(net, batch, method)
+        heat = getattr(methods, method.value)(net, batch, target, layer, call=call)
     heat.positive().normalized().overlay(shown).savefig(out, dpi=150)
     typer.echo(heat)
     typer.echo(f"written: {out}")
@@ -95,6 +97,35 @@ def _require_drawable(out: Path) -> None:
         raise wrong("--out", f"a picture ends in {', '.join(_FORMATS)}, and {out.name!r} does not")
     if not out.parent.is_dir():
         raise wrong("--out", f"there is no folder {str(out.parent)!r}")
+
+
+def _require_classes(net: nn.Module, batch: Tensor, method: Method) -> None:
+    """Refuse a model that is not for pictures, or that says something of which a number cannot choose.
+
+    A principal component is of no class, so that anything will do.
+    """
+    from torchhook.explain.places import running
+    from torchhook.explain.targets import logits_of
+    from torchhook.text import shape_of
+
+    with running(net):
+        try:
+            output = net(batch)
+        except RuntimeError as error:
+            why = str(error).partition("\n")[0].rstrip(".")
+            raise ValueError(
+                f"the model cannot be run on a picture of {shape_of(batch)}: {why}; --size sets its height and width,"
+                " and for a model of other inputs use torchhook.explain from Python"
+            ) from error
+    if method is Method.eigen_cam:
+        return
+    try:
+        logits_of(output)
+    except ValueError as error:
+        raise ValueError(
+            f"the model returned {shape_of(output)}, not one number for each class; to say what of it to explain, use"
+            f" torchhook.explain.{method.value} from Python with target="
+        ) from error
 
 
 def _colours(text: str, option: str) -> list[float]:

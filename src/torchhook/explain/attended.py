@@ -55,6 +55,7 @@ class AttentionCall:
         path: Of the module in which it happened.
         call: Which of the attentions there, from 0, of so many `calls`.
         shape: Samples × heads × queries × keys.
+        added: How many of the keys, at the end, are of no position, as a bias or a sink that is learnt.
         entropy: Samples × heads × queries. Divided by the logarithm of the number of keys that the query sees: 1 is an
             even look at all of them, 0 a look at one.
         distance: Samples × heads × queries. How far away the keys are that are looked at, in the mean; in positions, or
@@ -67,6 +68,7 @@ class AttentionCall:
     call: int
     calls: int
     shape: tuple[int, int, int, int]
+    added: int
     entropy: Tensor
     distance: Tensor
     received: Tensor
@@ -150,7 +152,7 @@ class Attended(Sequence[AttentionCall]):
         """How much of each input position is in each position at the end: samples × positions × positions.
 
         After Abnar and Zuidema (2020): the heads are made one, half of what a layer gives is what it was given, and the
-        layers are multiplied. Rows sum to 1.
+        layers are multiplied. Rows sum to 1: what keys of no position get is left out.
 
         Args:
             calls: The attentions that follow one another; None takes all.
@@ -223,7 +225,8 @@ class Attended(Sequence[AttentionCall]):
             raise ValueError("calls is empty: pass the attentions that follow one another, or None for all")
         samples, _, positions, _ = chain[0].shape
         for call in chain:
-            if (call.shape[0], *call.shape[2:]) != (samples, positions, positions):
+            of_sample, _, queries, keys = call.shape
+            if (of_sample, queries, keys - call.added) != (samples, positions, positions):
                 raise ValueError(
                     f"the attention at {call.path!r} is {shape_of_all(call.shape)}, and cannot be multiplied with that"
                     f" at {chain[0].path!r}, {shape_of_all(chain[0].shape)}: a rollout needs as many keys as queries,"
@@ -331,8 +334,9 @@ def _distances(weights: Tensor, places: Tensor | None, first: int, last: int) ->
 
 def _step(call: AttentionCall, fuse: Callable[[Tensor], Tensor]) -> Tensor:
     """One layer of a rollout: what every position gets from each, half of it from itself."""
-    fused = torch.cat([fuse(call.rows(*ends)) for ends in chunks(call.shape)], 1)
-    mixed = fused + torch.eye(fused.shape[-1], device=fused.device, dtype=fused.dtype)
+    positions = call.shape[2]
+    fused = torch.cat([fuse(call.rows(*ends)[..., :positions]) for ends in chunks(call.shape)], 1)
+    mixed = fused + torch.eye(positions, device=fused.device, dtype=fused.dtype)
     return mixed / mixed.sum(-1, keepdim=True)
 
 

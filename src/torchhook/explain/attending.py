@@ -93,6 +93,7 @@ def attention(
 class _Seen(NamedTuple):
     path: str
     shape: tuple[int, int, int, int]
+    added: int
     focus: Focus
     kept: Logits | None
 
@@ -118,7 +119,8 @@ class _Run:
                 f"{path or 'the model'!r} computes attention in a fused kernel, which hands out no weights"
                 " (how='error'); pass how='recompute', or how='eager' for a Hugging Face or timm model"
             )
-        self.seen.append(_Seen(path, logits.shape, focus_of(logits, self.grid), self.shelf.keep(path, logits)))
+        focus, kept = focus_of(logits, self.grid), self.shelf.keep(path, logits)
+        self.seen.append(_Seen(path, logits.shape, logits.added, focus, kept))
 
     def calls(self) -> list[AttentionCall]:
         """All that was seen, numbered by place."""
@@ -127,9 +129,9 @@ class _Run:
         for path, *_ in self.seen:
             totals[path] = totals.get(path, 0) + 1
         numbers = dict.fromkeys(totals, 0)
-        for path, shape, focus, kept in self.seen:
+        for path, shape, added, focus, kept in self.seen:
             asked, most = self.shelf.wants(path), self.shelf.max_bytes or 0
-            found.append(AttentionCall(path, numbers[path], totals[path], shape, *focus, kept, asked, most))
+            found.append(AttentionCall(path, numbers[path], totals[path], shape, added, *focus, kept, asked, most))
             numbers[path] += 1
         return found
 
