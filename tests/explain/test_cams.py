@@ -366,6 +366,74 @@ def test_heads_and_tokens_are_no_maps():
     assert heat.layer == "norm" and heat.maps.shape == (2, 4, 6)
 
 
+class Head(nn.Module):
+    """An attention that is not called so, with its weights in the output of a module."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.soft = nn.Linear(12, 36), nn.Softmax(-1)
+
+    def forward(self, tokens):
+        q, k, v = (part.unflatten(2, (2, 6)).transpose(1, 2) for part in self.qkv(tokens).chunk(3, 2))
+        return (self.soft(q @ k.mT) @ v).transpose(1, 2).flatten(2)
+
+
+class Reading(nn.Module):
+    """Reads its class token alone, after one attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.cut, self.norm, self.head, self.fc = nn.Conv2d(3, 12, 4, 4), nn.LayerNorm(12), Head(), nn.Linear(12, 3)
+
+    def forward(self, x):
+        tokens = self.cut(x).flatten(2).mT
+        tokens = torch.cat([tokens.mean(1, keepdim=True), tokens], 1)
+        return self.fc(self.head(self.norm(tokens))[:, 0])
+
+
+def test_the_weights_of_an_attention_are_no_maps():
+    heat = grad_cam(Reading(), torch.randn(2, 3, 16, 16))
+    assert heat.layer == "norm" and heat.maps.shape == (2, 4, 4)
+    timm = pytest.importorskip("timm")
+    heat = grad_cam(timm.create_model("convit_tiny"), torch.randn(1, 3, 224, 224))
+    assert heat.layer == "blocks.11.norm1" and heat.maps.shape == (1, 14, 14)
+
+
+def test_maps_as_high_and_wide_as_there_are_tokens():
+    class Growing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cut, self.norm = nn.Conv2d(3, 12, 4, 4), nn.LayerNorm(12)
+            self.grow, self.last = nn.Upsample(scale_factor=4), nn.Conv2d(12, 2, 1)
+
+        def forward(self, x):
+            tokens = self.norm(self.cut(x).flatten(2).mT)  # 16 of them
+            return self.last(self.grow(tokens.mT.unflatten(2, (4, 4))))
+
+    assert grad_cam(Growing(), torch.randn(2, 3, 16, 16), lambda out: out[:, 0].mean((1, 2))).layer == "last"
+
+
+def test_weights_that_are_computed_are_no_maps(x):
+    class Weighing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(1, 4, 6, 10))
+            nn.utils.parametrize.register_parametrization(self, "weight", nn.Softplus())
+
+        def forward(self, maps):
+            return (maps * self.weight).sum((2, 3))
+
+    assert grad_cam(nn.Sequential(nn.Conv2d(3, 4, 1), Weighing()), x).layer == "0"
+
+
+def test_one_backward_finds_the_layer(x, monkeypatch):
+    model, asked, plain = Net(), [], torch.autograd.grad
+    nn.init.zeros_(model.fc.weight)
+    monkeypatch.setattr(torch.autograd, "grad", lambda *args, **kwargs: asked.append(1) or plain(*args, **kwargs))
+    grad_cam(model, x)
+    assert len(asked) == 2  # one in the trial, one for the map
+
+
 def test_a_head_of_zeros_still_has_a_layer(x):
     model = Net()
     nn.init.zeros_(model.fc.weight)

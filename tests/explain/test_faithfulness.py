@@ -179,6 +179,7 @@ def test_a_trained_network_and_its_maps():
         ({"maps": torch.full((1, 8, 8), torch.nan)}, "not finite"),
         ({"maps": torch.rand(2, 8, 8)}, "one map a sample"),
         ({"x": torch.rand(1, 12)}, "no images N×C×H×W to erase: it is 1×12"),
+        ({"x": torch.zeros(1, 3, 12, 12, dtype=torch.uint8)}, "the images in x are torch.uint8: .* floating point"),
         ({"baseline": "black"}, "baseline must be 'blur', 'zero', 'mean' or a tensor"),
         ({"baseline": torch.rand(2, 7)}, "baseline 2×7 cannot be spread over images 1×3×12×12"),
         ({"steps": 0}, "steps must be at least 1"),

@@ -216,6 +216,21 @@ def test_what_is_wrong_is_told(method):
         method(model, torch.rand(1, 3, 32, 32), target=10)
 
 
+def test_score_cam_of_images_of_whole_numbers():
+    class Bytes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 6, 3)
+
+        def forward(self, image):
+            return 500 * self.conv(image.float() / 255).relu().mean((2, 3))
+
+    torch.manual_seed(0)
+    model, image = Bytes(), torch.randint(0, 256, (2, 3, 12, 12), dtype=torch.uint8)
+    heat = score_cam(model, image, 1, "conv")
+    torch.testing.assert_close(heat.maps, score_cam(model, image.float(), 1, "conv").maps, rtol=0, atol=0.02)
+
+
 def test_score_cam_needs_images():
     net = nn.Sequential(nn.Unflatten(1, (2, 4, 4)), nn.Conv2d(2, 3, 1), nn.Flatten())
     with pytest.raises(ValueError, match="score_cam looks at images through maps, and x has none"):

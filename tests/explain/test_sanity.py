@@ -75,6 +75,31 @@ def test_layers_go_from_the_output_to_the_input_in_execution_order():
     assert changed[-1] >= {"scale", "early.weight"} and [step.randomised for step in found] == [1, 2, 3, 4, 5]
 
 
+def test_parameters_of_whole_numbers_stay_as_they_are():
+    class Quantised(Net):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.arange(3), requires_grad=False)
+
+    class Eight(nn.Linear):
+        def __init__(self):
+            super().__init__(5, 5)
+            self.weight = nn.Parameter(torch.eye(5, dtype=torch.int8), requires_grad=False)
+
+        def forward(self, x):
+            return x @ self.weight.float() + self.bias
+
+    seen = []
+
+    def method(model, x, target=None):
+        seen.append([p.clone() for p in model.parameters() if not p.is_floating_point()])
+        return grad_cam(model, x, target)
+
+    model = nn.Sequential(Quantised(), Eight())
+    assert sanity(method, model, images())[-1].randomised
+    assert all(torch.equal(a, b) for some in seen for a, b in zip(some, seen[0], strict=True)) and len(seen[0]) == 2
+
+
 def test_few_steps_for_many_layers():
     found = sanity(grad_cam, Net(), images(2), steps=2)
     assert [(step.layer, step.randomised) for step in found] == [("norm", 3), ("", 5)]

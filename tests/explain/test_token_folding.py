@@ -34,8 +34,17 @@ def shape_folded(shape, size=(64, 64), module=None, samples=2, grids=()):
         ((2, 65, 7), {}, (2, 7, 8, 8)),
         ((2, 66, 7), {}, (2, 7, 8, 8)),
         ((2, 69, 7), {}, (2, 7, 8, 8)),  # a class token and four registers
-        ((2, 72, 7), {}, None),
-        ((2, 72, 7), {"grids": ((8, 8),)}, (2, 7, 8, 8)),
+        *(((2, 64 + more, 7), {}, (2, 7, 8, 8)) for more in (3, 4, 8, 9, 16)),  # registers
+        *(((2, 64 + more, 7), {"grids": ((8, 8),)}, (2, 7, 8, 8)) for more in (0, 1, 2, 3, 4, 5, 8, 9, 16, 17)),
+        ((2, 70, 7), {}, None),
+        ((2, 20, 7), {}, None),  # 16 patches and 4 registers, or 4 and 16
+        *(((2, 64 + more, 7), {"grids": ((8, 8),)}, None) for more in (6, 7, 11, 101)),  # of which some may come last
+        ((2, 101, 7), {"grids": ((8, 8),)}, None),  # a class token and 36 more after the patches, not 10×10
+        ((2, 16, 7), {"grids": ((2, 2),)}, (2, 7, 4, 4)),  # to which SegFormer reduces its keys
+        ((2, 4, 7), {"grids": ((1, 1),)}, (2, 7, 2, 2)),
+        ((2, 16, 7), {"grids": ((4, 4), (2, 2))}, (2, 7, 4, 4)),
+        ((2, 25, 7), {"grids": ((4, 4),)}, (2, 7, 4, 4)),  # a class token and eight registers, not 5×5
+        ((2, 17, 7), {"grids": ((8, 8),)}, (2, 7, 4, 4)),  # merged since, with a class token
         ((2, 16, 7), {"grids": ((8, 8),)}, (2, 7, 4, 4)),  # merged since
         ((2, 97, 7), {"size": (64, 96)}, (2, 7, 8, 12)),
         ((2, 96, 7), {"size": (96, 64)}, (2, 7, 12, 8)),
@@ -139,6 +148,30 @@ def test_a_layer_is_found_and_folded_by_itself(name):
     heat = grad_cam(model.eval(), torch.randn(2, 3, *size))
     assert heat.layer.split(".")[-1] == layer.split(".")[-1] and heat.maps.shape[1:] == grid and heat.size == size
     assert heat.maps.abs().amax((1, 2)).min() > 0
+
+
+def test_keys_that_are_reduced_are_no_grid_of_the_image():
+    sizes = {"hidden_sizes": [8, 8, 8, 8], "num_attention_heads": [1, 1, 2, 2], "depths": [1, 1, 1, 1]}
+    model, size = hugging_face("Segformer", decoder_hidden_size=8, **sizes)
+    for stage, side in enumerate((16, 8, 4, 2)):
+        layer = f"segformer.stages.{stage}.layer_norm"
+        assert grad_cam(model.eval(), torch.randn(2, 3, *size), 0, layer).maps.shape == (2, side, side)
+
+
+def test_tokens_after_the_patches_take_a_fold():
+    from transformers import YolosConfig, YolosForObjectDetection
+
+    config = YolosConfig(image_size=[64, 64], num_detection_tokens=10, **SMALL)
+    model, x = YolosForObjectDetection(config).eval(), torch.randn(2, 3, 64, 64)
+    (layer,) = (path for path, _ in model.named_modules() if path.endswith("1.layernorm_before"))
+
+    def first(out):
+        return out.logits[:, 0, 0]
+
+    with pytest.raises(ValueError, match="has no spatial extent: it gave 2×75×48 for 2 samples.* say with fold="):
+        grad_cam(model, x, first, layer)
+    fold = lambda value: value[:, 1:65].mT.unflatten(2, (8, 8))  # noqa: E731
+    assert grad_cam(model, x, first, layer, fold=fold).maps.shape == (2, 8, 8)
 
 
 @pytest.mark.parametrize("name", ["torchvision ViT", "torchvision Swin", "timm ViT", "timm Swin", "Hugging Face Swin"])

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from torchhook.core.selection import require_module
 from torchhook.core.tap import require_count
-from torchhook.core.trees import Address, Arguments, leaves, mapped, put
+from torchhook.core.trees import Arguments, taken
 from torchhook.explain.heat import Heat
 from torchhook.explain.places import running
+from torchhook.explain.samples import Samples
 from torchhook.explain.targets import Score, Target, logits_of
 from torchhook.text import html_table, shape_of, table
 
@@ -182,14 +183,16 @@ def faithfulness(
     """
     require_module(model)
     heat, given = _heat(maps), Arguments.of(x)
-    address, images = _images(given, len(heat))
+    images = _images(given, len(heat))
     batch = (8 if images.device.type == "cpu" else 64) if batch is None else batch
     for name, count in (("steps", steps), ("randoms", randoms), ("batch", batch)):
         require_count(count, name)
     target = _target(maps, target)
     with running(model):
         output = model(*given.args, **given.kwargs)
-        erasing = _Erasing(model, given, address, images, _base(baseline, images), _score(target, output), batch)
+        score = _score(target, output)
+        samples = Samples.of(given).apart(lambda some: model(*some.args, **some.kwargs), score, output)
+        erasing = _Erasing(model, samples, images, _base(baseline, images), score, batch)
         size = images.shape[-2:]
         counts = torch.arange(steps + 1) * (size[0] * size[1]) // steps
         generator = torch.Generator().manual_seed(seed)
@@ -206,8 +209,7 @@ class _Erasing(NamedTuple):
     """Runs a model on images of which some pixels are erased."""
 
     model: nn.Module
-    given: Arguments
-    address: Address
+    samples: Samples
     images: Tensor
     base: Tensor
     score: Any
@@ -226,9 +228,7 @@ class _Erasing(NamedTuple):
         return torch.cat(scores).float().cpu().view(samples, len(counts))
 
     def _called(self, images: Tensor, rows: Tensor) -> Any:
-        samples = len(self.images)
-        rest = mapped(lambda t: t[rows.to(t.device)] if t.dim() and len(t) == samples else t, self.given)
-        given = put(rest, self.address, images)
+        given = self.samples.picked(rows, lambda _: images)
         return self.model(*given.args, **given.kwargs)
 
 
@@ -242,16 +242,17 @@ def _heat(maps: Any) -> Tensor:
     return found.detach().cpu().float()
 
 
-def _images(given: Arguments, samples: int) -> tuple[Address, Tensor]:
-    """The images among the arguments, and where they are."""
-    for address, tensor in leaves(given):
-        if tensor.dim() == 4 and tensor.is_floating_point():
-            if len(tensor) != samples:
-                raise ValueError(
-                    f"maps are of {samples} samples, and x has {len(tensor)}: there must be one map a sample"
-                )
-            return address, tensor
-    raise ValueError(f"x has no images N×C×H×W to erase: it is {shape_of(given.unwrapped()):.200}")
+def _images(given: Arguments, samples: int) -> Tensor:
+    """The images among the arguments."""
+    address = Samples.of(given).images
+    images = None if address is None else taken(given, address)
+    if not isinstance(images, Tensor) or images.dim() != 4:
+        raise ValueError(f"x has no images N×C×H×W to erase: it is {shape_of(given.unwrapped()):.200}")
+    if not images.is_floating_point():
+        raise ValueError(f"the images in x are {images.dtype}: to erase them takes floating point, as images.float()")
+    if len(images) != samples:
+        raise ValueError(f"maps are of {samples} samples, and x has {len(images)}: there must be one map a sample")
+    return images
 
 
 def _target(maps: Any, target: Target) -> Target:

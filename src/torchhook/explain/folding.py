@@ -1,7 +1,7 @@
 """From what a layer gave to maps, samples × channels × height × width: tokens are laid out as the patches they are of.
 
 Which patch a token is of, its shape alone does not say. The grid is that of the convolution that cut the image into
-patches in the same pass, if there are as many tokens, or a few more, which come first and are of no patch (class,
+patches in the same pass, if there are as many tokens, or as many more as usually come first and are of no patch (class,
 distillation and register tokens). Else it is the one grid of so many patches that has the proportions of the image.
 """
 
@@ -19,8 +19,9 @@ Fold = Callable[[Tensor], Tensor]
 
 Grid = tuple[int, int]
 
-_PREFIXES = (0, 1, 2, 5)  # tokens of no patch that models have: none, class, distillation, class and four registers
-_MOST_PREFIXED = 17  # where the grid is known: a class token and sixteen registers
+_COMMON = (1, 2, 5)  # tokens of no patch that models have: class, distillation, class and four registers
+_RARE = (3, 4, 8, 9, 16, 17)  # other numbers of registers, with and without a class token
+_PREFIXES = (*_COMMON, *_RARE)
 _LAST = (nn.LayerNorm, nn.Linear)  # themselves, not their subclasses, have the channels last, whatever the shape
 
 
@@ -89,17 +90,28 @@ def _of_tokens(tokens: int, setting: Setting) -> Fold | None:
 
 def _grids(tokens: int, setting: Setting) -> Iterator[Grid]:
     """The grids that so many tokens may lie on, the likeliest first."""
-    for grid in reversed(setting.grids):
-        if 0 <= tokens - grid[0] * grid[1] <= _MOST_PREFIXED:
-            yield grid
-    if setting.size is not None:
-        for prefix in _PREFIXES:
-            patches = max(0, tokens - prefix)
-            about = int((patches * setting.size[0] / setting.size[1]) ** 0.5)
-            for high in range(max(1, about - 1), about + 3):
-                wide, rest = divmod(patches, high)
-                if not rest and is_like((high, wide), setting.size):
-                    yield high, wide
+    seen = [(tokens - grid[0] * grid[1], grid) for grid in reversed(setting.grids)]
+    yield from (grid for more, grid in seen if not more)
+    # A single row, or less, is rather what the keys of an attention were reduced to than what the image was cut into.
+    yield from (grid for more, grid in seen if more in _PREFIXES and min(grid) > 1)
+    yield from _like_the_image(tokens, setting.size)
+    yield from (grid for more, grid in seen if more in _PREFIXES)
+    if all(more < 0 for more, _ in seen):  # more than were cut, and not as usual, may lie after the patches
+        for prefix in _COMMON:
+            yield from _like_the_image(tokens - prefix, setting.size)
+        rare = [grid for prefix in _RARE for grid in _like_the_image(tokens - prefix, setting.size)]
+        yield from rare if len(rare) == 1 else ()
+
+
+def _like_the_image(patches: int, size: Grid | None) -> Iterator[Grid]:
+    """The grids of so many patches that have the proportions of the image."""
+    if size is None or patches < 1:
+        return
+    about = int((patches * size[0] / size[1]) ** 0.5)
+    for high in range(max(1, about - 1), about + 3):
+        wide, rest = divmod(patches, high)
+        if not rest and is_like((high, wide), size):
+            yield high, wide
 
 
 def _as_it_is(value: Tensor) -> Tensor:

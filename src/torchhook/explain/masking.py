@@ -21,7 +21,8 @@ from torchhook.core.trees import Arguments, put, taken
 from torchhook.explain.cams import heat_of, named_after, weighted
 from torchhook.explain.folding import Fold
 from torchhook.explain.heat import Heat
-from torchhook.explain.places import Reached, main_tensor, picked, reach, running, settle
+from torchhook.explain.places import Reached, main_tensor, reach, running, settle
+from torchhook.explain.samples import Samples
 from torchhook.explain.targets import Score, Target, at_hand
 
 _EPSILON = 1e-8  # for a map that is the same everywhere, as in pytorch-grad-cam
@@ -37,7 +38,7 @@ class _Runs:
 
     def __init__(self, model: nn.Module, given: Arguments, reached: Reached, score: Score, batch: int | None) -> None:
         self.model = model
-        self.given = given
+        self.samples = Samples.of(given).apart(self._called, score, reached.output)
         self.reached = reached
         self.score = score
         self.batch = batch
@@ -48,14 +49,17 @@ class _Runs:
 
     def output(self, rows: Tensor, change: Callable[[Tensor], Tensor] | None = None) -> Any:
         """What comes of `rows`, numbers of samples, with their images changed."""
-        given = picked(self.given, rows, lambda image: self._laid_out(change(image) if change else image))
+        given = self.samples.picked(rows, lambda image: self._laid_out(change(image) if change else image))
         try:
-            return self.model(*given.args, **given.kwargs)
+            return self._called(given)
         except RuntimeError:
             if not self.channels_last:
                 raise
             self.channels_last = False
             return self.output(rows, change)
+
+    def _called(self, given: Arguments) -> Any:
+        return self.model(*given.args, **given.kwargs)
 
     def _laid_out(self, image: Tensor) -> Tensor:
         return image.contiguous(memory_format=torch.channels_last) if self.channels_last else image
@@ -126,11 +130,18 @@ def score_cam(runs: _Runs) -> Tensor:
         seen = F.interpolate(maps[rows, some][:, None], size, mode="bilinear", align_corners=True)
         low, high = seen.amin((2, 3), keepdim=True), seen.amax((2, 3), keepdim=True)
         through = (seen - low) / (high - low + _EPSILON)
-        output = runs.output(rows, lambda image, through=through: image * through.to(image.dtype))  # type: ignore[misc]
+        output = runs.output(rows, lambda image, through=through: _through(image, through))  # type: ignore[misc]
         found.append(runs.score(output, rows))
     scores = maps.new_zeros(maps.shape[:2])
     scores[samples, channels] = torch.cat(found).to(scores.dtype)
     return scores.where(~flat, scores.where(stands, 0).sum(1, keepdim=True)).softmax(1)
+
+
+def _through(image: Tensor, map_: Tensor) -> Tensor:
+    """An image as seen through a map from 0 to 1, in the numbers that it is made of."""
+    if image.is_floating_point():
+        return image * map_.to(image.dtype)
+    return (image * map_).round().to(image.dtype)
 
 
 @_by_runs

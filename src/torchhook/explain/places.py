@@ -10,12 +10,13 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from torchhook.core.edit import Edit
 from torchhook.core.event import Event
@@ -28,10 +29,14 @@ from torchhook.core.trees import Address, Arguments, leaves, mapped, put, taken
 from torchhook.errors import SelectionError
 from torchhook.explain.folding import Fold, Grid, Setting, checked, folding, is_like
 from torchhook.explain.modes import evaluating, parts
+from torchhook.explain.samples import Samples
 from torchhook.explain.targets import Score, Target, first_target
 from torchhook.text import shape_of
 
+Found = TypeVar("Found")
+
 _NEAR = 3  # layers that an error names
+_ROUNDED = 0.02  # what half precision makes of a sum of weights
 
 
 class Place(NamedTuple):
@@ -77,38 +82,6 @@ class Reached(NamedTuple):
         return _precise(self.fold(found))
 
 
-def setting_of(given: Arguments) -> Setting:
-    """How many samples a model is given, and how large they are: a batch, or a list of images.
-
-    >>> setting_of(Arguments.of(torch.ones(2, 3, 32, 48)))
-    Setting(samples=2, size=(32, 48), grids=())
-    """
-    batches = [item for item in (*given.args, *given.kwargs.values()) if _is_batch(item)]
-    sizes = (_sizes(item) for item in batches)
-    size = next((found.pop() for found in sizes if len(found) == 1), None)
-    return Setting(len(batches[0]) if batches else None, size)
-
-
-def picked(given: Arguments, rows: Tensor, change: Callable[[Tensor], Tensor] | None = None) -> Arguments:
-    """Some of the samples, by their numbers, in a batch with its images, samples × channels × h × w, changed.
-
-    >>> picked(Arguments.of(torch.arange(3.0)), torch.tensor([2, 0, 2])).args
-    (tensor([2., 0., 2.]),)
-    """
-    samples = setting_of(given).samples
-
-    def pick(item: Any) -> Any:
-        if isinstance(item, Tensor) and item.dim() and len(item) == samples:
-            some = item[rows.to(item.device)]
-            return change(some) if change is not None and some.dim() == 4 else some
-        if _is_list_of_tensors(item) and len(item) == samples:
-            images = [item[row] for row in rows.tolist()]
-            return [change(one[None])[0] for one in images] if change is not None else images
-        return item
-
-    return Arguments(tuple(map(pick, given.args)), {name: pick(item) for name, item in given.kwargs.items()})
-
-
 @contextmanager
 def running(model: nn.Module) -> Iterator[None]:
     """A model as it is run to be explained: in eval mode, eagerly, and without autograd until it is switched on."""
@@ -142,14 +115,17 @@ def settle(
     if layer is None:
         if call is not None or fold is not None:
             raise ValueError(f"{'fold' if call is None else 'call'} speaks of one layer: say with layer= of which")
-        return _last_that_matters(model, _first(given), first_target(target), scored)
+        return _tried(
+            lambda some: _last_that_matters(model, some, target if some is given else first_target(target), scored),
+            given,
+        )
     found = select(model, layer)
     if len({id(module) for module in found.values()}) > 1:
         some = ", ".join(map(repr, list(found)[:_NEAR]))
         raise SelectionError(f"layer must be one module, and {layer!r:.80} selects {len(found)}: {some}, …; name one")
     path, module = next(iter(found.items()))
     if call is not None and call < 0:
-        calls = _count(model, _first(given), path)
+        calls = _tried(lambda some: _count(model, some, path), given)
         if call + calls < 0:
             raise _no_call(path, call, calls)
         call += calls
@@ -211,7 +187,7 @@ def _run(model: nn.Module, given: Arguments, place: Place, graph: bool, *, autog
         )
     if beginning.leaf is None:
         raise _no_call(place.path, place.call, calls)
-    setting = setting_of(given)._replace(grids=tuple(grids))
+    setting = Samples.of(given).setting()._replace(grids=tuple(grids))
     return Reached(place, calls, beginning.leaf, _unfolded, output, setting)
 
 
@@ -223,14 +199,6 @@ class _Call(NamedTuple):
     call: int
     value: Any
     fold: Fold | None
-
-    def gradient(self, score: Tensor) -> Tensor | None:
-        """That of the maps, None if the score cannot depend on them."""
-        if self.fold is None or not score.requires_grad or not self.value.requires_grad:
-            return None
-        ones = torch.ones_like(score)
-        (found,) = torch.autograd.grad(score, self.value, ones, retain_graph=True, allow_unused=True)
-        return None if found is None else self.fold(found)
 
 
 class _Seeing(Edit):
@@ -261,8 +229,8 @@ class _Seeing(Edit):
 
 def _trial(model: nn.Module, given: Arguments) -> tuple[Any, list[_Call]]:
     """Run the model with a graph throughout: what it says, and all calls of its modules in the order of their ends."""
-    seen, grids = list[_Call](), list[Grid]()
-    seeing = Tap(lambda path, module: True, _Seeing(seen, setting_of(given), grids))
+    seen, grids, samples = list[_Call](), list[Grid](), Samples.of(given)
+    seeing = Tap(_is_no_parametrization, _Seeing(seen, samples.setting(), grids))
     session = Session(model, [*_seeing_patches(model, grids), seeing])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of fast paths, which a trial with autograd does not take anyway
@@ -270,50 +238,120 @@ def _trial(model: nn.Module, given: Arguments) -> tuple[Any, list[_Call]]:
     try:
         with torch.enable_grad():
             given = mapped(_differentiable, given)
-            return model(*given.args, **given.kwargs), seen
+            images = () if samples.images is None else leaves(taken(given, samples.images))
+            sources = [image.grad_fn for _, image in images if image.grad_fn is not None]
+            return model(*given.args, **given.kwargs), _flattened(seen, sources)
     finally:
         session.abandon()
 
 
+def _flattened(seen: list[_Call], sources: list[Node]) -> list[_Call]:
+    """The calls, with no fold where the value does not come of the images, as the tokens of a prompt do not.
+
+    Where none shows to, as when what comes first in the model runs without autograd, they are as they were.
+    """
+    nodes = [None if call.fold is None else call.value.grad_fn for call in seen]
+    after = _following(sources, [node for node in nodes if node is not None])
+    if not after.intersection(nodes):
+        return seen
+    return [call if node in after else call._replace(fold=None) for call, node in zip(seen, nodes, strict=True)]
+
+
+def _following(sources: list[Node], ends: list[Node]) -> set[Node]:
+    """The nodes of the graph of `ends` that come after `sources`, and those themselves."""
+    next_to: dict[Node, list[Node]] = {node: [] for node in ends}
+    ahead = list(next_to)
+    while ahead:
+        node = ahead.pop()
+        for earlier, _ in node.next_functions:
+            if earlier is not None and earlier not in next_to:
+                next_to[earlier] = []
+                ahead.append(earlier)
+            if earlier is not None:
+                next_to[earlier].append(node)
+    found, ahead = set(sources), list(sources)
+    while ahead:
+        new = set(next_to.get(ahead.pop(), ())) - found
+        found |= new
+        ahead.extend(new)
+    return found
+
+
+def _is_no_parametrization(path: str, module: nn.Module) -> bool:
+    """Whether what a module gives flows through the model, and is no weight."""
+    return "parametrizations" not in path.split(".")
+
+
+def _tried(run: Callable[[Arguments], Found], given: Arguments) -> Found:
+    """What comes of the first sample alone, or, where it cannot be had alone or fails, of all.
+
+    A fault that is not due to that comes again, and then speaks of what the user passed.
+    """
+    first = Samples.of(given).first()
+    if first is not None:
+        with suppress(Exception):
+            return run(first)
+    return run(given)
+
+
 def _last_that_matters(model: nn.Module, given: Arguments, target: Target, scored: bool) -> Place:
-    """The last call with a spatial extent on which the target depends, as one sample shows.
+    """The last call with a spatial extent on which the target depends.
 
     In a model that reads its class token alone it is one before the last attention: what happens to the patches after
     that, nobody sees. The parts of an attention come into question only if there is nothing else, and what the target
     could depend on only if it depends on nothing, as with a head of zeros.
     """
     output, seen = _trial(model, given)
-    score = None
+    setting, score = Samples.of(given).setting(), None
     if scored or target is not None or _has_classes(output):
         with torch.enable_grad():
-            score = Score.of(target, output, setting_of(given).samples)(output)
-    last = None
-    for call in reversed(_candidates(seen, model, setting_of(given).size)):
-        gradient = None if score is None else call.gradient(score)
-        if score is None or (gradient is not None and gradient.count_nonzero()):
-            return _placed(call, seen)
-        last = last or (None if gradient is None else call)
-    if last is not None:
-        return _placed(last, seen)
+            score = Score.of(target, output, setting.samples)(output)
+    calls = _candidates(seen, model, setting.size)
+    possible = calls if score is None else _leading_to(score, calls)
+    if possible:
+        return _placed(possible[-1], seen)
     raise ValueError(
         "the model has no layer with a spatial extent that the target depends on; name one with layer=, and say with"
         " fold= how to make samples × channels × height × width of what it gives"
     )
 
 
+def _leading_to(score: Tensor, calls: Sequence[_Call]) -> list[_Call]:
+    """The calls on which the score depends, or, if it depends on none, those on which it could."""
+    calls = [call for call in calls if call.value.requires_grad] if score.requires_grad else []
+    if not calls:
+        return []
+    gradients = torch.autograd.grad(score, [call.value for call in calls], torch.ones_like(score), allow_unused=True)
+    possible = [(call, found) for call, found in zip(calls, gradients, strict=True) if found is not None]
+    for call, found in reversed(possible):
+        if call.fold is not None and call.fold(found).count_nonzero():  # of tokens without a patch nothing counts
+            return [call]
+    return [call for call, _ in possible]
+
+
 def _candidates(seen: list[_Call], model: nn.Module, size: Grid | None) -> list[_Call]:
     """Those of the calls that gave maps: not what only looks so, as heads × tokens × features of an attention do."""
-    hidden, tokens, chosen = _inside_attention(model), set[int](), list[_Call]()
-    spatial = [call for call in seen if call.fold is not None]
-    for call in spatial:
+    tokens, spatial, attending = set[int](), list[_Call](), set[str]()
+    for call in seen:
+        if call.fold is None:
+            continue
         shape = call.value.shape
         if len(shape) == 3:
             tokens.add(shape[1])
+        elif tokens.intersection(shape[2:]) and _are_weights(call.value):
+            attending.add(call.path.rpartition(".")[0])
+            continue
         elif tokens.intersection(shape[1:]) and size is not None and not is_like((shape[2], shape[3]), size):
             continue
-        if call.path not in hidden:
-            chosen.append(call)
-    return chosen or spatial
+        spatial.append(call)
+    hidden = _inside_attention(model, attending)
+    return [call for call in spatial if call.path not in hidden] or spatial
+
+
+def _are_weights(value: Tensor) -> bool:
+    """Whether these are the weights of an attention, which are in rows that sum to 1."""
+    value = value.detach().float()
+    return bool((value >= 0).all()) and bool(((value.sum(-1) - 1).abs() < _ROUNDED).all())
 
 
 def _placed(call: _Call, seen: list[_Call]) -> Place:
@@ -324,7 +362,7 @@ def _placed(call: _Call, seen: list[_Call]) -> Place:
 def _flat(model: nn.Module, given: Arguments, found: Reached) -> ValueError:
     """Why there can be no maps of a layer, and of which there can."""
     path, setting = found.place.path, found.setting
-    _, seen = _trial(model, _first(given))
+    _, seen = _tried(lambda some: _trial(model, some), given)
     before = seen[: next((number for number, call in enumerate(seen) if call.path == path), len(seen))]
     near = list(dict.fromkeys(call.path for call in reversed(before or seen) if call.fold is not None))[:_NEAR]
     samples = "" if setting.samples is None else f" for {setting.samples} sample{'s' * (setting.samples != 1)}"
@@ -350,14 +388,14 @@ def _cuts_patches(module: nn.Module) -> bool:
     return isinstance(module, nn.Conv2d) and module.stride == module.kernel_size != (1, 1)
 
 
-def _inside_attention(model: nn.Module) -> set[str]:
-    """The paths of what lies inside a module whose class is named so: queries, keys, weights and the like."""
+def _inside_attention(model: nn.Module, known: set[str]) -> set[str]:
+    """The paths of what lies inside one that is `known`, or whose class is named so: queries, keys and the like."""
     inside = set[str]()
     for path, module in walk(model):  # from above
         owner = path.rpartition(".")[0]
         if owner in inside:
             inside.add(path)
-        elif path and any(word in type(module).__name__.lower() for word in ("attention", "attn")):
+        elif path and (path in known or any(word in type(module).__name__.lower() for word in ("attention", "attn"))):
             inside.update(f"{path}.{name}" for name in module._modules)
     return inside
 
@@ -376,11 +414,6 @@ def _main_or_none(value: Any) -> Address | None:
         return main_tensor(value, "")
     except ValueError:
         return None
-
-
-def _first(given: Arguments) -> Arguments:
-    """The first sample alone."""
-    return picked(given, torch.zeros(1, dtype=torch.long))
 
 
 def _count(model: nn.Module, given: Arguments, path: str) -> int:
@@ -416,22 +449,3 @@ def _precise(maps: Tensor) -> Tensor:
 
 def _unfolded(value: Tensor) -> Tensor:
     return value
-
-
-def _is_list_of_tensors(item: Any) -> bool:
-    return isinstance(item, (list, tuple)) and bool(item) and all(isinstance(one, Tensor) for one in item)
-
-
-def _is_batch(item: Any) -> bool:
-    return (isinstance(item, Tensor) and item.dim() > 0) or _is_list_of_tensors(item)
-
-
-def _sizes(batch: Any) -> set[Grid]:
-    """The sizes of the images in a batch, or in a list of them."""
-    if isinstance(batch, Tensor):
-        return {_size(batch)} if batch.dim() == 4 else set()
-    return {_size(one) for one in batch if one.dim() == 3}
-
-
-def _size(image: Tensor) -> Grid:
-    return int(image.shape[-2]), int(image.shape[-1])

@@ -121,7 +121,7 @@ def sanity(
 
     A copy of the model is randomised; `model`, its mode and the random numbers of others are as before. What has a
     ``reset_parameters`` is initialised by that; other parameters are drawn from a normal distribution with the mean and
-    deviation that they have.
+    deviation that they have, but for those of whole numbers, which stay as they are.
 
     Args:
         method: ``method(model, x, target=...)`` gives a `Heat` or maps N×h×w: `explain.grad_cam`, or your own. It must
@@ -231,10 +231,11 @@ def _randomise(module: nn.Module) -> None:
     fresh = copy.deepcopy(module).cpu()
     with torch.no_grad():
         reset: Any = getattr(fresh, "reset_parameters", None)
-        if callable(reset):
+        drawn = [parameter for parameter in fresh.parameters(recurse=False) if parameter.is_floating_point()]
+        if callable(reset) and len(drawn) == len(list(fresh.parameters(recurse=False))):
             reset()
         else:
-            for parameter in fresh.parameters(recurse=False):
+            for parameter in drawn:
                 spread = float(parameter.float().std()) if parameter.numel() > 1 else 0.0
                 parameter.normal_(float(parameter.float().mean()), spread)
         for mine, new in zip(_own(module), _own(fresh), strict=True):
