@@ -128,6 +128,77 @@ def test_single_precision_is_precise_also_far_from_zero():
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 if max_bytes else 0.02)
 
 
+@pytest.mark.parametrize("by", ["cca", "svcca", "pwcca"])
+def test_layers_that_widen_have_no_more_directions_than_they_were_given(by):
+    x = torch.randn(500, 6)
+    a, b = nn.Linear(6, 24), nn.Sequential(nn.Linear(6, 24), nn.Linear(24, 32))
+    for size in (7, 500):
+        found = cka(a, b, x.split(size), by=by).matrix
+        torch.testing.assert_close(found, torch.ones(1, 2).double(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e2, 1e4, 1e6])
+@pytest.mark.parametrize("size", [1, 100])
+def test_a_large_sample_that_comes_first_spoils_nothing(scale, size):
+    a, b = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8)), nn.Linear(6, 5)
+    x = torch.randn(500, 6)
+    x[0] *= scale
+    exact, groups = (cka(a, b, x.split(size), max_bytes=most) for most in (2**28, 0))
+    assert exact.rows == groups.rows == ("0", "1")
+    assert exact.exact.all()
+    outputs = [[y.double() for y in features(model, x)] for model in (a, b)]
+    expected = torch.tensor([[likeness(i, j, DEBIASED_CKA) for j in outputs[1]] for i in outputs[0]]).double()
+    torch.testing.assert_close(exact.matrix, expected, rtol=0, atol=1e-4)
+    wide = cka(a.double(), b.double(), x.double().split(size), max_bytes=0).matrix
+    torch.testing.assert_close(groups.matrix, wide, rtol=0, atol=5e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1, 100])
+def test_what_rounding_has_spoiled_is_left_out_and_not_a_number(dtype, size):
+    class Rare(nn.Module):
+        def forward(self, x):
+            return torch.where(x[:, :1] > 1, x * 1e10, x)
+
+    x = torch.randn(500, 6, dtype=dtype).clamp(max=0.9)
+    x[0] = torch.rand(6) + 1.5
+    result = cka(nn.Sequential(nn.Identity(), Rare()), None, x.split(size))
+    assert result.rows == ("0",)
+    assert "as far as its precision tells" in result.left_out["1"]
+
+
+@pytest.mark.parametrize("max_bytes", [2**28, 0])
+def test_models_in_other_dtypes_are_given_the_batches_in_theirs(max_bytes):
+    a = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 4))
+    batches = [{"input": part} for part in torch.randn(200, 5).split(40)]
+    for dtype, off in ((torch.float64, 1e-6), (torch.bfloat16, 1e-3)):
+        b = copy.deepcopy(a).to(dtype)
+        for pair in ((a, b), (b, a)):
+            result = cka(*pair, batches, max_bytes=max_bytes)
+            torch.testing.assert_close(result.matrix.diagonal(), torch.ones(3).double(), rtol=0, atol=off)
+    assert batches[0]["input"].dtype == torch.float32
+
+
+def test_arguments_that_are_no_samples_may_come_first():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(3, 4)
+
+        def forward(self, scale, x, labels=None, table=None):
+            return self.head(x * scale)
+
+    x = torch.randn(60, 3)
+    expected = cka(Scaled(), None, [{"x": x, "scale": torch.ones(3)}]).n
+    assert expected == 60
+    assert cka(Scaled(), None, [{"scale": torch.ones(3), "x": part} for part in x.split(20)]).n == 60
+    assert cka(Scaled(), None, [(torch.ones(3), part, torch.zeros(20)) for part in x.split(20)]).n == 60
+    rows = [{"table": torch.ones(7, 3), "scale": torch.ones(3), "x": x, "labels": torch.ones(60)}]
+    assert cka(Scaled(), None, rows).n == 60
+    with pytest.raises(ValueError, match=r"for a batch of 70 \(so long is the argument 'table'\)"):
+        cka(Scaled(), None, [{"table": torch.ones(70, 3), "scale": torch.ones(3), "x": x}])
+
+
 def test_images_tokens_and_states():
     class Mixed(nn.Module):
         def __init__(self):

@@ -74,6 +74,31 @@ def test_svcca_leaves_out_what_varies_little():
     assert likeness(x, y, MEASURES["cca"]) < 0.7
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("offset", [0.0, 10.0])
+def test_directions_that_are_rounding_do_not_correlate(dtype, offset):
+    generator = torch.Generator().manual_seed(0)
+    shared = torch.randn(2000, 4, generator=generator).double()
+    x, y = (shared @ torch.randn(4, 16, generator=generator).double() + offset for _ in range(2))
+    for by in ("cca", "pwcca"):
+        exact, rounded = (likeness(x.to(of), y.to(of), MEASURES[by]) for of in (torch.float64, dtype))
+        assert exact == pytest.approx(1, abs=1e-9)
+        assert rounded == pytest.approx(1, abs=0.02 if dtype == torch.bfloat16 else 1e-6)
+
+
+def test_layers_that_are_mostly_rounding_keep_their_largest_direction():
+    x = (torch.randn(500, 6, generator=torch.Generator().manual_seed(0)) + 300).bfloat16()
+    for by in ("cca", "svcca", "pwcca"):
+        assert likeness(x, x, MEASURES[by]) == pytest.approx(1)
+
+
+def test_pwcca_takes_the_weights_of_the_first_of_two_equally_wide_layers(demo):
+    x, y = demo
+    pwcca = MEASURES["pwcca"]
+    assert abs(likeness(x, y, pwcca) - likeness(y, x, pwcca)) > 1e-4
+    assert likeness(x[:, :4], y, pwcca) == pytest.approx(likeness(y, x[:, :4], pwcca), rel=1e-9)
+
+
 def test_correlations_of_layers_with_dead_and_repeated_features(demo):
     x, y = demo
     more = torch.cat([x, torch.zeros(100, 3).double(), x[:, :2]], 1)
@@ -100,13 +125,11 @@ def test_moments_are_the_same_for_every_split(seed, cuts):
     generator = torch.Generator().manual_seed(seed)
     x, y = torch.randn(60, 3, generator=generator).double() + 1e4, torch.randn(60, 8, generator=generator).double()
     y[:, :3] += x
-    found = Moments([3], [8], torch.device("cpu"))
-    layers = None
+    found = Moments([Layer(Place("x", 0), x)], [Layer(Place("y", 0), y)], torch.device("cpu"))
     for part, other in zip(x.tensor_split(sorted(cuts)), y.tensor_split(sorted(cuts)), strict=True):
-        layers = layers or (Layer(Place("x", 0), part), Layer(Place("y", 0), other))
-        found.add([layers[0].moved(part)], [layers[1].moved(other)])
+        found.add([part], [other])
     found.settle()
-    own = (DEBIASED_CKA.own(found.own(side, 0)) for side in (0, 1))
+    own = (DEBIASED_CKA.own(found.own(side, 0), 0.0) for side in (0, 1))
     assert float(DEBIASED_CKA.joint(*own, found.pair(0, 0))) == pytest.approx(
         closed(x - x.mean(0), y - y.mean(0)), rel=1e-5
     )

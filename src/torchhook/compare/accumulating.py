@@ -2,8 +2,9 @@
 
 Of narrow layers, the moments of every pair: exact, whatever the batches are. Of wide ones, for which these would be too
 large, the unbiased estimate from groups of samples, summed over the groups: it needs the products of samples alone.
-Features are taken about the mean of the first batch, so that large means cost no precision, products are made as
-precisely as the features are given, and sums in float64.
+Moments are made in float64 of features about the mean of the first samples, so that neither large means nor a few large
+samples cost precision. Products of samples are made as precisely as the features are given, of each group about its own
+mean, and summed in float64.
 """
 
 from __future__ import annotations
@@ -31,24 +32,37 @@ class Layer:
     def __init__(self, place: Place, rows: Tensor) -> None:
         self.place = place
         self.width = rows.shape[1]
-        self.origin = rows.mean(0)
         self.device = rows.device
-        self.eps = torch.finfo(rows.dtype).eps
+        self.precision = torch.finfo(rows.dtype).eps  # of the features
+        self.eps = torch.finfo(_computed(rows.dtype)).eps  # of what is computed of them
+        self._origin: Tensor | None = None
         self._rest: Tensor | None = None
+
+    @property
+    def origin(self) -> Tensor:
+        """About what the features are taken; known once there were enough of them."""
+        assert self._origin is not None
+        return self._origin.double()
 
     @cached_property
     def noise(self) -> float:
         """How far the features of a sample may be from those of another for no other reason than rounding."""
-        return 2 * self.eps * float(self.origin.double().norm())
+        return 2 * self.eps * float(self.origin.norm())
 
-    def moved(self, rows: Tensor) -> Tensor:
-        """`rows` about the origin."""
+    def require_width(self, rows: Tensor) -> None:
+        """Raise unless there are as many features as there were."""
         if rows.shape[1] != self.width:
             raise ValueError(
                 f"{self.place} gave {self.width} features a sample in the first batch, and now {rows.shape[1]};"
                 " pool='mean' makes them as many as there are channels"
             )
-        return rows - self.origin
+
+    def moved(self, x: Tensor) -> Tensor:
+        """Features in float64 about the origin, which is the mean of the first that come: let them be many."""
+        x = x.double()
+        if self._origin is None:
+            self._origin = x.mean(0)
+        return x - self._origin
 
     def grams(self, x: Tensor, last: bool = False) -> list[Tensor]:
         """The products of samples, by groups; what is too few for one waits for the next batch."""
@@ -56,11 +70,18 @@ class Layer:
             x = torch.cat([self._rest, x])
         self._rest = None
         if len(x) < GROUP_LEAST and not last:
-            self._rest = x
+            self._rest = x.clone()
             return []
         groups = x.tensor_split(-(-len(x) // GROUP_MOST)) if len(x) >= LEAST else ()
-        with in_full(x.device):
-            return [group @ group.T for group in groups]
+        return [self._gram(group.to(_computed(x.dtype))) for group in groups]
+
+    def _gram(self, group: Tensor) -> Tensor:
+        mean = group.mean(0)
+        if self._origin is None:
+            self._origin = mean
+        group = group - mean
+        with in_full(group.device):
+            return group @ group.T
 
     def last_grams(self) -> list[Tensor]:
         """The same of those that still wait when there are no more batches; fewer than four are not enough."""
@@ -70,10 +91,12 @@ class Layer:
 class Moments:
     """The moments of every pair of layers of two models, or of one and itself; exact."""
 
-    def __init__(self, left: Sequence[int], right: Sequence[int], device: torch.device) -> None:
-        self.left, self.right = _slices(left), _slices(right)
-        self._cross = torch.zeros(_size(left), _size(right), dtype=torch.float64, device=device)
-        self._own = [[self._cross.new_zeros(width + 2, width + 2) for width in widths] for widths in (left, right)]
+    def __init__(self, left: Sequence[Layer], right: Sequence[Layer], device: torch.device) -> None:
+        self._layers = left, right
+        widths = [[layer.width for layer in layers] for layers in self._layers]
+        self.left, self.right = (_slices(side) for side in widths)
+        self._cross = torch.zeros(*(_size(side) for side in widths), dtype=torch.float64, device=device)
+        self._own = [[self._cross.new_zeros(width + 2, width + 2) for width in side] for side in widths]
         self._waiting: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []
 
     def add(self, left: Sequence[Tensor], right: Sequence[Tensor]) -> None:
@@ -89,13 +112,11 @@ class Moments:
         left, right = zip(*self._waiting, strict=True)
         self._waiting = []
         same = left[0] is right[0]
-        x = self._widened(left, self._own[0])
-        y = x if same else self._widened(right, self._own[1])
+        x = self._widened(left, 0)
+        y = x if same else self._widened(right, 1)
         if same:
             self._own[1] = self._own[0]
-        dtype = torch.promote_types(x.dtype, y.dtype)
-        with in_full(x.device):
-            self._cross += x.to(dtype).T @ y.to(dtype)
+        self._cross += x.T @ y
 
     def pair(self, row: int, column: int) -> Tensor:
         """The moments of two layers."""
@@ -105,13 +126,13 @@ class Moments:
         """Those of a layer of the left (0) or right (1) model with itself."""
         return self._own[side][layer]
 
-    def _widened(self, batches: Sequence[Sequence[Tensor]], own: list[Tensor]) -> Tensor:
-        """Everything about the samples of some batches in a row each; adds each layer to its `own`."""
-        layers = [widened(torch.cat(parts).to(self._cross.device)) for parts in zip(*batches, strict=True)]
-        for moments, z in zip(own, layers, strict=True):
-            with in_full(z.device):
-                moments += z.T @ z
-        return torch.cat(layers, 1)
+    def _widened(self, batches: Sequence[Sequence[Tensor]], side: int) -> Tensor:
+        """Everything about the samples of some batches in a row each; adds each layer to its own moments."""
+        features = zip(self._layers[side], zip(*batches, strict=True), strict=True)
+        found = [widened(layer.moved(torch.cat(parts)).to(self._cross.device)) for layer, parts in features]
+        for moments, z in zip(self._own[side], found, strict=True):
+            moments += z.T @ z
+        return torch.cat(found, 1)
 
 
 class Alignments:
@@ -165,6 +186,11 @@ def in_full(device: torch.device) -> Iterator[None]:
             yield
     finally:
         backend.fp32_precision = before
+
+
+def _computed(dtype: torch.dtype) -> torch.dtype:
+    """In which type features are multiplied that are given in another."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _slices(widths: Sequence[int]) -> list[slice]:

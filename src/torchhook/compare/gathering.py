@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
@@ -12,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from torchhook.calling import Batch, call, on_device
+from torchhook.calling import Batch, call
 from torchhook.core.event import Event
 from torchhook.core.passes import Pass, Scope
 from torchhook.core.selection import Query, Selector, require_module, select
@@ -21,6 +22,7 @@ from torchhook.core.site import Site
 from torchhook.core.snapshot import frozen
 from torchhook.core.tap import Act, Sink, Tap, at_once
 from torchhook.core.trees import leaves
+from torchhook.diffs.running import fitted
 from torchhook.errors import SelectionError
 from torchhook.explain.modes import evaluating
 from torchhook.stats import Channels
@@ -41,6 +43,13 @@ class Place(NamedTuple):
         return f"{self.path or 'the model'!r}" + (f" (call {self.call})" if self.call else "")
 
 
+class Samples(NamedTuple):
+    """How many samples a batch has, and which argument of the model says so."""
+
+    length: int
+    argument: str
+
+
 Take = Callable[[Place, "Tensor | str"], None]
 """Takes the features of a call, or the reason why there are none."""
 
@@ -58,7 +67,7 @@ class Gathering(Sink):
     def __init__(self, model: nn.Module, sites: Query | Iterable[Query] | None, pool: Pool) -> None:
         self.model = model
         self.pool = pool
-        self._count = 0
+        self._samples = Samples(0, "")
         self._take: Take | None = None  # while it runs: others, too, may call what this model is made of
         self._open = ExitStack()
         # what of every leaf is not called is told by `silent`
@@ -86,14 +95,14 @@ class Gathering(Sink):
 
     def run(self, data: Any, take: Take) -> int:
         """Run the model on one batch; how many samples it has."""
-        batch = Batch.of(on_device(data, self.model))
-        self._count, self._take = _samples(batch), take
+        batch = Batch.of(fitted(data, self.model))
+        self._samples, self._take = samples_of(batch), take
         try:
             with torch.no_grad():
                 call(self.model, batch)
         finally:
             self._take = None
-        return self._count
+        return self._samples.length
 
     def receive(self, event: Event) -> None:
         """Hand over what one event has."""
@@ -110,11 +119,26 @@ class Gathering(Sink):
 
     def _hand_over(self, place: Place, module: nn.Module, value: Any) -> None:
         if self._take is not None:
-            self._take(place, rows_of(value, module, self._count, self.pool))
+            self._take(place, rows_of(value, module, self._samples, self.pool))
 
 
-def rows_of(value: Any, module: nn.Module, count: int, pool: Pool) -> Tensor | str:
-    """The features of `count` samples in what `module` gave, or the reason why there are none."""
+def samples_of(batch: Batch) -> Samples:
+    """As many as the arguments are long: of those that are more than a list of numbers, as most of the batch is.
+
+    >>> samples_of(Batch.of({"scale": torch.ones(3), "x": torch.ones(40, 5)}))
+    Samples(length=40, argument="'x'")
+    """
+    given = [(address, leaf) for address, leaf in leaves(batch.arguments) if leaf.dim()]
+    if not given:
+        raise ValueError("a batch of the loader has no tensor with a dimension for the samples in it")
+    lengths = Counter(len(leaf) for _, leaf in leaves((batch.arguments, batch.target)) if leaf.dim())
+    likely = [(address, leaf) for address, leaf in given if leaf.dim() > 1] or given
+    (_, *argument), found = max(likely, key=lambda one: lengths[len(one[1])])  # the first of those that are as likely
+    return Samples(len(found), ".".join(map(repr, argument)))
+
+
+def rows_of(value: Any, module: nn.Module, samples: Samples, pool: Pool) -> Tensor | str:
+    """The features of the samples in what `module` gave, or the reason why there are none."""
     found = next((leaf for _, leaf in leaves(value) if leaf.is_floating_point()), None)
     if found is None:
         return "it gives no tensor of real numbers"
@@ -127,11 +151,13 @@ def rows_of(value: Any, module: nn.Module, count: int, pool: Pool) -> Tensor | s
         x = x.movedim(units.placed(x)[1], 1).flatten(2).mean(2)
     if not isinstance(x, Tensor):
         return f"pool made a {type(x).__name__} of it, and not a tensor"
-    if not x.dim() or len(x) != count:
+    if not x.dim() or len(x) != samples.length:
         return (
-            f"it gives {shape_of(x)} for a batch of {count}, which is not a row a sample; pool= a function makes rows"
+            f"it gives {shape_of(x)} for a batch of {samples.length} (so long is the argument {samples.argument}),"
+            " which is not a row a sample; pool= a function makes rows"
         )
-    return x.reshape(count, -1).to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    rows = x.reshape(len(x), -1)
+    return rows if rows.is_floating_point() else rows.float()
 
 
 def queries_of(sites: Query | Iterable[Query] | None) -> Sequence[Query]:
@@ -191,10 +217,3 @@ def as_before(*models: nn.Module) -> Iterator[None]:
         random.setstate(states[0])
         if numpy:
             numpy.random.set_state(states[1])
-
-
-def _samples(batch: Batch) -> int:
-    first = next((leaf for _, leaf in leaves(batch.arguments) if leaf.dim()), None)
-    if first is None:
-        raise ValueError("a batch of the loader has no tensor with a dimension for the samples in it")
-    return len(first)

@@ -110,10 +110,11 @@ def cka(
 ) -> Likeness:
     """How alike the layers of `a` and `b` are on the samples of `loader`, every pair of them, in one pass.
 
-    The models may be of any two kinds, with layers of any widths; both are given the same batches, in eval mode. What
-    is kept does not grow with the data set. Where its moments fit into `max_bytes`, the likeness of two layers is that
-    of the whole data set, exactly, whatever the batches are. The widest layers are compared in groups of 32 to 256
-    samples, which gives an unbiased estimate of the same; ``result.exact`` says which a number is.
+    The models may be of any two kinds, with layers of any widths; both are given the same batches, moved to the device
+    and cast to the dtype of each, in eval mode. What is kept does not grow with the data set. Where its moments fit
+    into `max_bytes`, the likeness of two layers is that of the whole data set, exactly, whatever the batches are. The
+    widest layers are compared in groups of 32 to 256 samples, which gives an unbiased estimate of the same;
+    ``result.exact`` says which a number is.
 
     Args:
         b: None, or `a` itself, compares the layers of `a` with one another.
@@ -122,8 +123,8 @@ def cka(
             `a`.
         by: ``"cka"``, linear centred kernel alignment; the mean correlation of canonical variables (``"cca"``), of
             those of the directions that hold 99 % of the variance (``"svcca"``), or weighted by what they account for
-            (``"pwcca"``); ``"procrustes"``, the nuclear norm of X'Y for layers of norm 1 (the squared distance after
-            the best rotation is two minus twice that).
+            in the layer with fewer directions, else in that of `a` (``"pwcca"``); ``"procrustes"``, the nuclear norm of
+            X'Y for layers of norm 1 (the squared distance after the best rotation is two minus twice that).
         debiased: Whether CKA is corrected for how many features there are; without, it is too high for few samples.
         pool: How an output becomes the features of a sample: ``"flatten"`` takes all of it, ``"mean"`` the mean of
             each channel over all positions; or a function of the output, such as ``lambda x: x[:, 0]``.

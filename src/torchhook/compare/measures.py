@@ -14,12 +14,16 @@ import torch
 from torch import Tensor
 
 _KEPT = 0.99  # of the variance, by SVCCA
+_ROUNDED = 4  # times the precision of features: what the sums in a layer may be off
 
 
 class Measure(NamedTuple):
-    """A likeness in two steps: what is needed of each layer alone, and what the two make of it."""
+    """A likeness in two steps: what is needed of each layer alone, and what the two make of it.
 
-    own: Callable[[Tensor], Any]
+    The first is told how much of the variance of a direction may be `rounding`.
+    """
+
+    own: Callable[[Tensor, float], Any]
     joint: Callable[[Any, Any, Tensor], Tensor]
 
 
@@ -36,6 +40,15 @@ def moments(x: Tensor, y: Tensor) -> Tensor:
     """The moments of two sets of features with the same rows, about the means of `x` and `y`."""
     x, y = x.double(), y.double()
     return widened(x - x.mean(0)).T @ widened(y - y.mean(0))
+
+
+def rounding(moments: Tensor, origin: Tensor, eps: float) -> float:
+    """How much of the variance in a direction may be rounding alone, for moments about `origin` of one set of features.
+
+    Each feature is off by its size times `eps`, on its own, so that no direction is off by more than the largest.
+    """
+    squares = moments.diagonal()[:-2] + 2 * origin * moments[:-2, -1] + count_of(moments) * origin.square()
+    return (_ROUNDED * eps) ** 2 * float(squares.max())
 
 
 def count_of(moments: Tensor) -> Tensor:
@@ -84,11 +97,12 @@ class Whitening(NamedTuple):
     from_white: Tensor  # directions × features
 
 
-def _whitening(moments: Tensor, kept: float = 1.0) -> Whitening:
+def _whitening(moments: Tensor, rounding: float, kept: float = 1.0) -> Whitening:
     """For the directions that hold a share of the variance, the largest first; none of them is rounding."""
     values, vectors = torch.linalg.eigh(centred(moments))
     values, vectors = values.flip(0), vectors.flip(1)
-    real = values > values[0] * len(values) * torch.finfo(values.dtype).eps * 10
+    real = values > (values[0] * len(values) * torch.finfo(values.dtype).eps * 10).clamp(min=rounding)
+    real[0] = True  # whether the layer varies at all is asked before
     if kept < 1:
         before = values.cumsum(0) - values  # variance of all larger ones
         real &= before < kept * values.sum()
@@ -114,15 +128,15 @@ def _projection_weighted(x: Whitening, y: Whitening, moments: Tensor) -> Tensor:
     return weighted.sum() / weights.sum()
 
 
-DEBIASED_CKA = Measure(lambda xx: unbiased(xx).clamp(min=0).sqrt(), lambda x, y, xy: unbiased(xy) / (x * y))
+DEBIASED_CKA = Measure(lambda xx, _: unbiased(xx).clamp(min=0).sqrt(), lambda x, y, xy: unbiased(xy) / (x * y))
 
 MEASURES = {
-    "cka": Measure(lambda xx: centred(xx).norm(), lambda x, y, xy: centred(xy).square().sum() / (x * y)),
+    "cka": Measure(lambda xx, _: centred(xx).norm(), lambda x, y, xy: centred(xy).square().sum() / (x * y)),
     "cca": Measure(_whitening, _mean_correlation),
-    "svcca": Measure(lambda xx: _whitening(xx, _KEPT), _mean_correlation),
+    "svcca": Measure(lambda xx, rounding: _whitening(xx, rounding, _KEPT), _mean_correlation),
     "pwcca": Measure(_whitening, _projection_weighted),
     "procrustes": Measure(
-        lambda xx: centred(xx).trace().sqrt(), lambda x, y, xy: torch.linalg.svdvals(centred(xy)).sum() / (x * y)
+        lambda xx, _: centred(xx).trace().sqrt(), lambda x, y, xy: torch.linalg.svdvals(centred(xy)).sum() / (x * y)
     ),
 }
 """The measures that moments are enough for; each is 1 for what is the same but for a rotation and a scale."""
@@ -135,5 +149,9 @@ def likeness(x: Tensor, y: Tensor, measure: Measure) -> float:
     >>> round(likeness(x, x * 3 + 1, DEBIASED_CKA), 6)
     1.0
     """
-    own = measure.own(moments(x, x)), measure.own(moments(y, y))
-    return float(measure.joint(*own, moments(x, y)))
+
+    def own(z: Tensor) -> Any:
+        zz = moments(z, z)
+        return measure.own(zz, rounding(zz, z.double().mean(0), torch.finfo(z.dtype).eps))
+
+    return float(measure.joint(own(x), own(y), moments(x, y)))

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from torchhook.compare.accumulating import LEAST, Alignments, Layer, Moments, exact_width
 from torchhook.compare.gathering import Gathering, Place
-from torchhook.compare.measures import DEBIASED_CKA, MEASURES, centred, unbiased
+from torchhook.compare.measures import DEBIASED_CKA, MEASURES, centred, rounding, unbiased
 from torchhook.errors import BudgetError
 from torchhook.text import in_units
 
 _SAME = "the calls of a model must be the same for every batch; select places for which they are, with sites="
-_CONSTANT = "it gives the same for every sample, or for all but one"
-_ROUNDING = 16  # times the precision of the features: less than that is nothing
+_CONSTANT = "it gives the same for every sample, or for all but one, as far as its precision tells"
+_ROUNDING = 16  # times the precision of products of samples: less than that is nothing
+_CANCELLED = 2**10 * torch.finfo(torch.float64).eps  # what is left of moments must be more, to be right to a thousandth
 _CORRELATIONS = ("cca", "pwcca")  # which are all 1 once there are as many features as samples
 
 
@@ -86,11 +87,11 @@ class Side:
                     raise ValueError(f"{place} of model {self.name} is not what it was in the first batch: {_SAME}")
                 return
             met.append(place)
-            x = layer.moved(rows)
+            layer.require_width(rows)
             if layer.width <= width:
-                batched.features.append(x)
+                batched.features.append(rows.clone())  # the model may overwrite them
             if grams:
-                batched.grams.append(layer.grams(x))
+                batched.grams.append(layer.grams(rows))
 
         self.count = self.gathering.run(batch, take)
         if met != list(self.layers):
@@ -144,7 +145,9 @@ class Tally:
         self.width = exact_width(left, right, self.max_bytes)
         self._require_exact()
         device = next(iter(self.left.layers.values())).device
-        x, y = ([width for width in widths if width <= self.width] for widths in (left, right))
+        x, y = (
+            [layer for layer in side.layers.values() if layer.width <= self.width] for side in (self.left, self.right)
+        )
         self.moments = Moments(x, y, device) if x and y else None
         self.grams = max(*left, *right) > self.width
         self.alignments = Alignments(len(left), len(right), device) if self.grams else None
@@ -162,7 +165,7 @@ class Tally:
         if self.moments is not None:
             narrow = [side.narrow(self.width) for side in sides]
             own = [
-                {k: self.measure.own(self.moments.own(side, number)) for number, k in enumerate(ks) if k in varying}
+                {k: self._own(side, number, k) for number, k in enumerate(ks) if k in varying}
                 for side, (ks, varying) in enumerate(zip(narrow, (rows, columns), strict=True))
             ]
             for (x, i), (y, j) in product(enumerate(narrow[0]), enumerate(narrow[1])):
@@ -177,6 +180,13 @@ class Tally:
             exact[rows][:, columns],
             self._left_out((rows, columns), labels),
         )
+
+    def _own(self, side: int, number: int, k: int) -> Any:
+        """What the measure needs of layer `k` of a model alone, whose moments are those with that number."""
+        assert self.moments is not None
+        moments = self.moments.own(side, number)
+        layer = list((self.left, self.right)[side].layers.values())[k]
+        return self.measure.own(moments, rounding(moments, layer.origin.to(moments.device), layer.precision))
 
     def _settle(self) -> None:
         """Add what still waits for more samples; raise if there are too few in all."""
@@ -234,9 +244,13 @@ class Tally:
         spread = float(covariance.trace())
         if not math.isfinite(spread):
             return None
-        if self.estimable and not unbiased(moments) > _ROUNDING * layer.eps * covariance.square().sum():
-            return False  # of samples that differ in one alone, no two have anything in common
-        return spread > self.n * layer.noise**2
+        least = self.n * layer.noise**2
+        if self.estimable:  # of samples that differ in one alone, no two have anything in common
+            left = float(unbiased(moments))
+            if not math.isfinite(left):
+                return None
+            return left > least * spread and left > _CANCELLED * float(moments[:-2, :-2].square().sum())
+        return spread > least
 
     def _left_out(self, kept: Sequence[list[int]], labels: Sequence[list[str]]) -> dict[str, str]:
         """Why layers of either model have no row or column."""
