@@ -9,15 +9,16 @@ from dataclasses import replace
 from torch import nn
 
 from torchhook.calling import Batch
-from torchhook.core.selection import walk
 from torchhook.core.site import Site
 from torchhook.diffs.forcing import Forced, See
 from torchhook.diffs.judging import Judge, Misfit, Seen
 from torchhook.diffs.matching import matched, unmatched
-from torchhook.diffs.numbers import comparable, gap
+from torchhook.diffs.naming import Names, told
+from torchhook.diffs.numbers import comparable, gap, precision
 from torchhook.diffs.result import Difference, Row, place_of
 from torchhook.diffs.running import Moment, Place, Recording, ToNumber, is_compiled, record
 
+_ROUTED = "{} hands on other shapes if its numbers are off by rounding alone: what comes of them was not judged"
 _COMPILED = "{} is compiled: it was compiled anew, by the same backend with the same options, with taps inside"
 
 
@@ -57,17 +58,20 @@ class Comparison:
         if is_compiled(a) and is_compiled(b):
             self.notes.append("both are compiled: the errors of their own are those of b uncompiled")
         teacher, student = (self.records[1], a) if swapped else (self.records[0], b)
-        partners = self.pairs.finder(from_a=swapped)
+        partners, likely = self.pairs.finder(from_a=swapped), self.pairs.finder(from_a=swapped, likely=True)
+        coarsest = precision([*a.parameters(), *b.parameters()])
 
-        def run(see: See, noise: int | None) -> None:
-            Forced(teacher, partners, see, noise).run(student, self.batch, self.loss)
+        def run(see: See, noise: int | None, loudness: float) -> None:
+            Forced(teacher, partners, likely, see, coarsest, noise, loudness).run(student, self.batch, self.loss)
 
-        judge = Judge()
+        judge = Judge(_backward(teacher), coarsest)
         judge.hear(run)
-        found = judge.verdict(_backward(teacher))
+        names = Names(self.pairs, self.models, swapped)
         for path in judge.random:
             self.notes.append(f"{path!r} drops other numbers in each model, which says nothing: it was not judged")
-        return self._told(rows, judge, found, swapped)
+        for path in judge.unjudged:
+            self.notes.append(_ROUTED.format(names.of(names.module(path))))
+        return self._told(rows, judge, names)
 
     def rows(self) -> Iterator[Row]:
         """A row for each pair of values, in execution order, gradients in that of the backward."""
@@ -81,41 +85,18 @@ class Comparison:
             if mine is not None and other is not None and (row := _row(mine, other)):
                 yield row
 
-    def _told(self, rows: list[Row], judge: Judge, found: Seen | Misfit | None, swapped: bool) -> Difference:
+    def _told(self, rows: list[Row], judge: Judge, names: Names) -> Difference:
         """The verdict, and the rows with what was seen of them."""
-        back = (lambda place: place) if swapped else self.pairs.finder(from_a=False)
         own: dict[Place, list[Seen]] = {}
         for seen in judge.seen:
-            place = back(seen.place)
-            if place is not None:
-                own.setdefault(place, []).append(seen)
+            own.setdefault(names.both(seen).a, []).append(seen)
         rows = [_with_own(row, own.get(Place(row.site, row.call, row.leaf), [])) for row in rows]
+        found = judge.verdict()
         if found is None:
             return self._result(rows, None, None, _agreed(rows))
-        place = back(found.place) or found.place
-        names = {call.path: other.path for call, other in self.pairs.backwards.items()}
-        module = found.where if swapped else names.get(found.where, found.where)
         off = f"not of the same shapes: {found.shapes}" if isinstance(found, Misfit) else _excess(found)
-        return self._result(rows, place.site, module, self._sentence(place, module, off))
-
-    def _sentence(self, place: Place, module: str, off: str) -> str:
-        modules = dict(walk(self.models[0]))
-
-        def named(path: str) -> str:
-            kind = f" ({type(modules[path]).__name__})" if path in modules else ""
-            return f"{path or 'the model itself'}{kind}"
-
-        site = place.site
-        again = f", call {place.call}" if place.call else ""
-        if site.port == "input":
-            return f"they part in the code of {named(module)}, before it calls {site.path}{again}: its input is {off}"
-        if site.port == "output":
-            inside = bool(modules[site.path]._modules) if site.path in modules else False
-            code = "in the code of " if inside else "at "
-            return f"they part {code}{named(site.path)}{again}: its output is {off}"
-        if site.port == "grad_output":
-            return f"their gradients part at the output of {named(site.path)}{again}: what comes back there is {off}"
-        return f"their gradients part at the parameter {site.path}: its gradient is {off}"
+        module, sentence = told(names, self.records, found, judge.before(found), off)
+        return self._result(rows, names.both(found).a.site, module, sentence)
 
     def _result(self, rows: list[Row], first: Site | None, module: str | None, verdict: str) -> Difference:
         lonely = unmatched(self.pairs, *self.models)

@@ -32,19 +32,35 @@ _EQUAL_TERMS = 32  # the same where all may be equal, and so rounded the same wa
 Partners = Callable[[Place], "Place | None"]
 """The place of the teacher's that belongs to one of the student's."""
 
-See = Callable[[Moment, "Moment | None", str], None]
-"""Told of what the student has at a place, what the teacher had there (None: nothing to compare with), and in whose
-forward, by path, it happens."""
+See = Callable[[Moment, "Moment | None", str, bool], None]
+"""Told of what the student has at a place, what the teacher had there (None: nothing to compare with), in whose
+forward, by path, it happens, and whether the two places surely belong together."""
 
 
 class Forced:
-    """One run of a student on the values of a teacher."""
+    """One run of a student on the values of a teacher.
 
-    def __init__(self, teacher: Recording, partners: Partners, see: See, noise: int | None = None) -> None:
+    At places that have but `likely` partners nothing is handed on. Gradients are noisy by `coarsest`, the spacing of
+    the parameters they may have come through, if that is more than their own. Noise is of `loudness` spacings.
+    """
+
+    def __init__(
+        self,
+        teacher: Recording,
+        partners: Partners,
+        likely: Partners,
+        see: See,
+        coarsest: float = 0.0,
+        noise: int | None = None,
+        loudness: float = 1.0,
+    ) -> None:
         self.teacher = teacher
         self.partners = partners
+        self.likely = likely
         self.see = see
+        self.coarsest = coarsest
         self.noise = noise
+        self.loudness = loudness
         self.open: list[tuple[str, nn.Module]] = []  # the calls under way, from the outside
         self.sizes: dict[str, int] = {}  # of what each module returned
         self.awaited: dict[Place, Moment] = {}  # outputs whose gradients have not come yet
@@ -61,10 +77,13 @@ class Forced:
             self._tell(Moment(place, student, [gradient], growth=terms / _EQUAL_TERMS), _above(place))
 
     def _tell(self, moment: Moment, where: str) -> Moment | None:
+        """Show what there is at a place; what the teacher had, if that is to go on."""
         partner = self.partners(moment.place)
+        sure = partner is not None
+        partner = partner or self.likely(moment.place)
         known = None if partner is None else self.teacher.find(partner)
-        self.see(moment, known, where)
-        return known
+        self.see(moment, known, where, sure)
+        return known if sure else None
 
     def begin(self, event: Event) -> None:
         """A module is called."""
@@ -101,7 +120,7 @@ class Forced:
         partner = self._tell(Moment(place, module, [gradient]), _above(place))
         if partner is None or not comparable(partner.tensors, [gradient]):
             return gradient
-        return self._noisy(torch.empty_like(gradient).copy_(partner.tensors[0]), partner.tensors)
+        return self._noisy(torch.empty_like(gradient).copy_(partner.tensors[0]), partner.tensors, self.coarsest)
 
     def _noisy_batch(self, batch: Batch, student: nn.Module) -> Batch:
         given = self.teacher.moments.get(Place(Site("", "input"), 0))
@@ -109,15 +128,16 @@ class Forced:
         arguments = mapped(lambda tensor: self._noisy(tensor, known), fitted(batch.arguments, student))
         return Batch(arguments, batch.target)
 
-    def _noisy(self, value: Tensor, others: list[Tensor]) -> Tensor:
+    def _noisy(self, value: Tensor, others: list[Tensor], coarsest: float = 0.0) -> Tensor:
         """`value` off by the spacing of its own numbers or of those of `others`, up or down at random."""
         if self.noise is None or not value.is_floating_point():
             return value
         self.noise += 1
         generator = torch.Generator(value.device).manual_seed(self.noise)
         signs = torch.randint(0, 2, value.shape, generator=generator, device=value.device) * 2 - 1
-        size = value.double().abs() * precision([value, *others]) + floor([value, *others])
-        return (value.double() + size * signs).to(value.dtype)
+        spacing = max(coarsest, precision([value, *others]))
+        size = value.double().abs() * spacing + floor([value, *others])
+        return (value.double() + self.loudness * size * signs).to(value.dtype)
 
 
 class Forcing(Edit):

@@ -2,7 +2,11 @@
 
 At each place the difference is held against the spacing of the numbers there. Where it is more, the run is repeated
 with what is handed on off by that spacing, at random: a place that rounding alone moves as far (a difference of large
-numbers, a norm of small ones, a gradient that is zero but for rounding) is not at fault.
+numbers, a norm of small ones, a gradient that is zero but for rounding) is not at fault. Nor is one that has other
+shapes then, as behind a router that chooses where the scores are close.
+
+Places that only seem to belong together are evidence, not charges: when they are off and the next sure place agrees,
+they were no pair; when that is off, too, the first of them says where it began.
 """
 
 from __future__ import annotations
@@ -18,12 +22,30 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from torchhook.core.site import Site
 from torchhook.diffs.forcing import See
-from torchhook.diffs.numbers import TINY, Gap, apart, between, comparable, floor, gap, highest, left, precision, rms
+from torchhook.diffs.numbers import (
+    TINY,
+    Gap,
+    apart,
+    between,
+    comparable,
+    floor,
+    gap,
+    highest,
+    is_leaf,
+    left,
+    precision,
+    rms,
+)
 from torchhook.diffs.running import Moment, Place
 from torchhook.text import shape_of
 
 _NARROW = 1e-4  # dtypes of larger spacings are summed in wider ones, others in themselves
+_LOUD = 16.0  # of noise: what the code before a choice rounds as well, as the softmax of a router, has none of its own
 _DRAWS = 8  # at most: what is close to a threshold, as of a ReLU, crosses it in some
+
+
+Sizes = list[tuple[int, ...]]
+"""The shapes of some tensors."""
 
 
 class Slack(NamedTuple):
@@ -50,7 +72,10 @@ class Seen:
     floor: float
     growth: float
     tensors: tuple[Tensor, Tensor]  # the teacher's and the student's
+    sure: bool = True  # whether the two belong together
     reach: Tensor | None = None  # how far noise has moved each number
+    reshaped: bool = False  # whether noise has changed the shape
+    excused: bool = False  # whether it comes of something that noise reshapes
 
     @property
     def explained(self) -> float:
@@ -61,6 +86,8 @@ class Seen:
     @property
     def parts(self) -> bool:
         """Whether rounding does not explain the difference, neither as a whole nor number by number."""
+        if self.excused:
+            return False
         if self.reach is None:
             return self.gap.rms > self._rounded or self.gap.peak > self._rounded_one
         reach = self._slack.noise * self.reach
@@ -69,6 +96,11 @@ class Seen:
         return (self.gap.rms > self.explained and rest > self._rounded) or (
             self.gap.peak > one and rest_one > self._rounded_one
         )
+
+    @property
+    def backward(self) -> bool:
+        """Whether it is a gradient."""
+        return "grad" in self.place.site.port
 
     @property
     def _rounded(self) -> float:
@@ -86,70 +118,128 @@ class Seen:
         return Slack(_LOOSE.whole * growth, _LOOSE.one * growth, _LOOSE.noise * math.sqrt(growth))
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Misfit:
     """Tensors that cannot be compared, for there are others, or of other shapes."""
 
     place: Place
+    teachers: Place
     where: str
     shapes: str
     before: int  # how many places were compared before
+    sizes: tuple[Sizes, Sizes]  # the teacher's and the student's
+    excused: bool = False
+
+    @property
+    def matters(self) -> bool:
+        """Whether something else must come of it, unlike of an argument that is handed on in one model alone."""
+        return self.place.site.port == "output" or len(self.sizes[0]) == len(self.sizes[1])
 
 
 class Judge:
-    """Looks on while a student is run, and says where it parts from its teacher."""
+    """Looks on while a student is run, and says where it parts from its teacher.
 
-    def __init__(self) -> None:
+    `order` says when the gradients of the teacher came, and `coarsest` is the spacing of the parameters that they came
+    through: a gradient in float32 may be a product with weights in bfloat16.
+    """
+
+    def __init__(self, order: Mapping[Place, float], coarsest: float = 0.0) -> None:
+        self.order = order
+        self.coarsest = coarsest
         self.seen: list[Seen] = []
         self.doubts: dict[tuple[Place, int], Seen] = {}
-        self.misfits: list[Misfit] = []
+        self.misfits: dict[Place, Misfit] = {}
+        self.routers: dict[str, float] = {}  # by whose doing, by path, noise changes a size, and how far
         self.coming = 0.0  # the scale of the gradient before: what is computed from it may vanish but for rounding
         self.random: dict[str, None] = {}  # dropouts that draw numbers of their own, which nobody can compare
 
-    def hear(self, run: Callable[[See, int | None], None]) -> None:
+    def hear(self, run: Callable[[See, int | None, float], None]) -> None:
         """Run the student without noise and, if there is something in doubt, with some."""
-        run(self._see, None)
+        run(self._see, None, 1.0)
         for draw in range(_DRAWS):
-            if any(doubt.parts for doubt in self.doubts.values()):
-                run(self._see_moved, 1_000_000 * draw)
+            if self.verdict() is not None:
+                run(self._see_moved, 1_000_000 * draw, 1.0)
+        for draw in range(_DRAWS):
+            if self.misfits and self.verdict() is not None:
+                run(self._see_reshaped, 1_000_000 * draw, _LOUD)
+                self._excuse()
 
-    def verdict(self, order: Mapping[Place, float]) -> Seen | Misfit | None:
-        """Where they part first. `order` says when the gradients of the teacher came."""
-        forward = [seen for seen in self.seen if "grad" not in seen.place.site.port]
-        backward = [seen for seen in self.seen if "grad" in seen.place.site.port]
-        backward.sort(key=lambda seen: order.get(seen.teachers, math.inf))
-        first = next((seen for seen in (*forward, *backward) if seen.parts), None)
+    def verdict(self) -> Seen | Misfit | None:
+        """Where they part first."""
+        forward = [seen for seen in self.seen if not seen.backward]
+        backward = [seen for seen in self.seen if seen.backward]
+        backward.sort(key=lambda seen: self.order.get(seen.teachers, math.inf))
+        first = next((seen for seen in (*forward, *backward) if seen.sure and seen.parts), None)
+        misfits = [misfit for misfit in self.misfits.values() if not misfit.excused]
         if first is not None:
-            return next((misfit for misfit in self.misfits if self._leads(misfit, first)), first)
-        end = next((misfit for misfit in self.misfits if misfit.place.site == Site("")), None)
-        return None if end is None else next(misfit for misfit in self.misfits if misfit.before == end.before)
+            return next((misfit for misfit in misfits if self._leads(misfit, first)), self._beginning(first))
+        end = next((misfit for misfit in misfits if misfit.place.site == Site("")), None)
+        return None if end is None else next(misfit for misfit in misfits if misfit.before == end.before)
+
+    @property
+    def unjudged(self) -> list[str]:
+        """The modules, by path, that rounding alone makes hand on other shapes."""
+        excused = dict.fromkeys(misfit.where for misfit in self.misfits.values() if misfit.excused)
+        return [path for path in excused if not any(_is_under(path, other) for other in excused if other != path)]
+
+    def before(self, found: Seen | Misfit) -> Seen | None:
+        """The last place at which they agreed before they parted in the forward."""
+        number = found.before if isinstance(found, Misfit) else self.seen.index(found)
+        return next((seen for seen in reversed(self.seen[:number]) if not seen.parts), None)
 
     def _leads(self, misfit: Misfit, seen: Seen) -> bool:
         """Whether what does not fit is what comes to light at the place that was seen."""
-        path = misfit.place.site.path
-        if misfit.place.site.port == "output":
-            return misfit.before < len(self.seen) and self.seen[misfit.before] is seen
-        inside = not path or seen.place.site.path == path or seen.place.site.path.startswith(f"{path}.")
-        return inside and self.seen.index(seen) >= misfit.before
+        if misfit.matters and next((one for one in self.seen[misfit.before :] if one.sure), None) is seen:
+            return True
+        is_inside = misfit.place.site.port == "input" and _is_under(seen.place.site.path, misfit.place.site.path)
+        return is_inside and self.seen.index(seen) >= misfit.before
 
-    def _see(self, moment: Moment, known: Moment | None, where: str) -> None:
+    def _beginning(self, first: Seen) -> Seen:
+        """The first place of those before `first` that seem to belong together and are off."""
+        if first.backward:
+            return first
+        for seen in reversed(self.seen[: self.seen.index(first)]):
+            if seen.sure or not seen.parts:
+                break
+            first = seen
+        return first
+
+    def _excuse(self) -> None:
+        """Do not judge what comes of other shapes, where noise makes such as well; nor, with them, gradients."""
+        for where, reach in self.routers.items():
+            misfits = [misfit for misfit in self.misfits.values() if misfit.where == where]
+            if any(_moved(*misfit.sizes) > reach for misfit in misfits):
+                continue
+            doubts = [doubt for doubt in self.doubts.values() if doubt.where == where and doubt.reshaped]
+            start = min([misfit.before for misfit in misfits] + [self.seen.index(doubt) for doubt in doubts])
+            for seen in self.seen[start:]:
+                seen.excused |= seen.backward or _is_under(seen.place.site.path, where)
+            for misfit in self.misfits.values():
+                misfit.excused |= misfit.before >= start and _is_under(misfit.place.site.path, where)
+
+    def _see(self, moment: Moment, known: Moment | None, where: str, sure: bool) -> None:
         """In the run without noise: compare."""
         if known is None:
             return
         port = moment.place.site.port
         count = comparable(known.tensors, moment.tensors)
         odd = count < max(len(known.tensors), len(moment.tensors))
-        if odd and (port == "input" or not count):
+        given = self.misfits.get(moment.place._replace(site=Site(moment.place.site.path, "input")))
+        callers = given is not None and given.matters  # whose doing it is
+        if sure and odd and (port == "input" or not (count or callers)):
+            sizes = _sizes(known.tensors), _sizes(moment.tensors)
             shapes = f"{shape_of(known.tensors)} and {shape_of(moment.tensors)}"
-            self.misfits.append(Misfit(moment.place, where, shapes, len(self.seen)))
+            self.misfits[moment.place] = Misfit(moment.place, known.place, where, shapes, len(self.seen), sizes)
         modules = (moment.module, known.module) if port == "output" else ()
         for number in range(count):
             pair = known.tensors[number], moment.tensors[number]
             spacing = precision(pair, *modules)
-            if port != "output" or moment.module._modules:
+            if port != "output" or not is_leaf(moment.module):
                 spacing = max(spacing, between(pair))
+            if "grad" in port:
+                spacing = max(spacing, self.coarsest)
             least = floor(pair) + spacing * self.coming
-            seen = Seen(moment.place, known.place, where, gap(*pair), spacing, least, moment.growth, pair)
+            seen = Seen(moment.place, known.place, where, gap(*pair), spacing, least, moment.growth, pair, sure)
             if seen.parts and _are_random(modules):
                 self.random[moment.place.site.path] = None
                 continue
@@ -159,13 +249,39 @@ class Judge:
             self.seen.append(seen)
             self.coming = seen.gap.scale if port == "grad_output" else 0.0
 
-    def _see_moved(self, moment: Moment, known: Moment | None, where: str) -> None:
+    def _see_moved(self, moment: Moment, known: Moment | None, where: str, sure: bool) -> None:
         """In a run with noise: how far does it move what is in doubt?"""
         for number, tensor in enumerate(moment.tensors):
             doubt = self.doubts.get((moment.place, number))
             if doubt is not None and tensor.shape == doubt.tensors[1].shape:
                 moved = apart(doubt.tensors[1], tensor.detach())
                 doubt.reach = moved if doubt.reach is None else torch.maximum(doubt.reach, moved)
+
+    def _see_reshaped(self, moment: Moment, known: Moment | None, where: str, sure: bool) -> None:
+        """In a run with loud noise: does it change the shape of what is in doubt?"""
+        misfit = self.misfits.get(moment.place)
+        moved = _moved(misfit.sizes[1], _sizes(moment.tensors)) if misfit else 0.0
+        if moved:
+            self.routers[where] = max(moved, self.routers.get(where, 0.0))
+        for number, tensor in enumerate(moment.tensors):
+            doubt = self.doubts.get((moment.place, number))
+            if doubt is not None and doubt.place.site.port == "input":
+                doubt.reshaped |= tensor.shape != doubt.tensors[1].shape
+
+
+def _sizes(tensors: list[Tensor]) -> Sizes:
+    return [() if tensor.is_nested else tuple(tensor.shape) for tensor in tensors]
+
+
+def _moved(a: Sizes, b: Sizes) -> float:
+    """The largest difference of two sizes; infinite if there are more, or of other dimensions."""
+    if [len(shape) for shape in a] != [len(shape) for shape in b]:
+        return math.inf
+    return max((abs(m - n) for x, y in zip(a, b, strict=True) for m, n in zip(x, y, strict=True)), default=0)
+
+
+def _is_under(path: str, above: str) -> bool:
+    return not above or path == above or path.startswith(f"{above}.")
 
 
 def _are_random(modules: tuple[nn.Module, ...]) -> bool:

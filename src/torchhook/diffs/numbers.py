@@ -136,9 +136,18 @@ def comparable(a: Sequence[Tensor], b: Sequence[Tensor]) -> int:
     return count
 
 
+def is_leaf(module: nn.Module) -> bool:
+    """Whether a module has no others in it; those that a quantized one keeps its weights in do not count."""
+    return not module._modules or _is_quantized(module)
+
+
+def _is_quantized(module: nn.Module) -> bool:
+    return type(module).__module__.startswith(_QUANTIZED)
+
+
 def _own(module: nn.Module) -> float:
     """The precision of a module that computes with less than its dtype says."""
-    if type(module).__module__.startswith(_QUANTIZED):
+    if _is_quantized(module):
         return _INT8
     first = next(module.parameters(recurse=False), None)
     if first is None or first.device.type != "cuda" or first.dtype != torch.float32:
