@@ -188,6 +188,27 @@ def test_several_batches_are_one_live_sample(model, profile):
     assert report.findings[0].site == "first"
 
 
+@pytest.mark.parametrize("center", [1000, 1024])
+def test_a_shift_of_values_that_are_far_from_zero_is_found(center):
+    """1000 and 1020 are in one bin, 1024 and 1023 in two that are 200 wide."""
+    model = nn.Sequential(nn.Identity())
+    profile = Profile.of(model, [center + batch for batch in data()])
+    (finding,) = profile.check(model, data(1, seed=1)[0] + center + 1).findings
+    assert finding.site == "0" and finding.evidence["distance"] == pytest.approx(1, abs=0.1)
+    assert profile.check(model, data(1, seed=1)[0] + center).ok
+
+
+def test_a_file_without_means_is_read(model, profile, file):
+    with safe_open(file, "pt") as stored:
+        about = json.loads(stored.metadata()["torchhook"])
+        states = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (it is no mapping)
+    for place in about["places"]:
+        assert place.pop("mean") == profile.places[place["path"], place["port"]].mean
+    save_file(states, file, metadata={"torchhook": json.dumps(about)})
+    old = Profile.load(file)
+    assert old.check(model, data(1, seed=1)[0]).ok and old.check(model, data(1, seed=1)[0] * 9).findings
+
+
 def test_nan_is_found_as_such(model, profile):
     live = data(1)[0]
     live[3, 4] = math.nan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -30,18 +31,25 @@ VERSION = 1
 class Known:
     """What a profile knows of one place.
 
-    The bins, the unit that distances are told in, how far its own batches are from the others, and how large they are.
+    The bins, the unit that distances are told in, how far its own batches are from the others, how large they are, and
+    the mean of all values, which older files do not have.
     """
 
     state: Tensor
     unit: float
     noise: float
     size: float
+    mean: float = math.nan
 
     @property
     def bins(self) -> Bins:
         """How the values are distributed."""
         return _bins(self.state)
+
+    def distance(self, live: Reading) -> float:
+        """How far the values of `live` are from these, in units."""
+        shift, wider = live.mean - self.mean, live.std - self.unit
+        return _distance(self.bins.distance(live.histogram()), shift, wider, self.mean, self.unit) / self.unit
 
 
 class Profile:
@@ -91,7 +99,7 @@ class Profile:
     def save(self, path: str | Path) -> None:
         """Write it to a file, as tensors and JSON: nothing in it is ever executed."""
         places = [
-            {"path": path, "port": port, "unit": known.unit, "noise": known.noise, "size": known.size}
+            {"path": path, "port": port, **{name: getattr(known, name) for name in ("unit", "noise", "size", "mean")}}
             for (path, port), known in self.places.items()
         ]
         about = {"torchhook_profile": VERSION, "model": self.model, "places": places}
@@ -123,7 +131,9 @@ class Profile:
         if version != VERSION:
             raise ValueError(f"{str(path)!r} is no profile of version {VERSION}, but of {version}")
         places = {
-            (place["path"], place["port"]): Known(state, place["unit"], place["noise"], place["size"])
+            (place["path"], place["port"]): Known(
+                state, place["unit"], place["noise"], place["size"], place.get("mean", math.nan)
+            )
             for place, state in zip(known, states, strict=True)
         }
         return cls(places, about["model"])
@@ -151,10 +161,37 @@ def known_of(whole: Reading, place: Place, windows: list[Snapshot]) -> Known:
     """What is known of a place: how its values were in all, and how far parts of the data were from that."""
     state, said = whole.state(Histogram.name), whole["moments"]
     unit = said.std if said.std > 0 else abs(said.mean) or 1.0
-    parts = [window[place].state(Histogram.name) for window in windows if place in window.rows]
-    distances = [_bins(part).distance(_bins(state - part)) for part in parts]
-    noise = max(finite(distances), default=0.0) / unit
-    return Known(state, unit, noise, said.count / len(parts))
+    parts = [window[place] for window in windows if place in window.rows]
+    noise = max(finite(_from_rest(part, whole, unit) for part in parts), default=0.0) / unit
+    return Known(state, unit, noise, said.count / len(parts), said.mean)
+
+
+def _from_rest(part: Reading, whole: Reading, unit: float) -> float:
+    """How far a part of the data is from the rest of it."""
+    state = part.state(Histogram.name)
+    found = _bins(state).distance(_bins(whole.state(Histogram.name) - state))
+    some, total = (side.count - side.nonfinite for side in (part, whole))
+    if some == total:
+        return math.nan
+    more = total / (total - some)  # so much further is the rest, on the other side of the whole
+    shift, wider = (part.mean - whole.mean) * more, (part.std - whole.std) * more
+    return _distance(found, shift, wider, whole.mean, unit)
+
+
+def _distance(of_bins: float, shift: float, wider: float, mean: float, unit: float) -> float:
+    """The distance of histograms, no less than the shift of the mean, which the true one never is.
+
+    Bins are up to a quarter as wide as their values are large. Where that is more than a deviation they tell nothing,
+    and the distance is that of the normal distributions with these means and deviations.
+
+    >>> _distance(0.0, 20.0, 0.0, 1000.0, 1.0), _distance(0.4, 0.3, 0.1, 0.0, 1.0)
+    (20.0, 0.4)
+    """
+    if math.isnan(of_bins) or math.isnan(shift):
+        return of_bins
+    if abs(mean) > 4 * unit:
+        return math.hypot(shift, 0.0 if math.isnan(wider) else wider)
+    return max(of_bins, abs(shift))
 
 
 def _bins(state: Tensor) -> Bins:

@@ -60,10 +60,108 @@ def test_the_norms_of_each_samples_gradient_from_one_backward(kind):
 
     each = vmap(grad(loss), in_dims=(None, 0, 0))(dict(model.named_parameters()), x, y)
     expected = sum(g.flatten(1).square().sum(1) for g in each.values())
-    model.requires_grad_(False)
     found = backward(model, Batch.of((x, y)), lambda output, target: F.cross_entropy(output, target, reduction="none"))
     squares = sum(flow.squares(7) for flow in found.flows.values())
     torch.testing.assert_close(squares, expected.detach(), rtol=1e-10, atol=1e-14)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.out = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        return self.out(torch.tanh(self.b(torch.tanh(self.a(x)))))
+
+
+class SequenceFirst(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.out = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.out(self.fc(x.transpose(0, 1)).mean(0))
+
+
+class Attentive(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.ConvTranspose1d(4, 4, 1)
+        self.attention, self.out = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = self.up(x.transpose(1, 2)).transpose(1, 2)
+        return self.out(self.attention(x, x, x)[0].mean(1))
+
+
+class Uncalled(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(4, 3))
+        self.unused = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self[0](x)
+
+
+class Keywords(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.out = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.out(input=torch.tanh(self.fc(input=x)))
+
+
+NORMS = {
+    "tied": (Tied, (4,), {"'a'": "weight is used elsewhere", "'b'": "weight is used elsewhere"}),
+    "sequence first": (SequenceFirst, (8, 4), {"'fc'": "does not see a row a sample"}),
+    "attention": (Attentive, (6, 4), {}),
+    "uncalled": (Uncalled, (4,), {"'unused'": "it was not called in every batch"}),
+    "parametrized": (
+        lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 5)), nn.Linear(5, 3)),
+        (4,),
+        {"'0'": "made of other parameters"},
+    ),
+    "frozen": (
+        lambda: nn.Sequential(nn.Linear(4, 5).requires_grad_(False), nn.ReLU(), nn.Linear(5, 3)),
+        (4,),
+        {"'0'": "it is frozen"},
+    ),
+    "keywords": (Keywords, (4,), {}),
+}
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_the_norm_is_that_of_layers_whose_gradient_is_known(kind):
+    """What cannot be had from one backward is left out and named; the rest is what autograd says, sample by sample."""
+    make, shape, expected = NORMS[kind]
+    model = make()
+    x, y = torch.randn(40, *shape), torch.randint(0, 3, (40,))
+    data = [list(zip(x[k : k + 20].split(8), y[k : k + 20].split(8), strict=True)) for k in (0, 20)]
+    result = leakage(model, *data, draws=5)
+    said = {key.removeprefix("gradient of "): why for key, why in result.left_out.items() if "gradient of " in key}
+    assert said.keys() == expected.keys() and all(why in said[path] for path, why in expected.items())
+    counted = [
+        parameter
+        for path, module in model.named_modules()
+        for parameter in module.parameters(recurse=False)
+        if isinstance(module, nn.Linear) and repr(path) not in expected
+    ]
+    norms = []
+    for sample, target in zip(x, y, strict=True):
+        found = torch.autograd.grad(F.cross_entropy(model.eval()(sample[None]), target[None]), counted)
+        norms.append(-torch.cat([part.flatten() for part in found]).norm())
+    exact = roc_auc_score([1] * 20 + [0] * 20, torch.stack(norms))
+    assert result["gradient norm"].auc.value == pytest.approx(exact, abs=1e-6)
+    if kind == "attention":
+        assert {"gradients of ConvTranspose1d", "gradients of MultiheadAttention"} < result.left_out.keys()
+
+
+def test_a_model_that_is_frozen_has_no_gradient_norm():
+    model, x = nn.Sequential(nn.Linear(4, 3)).requires_grad_(False), torch.randn(8, 4)
+    result = leakage(model, [(x, torch.zeros(8).long())], [(x, torch.zeros(8).long())], draws=5)
+    assert "gradient norm" in result.left_out and "gradient norm" not in [signal.name for signal in result.signals]
 
 
 def test_auc_and_true_positives_are_those_of_scikit_learn():
@@ -199,6 +297,95 @@ def test_a_loss_of_ones_own_sequences_and_reasons():
     own = leakage(model, members, others, lambda output, target: F.cross_entropy(output["logits"], target), draws=10)
     assert own["loss"].auc.value == pytest.approx(plain["loss"].auc.value, abs=0.02)
     assert "<td>gradient norm</td>" in plain._repr_html_()
+
+
+def test_samples_whose_score_is_nan_do_not_count():
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    x, y = torch.randn(40, 4), torch.randint(0, 3, (40,))
+    bad = x.clone()
+    bad[0] = torch.nan
+    result = leakage(model, [(bad[:20], y[:20])], [(x[20:], y[20:])], draws=5)
+    plain = leakage(model, [(x[1:20], y[1:20])], [(x[20:], y[20:])], draws=5)
+    for name in ("loss", "confidence", "entropy", "gradient norm"):
+        assert result[name].auc == plain[name].auc
+        assert result.left_out[name] == "it is NaN for 1 members and 0 others, which do not count in it"
+    assert "the gradient of '0' is not finite" in repr(result)
+    few = leakage(model, [(x[:20] * torch.nan, y[:20])], [(x[20:], y[20:])], draws=5)
+    assert "loss" in few.left_out and not few.signals
+    with pytest.raises(ValueError, match="scores must not be NaN"):
+        auc_of(bad[:, 0], x[:, 0])
+    with pytest.raises(ValueError, match="scores must not be NaN"):
+        true_positives(x[:, 0], bad[:, 0], 0.1, 5, torch.Generator())
+
+
+def test_targets_that_are_ignored_do_not_count():
+    model = nn.Conv2d(3, 4, 1)
+    x, y = torch.randn(20, 3, 5, 6), torch.randint(0, 4, (20, 5, 6))
+    for number in range(20):
+        y[number, :, number % 5 :] = -100
+    result = leakage(model, [(x[:10], y[:10])], [(x[10:], y[10:])], draws=5)
+    losses = [F.cross_entropy(model(x[k : k + 1]), y[k : k + 1]).item() for k in range(20)]
+    inside, outside = ([-loss for loss in some if loss == loss] for some in (losses[:10], losses[10:]))
+    exact = roc_auc_score([1] * len(inside) + [0] * len(outside), inside + outside)
+    assert result["loss"].auc.value == pytest.approx(exact, abs=1e-9) and len(inside) == 8
+    assert result.left_out["loss"].startswith("it is NaN for 2 members and 2 others")
+    labels = torch.randint(0, 2, (16,))
+    labels[3] = -100
+    result = leakage(nn.Linear(3, 2), [(torch.randn(16, 3), labels)], [(torch.randn(16, 3), labels)], draws=5)
+    assert {"loss", "confidence", "entropy", "gradient norm"} <= result.left_out.keys()
+
+
+@pytest.mark.parametrize("words", [20, 10])
+def test_a_loss_of_tokens_is_not_guessed(words):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=words, n_positions=16, n_embd=16, n_layer=1, n_head=2)).eval()
+    ids = torch.randint(0, words, (12, 10))
+    data = [{"input_ids": some, "labels": some} for some in ids.split(6)]
+    with pytest.raises(ValueError, match="which output is of which target is not known; pass loss="):
+        leakage(model, data, data, draws=5)
+
+    def loss(output, target):
+        return F.cross_entropy(output.logits[:, :-1].flatten(0, 1), target[:, 1:].flatten())
+
+    result = leakage(model, data[:1], data[1:], loss, draws=5)
+    own = [-model(input_ids=one[None], labels=one[None]).loss.item() for one in ids]
+    assert result["loss"].auc.value == pytest.approx(roc_auc_score([1] * 6 + [0] * 6, own), abs=1e-6)
+    assert "used elsewhere" in result.left_out["gradient of 'lm_head'"]  # by the embedding
+
+
+def test_a_loss_that_the_model_brings_along_is_not_overruled():
+    class Smooth(nn.Module):
+        def __init__(self, smoothing):
+            super().__init__()
+            self.fc, self.smoothing = nn.Linear(4, 3), smoothing
+
+        def forward(self, x, labels):
+            logits = self.fc(x)
+            return {"loss": F.cross_entropy(logits, labels, label_smoothing=self.smoothing), "logits": logits}
+
+    data = [{"x": 9 * torch.randn(16, 4), "labels": torch.randint(0, 3, (16,))}]
+    assert leakage(Smooth(0.0), data, data, draws=5)["loss"].auc.value == 0.5
+    with pytest.raises(ValueError, match=r"the model's own loss of a batch is .*, and what is guessed .*; pass loss="):
+        leakage(Smooth(0.9), data, data, draws=5)
+
+
+def test_no_more_samples_than_wanted_other_dtypes_and_buffers():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 3)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls += 1
+            return self.fc(x)
+
+    model = Counting().bfloat16()
+    data = [(torch.randn(64, 4), torch.randint(0, 3, (64,))) for _ in range(2)]
+    result = leakage(model, data, data, max_samples=70, draws=5)
+    assert (result.members, result.non_members) == (70, 70) and [batch.size for batch in result.shared] == [64, 6]
+    assert model.calls == 0 and not any(key.startswith("gradient of") for key in result.left_out)
 
 
 def test_what_is_refused():

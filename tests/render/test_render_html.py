@@ -48,7 +48,7 @@ def test_the_parts_in_their_order():
     assert all(deeper <= level + 1 for level, deeper in zip(outline.headings, outline.headings[1:], strict=False))
     assert {link[1:] for link in outline.links} <= set(outline.ids)
     assert "<title>ResNet: 1 error, 1 warning, 1 info</title>" in page
-    assert page.count("plotly.js v") == 1
+    assert page.count("plotly.js (cartesian - minified) v") == 1
 
 
 def test_a_page_without_data_to_plot_has_no_script():

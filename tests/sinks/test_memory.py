@@ -265,12 +265,14 @@ def test_ten_thousand_passes_leave_memory_flat(everything):
 
         passes(100)
         tracemalloc.start()
-        before = tracemalloc.get_traced_memory()[0]
         tensors = sum(type(thing) is torch.Tensor for thing in gc.get_objects())
-        passes(10_000)
-        grown = tracemalloc.get_traced_memory()[0] - before
+        grown = []
+        for _ in range(2):  # what leaks grows in both; what other threads of the process have once, in one
+            before = tracemalloc.get_traced_memory()[0]
+            passes(5_000)
+            grown.append(tracemalloc.get_traced_memory()[0] - before)
         tracemalloc.stop()
-        assert grown < 20_000, f"{grown} bytes grown"
+        assert min(grown) < 10_000, f"{grown} bytes grown"
         assert sum(type(thing) is torch.Tensor for thing in gc.get_objects()) <= tensors + 2
     assert acts.nbytes == 4 * (3 if everything else 1) * 2 * 8 * 4
 

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 import torch
 from torch import Tensor, nn
 
-from torchhook.calling import Batch, call, on_device
-from torchhook.compare.gathering import as_before, length_of, queries_of, require_loader, require_sites
+from torchhook.calling import Batch, call
+from torchhook.compare.gathering import length_of, queries_of, require_loader, require_sites, samples_of
 from torchhook.core.selection import Query, require_module
 from torchhook.core.trees import Arguments, leaves, mapped
+from torchhook.diffs.running import fitted, unchanged
 from torchhook.explain.modes import evaluating
 from torchhook.findings import Report
 from torchhook.measuring import measure
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 Sites = Query | Iterable[Query] | None
 
 _PARTS = 4  # of the reference, which tell how far its samples are apart
-_WINDOWS = 16  # of a data set; when there are more, two become one
+_WINDOWS = 32  # of a data set; when there are more, two become one
 _TOLD = 20  # rows in a table
 
 
@@ -45,7 +46,8 @@ class Layer(NamedTuple):
     """How far what a layer gives is from the reference.
 
     `distance` is in deviations of the reference, `noise` how far parts of that are apart, in the same unit. `shifts` of
-    the means and `ratios` of the variances are by channel, the first in deviations; empty where channels differ.
+    the means and `ratios` of the variances are by channel, the first in deviations; empty where channels differ, and
+    NaN where a channel had one value.
     """
 
     path: str
@@ -58,12 +60,12 @@ class Layer(NamedTuple):
     @property
     def shift(self) -> float:
         """The shift of the channel that shifts most."""
-        return float(self.shifts[self.shifts.abs().argmax()]) if len(self.shifts) else float("nan")
+        return float(self.shifts[self.shifts.abs().nan_to_num(-1).argmax()]) if len(self.shifts) else float("nan")
 
     @property
     def ratio(self) -> float:
         """The ratio of the variances that is furthest from 1."""
-        return float(self.ratios[self.ratios.log().abs().argmax()]) if len(self.ratios) else float("nan")
+        return float(self.ratios[self.ratios.log().abs().nan_to_num(-1).argmax()]) if len(self.ratios) else float("nan")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -148,7 +150,7 @@ class Spreads:
 def models(models: Mapping[str, nn.Module], x: Any, sites: Sites = None) -> Spreads:
     """How the layers of models differ on the same input: the first is the reference.
 
-    Layers are compared by their paths. All models are in eval mode for the time.
+    Layers are compared by their paths. All models are in eval mode for the time, and `x` is moved and cast for each.
 
     Args:
         models: Two or more, by name.
@@ -166,11 +168,10 @@ def models(models: Mapping[str, nn.Module], x: Any, sites: Sites = None) -> Spre
         raise ValueError("models must be a mapping of names to models, two at least")
     for name, model in models.items():
         require_module(model, f"models[{name!r}]")
-    first = next(iter(models.values()))
-    require_sites(first, sites, "sites")
+        require_sites(model, sites, "sites", f" (in models[{name!r}])")
     parts = list(_parts(x, "x"))
-    sides = {name: _measured(model, _moved(parts, model), sites) for name, model in models.items()}
-    return _compared(sides, type(first).__name__, "x")
+    sides = {name: _measured(model, parts, sites) for name, model in models.items()}
+    return _compared(sides, type(next(iter(models.values()))).__name__, "x")
 
 
 def inputs(model: nn.Module, x1: Any, x2: Any, sites: Sites = None) -> Spreads:
@@ -191,9 +192,8 @@ def inputs(model: nn.Module, x1: Any, x2: Any, sites: Sites = None) -> Spreads:
     """
     require_module(model)
     require_sites(model, sites, "sites")
-    sides = {
-        name: _measured(model, _moved(list(_parts(x, name)), model), sites) for name, x in (("x1", x1), ("x2", x2))
-    }
+    parts = {name: list(_parts(x, name)) for name, x in (("x1", x1), ("x2", x2))}
+    sides = {name: _measured(model, some, sites) for name, some in parts.items()}
     return _compared(sides, type(model).__name__, "x1")
 
 
@@ -216,6 +216,7 @@ def datasets(
         progress: Where to show it; only a terminal does.
 
     >>> from torchhook.compare.spreads import datasets
+    >>> _ = torch.manual_seed(0)
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh())
     >>> data = torch.randn(200, 4)
     >>> result = datasets(model, data[:100].split(10), (data[100:] + 2).split(25))
@@ -228,34 +229,67 @@ def datasets(
     for argument, loader in (("train_loader", train_loader), ("test_loader", test_loader)):
         require_loader(loader, argument)
         batches = shown(loader, length_of(loader), argument, progress)
-        found = _measured(model, (Batch.of(on_device(data, model)) for data in batches), sites)
+        found = _measured(model, map(Batch.of, batches), sites)
         if not found:
-            raise ValueError(f"{argument} gave no batch")
+            raise ValueError(f"{argument} gave no batch, or none that has a sample")
         sides[argument.removesuffix("_loader")] = found
     return _compared(sides, type(model).__name__, "train_loader")
 
 
+class Window(NamedTuple):
+    """What layers gave for some samples in a row."""
+
+    samples: int
+    snapshot: Snapshot
+
+
 def _measured(model: nn.Module, batches: Iterable[Batch], sites: Sites) -> list[Snapshot]:
-    """What layers give, in windows of some batches each."""
-    windows: list[Snapshot] = []
+    """What layers give, for parts of the samples that are about as large, `_PARTS` if there are as many batches."""
+    windows: list[Window] = []
     stats = measure(model, *queries_of(sites), stats=("moments", "histogram", "channels"), on_silent="ignore")
-    with as_before(model), evaluating(model), torch.no_grad(), stats:
+    least = count = 0  # samples of a window, and those since the last one
+    with unchanged(model), evaluating(model), torch.no_grad(), stats:
         for batch in batches:
-            call(model, batch)
-            windows.append(settled(stats.snapshot()))
-            stats.reset()
+            call(model, Batch(fitted(batch.arguments, model), None))
+            count += _samples(batch)
+            if count > least:
+                windows.append(Window(count, settled(stats.snapshot())))
+                stats.reset()
+                count = 0
             if len(windows) > _WINDOWS:
                 windows = [_joined(windows[k : k + 2]) for k in range(0, len(windows), 2)]
-    size = -(-len(windows) // _PARTS) or 1
-    return [_joined(windows[k : k + size]) for k in range(0, len(windows), size)]
+                least = windows[0].samples - 1
+        if count:
+            windows.append(Window(count, settled(stats.snapshot())))
+    return [_joined(part).snapshot for part in _quarters(windows)]
 
 
-def _joined(windows: list[Snapshot]) -> Snapshot:
+def _quarters(windows: list[Window]) -> list[list[Window]]:
+    """Windows in parts of about as many samples; what is less than half a part is joined with its neighbour."""
+    total, seen = sum(window.samples for window in windows), 0
+    parts: dict[int, list[Window]] = {}
+    for window in windows:
+        parts.setdefault(int(_PARTS * (seen + window.samples / 2) / total), []).append(window)
+        seen += window.samples
+    found: list[list[Window]] = []
+    for part in parts.values():
+        if found and 2 * _PARTS * min(sum(window.samples for window in some) for some in (part, found[-1])) < total:
+            found[-1] += part
+        else:
+            found.append(part)
+    return found
+
+
+def _samples(batch: Batch) -> int:
+    return samples_of(batch).length if any(leaf.dim() for _, leaf in leaves(batch.arguments)) else 1
+
+
+def _joined(windows: list[Window]) -> Window:
     """Windows as one, now and not when it is read, so that they need not be kept."""
-    whole = settled(joined(windows))
+    whole = settled(joined(window.snapshot for window in windows))
     for place in whole:
         whole[place].states()
-    return whole
+    return Window(sum(window.samples for window in windows), whole)
 
 
 def _compared(sides: dict[str, list[Snapshot]], model: str, argument: str) -> Spreads:
@@ -263,20 +297,24 @@ def _compared(sides: dict[str, list[Snapshot]], model: str, argument: str) -> Sp
     whole = settled(joined(windows))
     known = {place: known_of(whole[place], place, windows) for place in whole if place[1].startswith("output")}
     rows: list[Layer] = []
-    left_out: dict[str, str] = {}
+    silent: dict[str, dict[str, None]] = {}  # where a layer did not run
     reports = []
     for name, found in others:
         live = settled(joined(found))
         common = {place: side for place, side in known.items() if place in live.rows}
-        left_out |= {_label(place): f"it did not run in {name}" for place in known if place not in common}
-        left_out |= {_label(place): f"it did not run in {reference}" for place in live if place not in known}
+        for place in {**known, **live.rows}:
+            if place[1].startswith("output") and place not in common:
+                silent.setdefault(_label(place), {})[name if place in known else reference] = None
         rows += [_layer(place, name, side, whole[place], live[place]) for place, side in common.items()]
         reports.append(_report(Profile(common, model), found, name if len(others) > 1 else ""))
     if not rows:
         raise ValueError(f"no layer has the same path in {reference} and {', '.join(name for name, _ in others)}")
-    notes = (f"{argument} is one piece: how far its samples are apart is not known",) if len(windows) < 2 else ()
+    notes = [f"{argument} is one piece: how far its samples are apart is not known"] if len(windows) < 2 else []
+    if single := sum(bool(row.shifts.isnan().any()) for row in rows):
+        notes.append(f"{single} of {len(rows)} layers gave a channel less than two values: its shift and ratio are NaN")
     findings = tuple(finding for report in reports for finding in report.findings)
-    report = replace(reports[0], findings=findings, notes=notes)
+    report = replace(reports[0], findings=findings, notes=tuple(notes))
+    left_out = {label: f"it did not run in {', '.join(where)}" for label, where in silent.items()}
     return Spreads(reference, tuple(name for name, _ in others), tuple(rows), report, left_out)
 
 
@@ -292,8 +330,7 @@ def _report(profile: Profile, windows: list[Snapshot], name: str) -> Report:
 
 
 def _layer(place: Place, name: str, known: Known, reference: Reading, live: Reading) -> Layer:
-    distance = known.bins.distance(live.histogram()) / known.unit
-    return Layer(_label(place), name, distance, known.noise, *_by_channel(reference, live, known.unit))
+    return Layer(_label(place), name, known.distance(live), known.noise, *_by_channel(reference, live, known.unit))
 
 
 def _by_channel(reference: Reading, live: Reading, unit: float) -> tuple[Tensor, Tensor]:
@@ -305,17 +342,20 @@ def _by_channel(reference: Reading, live: Reading, unit: float) -> tuple[Tensor,
     if a.mean.shape != b.mean.shape:
         return none, none
     least = (1e-3 * unit) ** 2  # beside the layer, such a channel gives one value all the time
-    before, after = (side.std.nan_to_num().square() + least for side in (a, b))
+    before, after = (side.std.square() + least for side in (a, b))
     return (b.mean - a.mean) / ((before + after) / 2).sqrt(), after / before
 
 
 def _parts(x: Any, argument: str) -> Iterator[Batch]:
     """An input in some parts of its samples."""
-    given = Arguments((), dict(x)) if isinstance(x, Mapping) else Arguments(x if isinstance(x, tuple) else (x,), {})
-    sizes = {len(leaf) if leaf.dim() else 0 for _, leaf in leaves(given)}
-    if not sizes:
+    given = Arguments.of(x)
+    found = [leaf for _, leaf in leaves(given)]
+    if not found:
         raise TypeError(f"{argument} must be an input, a tuple of arguments or a dict of keywords, not {x!r:.80}")
-    count = sizes.pop() if len(sizes) == 1 else 0
+    sizes = {len(leaf) if leaf.dim() else None for leaf in found}
+    if sizes == {0}:
+        raise ValueError(f"{argument} has no sample: its first dimension is 0")
+    count = (sizes.pop() or 0) if len(sizes) == 1 else 0
     step = max(1, -(-count // _PARTS))
     cuts: list[Callable[[Tensor], Tensor]] = [_cut(k, k + step) for k in range(0, count, step)]
     for cut in cuts or [lambda tensor: tensor]:
@@ -324,10 +364,6 @@ def _parts(x: Any, argument: str) -> Iterator[Batch]:
 
 def _cut(first: int, last: int) -> Callable[[Tensor], Tensor]:
     return lambda tensor: tensor[first:last]
-
-
-def _moved(parts: list[Batch], model: nn.Module) -> Iterator[Batch]:
-    return (Batch(on_device(part.arguments, model), None) for part in parts)
 
 
 def _label(place: Place) -> str:

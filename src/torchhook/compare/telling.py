@@ -28,6 +28,7 @@ def auc_of(positive: Tensor, negative: Tensor) -> Estimate:
     >>> str(auc_of(torch.tensor([2.0, 3.0, 1.0]), torch.tensor([1.0, 0.0])))
     '0.917 [0.686, 1.000]'
     """
+    _require_numbers(positive, negative)
     above, below = _share_below(negative, positive), 1 - _share_below(positive, negative)
     value = float(above.mean())
     spread = math.sqrt(_error(above) + _error(below))
@@ -37,12 +38,14 @@ def auc_of(positive: Tensor, negative: Tensor) -> Estimate:
 def true_positives(positive: Tensor, negative: Tensor, rate: float, draws: int, generator: torch.Generator) -> Estimate:
     """The share of positives that score above all negatives but `rate` of them; the interval is by the bootstrap.
 
-    Positives and negatives are drawn again apart, `draws` times, and the threshold is found anew each time.
+    Positives and negatives are drawn again apart, `draws` times, and the threshold is found anew each time. That is
+    approximate: of few negatives above the threshold, it holds the truth less often than it says.
 
     >>> draw = torch.Generator().manual_seed(0)
     >>> true_positives(torch.arange(10.0) + 5, torch.arange(10.0), 0.1, 50, draw).value
     0.6
     """
+    _require_numbers(positive, negative)
     again = _passing(_redrawn(positive, draws, generator), _redrawn(negative, draws, generator), rate)
     low, high = again.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return Estimate(float(_passing(positive[None], negative[None], rate)), low, high)
@@ -53,6 +56,11 @@ def _passing(positive: Tensor, negative: Tensor, rate: float) -> Tensor:
     allowed = int(rate * negative.shape[1])
     threshold = negative.sort(1, descending=True).values[:, allowed, None]
     return (positive > threshold).double().mean(1)
+
+
+def _require_numbers(*scores: Tensor) -> None:
+    if any(bool(some.isnan().any()) for some in scores):
+        raise ValueError("scores must not be NaN, which is neither above nor below others: leave those samples out")
 
 
 def _redrawn(values: Tensor, draws: int, generator: torch.Generator) -> Tensor:

@@ -14,7 +14,8 @@ from torchhook.rules.rule import Need, Rule
 class Drift(Rule):
     """The outputs of a layer are distributed otherwise than in the profile.
 
-    By the Wasserstein distance of the histograms, in deviations of the profile: three times what each of the profile's
+    By the Wasserstein distance of the histograms (of values further from zero than four deviations, for which bins are
+    too wide, by that of normal distributions), in deviations of the profile: three times what each of the profile's
     own batches is away from the others, and a tenth of a deviation, is a warning; ten times, and half a deviation, an
     error. The finding is about the first such layer in the order of execution.
     """
@@ -33,7 +34,7 @@ class Drift(Rule):
         for place, known in history.profile.places.items():
             if place not in live.rows:
                 continue
-            distance = known.bins.distance(live[place].histogram()) / known.unit
+            distance = known.distance(live[place])
             noise = known.noise * max(1.0, known.size / max(live[place].count, 1)) ** 0.5  # small batches vary more
             severity = self._severity(distance, noise)
             if severity:
