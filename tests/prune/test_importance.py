@@ -163,9 +163,9 @@ def test_frozen_models_no_grad_and_inference_mode_around(net):
 def test_where_channels_come_out(net):
     x, _ = data()
     found = outlets(net.eval(), Batch.of(x))
-    assert found.places[Place("conv1", 0)] == ("relu", 0)
-    assert found.places[Place("conv2", 0)] == ("bn2", 0)  # then something else is added, in place
-    assert list(found.norms) == ["conv1", "conv2"]
+    assert found.chains[Place("conv1", 0)] == ("conv1", "bn1", "relu")
+    assert found.chains[Place("conv2", 0)] == ("conv2", "bn2")  # then something else is added, in place
+    assert found.norms == {"conv1": [net.bn1], "conv2": [net.bn2], "fc": [None]}
 
 
 def test_what_goes_two_ways_comes_out_before_that():
@@ -178,7 +178,7 @@ def test_what_goes_two_ways_comes_out_before_that():
             x = self.fc(x)
             return self.relu(x) + self.tanh(x) + self.sigmoid(x)
 
-    assert outlets(Fork(), Batch.of(torch.ones(1, 3))).places == {Place("fc", 0): Place("fc", 0)}
+    assert outlets(Fork(), Batch.of(torch.ones(1, 3))).chains == {Place("fc", 0): ("fc",)}
 
 
 def test_a_layer_that_is_called_twice_has_one_score():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 
@@ -42,3 +43,28 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Whatever a forward writes to the buffers of `model` inside the block, they are as they were after it.
+
+    >>> model = nn.BatchNorm1d(2)
+    >>> with buffers_kept(model):
+    ...     _ = model(torch.rand(3, 2))
+    >>> model.num_batches_tracked
+    tensor(0)
+    """
+    buffers = [
+        (module._buffers, name, buffer, buffer.clone())
+        for module in parts(model)
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for owner, name, buffer, value in buffers:
+                owner[name] = buffer
+                buffer.copy_(value)

@@ -13,6 +13,7 @@ from torchhook.calling import Batch, on_device
 from torchhook.compare.gathering import as_before, length_of, require_loader
 from torchhook.core.selection import Query, require_module, unwrapped
 from torchhook.edits import ablate
+from torchhook.explain.modes import buffers_kept
 from torchhook.explain.places import running
 from torchhook.progress import shown
 from torchhook.prune.outlets import outlets, samples_of
@@ -53,14 +54,14 @@ def sensitivity(
     require_loader(loader, "loader")
     if with_ not in ("zero", "mean"):
         raise ValueError(f"with_ must be 'zero' or 'mean', not {with_!r}")
-    batches = iter(loader)
-    first = next(batches, _NOTHING)
-    if first is _NOTHING:
-        raise ValueError("loader gave no batch")
     edit = ablate(channels=slice(None), with_=with_)
     sweeps: list[tuple[int, Sweep]] = []
     model = unwrapped(model)
-    with as_before(model), running(model):
+    with as_before(model), buffers_kept(model), running(model):
+        batches = iter(loader)
+        first = next(batches, _NOTHING)
+        if first is _NOTHING:
+            raise ValueError("loader gave no batch")
         paths = list(outlets(model, Batch.of(on_device(first, model)), layers).layers)
         for data in shown(chain([first], batches), length_of(loader), "sensitivity", progress):
             batch = Batch.of(on_device(data, model))

@@ -16,7 +16,7 @@ from torchhook.calling import Batch, Loss, call, on_device
 from torchhook.compare.gathering import as_before, queries_of
 from torchhook.core.selection import Query, select, unwrapped
 from torchhook.explain.modes import evaluating
-from torchhook.prune.outlets import channels_of
+from torchhook.prune.outlets import channels_of, inputs_of
 from torchhook.prune.scores import Importance
 from torchhook.prune.tying import Graph, Group, copied
 from torchhook.text import html_table, table
@@ -124,11 +124,11 @@ def plan(
 
 
 class Unit(NamedTuple):
-    """One choice: a channel of a group, with everything that goes with it."""
+    """One choice of a group, with everything that goes with it."""
 
     score: float
     group: int
-    channel: int
+    choice: int
 
 
 class Cost:
@@ -145,12 +145,12 @@ class Cost:
         for group, mask in zip(groups, gone, strict=True):
             for lost, members in ((outputs, group.outputs), (inputs, group.inputs)):
                 for path, index in members.items():
-                    lost[path] = lost.get(path, 0) + int(mask[index.root].sum())
+                    lost[path] = lost.get(path, 0) + int(mask[index.choice].sum())
         saved = 0.0
         for path in {*outputs, *inputs}:
             layer = self.model.get_submodule(path)
             share = 1 - outputs.get(path, 0) / channels_of(layer)
-            share *= 1 - inputs.get(path, 0) / _inputs(layer)
+            share *= 1 - inputs.get(path, 0) / inputs_of(layer)
             saved += self.layers.get(path, 0) * (1 - share)
         return round(self.total - saved)
 
@@ -171,13 +171,15 @@ def _free(groups: list[Group], importance: Importance, ignored: list[str]) -> tu
         stays = [path for path in group.outputs if any(path == other or _is_in(path, other) for other in ignored)]
         reason = group.fixed or (f"{stays[0]!r} is in ignore" if stays else "")
         if not reason and not any(path in importance for path in group.outputs):
-            reason = "there are no scores for it"
-        if not reason and group.width < 2:
-            reason = "it has one channel"
+            reason = importance.left_out.get(group.root, "there are no scores for it")
+        if not reason and group.choices < 2:
+            reason = "it has one channel, or its channels can only go all together"
         if reason:
             left_out |= dict.fromkeys(group.outputs, reason)
         else:
             free.append(group)
+    seen = {path for group in groups for path in group.outputs}
+    left_out |= {path: "Torch-Pruning does not see it" for path in importance if path not in seen}
     if not free:
         reasons = "; ".join(f"{path!r}: {why}" for path, why in left_out.items())
         raise ValueError(f"no layer of the model can lose channels: {reasons or 'there are none in its graph'}")
@@ -185,21 +187,20 @@ def _free(groups: list[Group], importance: Importance, ignored: list[str]) -> tu
 
 
 def _worth(group: Group, importance: Importance, combine: str, ranking: str) -> Tensor:
-    """What each channel of a group is worth."""
-    scored = [(importance[path].double(), index) for path, index in group.outputs.items() if path in importance]
+    """What each choice of a group is worth."""
+    scored = [(path, importance[path].double(), index) for path, index in group.outputs.items() if path in importance]
     start = -torch.inf if combine == "max" else 0.0
-    worth = torch.full((group.width,), start, dtype=torch.float64)
-    for scores, (own, root) in scored:
+    worth = torch.full((group.choices,), start, dtype=torch.float64)
+    counts = torch.zeros(group.choices, dtype=torch.float64)
+    for path, scores, (own, choice) in scored:
         if len(scores) <= int(own.max()):
-            raise ValueError(
-                f"importance has {len(scores)} scores for {group.root!r}, which has {group.width} channels"
-            )
-        reduce = "amax" if combine == "max" else "sum"
-        worth.scatter_reduce_(0, root, scores.cpu()[own], reduce)
+            raise ValueError(f"importance has {len(scores)} scores for {path!r}, which has more channels")
+        worth.scatter_reduce_(0, choice, scores.cpu()[own], "amax" if combine == "max" else "sum")
+        counts.scatter_add_(0, choice, torch.ones(len(own), dtype=torch.float64))
     if combine == "mean":
-        worth /= len(scored)
+        worth /= counts.clamp(min=1)
     if ranking == "layer":
-        return worth.argsort(stable=True).argsort().double() / group.width
+        return worth.argsort(stable=True).argsort().double() / group.choices
     return worth if importance.comparable else worth / worth.mean().clamp(min=torch.finfo(torch.float64).tiny)
 
 
@@ -209,7 +210,7 @@ def _order(worth: list[Tensor], most: float) -> list[Unit]:
     for number, scores in enumerate(worth):
         allowed = min(int(most * len(scores)), len(scores) - 1)
         least = scores.argsort(stable=True)[:allowed]
-        units += [Unit(float(scores[channel]), number, int(channel)) for channel in least]
+        units += [Unit(float(scores[choice]), number, int(choice)) for choice in least]
     return sorted(units)
 
 
@@ -225,7 +226,7 @@ def _first(order: list[Unit], worth: list[Tensor], ratio: float) -> int:
 
 def _enough(order: list[Unit], groups: list[Group], cost: Cost, flops: float) -> int:
     """How many have to go for the FLOPs to be fewer by that part."""
-    widths = [group.width for group in groups]
+    widths = [group.choices for group in groups]
 
     def saved(count: int) -> float:
         return 1 - cost.without(groups, _masks(order[:count], widths)) / max(cost.total, 1)
@@ -243,7 +244,7 @@ def _chosen(units: list[Unit], worth: list[Tensor]) -> list[Tensor]:
 def _masks(units: list[Unit], widths: list[int]) -> list[Tensor]:
     masks = [torch.zeros(width, dtype=torch.bool) for width in widths]
     for unit in units:
-        masks[unit.group][unit.channel] = True
+        masks[unit.group][unit.choice] = True
     return masks
 
 
@@ -254,9 +255,11 @@ def _plan(
     cuts: dict[str, tuple[int, ...]] = {}
     for group, mask in zip(groups, gone, strict=True):
         if mask.any():
-            cuts[group.root] = tuple(mask.nonzero()[:, 0].tolist())
-            for path, (own, root) in group.outputs.items():
-                channels[path] = (*channels.get(path, ()), *own[mask[root]].tolist())
+            for path, (own, choice) in group.outputs.items():
+                gone_here = own[mask[choice]].tolist()
+                channels[path] = (*channels.get(path, ()), *gone_here)
+                if path == group.root:
+                    cuts[path] = tuple(sorted(gone_here))
     rank = {path: number for number, path in enumerate(importance)}
     ordered = sorted(channels, key=lambda path: rank.get(path, len(rank)))
     return Plan(
@@ -272,12 +275,6 @@ def _plan(
 
 def _is_in(path: str, above: str) -> bool:
     return path.startswith(f"{above}.") or not above
-
-
-def _inputs(layer: nn.Module) -> int:
-    found = layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels
-    assert isinstance(found, int)
-    return found
 
 
 def _require(importance: Any, ratio: Any, flops: Any, ranking: Any, combine: Any, most: Any) -> None:

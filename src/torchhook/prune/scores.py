@@ -6,7 +6,7 @@ import html
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal, TextIO
 
@@ -21,10 +21,11 @@ from torchhook.core.selection import Query, Selector, require_module, unwrapped
 from torchhook.core.session import Session
 from torchhook.core.site import Site
 from torchhook.core.tap import Sink, Tap
+from torchhook.explain.modes import buffers_kept
 from torchhook.explain.places import running
 from torchhook.progress import shown
-from torchhook.prune.outlets import Outlets, Place, channel_dim, channels_of, outlets, samples_of
-from torchhook.text import html_table, table
+from torchhook.prune.outlets import Outlets, Place, Trail, channel_dim, first_of, outlets, samples_of
+from torchhook.text import html_table, shape_of, table
 
 By = Literal["taylor", "fisher", "l1", "activation", "apoz", "wanda"]
 
@@ -40,6 +41,7 @@ class Importance(Mapping[str, Tensor]):
         by: What they are.
         n: How many samples they are from; 0 where they are from the weights alone.
         model, x, loss: The model, its first batch and the loss, for `plan` and `apply`.
+        left_out: Layers that cannot be scored so, and why.
 
     >>> scores = {"conv": torch.tensor([0.5, 0.0, 2.0])}
     >>> Importance(scores, "taylor", 64, nn.Identity(), None)
@@ -54,6 +56,7 @@ class Importance(Mapping[str, Tensor]):
     model: nn.Module
     x: Any
     loss: Loss | None = None
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     def __getitem__(self, path: str) -> Tensor:
         return self.scores[path]
@@ -112,12 +115,13 @@ def importance(
         loader: Gives batches: tuples whose last is the target, tensors, or mappings, which are keyword arguments.
         by: ``"taylor"``, by how much the loss of a sample would change without the channel, to first order: the mean
             over samples of |Σ a · dL/da| over its positions. ``"fisher"``, half the mean of its square.
-            ``"l1"``, Σ |w| of its filter, scaled as the batch norm behind it does. ``"wanda"``, the same with each
+            ``"l1"``, Σ |w| of its filter, scaled as the batch norm behind it does (of several norms, behind several
+            calls, the one that does most). ``"wanda"``, the same with each
             weight times the root mean square of the input that it is for. ``"activation"``, the mean of |a|.
             ``"apoz"``, the share of values above zero, which is one less the average percentage of zeros.
         loss: From output and target to a number, a mean over the batch as torch's are. Without one it is the loss
             that the output has, cross entropy if the targets are classes, the mean square if they look like the
-            outputs.
+            outputs; of mappings the targets are the ``labels``.
         layers: Queries for some of the layers; None means all.
         progress: Where to show it; only a terminal does.
 
@@ -135,12 +139,12 @@ def importance(
         raise ValueError(f"by must be one of {', '.join(map(repr, _SCORERS))}, not {by!r}")
     if loss is not None and not callable(loss):
         raise TypeError(f"loss must be callable on output and target, not {loss!r}")
-    batches = iter(loader)
-    first = next(batches, _NOTHING)
-    if first is _NOTHING:
-        raise ValueError("loader gave no batch")
     whole, model = model, unwrapped(model)  # inside a compiled graph nobody sees which tensor is which
-    with as_before(model), running(model):
+    with as_before(model), buffers_kept(model), running(model):
+        batches = iter(loader)
+        first = next(batches, _NOTHING)
+        if first is _NOTHING:
+            raise ValueError("loader gave no batch")
         found = outlets(model, Batch.of(on_device(first, model)), layers)
         scorer = _SCORERS[by](found)
         n = 0
@@ -150,14 +154,15 @@ def importance(
                 count = samples_of(batch)
                 scorer.run(model, batch, loss, count)
                 n += count
-    scores = {path: scorer.score(path, layer, n).cpu() for path, layer in found.layers.items()}
+    scored = {path: layer for path, layer in found.layers.items() if path not in scorer.left_out}
+    scores = {path: scorer.score(path, layer, n).cpu() for path, layer in scored.items()}
     for path, values in scores.items():
         if not values.isfinite().all():
             raise ValueError(
                 f"the {by} scores of {path!r} are not finite; torchhook.diagnose tells where that comes from, layers="
                 " leaves it out"
             )
-    return Importance(scores, by, n, whole, first, loss)
+    return Importance(scores, by, n, whole, first, loss, scorer.left_out)
 
 
 class Scorer(ABC):
@@ -167,7 +172,8 @@ class Scorer(ABC):
 
     def __init__(self, found: Outlets) -> None:
         self.found = found
-        self.owners = found.owners()
+        self.trail = Trail(found)
+        self.left_out: dict[str, str] = {}
 
     @abstractmethod
     def taps(self) -> list[Tap]:
@@ -175,8 +181,10 @@ class Scorer(ABC):
 
     def run(self, model: nn.Module, batch: Batch, loss: Loss | None, count: int) -> None:
         """One batch of `count` samples."""
+        self.trail.begin()
         with torch.no_grad():
             call(model, batch)
+        self.trail.end()
 
     @abstractmethod
     def score(self, path: str, layer: nn.Module, n: int) -> Tensor:
@@ -188,29 +196,17 @@ class _Gates(Edit):
 
     by_call = True
 
-    def __init__(self, found: Outlets) -> None:
+    def __init__(self, scorer: _ByLoss, path: str = "") -> None:
         super().__init__()
-        self.found = found
-        self.owners = found.owners()
-        self.path = ""
-        self.ones: dict[tuple[str, torch.Size], Tensor] = {}
+        self.scorer = scorer
+        self.path = path
 
     def bound(self, site: Site, module: nn.Module) -> Edit:
-        twin = _Gates(self.found)
-        twin.path, twin.ones = site.path, self.ones
-        return twin
+        return _Gates(self.scorer, site.path)
 
     def change(self, x: Any, call: int) -> Any:
-        layer = self.owners.get(Place(self.path, call))
-        if layer is None or not torch.is_grad_enabled():
-            return x
-        dim = channel_dim(self.found.layers[layer]) % x.dim()
-        shape = [size if place in (0, dim) else 1 for place, size in enumerate(x.shape)]
-        key = layer, torch.Size(shape)  # calls of a layer in one pass share a gate, for they share the channel
-        gate = self.ones.get(key)
-        if gate is None:
-            gate = self.ones[key] = x.new_ones(shape).requires_grad_()
-        return x * gate
+        layer = self.scorer.trail.given(Place(self.path, call), x)
+        return x if layer is None else self.scorer.gated(layer, x)
 
 
 class _ByLoss(Scorer):
@@ -220,30 +216,74 @@ class _ByLoss(Scorer):
 
     def __init__(self, found: Outlets) -> None:
         super().__init__(found)
-        self.gates = _Gates(found)
+        self.count = 0
+        self.gates: dict[str, Tensor] = {}  # samples × channels, one for all calls of a layer, for they share them
         self.sums: dict[str, Tensor] = {}
+        self.firsts: dict[str, Tensor] = {}  # what layers give for the first sample, if that may not be their first row
+        self.checked = False
 
     def taps(self) -> list[Tap]:
-        return [Tap(Selector.union([place.path for place in self.owners]), self.gates)]
+        return [*self.trail.taps(), Tap(Selector.union(self.found.paths()), _Gates(self))]
+
+    def gated(self, path: str, x: Tensor) -> Tensor:
+        """`x`, which has the channels of a layer, through the gate of these."""
+        dim = channel_dim(self.found.layers[path]) % x.dim()
+        if not torch.is_grad_enabled():
+            self.left_out[path] = "it runs without autograd"
+        elif not dim or not len(x) or len(x) % self.count:
+            self.left_out[path] = f"it does not give a row a sample: {shape_of(x)} for a batch of {self.count}"
+        if path in self.left_out:
+            return x
+        if path not in self.gates:
+            self.gates[path] = x.new_ones(self.count, x.shape[dim]).requires_grad_()
+        parts: Tensor = x.unflatten(0, (self.count, -1))  # samples may be cut into rows, as tokens or windows
+        if not self.checked and (self.count == 1 or len(x) != self.count or self.count in _others(x, dim)):
+            self.firsts.setdefault(path, parts[0].detach().clone())
+        shape = [size if place in (0, dim + 1) else 1 for place, size in enumerate(parts.shape)]
+        return (parts * self.gates[path].to(x.dtype).view(shape)).flatten(0, 1)
 
     def run(self, model: nn.Module, batch: Batch, loss: Loss | None, count: int) -> None:
-        self.gates.ones.clear()
+        self.count = count
+        self.gates.clear()
+        self.trail.begin()
         with torch.enable_grad():
-            guess = loss_of(call(model, batch), batch.target, loss)
+            guess = loss_of(call(model, batch), target_of(batch, loss), loss)
+            self.trail.end()
             if not guess.real:
                 raise ValueError("the batches of loader have no target that a loss could be guessed from; pass loss=")
-            gates = self.gates.ones
+            if not self.gates and self.left_out:
+                told = "; ".join(f"{path!r}: {why}" for path, why in self.left_out.items())
+                raise ValueError(f"there is no layer that can be scored by the loss: {told}")
             if not guess.loss.requires_grad:
                 raise ValueError("the loss does not depend on any layer, at least in no way that autograd sees")
-            found = torch.autograd.grad(guess.loss, list(gates.values()), allow_unused=True)
-        for (path, shape), gradient in zip(list(gates), found, strict=True):
-            layer = self.found.layers[path]
-            total = self.sums.setdefault(path, _zeros(layer, next(iter(gates.values()))))
+            found = torch.autograd.grad(guess.loss, list(self.gates.values()), allow_unused=True)
+        for (path, gate), gradient in zip(self.gates.items(), found, strict=True):
+            total = self.sums.setdefault(path, torch.zeros(gate.shape[1], dtype=torch.float64, device=gate.device))
             if gradient is not None:
-                dim = channel_dim(layer) % len(shape)
-                change = gradient.double().movedim(dim, -1).reshape(-1, shape[dim]) * count
-                total += change.abs().pow(self.power).sum(0)
-        self.gates.ones.clear()
+                total += (gradient.double() * count).abs().pow(self.power).sum(0)
+        if count > 1 and not self.checked:
+            self._check(model, batch)
+            self.checked = True
+        self.firsts.clear()
+        self.gates.clear()
+
+    def _check(self, model: nn.Module, batch: Batch) -> None:
+        """Leave out layers whose first row is not what the first sample gives alone, as where sequences come first."""
+        if not self.firsts:
+            return
+        expected, self.firsts, self.count = self.firsts, {}, 1
+        self.gates.clear()
+        self.trail.begin()
+        reason = "it does not give a row a sample: its first is not what the first sample gives"
+        try:
+            with torch.enable_grad():
+                call(model, first_of(batch, 1))
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            reason = f"whether it gives a row a sample cannot be told, for the model does not run on one ({why})"
+        for path, values in expected.items():
+            if path not in self.firsts or not _alike(values, self.firsts[path]):
+                self.left_out[path] = reason
 
     def score(self, path: str, layer: nn.Module, n: int) -> Tensor:
         return self.sums[path] / (n * self.power)
@@ -262,11 +302,11 @@ class _Values(Scorer, Sink):
         self.counts: dict[str, int] = {}
 
     def taps(self) -> list[Tap]:
-        return [Tap(Selector.union([place.path for place in self.owners]), self)]
+        return [*self.trail.taps(), Tap(Selector.union(self.found.paths()), self)]
 
     def receive(self, event: Event) -> None:
         """Add what one call gave."""
-        layer = self.owners.get(Place(event.path, event.call))
+        layer = self.trail.given(Place(event.path, event.call), event.live)
         if layer is not None:
             self.add(layer, event.live.detach(), channel_dim(self.found.layers[layer]))
 
@@ -318,7 +358,7 @@ class _Wanda(_Values):
         weights = _filters(layer)  # channels × inputs of a group × kernel
         groups = getattr(layer, "groups", 1)
         by_group = size.reshape(groups, -1, 1).repeat_interleave(len(weights) // groups, 0)
-        return (weights * by_group).sum((1, 2)) * _scale(self.found.norms.get(path))
+        return (weights * by_group).sum((1, 2)) * _scales(self.found.norms[path])
 
 
 class _L1(Scorer):
@@ -330,7 +370,7 @@ class _L1(Scorer):
         return []
 
     def score(self, path: str, layer: nn.Module, n: int) -> Tensor:
-        return _filters(layer).sum((1, 2)) * _scale(self.found.norms.get(path))
+        return _filters(layer).sum((1, 2)) * _scales(self.found.norms[path])
 
 
 def _filters(layer: nn.Module) -> Tensor:
@@ -342,6 +382,12 @@ def _filters(layer: nn.Module) -> Tensor:
         assert isinstance(groups, int)
         weight = weight.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
     return weight.flatten(2) if weight.dim() > 2 else weight[..., None]
+
+
+def _scales(norms: list[nn.Module | None]) -> Tensor | float:
+    """What the norms behind the calls of a layer multiply each channel by, the largest if they are several."""
+    scales = [torch.as_tensor(_scale(norm), dtype=torch.float64) for norm in dict.fromkeys(norms)]
+    return torch.stack(torch.broadcast_tensors(*scales)).amax(0)
 
 
 def _scale(norm: nn.Module | None) -> Tensor | float:
@@ -356,8 +402,23 @@ def _scale(norm: nn.Module | None) -> Tensor | float:
     return scale  # type: ignore[no-any-return]
 
 
-def _zeros(layer: nn.Module, like: Tensor) -> Tensor:
-    return torch.zeros(channels_of(layer), dtype=torch.float64, device=like.device)
+def _others(x: Tensor, dim: int) -> list[int]:
+    """The sizes of `x` but for the first and that of the channels."""
+    return [size for place, size in enumerate(x.shape) if place not in (0, dim)]
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    """Whether they are the same, but for rounding."""
+    if one.shape != other.shape:
+        return False
+    most = torch.finfo(one.dtype).eps ** 0.5 * one.abs().max()
+    return not bool((one - other).abs().max() > most)
+
+
+def target_of(batch: Batch, loss: Loss | None) -> Any:
+    """What the loss compares the output with; one that is guessed takes the labels of a mapping."""
+    target = batch.target
+    return target["labels"] if loss is None and isinstance(target, Mapping) and "labels" in target else target
 
 
 _HEADER = ("layer", "channels", "least", "median", "most")

@@ -18,11 +18,13 @@ from torchhook.compare.gathering import as_before, length_of, require_loader
 from torchhook.core.selection import require_module, unwrapped
 from torchhook.core.tap import require_count
 from torchhook.core.trees import leaves
-from torchhook.explain.modes import evaluating
+from torchhook.explain.modes import buffers_kept, evaluating
 from torchhook.progress import shown
 from torchhook.prune.outlets import channels_of, samples_of
 from torchhook.prune.planning import Plan, flops_of
+from torchhook.prune.scores import target_of
 from torchhook.prune.tying import Graph, copied, tracing
+from torchhook.prune.verifying import verified
 from torchhook.text import html_table, table
 
 
@@ -43,6 +45,7 @@ class Pruned:
         flops: Of a forward of the example batch.
         milliseconds: Of the same, the median of some runs, both models in turn.
         loss: The mean over the batches; None if there is no loss to be measured.
+        note: Why it could not be verified that the right channels were cut; empty if it was.
 
     >>> Pruned(nn.Identity(), Change(1000, 490), Change(20_000, 9_000), Change(0.2, 0.1), Change(0.31, 0.33))
     Pruned Identity
@@ -58,6 +61,12 @@ class Pruned:
     flops: Change
     milliseconds: Change
     loss: Change | None
+    note: str = ""
+
+    @property
+    def verified(self) -> bool:
+        """Whether the model gives what the whole one does where nothing sees the channels that went."""
+        return not self.note
 
     def table(self) -> list[dict[str, Any]]:
         """A plain dictionary a measure, for pandas and the like."""
@@ -70,7 +79,7 @@ class Pruned:
         return f"<p>{html.escape(self._title())}</p>{html_table(_HEADER, self._rows())}"
 
     def _title(self) -> str:
-        return f"Pruned {type(self.model).__name__}"
+        return f"Pruned {type(self.model).__name__}" + (f" (not verified: {self.note})" if self.note else "")
 
     def _changes(self) -> dict[str, Change]:
         found = {"parameters": self.parameters, "FLOPs": self.flops, "milliseconds": self.milliseconds}
@@ -100,11 +109,14 @@ def apply(
     The model that comes back is a copy, in which hooks are as in the model (of a compiled or parallel one, of what is
     in it); an optimizer has to be made anew. Nothing is trained: do that next.
 
+    What comes out is compared on `x` with the whole model in which nothing is made of the channels that go, and refused
+    if they disagree. Where channels are mixed, as by a layer norm, that cannot be told, and ``note`` says so.
+
     Args:
         x: A batch to trace and to time the model with; None is the first that `importance` saw.
         loader: Batches to measure the loss on; None measures it on `x`.
         loss: From output and target to a number; None is that of `importance`, or a guess as there.
-        inplace: Cut `model` itself. It is left alone if what comes out does not run.
+        inplace: Cut `model` itself. It is left alone if what comes out does not run, or is wrong.
         runs: How many forwards of each model to time.
         progress: Where to show it; only a terminal does.
 
@@ -131,13 +143,15 @@ def apply(
         batch = Batch.of(on_device(example, bare))
         twin = copied(bare)
         _cut(twin, plan, batch)
-        _require_alike(bare, twin, batch)
-        measured = (loader, length_of(loader)) if loader is not None else ([example], 1)
-        losses = _losses([bare, twin], measured, loss or plan.loss, progress)
-        changes = _parameters(bare, twin), _flops(bare, twin, batch), _times(bare, twin, batch, runs)
+        with buffers_kept(bare), buffers_kept(twin):
+            _require_alike(bare, twin, batch)
+            note = verified(bare, twin, plan, batch)
+            measured = (loader, length_of(loader)) if loader is not None else ([example], 1)
+            losses = _losses([bare, twin], measured, loss or plan.loss, progress)
+            changes = _parameters(bare, twin), _flops(bare, twin, batch), _times(bare, twin, batch, runs)
         if inplace:
             _cut(bare, plan, batch)
-    return Pruned(model if inplace else twin, *changes, losses)
+    return Pruned(model if inplace else twin, *changes, losses, note)
 
 
 def _cut(model: nn.Module, plan: Plan, batch: Batch) -> None:
@@ -158,7 +172,7 @@ def _losses(
         n += count
         for number, model in enumerate(models):
             with torch.enable_grad(), evaluating(model):  # a guess without a loss asks for a gradient
-                guess = loss_of(call(model, Batch.of(on_device(data, model))), batch.target, loss)
+                guess = loss_of(call(model, Batch.of(on_device(data, model))), target_of(batch, loss), loss)
             if not guess.real:
                 return None
             totals[number] += float(guess.loss.detach()) * count

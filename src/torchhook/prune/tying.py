@@ -18,33 +18,35 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from torchhook.calling import Batch, call
 from torchhook.core.selection import unwrapped
-from torchhook.core.trees import leaves, mapped
-from torchhook.explain.modes import evaluating
-from torchhook.prune.outlets import LAYERS, channels_of, samples_of
+from torchhook.core.trees import leaves
+from torchhook.explain.modes import buffers_kept, evaluating
+from torchhook.prune.outlets import LAYERS, channels_of, first_of, inputs_of
 
 _ROUNDS = 30  # that a search makes of a graph, a node at a time; of convolutional networks it makes two or three
 _FIXED = (nn.MultiheadAttention, nn.RNNBase, nn.GroupNorm, nn.Parameter)
 
 
 class Index(NamedTuple):
-    """Channels of a layer, and which channels of the root of their group each of them goes with."""
+    """Channels of a layer, and with which choice of their group each of them goes."""
 
     own: Tensor
-    root: Tensor
+    choice: Tensor
 
 
 class Group(NamedTuple):
     """Channels that go together, of all layers that share them.
 
-    `outputs` are the layers whose output channels they are, `inputs` those that they are given to. `fixed` says why
-    none of them can go, if none can.
+    Each of its `choices` is a channel of the root, or several that can only go together, as those that a gated linear
+    unit multiplies. `outputs` are the layers whose output channels they are, `inputs` those that they are given to.
+    `fixed` says why none of them can go, if none can.
     """
 
     root: str
-    width: int
+    choices: int
     outputs: dict[str, Index]
     inputs: dict[str, Index]
     fixed: str
@@ -65,10 +67,11 @@ class Graph:
     def __init__(self, model: nn.Module, batch: Batch) -> None:
         self.model = unwrapped(model)
         self.paths = {module: path for path, module in self.model.named_modules()}
-        few = _few(batch)
+        self._shared = _shared(self.model)
+        few = first_of(batch, 2)  # which are enough to see where things go
         library = torch_pruning()
         self._graph = library.DependencyGraph()
-        with tracing(self.model), warnings.catch_warnings():
+        with tracing(self.model), buffers_kept(self.model), warnings.catch_warnings():
             _require_run(self.model, few)
             warnings.filterwarnings("error", "Maximum recursive depth")  # else it would go round in circles for ever
             try:
@@ -96,10 +99,32 @@ class Graph:
         try:
             with self._bounded():
                 items = self._items(layer, range(width))
+            outputs, inputs = self._members(items, out=True), self._members(items, out=False)
+            fixed = self._fixed(items, outputs, inputs)
+            choices = self._choices(layer, width) if not fixed else []
         except _CirclesError:
             return alone._replace(fixed="Torch-Pruning goes round in circles where it looks for what goes with it")
-        outputs, inputs = self._members(items, out=True), self._members(items, out=False)
-        return Group(root, width, outputs, inputs, self._fixed(items, [*outputs, *inputs], outputs))
+        if fixed or len(choices) == width:
+            return Group(root, width, outputs, inputs, fixed)
+        parts = [self._items(layer, choice) for choice in choices]  # in the items of all channels, ties are not seen
+        outputs, inputs = (_numbered([self._members(part, out) for part in parts]) for out in (True, False))
+        return Group(root, len(choices), outputs, inputs, "")
+
+    def _choices(self, layer: nn.Module, width: int) -> list[list[int]]:
+        """The channels of a layer, those together that can only go together."""
+        bits = [[c for c in range(width) if not c >> bit & 1] for bit in range((width - 1).bit_length())]
+        if all(self._gone(layer, asked) == set(asked) for asked in bits):  # any two are asked apart in one of these
+            return [[channel] for channel in range(width)]
+        label = torch.arange(width)
+        for channel in range(width):
+            met = label[sorted(self._gone(layer, [channel]))]
+            label[torch.isin(label, met)] = met.min()
+        return [(label == first).nonzero()[:, 0].tolist() for first in label.unique()]
+
+    def _gone(self, layer: nn.Module, channels: list[int]) -> set[int]:
+        """Which channels of a layer go if some do."""
+        with self._bounded():
+            return set(self._members(self._items(layer, channels), out=True)[self.paths[layer]].own.tolist())
 
     @contextmanager
     def _bounded(self) -> Iterator[None]:
@@ -123,6 +148,16 @@ class Graph:
         """Remove some channels of a layer, and whatever goes with them."""
         self._items(self.model.get_submodule(root), channels).prune()
 
+    def silence(self, root: str, channels: Sequence[int]) -> None:
+        """Remove nothing, but have the layers that some channels are given to make nothing of them."""
+        items = self._items(self.model.get_submodule(root), channels)
+        for path, index in self._members(items, out=False).items():
+            layer: Any = self.model.get_submodule(path)
+            with torch.no_grad():
+                layer.weight.index_fill_(
+                    0 if getattr(layer, "transposed", False) else 1, index.own.to(layer.weight.device), 0
+                )
+
     def _members(self, items: Any, out: bool) -> dict[str, Index]:
         found: dict[str, Index] = {}
         for item in items:
@@ -133,7 +168,7 @@ class Graph:
                 found[path] = Index(*map(torch.cat, zip(found[path], index, strict=True))) if path in found else index
         return found
 
-    def _fixed(self, items: Any, paths: list[str], outputs: dict[str, Index]) -> str:
+    def _fixed(self, items: Any, outputs: dict[str, Index], inputs: dict[str, Index]) -> str:
         """Why the channels cannot go, empty if they can."""
         for item in items:
             node = item.dep.target
@@ -141,11 +176,27 @@ class Graph:
                 return "it makes what the model gives"
             if isinstance(node.module, _FIXED):
                 return f"it is tied to a {type(node.module).__name__}, whose width is fixed"
-        grouped = next((path for path in paths if _is_grouped(self.model.get_submodule(path))), None)
-        if grouped is not None:
-            return f"it is tied to {grouped!r}, a convolution in groups of channels"
+            path = self.paths.get(node.module)
+            if path is not None and (reason := self._uncuttable(node.module)):
+                return f"{path!r} has to be cut with it, and {reason}"
+        for path in [*outputs, *inputs]:
+            if _is_grouped(self.model.get_submodule(path)):
+                return f"it is tied to {path!r}, a convolution in groups of channels"
+        for path, index in inputs.items():
+            if int(index.own.max()) >= inputs_of(self.model.get_submodule(path)):
+                return f"{path!r} is given fewer channels than there are, in a way that Torch-Pruning does not see"
         attention = next((path for path in outputs if _in_attention(self.model, path)), None)
         return "" if attention is None else _heads(attention)
+
+    def _uncuttable(self, module: nn.Module) -> str:
+        """Why the parameters of a module cannot be cut, empty if they can."""
+        if is_parametrized(module):
+            return "its parameters are made by a parametrization"
+        for name in ("weight", "bias"):
+            if isinstance(getattr(module, name, None), Tensor) and name not in module._parameters:
+                return f"its {name} is no parameter: something makes it, as a mask of torch.nn.utils.prune does"
+        shared = next((self._shared[p] for p in module.parameters(recurse=False) if p in self._shared), None)
+        return "" if shared is None else f"one parameter is shared by {' and '.join(map(repr, shared))}"
 
 
 class _CirclesError(Exception):
@@ -175,8 +226,10 @@ def torch_pruning() -> Any:
 
 def copied(model: nn.Module) -> nn.Module:
     """A copy, so that the model itself stays as it is."""
+    made = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
+    memo = {id(value): value.detach().clone() for value in made if not value.is_leaf}  # as the weights that masks make
     try:
-        return copy.deepcopy(model)
+        return copy.deepcopy(model, memo)
     except Exception as error:
         raise ValueError(
             f"the model cannot be copied ({type(error).__name__}: {error}), and it is a copy that is cut first"
@@ -193,8 +246,9 @@ def tracing(model: nn.Module) -> Iterator[None]:
         with torch.inference_mode(False), torch.enable_grad(), evaluating(model):
             yield
     finally:
-        for path, parameter in model.named_parameters():
-            parameter.requires_grad_(flags[path])
+        for path, parameter in model.named_parameters():  # some may have come and gone
+            if path in flags:
+                parameter.requires_grad_(flags[path])
 
 
 def _require_run(model: nn.Module, batch: Batch) -> None:
@@ -212,10 +266,24 @@ def _graphed(output: Any) -> list[Tensor]:
     return [leaf for _, leaf in leaves(output) if leaf.grad_fn is not None]
 
 
-def _few(batch: Batch) -> Batch:
-    """Two samples of a batch, which are enough to see where things go."""
-    size = samples_of(batch)
-    return Batch(mapped(lambda x: x[:2] if x.dim() and len(x) == size else x, batch.arguments), None)
+def _shared(model: nn.Module) -> dict[Tensor, list[str]]:
+    """The parameters that several modules have, with all their names."""
+    names: dict[Tensor, list[str]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(path, recurse=False):
+            names.setdefault(parameter, []).append(name)
+    return {parameter: found for parameter, found in names.items() if len(found) > 1}
+
+
+def _numbered(members: list[dict[str, Index]]) -> dict[str, Index]:
+    """Of each choice its channels by layer: the same by layer."""
+    found: dict[str, Index] = {}
+    for number, by_path in enumerate(members):
+        for path, index in by_path.items():
+            own = index.own.unique()
+            more = Index(own, torch.full_like(own, number))
+            found[path] = Index(*map(torch.cat, zip(found[path], more, strict=True))) if path in found else more
+    return found
 
 
 def _is_grouped(layer: nn.Module) -> bool:
