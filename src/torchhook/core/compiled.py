@@ -63,7 +63,7 @@ class Inlay:
             return value
         for number, (address, tensor) in enumerate(list(leaves(value))):
             if tensor.requires_grad:
-                value = put(value, address, Graded.apply(tensor, ticket, number))  # type: ignore[no-untyped-call]
+                value = put(value, address, Graded.apply(tensor, ticket, number))  # type: ignore[no-untyped-call]  # torch's
         return value
 
     def run(self, text: str, tensors: list[Tensor]) -> int:
@@ -119,7 +119,7 @@ class Regrading:
         meant = self.editing.leaf(value)
         for address, tensor in list(leaves(value)):
             if tensor.requires_grad and (meant is None or address == meant):
-                value = put(value, address, Regraded.apply(tensor, self.editing))  # type: ignore[no-untyped-call]
+                value = put(value, address, Regraded.apply(tensor, self.editing))  # type: ignore[no-untyped-call]  # torch's
         return value
 
 

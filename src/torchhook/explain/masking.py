@@ -7,6 +7,7 @@ they say stays on the device until the end. What cannot make a difference is not
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -130,7 +131,7 @@ def score_cam(runs: _Runs) -> Tensor:
         seen = F.interpolate(maps[rows, some][:, None], size, mode="bilinear", align_corners=True)
         low, high = seen.amin((2, 3), keepdim=True), seen.amax((2, 3), keepdim=True)
         through = (seen - low) / (high - low + _EPSILON)
-        output = runs.output(rows, lambda image, through=through: _through(image, through))  # type: ignore[misc]
+        output = runs.output(rows, partial(_through, map_=through))
         found.append(runs.score(output, rows))
     scores = maps.new_zeros(maps.shape[:2])
     scores[samples, channels] = torch.cat(found).to(scores.dtype)

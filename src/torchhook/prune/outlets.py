@@ -228,7 +228,7 @@ class _Uses(TorchDispatchMode):
     """Tells the follower of every tensor that any operation is given."""
 
     def __init__(self, follower: _Follower) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self.follower = follower
 
     def __torch_dispatch__(

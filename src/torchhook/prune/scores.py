@@ -375,7 +375,7 @@ class _L1(Scorer):
 
 def _filters(layer: nn.Module) -> Tensor:
     """The sizes of the weights: output channels × input channels of a group × kernel."""
-    weight = layer.weight.detach().double().abs()  # type: ignore[operator]
+    weight = layer.weight.detach().double().abs()  # type: ignore[operator]  # a tensor, in these modules
     assert isinstance(weight, Tensor)
     if getattr(layer, "transposed", False):  # inputs × outputs of a group × kernel
         groups = layer.groups
@@ -398,8 +398,8 @@ def _scale(norm: nn.Module | None) -> Tensor | float:
     if isinstance(norm.weight, Tensor):
         scale = norm.weight.detach().double().abs()
     if isinstance(norm.running_var, Tensor):
-        scale = scale / (norm.running_var.double() + norm.eps).sqrt()  # type: ignore[operator]
-    return scale  # type: ignore[no-any-return]
+        scale = scale / (norm.running_var.double() + norm.eps).sqrt()  # type: ignore[operator]  # a tensor, in these modules
+    return scale  # type: ignore[no-any-return]  # a tensor, as its parts
 
 
 def _others(x: Tensor, dim: int) -> list[int]:

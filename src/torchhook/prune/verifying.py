@@ -89,7 +89,7 @@ class _Mixing(TorchDispatchMode):
     """Notes what is computed over channels."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self.found: list[str] = []
 
     def __torch_dispatch__(
