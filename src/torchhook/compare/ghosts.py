@@ -160,7 +160,7 @@ def _gradients(loss: Tensor, sources: list[Tensor]) -> Iterable[Tensor]:
 def _positions(layer: nn.Module, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
     """Inputs and gradients as samples × positions × groups × channels."""
     if isinstance(layer, nn.Linear):
-        return tuple(t.reshape(len(t), -1, 1, t.shape[-1]) for t in (x, gradient))  # type: ignore[return-value]
+        return tuple(t.reshape(len(t), -1, 1, t.shape[-1]) for t in (x, gradient))  # type: ignore[return-value]  # of two
     assert isinstance(layer, nn.modules.conv._ConvNd)
     windows = _windows(layer, x)
     return (

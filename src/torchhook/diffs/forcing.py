@@ -112,7 +112,8 @@ class Forced:
             return value
         place = Place(Site(moment.place.site.path, "grad_output"), moment.place.call, number)
         self.awaited[place] = moment
-        return Handed.apply(old, value, self, place, moment.module)  # type: ignore[no-any-return, no-untyped-call]
+        handed: Tensor = Handed.apply(old, value, self, place, moment.module)  # type: ignore[no-untyped-call]  # torch's
+        return handed
 
     def gradient(self, place: Place, module: nn.Module, gradient: Tensor) -> Tensor:
         """A gradient has come; the one that goes on."""
