@@ -528,3 +528,21 @@ def test_overhead_takes_keywords_and_leaves_buffers_alone():
     assert net.norm.num_batches_tracked == 0 and torch.equal(torch.get_rng_state(), state)
     with pytest.raises(TypeError, match="model"):
         overhead(3, torch.ones(1))
+
+
+def test_a_thread_that_calls_while_torch_adds_a_hook_is_let_through():
+    """Torch puts the hook on the module first, and says only then that it takes keywords."""
+    model, errors = nn.Linear(2, 2), []
+    with capture(model, inputs=True, on_silent="ignore"):
+        model._forward_pre_hooks_with_kwargs.clear()
+
+        def call():
+            try:
+                model(torch.ones(1, 2))
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+    assert not errors

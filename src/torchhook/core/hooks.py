@@ -169,7 +169,9 @@ class InputHook(Hook):
         super().__init__(point, act, steps)
         self.catches = catches
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+        if kwargs is None:  # another thread calls while torch adds this hook: that it takes keywords is said last
+            return None
         if tracing():
             return tuple(followed(self.steps, Arguments(args, kwargs)))
         if not self.scope.when.active:
