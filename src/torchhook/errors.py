@@ -10,6 +10,7 @@ TorchhookError
 ├── NonfiniteError (FloatingPointError) a model made NaN or Inf; the text tells where it began
 ├── StopTraining (RuntimeError)     a monitor was told to stop the training if something is broken, and it is
 ├── RunError (ValueError)           what should be a run on disk is none, or cannot be read
+├── HarvestError (ValueError)       a store of activations is none, is broken, or is of another model or data
 └── NotRecordedError (KeyError)     a value is read that was not recorded
 """
 
@@ -54,6 +55,10 @@ class StopTraining(TorchhookError, RuntimeError):  # noqa: N818 (it is no error 
 
 class RunError(TorchhookError, ValueError):
     """What should be a run on disk is none, is broken, or was written by a newer torchhook."""
+
+
+class HarvestError(TorchhookError, ValueError):
+    """A store of activations is none, is broken, cannot be written, or is of another model or other data."""
 
 
 class NotRecordedError(TorchhookError, KeyError):
