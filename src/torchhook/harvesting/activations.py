@@ -1,0 +1,242 @@
+"""A folder of activations, read back: nothing is executed, nothing is written, and only what is asked for is read.
+
+What there is the journals say, and neither the headers nor the lengths of the files: a store that is being written, or
+whose writer was killed, has what was committed when it was opened.
+"""
+
+from __future__ import annotations
+
+import html
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from torchhook.core.selection import nearest
+from torchhook.errors import HarvestError, NotRecordedError
+from torchhook.harvesting import layout
+from torchhook.harvesting.arrow import table_of
+from torchhook.harvesting.batches import Batches
+from torchhook.harvesting.checking import check
+from torchhook.harvesting.column import Column
+from torchhook.harvesting.journal import Commit, Kept, last
+from torchhook.harvesting.manifest import Manifest
+from torchhook.harvesting.parts import Part
+from torchhook.harvesting.samples import Samples
+from torchhook.text import html_table, in_units, table
+
+_HEADER = ("site", "rows", "shape", "dtype", "size", "mean", "std", "nonfinite", "overflow")
+
+
+class Activations:
+    """The activations in a folder, by site; see `torchhook.harvest`.
+
+        acts = Activations.open("activations")
+        acts["layer4"][:100]                                 # rows, by memory map
+        acts["layer4"].of(17)                                # those of sample 17
+        for rows in acts["layer4"].batches(4096, shuffle=True, seed=epoch): ...
+
+    `len` is the number of samples; a loop goes over the names of the sites.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, commits: Mapping[int, Commit]) -> None:
+        """Made by `open`: what the shards have is told by `commits`."""
+        self.folder = folder
+        self.manifest = manifest
+        self._commits = commits
+        self._filled = {shard: commit for shard, commit in commits.items() if commit.samples}
+        self._samples = Samples(
+            [Part(layout.samples(folder, n), torch.int64, (), commit.samples) for n, commit in self._filled.items()]
+        )
+        self._columns = {site: self._column(site) for site in manifest.sites}
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Activations:
+        """The activations in `folder`, as many as are committed now."""
+        folder = Path(folder).absolute()
+        manifest = Manifest.read(folder)
+        numbers = layout.shards(folder) if manifest.shards is None else range(manifest.shards)
+        commits = {}
+        for shard in numbers:
+            commit = last(layout.journal(folder, shard))
+            if commit is not None:
+                commits[shard] = commit
+            elif manifest.shards is not None:
+                raise HarvestError(
+                    f"{str(folder)!r} is broken: {str(layout.journal(folder, shard))!r} is missing or empty, and the"
+                    f" harvest ended with {manifest.shards} shards"
+                )
+        return cls(folder, manifest, commits)
+
+    @property
+    def sites(self) -> list[str]:
+        """The names of the sites."""
+        return list(self._columns)
+
+    @property
+    def samples(self) -> Tensor:
+        """The ids of all samples, in the order of the rows."""
+        return self._samples.ids.clone()
+
+    @property
+    def complete(self) -> bool:
+        """Whether the harvest ended."""
+        return self.manifest.shards is not None and all(commit.done for commit in self._commits.values())
+
+    @property
+    def skipped(self) -> dict[int, str]:
+        """The ids of the samples that are not here because they, or the model on them, failed; and why."""
+        return {sample: reason for commit in self._commits.values() for sample, reason in commit.skipped.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """What the rows of all sites take on the disk."""
+        return sum(column.nbytes for column in self._columns.values())
+
+    def __getitem__(self, site: str) -> Column:
+        if site not in self._columns:
+            raise NotRecordedError(f"{site!r} was not harvested; {nearest(str(site), self._columns)}")
+        return self._columns[site]
+
+    def __contains__(self, site: object) -> bool:
+        return site in self._columns
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        """How many samples there are."""
+        return len(self._samples)
+
+    def batches(
+        self,
+        size: int,
+        sites: Sequence[str] | None = None,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        memory_mb: float = 256,
+    ) -> Batches[dict[str, Tensor]]:
+        """The same rows of several sites (all, unless named) as dicts, as `Column.batches` gives those of one."""
+        columns = self._with_same_rows(sites)
+        return Batches(list(columns.values()), partial(_named, list(columns)), size, shuffle, seed, memory_mb)
+
+    def loader(
+        self,
+        size: int,
+        *,
+        sites: Sequence[str] | None = None,
+        shuffle: bool = False,
+        seed: int = 0,
+        memory_mb: float = 256,
+        num_workers: int = 0,
+    ) -> DataLoader[dict[str, Tensor]]:
+        """The same as a `DataLoader`, whose workers share the rows, and `memory_mb`, between them.
+
+        In order they come in the same order whatever the number of workers; the mixture depends on it. For another one
+        in each epoch make a loader with another seed.
+        """
+        columns = self._with_same_rows(sites)
+        named = partial(_named, list(columns))
+        batches = Batches(list(columns.values()), named, size, shuffle, seed, memory_mb, num_workers)
+        return DataLoader(batches, batch_size=None, num_workers=num_workers)
+
+    def to_arrow(self, *sites: str) -> Any:
+        """The same rows of several sites (all, unless named) as a `pyarrow.Table`, most of it without a copy.
+
+        Beside them are the columns ``sample`` (the id) and ``position`` (which of the sample's rows). A site is a list
+        of fixed size, flattened; its shape is in the metadata of the field. bfloat16 becomes float32.
+        """
+        return table_of(self._with_same_rows(sites or None))
+
+    def statistics(self) -> list[dict[str, Any]]:
+        """A row for each site: what was measured while it was harvested, of the values as the model gave them."""
+        return [
+            {"site": site, "rows": len(column), **vars(column.statistics), "overflow": column.overflow}
+            for site, column in self._columns.items()
+        ]
+
+    def verify(self, progress: TextIO | None = sys.stderr) -> int:
+        """Read all there is and compare it with the checksums; how many bytes that were.
+
+        A `HarvestError` names every file that is not as it was written.
+        """
+        return check(list(self._files()), progress)
+
+    def __repr__(self) -> str:
+        return f"{self._title()}\n{table(_HEADER, self._rows())}"
+
+    def _repr_html_(self) -> str:
+        return f"<p>{html.escape(self._title())}</p>{html_table(_HEADER, self._rows())}"
+
+    def _column(self, site: str) -> Column:
+        kind = self.manifest.sites[site]
+        kept = {shard: commit.sites.get(site, Kept()) for shard, commit in self._filled.items()}
+        for shard, commit in self._filled.items():
+            if not kind.ragged and kept[shard].rows != commit.samples:
+                raise HarvestError(
+                    f"{str(layout.journal(self.folder, shard))!r} is broken: {kept[shard].rows} rows of {site!r} for"
+                    f" {commit.samples} samples"
+                )
+        values = [
+            Part(layout.values(self.folder, site, n), kind.torch_dtype, kind.shape, k.rows) for n, k in kept.items()
+        ]
+        offsets = [
+            Part(layout.offsets(self.folder, site, shard), torch.int64, (), commit.samples + 1)
+            for shard, commit in self._filled.items()
+            if kind.ragged
+        ]
+        return Column(site, kind, self._samples, list(kept.values()), values, offsets)
+
+    def _with_same_rows(self, sites: Sequence[str] | None) -> dict[str, Column]:
+        if isinstance(sites, str):
+            raise TypeError(f"sites must be several names, as [{sites!r}]")
+        columns = {site: self[site] for site in (self.sites if sites is None else sites)}
+        if not columns:
+            raise ValueError("sites is empty: name at least one, or leave it out for all")
+        first, *others = columns.values()
+        for other in others:
+            if other.shared_out != first.shared_out:
+                raise HarvestError(
+                    f"{first.site!r} has {len(first)} rows and {other.site!r} {len(other)}, which are not of the same"
+                    " things; name sites with the same rows, or read each by itself"
+                )
+        return columns
+
+    def _files(self) -> Iterator[tuple[Part, int]]:
+        for part, commit in zip(self._samples.parts, self._filled.values(), strict=True):
+            yield part, commit.samples_crc32
+        for column in self._columns.values():
+            yield from column.checksums()
+
+    def _title(self) -> str:
+        said = [f"{len(self)} samples, {len(self.sites)} sites, {in_units(self.nbytes)}"]
+        if not self.complete:
+            said.append("not complete")
+        if self.skipped:
+            said.append(f"{len(self.skipped)} skipped")
+        return f"Activations of {self.manifest.model}: {'; '.join(said)}"
+
+    def _rows(self) -> list[list[Any]]:
+        return [
+            [
+                site if site and site.isprintable() else repr(site),
+                len(column),
+                "×".join(map(str, column.shape[1:])) or "scalar",
+                str(column.dtype).removeprefix("torch."),
+                in_units(column.nbytes),
+                *(float(f"{number:.4g}") for number in (column.statistics.mean, column.statistics.std)),
+                column.statistics.nonfinite,
+                column.overflow,
+            ]
+            for site, column in self._columns.items()
+        ]
+
+
+def _named(names: Sequence[str], rows: Sequence[Tensor]) -> dict[str, Tensor]:
+    return dict(zip(names, rows, strict=True))
