@@ -9,7 +9,7 @@ PIP := $(BIN)/python $(INSTALL)
 BROWSER := /usr/bin/chromium /usr/bin/chromedriver
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 
-.PHONY: demo test check bench rules matrix clean
+.PHONY: demo test check docs bench rules matrix clean
 
 demo: .venv/demo
 	$(BIN)/python examples/demo.py
@@ -23,6 +23,10 @@ check: .venv/check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# The site, as tests/test_docs.py builds it, in build/site/index.html.
+docs: .venv/test
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 bench: .bench/installed $(BROWSER)
 	$(BENCH)/python benchmarks/capture.py
 	$(BENCH)/python benchmarks/compile.py
@@ -32,6 +36,7 @@ bench: .bench/installed $(BROWSER)
 	$(BENCH)/python benchmarks/dashboard.py
 	$(BENCH)/python benchmarks/explain.py
 	$(BENCH)/python benchmarks/compare.py
+	$(BENCH)/python benchmarks/harvest.py
 
 # How right the rules are, on trainings that their thresholds were not set on. Some minutes.
 rules: .venv/test

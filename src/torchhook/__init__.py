@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from torchhook.editing import arm, clip_gradients, edit, skip
     from torchhook.errors import (
         BudgetError,
+        HarvestError,
         NonfiniteError,
         NotRecordedError,
         OverwrittenError,
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
     )
     from torchhook.extractor import FeatureExtractor
     from torchhook.findings import Finding, Report, Severity
+    from torchhook.harvesting.activations import Activations
+    from torchhook.harvesting.harvest import harvest
     from torchhook.inventory import HookInfo, detach, hooks
     from torchhook.logs import Entry, Log
     from torchhook.manager import HookManager
@@ -75,6 +78,7 @@ __version__ = "1.0.0.dev0"
 
 # Where the names are. Each is imported when it is first used: importing the package needs nothing, not even torch.
 _NAMES = {
+    "Activations": "harvesting.activations",
     "BudgetError": "errors",
     "Calls": "captured",
     "Capture": "captured",
@@ -86,6 +90,7 @@ _NAMES = {
     "Event": "core.event",
     "FeatureExtractor": "extractor",
     "Finding": "findings",
+    "HarvestError": "errors",
     "Histogram": "stats",
     "HookInfo": "inventory",
     "HookManager": "manager",
@@ -140,6 +145,7 @@ _NAMES = {
     "format_parameter_count": "summary",
     "get_layerwise_parameter_count": "summary",
     "glob": "core.selection",
+    "harvest": "harvesting.harvest",
     "hooks": "inventory",
     "mark": "core.marks",
     "marked": "core.selection",
@@ -158,6 +164,7 @@ _NAMES = {
 _PACKAGES = ("compare", "dashboard", "distributed", "edits", "explain", "origins", "plot", "prune", "render", "rules")
 
 __all__ = [
+    "Activations",
     "BudgetError",
     "Calls",
     "Capture",
@@ -169,6 +176,7 @@ __all__ = [
     "Event",
     "FeatureExtractor",
     "Finding",
+    "HarvestError",
     "Histogram",
     "HookInfo",
     "HookManager",
@@ -223,6 +231,7 @@ __all__ = [
     "format_parameter_count",
     "get_layerwise_parameter_count",
     "glob",
+    "harvest",
     "hooks",
     "mark",
     "marked",

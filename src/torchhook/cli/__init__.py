@@ -18,7 +18,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name not in ("rich", "tomli", "typer"):
             raise
-        print(f"torchhook's command line needs {error.name}: pip install 'torchhook[cli]'", file=sys.stderr)
+        print(f'torchhook: the command line needs {error.name}: pip install "torchhook[cli]"', file=sys.stderr)
         raise SystemExit(2) from None
     with told():
         # A command may leave something to do after the parser, which has its own mind about signals and exit codes.

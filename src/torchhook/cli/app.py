@@ -8,7 +8,7 @@ import typer
 from typer.main import get_command
 
 from torchhook import __version__
-from torchhook.cli import dashboard, diagnose, diff, explain, replay, rules, run, runs
+from torchhook.cli import dashboard, diagnose, diff, doctor, explain, harvest, replay, rules, run, runs
 
 app = typer.Typer(
     name="torchhook",
@@ -17,14 +17,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-app.command("diagnose")(diagnose.diagnose)
-app.command("diff")(diff.diff)
 app.command("run", context_settings=run.PARSING)(run.run)
-app.command("rules")(rules.rules)
-app.command("replay")(replay.replay)
 app.add_typer(runs.app, name="runs")
 app.command("dashboard")(dashboard.dashboard)
+app.command("diagnose")(diagnose.diagnose)
+app.command("rules")(rules.rules)
+app.command("replay")(replay.replay)
+app.command("diff")(diff.diff)
 app.command("explain")(explain.explain)
+app.command("harvest")(harvest.harvest)
+app.command("doctor")(doctor.doctor)
 
 
 def _tell_version(wanted: bool) -> None:
@@ -41,7 +43,7 @@ def torchhook(
 ) -> None:
     """See, record, change and diagnose what happens inside a PyTorch model.
 
-    They end with 0 if all is well, 1 if something was found, 2 if they failed;
+    Commands end with 0 if all is well, 1 if something was found, 2 if one failed;
     run ends as the script that it runs.
     """
 

@@ -32,7 +32,7 @@ def dashboard(
     try:
         from torchhook.dashboard.serving import Server
     except ImportError as error:
-        raise ImportError("the dashboard needs Dash: pip install torchhook[dashboard]") from error
+        raise ImportError('the dashboard needs Dash: pip install "torchhook[dashboard]"') from error
     server = Server(path, host, port, token)
     typer.echo(server.address)
     if is_opened:

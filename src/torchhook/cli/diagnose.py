@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from torchhook.cli.loading import Shape, data_of, loss_of, model_of, optimizer_of, split, wrong
-from torchhook.cli.options import OUTPUT, RULES, Ignore, Reports, Select
+from torchhook.cli.options import RULES, Form, Ignore, Model, Reports, Select
 from torchhook.cli.outputs import Format, deliver, require_writable
 from torchhook.cli.progress import bar
 from torchhook.config import Config
@@ -22,10 +22,7 @@ _TASK = "What it is trained on"
 
 
 def diagnose(
-    model: Annotated[
-        str,
-        typer.Argument(metavar="MODEL", help="package.module:name of a model, or of a function or class making one."),
-    ],
+    model: Model,
     shapes: Annotated[
         list[str] | None,
         typer.Option(
@@ -37,7 +34,9 @@ def diagnose(
     ] = None,
     loader: Annotated[
         str | None,
-        typer.Option(metavar="NAME", rich_help_panel=_TASK, help="Batches (input, target), or a function making them."),
+        typer.Option(
+            metavar="NAME", rich_help_panel=_TASK, help="Batches (input, target), or a function that makes them."
+        ),
     ] = None,
     loss: Annotated[
         str | None,
@@ -76,12 +75,7 @@ def diagnose(
         ),
     ] = None,
     reports: Reports = None,
-    form: Annotated[
-        Format,
-        typer.Option(
-            "--format", metavar="FORMAT", rich_help_panel=OUTPUT, help="What to print: text, json, junit or markdown."
-        ),
-    ] = Format.TEXT,
+    form: Form = Format.TEXT,
 ) -> None:
     """Inspect a model: at rest, in a pass, and in a short training of a copy.
 

@@ -19,14 +19,17 @@ if TYPE_CHECKING:
 
 
 def diff(
-    a: Annotated[str, typer.Argument(metavar="A", help="package.module:name of a model, or of what makes one.")],
+    a: Annotated[
+        str,
+        typer.Argument(metavar="A", help="package.module:name of a model, or of a function or class that makes one."),
+    ],
     b: Annotated[str, typer.Argument(metavar="B", help="The same of the other model.")],
     shapes: Annotated[
         list[str],
         typer.Option(
             "--input",
             metavar="SHAPE",
-            help="A random input, as 2,3,224,224, or 2,64:int for an embedding; once for each input of the models.",
+            help="Random inputs, as 2,3,224,224, or 2,64:int for an embedding; once for each input of the models.",
         ),
     ],
     loss: Annotated[

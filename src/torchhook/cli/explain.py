@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from torchhook.cli.loading import model_of, wrong
+from torchhook.cli.options import Model
 from torchhook.cli.progress import bar
 
 if TYPE_CHECKING:
@@ -33,10 +34,7 @@ class Method(str, Enum):
 
 
 def explain(
-    model: Annotated[
-        str,
-        typer.Argument(metavar="MODEL", help="package.module:name of a model, or of a function or class making one."),
-    ],
+    model: Model,
     image: Annotated[Path, typer.Argument(metavar="IMAGE", help="A file with a picture.")],
     method: Annotated[Method, typer.Option(metavar="NAME", help=", ".join(one.value for one in Method))] = (
         Method.grad_cam
@@ -141,7 +139,7 @@ def _read(file: Path) -> Any:
     try:
         from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError as error:
-        raise ImportError("pictures need matplotlib: pip install 'torchhook[plot]'") from error
+        raise ImportError('pictures need matplotlib: pip install "torchhook[plot]"') from error
     try:
         with Image.open(file) as opened:
             return ImageOps.exif_transpose(opened).convert("RGB")

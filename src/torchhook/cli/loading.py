@@ -56,9 +56,9 @@ def model_of(target: str, option: str = "MODEL") -> nn.Module:
     return model
 
 
-def data_of(target: str) -> Any:
+def data_of(target: str, option: str = "--loader") -> Any:
     """Batches: what ``package.module:name`` names, or makes."""
-    found = named(target, "--loader")
+    found = named(target, option)
     return _called(found, target) if callable(found) else found
 
 

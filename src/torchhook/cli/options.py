@@ -7,8 +7,14 @@ from typing import Annotated
 
 import typer
 
+from torchhook.cli.outputs import Format
+
 RULES, OUTPUT = "What to look for", "What to write"
 
+Model = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="package.module:name of a model, or of a function or class that makes one."),
+]
 Select = Annotated[
     list[str] | None,
     typer.Option(
@@ -28,6 +34,12 @@ Reports = Annotated[
         "--report",
         metavar="FILE",
         rich_help_panel=OUTPUT,
-        help="Write a report: .html, .json, .xml (JUnit) or .md. May be given more than once.",
+        help="Write a report: .html, .json, .xml (JUnit) or .md. May be repeated.",
+    ),
+]
+Form = Annotated[
+    Format,
+    typer.Option(
+        "--format", metavar="FORMAT", rich_help_panel=OUTPUT, help="What to print: text, json, junit or markdown."
     ),
 ]

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from torchhook.cli.loading import wrong
+from torchhook.cli.options import Form, Reports
 from torchhook.cli.outputs import Format, deliver, require_writable
 
 if TYPE_CHECKING:
@@ -42,11 +43,8 @@ def list_(folder: _Folder = Path("runs")) -> None:
 @app.command()
 def show(
     run: _Run,
-    report: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE", help="Write the report to it, too: .html, .json, .md or .xml; may be repeated."),
-    ] = None,
-    form: Annotated[Format, typer.Option("--format", help="How to print the report.")] = Format.TEXT,
+    reports: Reports = None,
+    form: Form = Format.TEXT,
 ) -> None:
     """Show what was found in a run, and end with 1 if that is bad.
 
@@ -56,7 +54,7 @@ def show(
     from torchhook.findings import Report
     from torchhook.runs import Run
 
-    require_writable(report or ())
+    require_writable(reports or ())
     with Run(run) as opened:
         told = opened.report or Report(
             tuple(opened.findings),
@@ -66,7 +64,7 @@ def show(
         )
         if form == Format.TEXT:
             typer.echo(_summary(opened))
-    deliver(told, form, report or ())
+    deliver(told, form, reports or ())
     raise typer.Exit(told.exit_code)
 
 
@@ -75,7 +73,7 @@ def export(
     run: _Run,
     parquet: Annotated[Path, typer.Option(metavar="FILE", dir_okay=False, help="The Parquet file to write.")],
 ) -> None:
-    """Write a run to a table, with a line for each step and place.
+    """Write a run to a table, with a row for each step and site.
 
     [bold]torchhook runs export runs/latest --parquet run.parquet[/]
     """

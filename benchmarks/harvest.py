@@ -1,0 +1,262 @@
+"""What harvesting costs, beside what nobody can beat: a plain file, numpy's memory map, and the model by itself.
+
+    python benchmarks/harvest.py
+    python benchmarks/harvest.py --gb 2 --rounds 5
+
+Cold reads come after the pages were given up by posix_fadvise; writes end with the data on the disk. Everything is a
+ratio within one run, of medians of rounds in which each takes its turn. On a machine with a GPU the model is GPT-2 with
+124 million weights there, otherwise a small one and a ResNet-18 on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+from harness import in_fresh_process, interleaved, machine, markdown
+from torch import nn
+
+from torchhook import Activations, harvest
+from torchhook.harvesting import layout
+from torchhook.harvesting.collecting import Collector, Wanted
+from torchhook.harvesting.conveying import Conveyor
+from torchhook.harvesting.writing import Harvested, Piece
+
+WIDTH, BATCH, CHUNK = 768, 8192, 256 * 1024
+
+
+class Rows:
+    """Batches of rows that are there already, as many as are asked for."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.rows = torch.randn(BATCH, WIDTH).half()
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (self.rows for _ in range(self.count))
+
+    def __len__(self) -> int:
+        return self.count
+
+
+class Nothing(nn.Module):
+    """A model that costs nothing and writes nothing: what is timed with it is the harvest alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.site = nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.site(x)
+
+
+def writing(folder: Path, gb: float, rounds: int) -> list[list[str]]:
+    """A plain file of the same bytes, a store of them, and all of a harvest but the model."""
+    count = round(gb * 1e9 / (BATCH * WIDTH * 2))
+    data, size = Rows(count), count * BATCH * WIDTH * 2
+    view = memoryview(data.rows.numpy()).cast("B")
+
+    def plain() -> float:
+        path = folder / "raw.bin"
+        path.unlink(missing_ok=True)
+        start = time.perf_counter()
+        with open(path, "wb", buffering=0) as file:  # noqa: PTH123 (unbuffered)
+            for _ in range(count):
+                for at in range(0, len(view), CHUNK):
+                    file.write(view[at : at + CHUNK])
+            os.fsync(file.fileno())
+        return time.perf_counter() - start
+
+    def store() -> float:
+        shutil.rmtree(folder / "rows", ignore_errors=True)
+        with Collector(Nothing(), Wanted("site")) as collector:
+            sent = collector.collect(data.rows, BATCH)
+        start = time.perf_counter()
+        with Conveyor(folder / "rows", manifest, 2**30, 5.0, lambda *_: None) as conveyor:
+            for number in range(count):
+                ids = range(number * BATCH, (number + 1) * BATCH)
+                conveyor.put(Harvested(number, [Piece(ids, sent)], {}, 0))
+        return time.perf_counter() - start
+
+    def whole() -> float:
+        shutil.rmtree(folder / "store", ignore_errors=True)
+        start = time.perf_counter()
+        harvest(Nothing(), data, "site", folder / "store", dtype=None, quiet=True)
+        return time.perf_counter() - start
+
+    plain(), whole()  # the disk's cache is warm for all
+    manifest = Activations.open(folder / "store").manifest
+    calls = {"a plain file": plain, "rows into a store": store, "all of harvest, of a model that does nothing": whole}
+    seconds = interleaved(calls, rounds)
+    return compared(seconds, "a plain file", lambda taken: f"{size / taken / 1e6:,.0f} MB/s")
+
+
+def reading(folder: Path, rounds: int) -> list[list[str]]:
+    """The store that was written last, against numpy's memory map of the plain file."""
+    raw = np.memmap(folder / "raw.bin", np.float16, "r").reshape(-1, WIDTH)
+    acts = Activations.open(folder / "store")
+    rows, size = len(raw), raw.nbytes
+    generator = np.random.default_rng(0)
+
+    def cold(call: Callable[[], object]) -> Callable[[], float]:
+        def sample() -> float:
+            for path in (folder / "raw.bin", *layout.values(folder / "store", "site", 0).parent.iterdir()):
+                with path.open("rb") as file:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            return taken(call)
+
+        return sample
+
+    def taken(call: Callable[[], object]) -> float:
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+
+    def through_map() -> None:
+        fresh = np.memmap(folder / "raw.bin", np.float16, "r").reshape(-1, WIDTH)
+        for at in range(0, rows, BATCH):
+            fresh[at : at + BATCH].view(np.int16).sum()
+
+    def through_ours() -> None:
+        for batch in Activations.open(folder / "store")["site"].batches(BATCH):
+            batch.numpy().view(np.int16).sum()
+
+    lines = []
+    for name, wrap in (("warm", lambda call: lambda: taken(call)), ("cold", cold)):
+        samples = {"numpy.memmap": wrap(through_map), "batches()": wrap(through_ours)}
+        seconds = interleaved(samples, rounds)
+        rates = compared(seconds, "numpy.memmap", lambda s: f"{size / s / 1e6:,.0f} MB/s")
+        lines += [[f"in order, {name}: {line[0]}", *line[1:]] for line in rates]
+
+    some = generator.choice(rows, min(4096, rows // 4), replace=False)
+    part = min(rows, 131072)
+
+    def singles() -> None:
+        fresh = np.memmap(folder / "raw.bin", np.float16, "r").reshape(-1, WIDTH)
+        for row in some:
+            np.array(fresh[row])
+
+    def gathered() -> None:
+        Activations.open(folder / "store")["site"][torch.from_numpy(some)]
+
+    def shuffled() -> None:
+        seen = 0
+        for batch in Activations.open(folder / "store")["site"].batches(BATCH, shuffle=True):
+            seen += len(batch)
+            if seen >= part:
+                return
+
+    del acts
+    counts = {"single rows of numpy.memmap": len(some), "[rows]": len(some), "batches(shuffle=True)": part}
+    calls = {"single rows of numpy.memmap": singles, "[rows]": gathered, "batches(shuffle=True)": shuffled}
+    seconds = interleaved({name: cold(call) for name, call in calls.items()}, rounds)
+    rates = {name: counts[name] / median(some) for name, some in seconds.items()}
+    base = rates["single rows of numpy.memmap"]
+    for name, rate in rates.items():
+        lines.append([f"at random, cold: {name}", f"{rate:,.0f} rows/s", f"{rate / base:.2f}"])
+    return lines
+
+
+def through_models(folder: Path, rounds: int) -> list[list[str]]:
+    """A model by itself against the same one harvested."""
+    lines = []
+    for name, (model, data, site) in models().items():
+
+        def plain(model: nn.Module = model, data: list[torch.Tensor] = data) -> float:
+            device = next(model.parameters()).device
+            start = time.perf_counter()
+            with torch.no_grad():
+                for x in data:
+                    model(x.to(device, copy=True))
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            return time.perf_counter() - start
+
+        def ours(model: nn.Module = model, data: list[torch.Tensor] = data, site: str = site) -> float:
+            shutil.rmtree(folder / "model", ignore_errors=True)
+            times: list[float] = []
+            handle = model.register_forward_pre_hook(lambda *_: times.append(time.perf_counter()))
+            harvest(model, data, site, folder / "model", quiet=True)
+            handle.remove()
+            return time.perf_counter() - times[2]  # two forwards of the first batch are for the estimate
+
+        plain(), ours()
+        seconds = interleaved({"the model": plain, "harvest": ours}, rounds)
+        samples = sum(len(x) for x in data)
+        rates = compared(seconds, "the model", lambda s, n=samples: f"{n / s:,.1f} samples/s")
+        lines += [[f"{name}: {line[0]}", *line[1:]] for line in rates]
+    return lines
+
+
+def models() -> dict[str, tuple[nn.Module, list[torch.Tensor], str]]:
+    """Models with data that take a while."""
+    from transformers import GPT2Config, GPT2Model
+
+    torch.manual_seed(0)
+    if torch.cuda.is_available():
+        gpt = GPT2Model(GPT2Config()).eval().cuda()
+        half = GPT2Model(GPT2Config()).eval().cuda().bfloat16()
+        texts = [torch.randint(50257, (16, 1024)) for _ in range(200)]
+        return {"GPT-2 124M, float32": (gpt, texts, "h.6"), "GPT-2 124M, bfloat16": (half, texts, "h.6")}
+    from torchvision.models import resnet18
+
+    small = GPT2Model(GPT2Config(n_layer=4, n_embd=256, n_head=4)).eval()
+    return {
+        "GPT-2 of 4 layers": (small, [torch.randint(50257, (8, 128)) for _ in range(30)], "h.2"),
+        "ResNet-18": (resnet18().eval(), [torch.randn(8, 3, 96, 96) for _ in range(15)], "layer3"),
+    }
+
+
+def peak(folder: str, memory_mb: int) -> float:
+    """By how many MB a process grows that harvests ten times its budget."""
+    model, data = Nothing(), Rows(round(10 * memory_mb * 1e6 / (BATCH * WIDTH * 2)))
+    harvest(model, Rows(1), "site", Path(folder) / "warm", dtype=None, quiet=True)
+    before = highest()
+    harvest(model, data, "site", Path(folder) / "budget", dtype=None, memory_mb=memory_mb, quiet=True)
+    return highest() - before
+
+
+def highest() -> float:
+    """The largest size that this process ever had, in MB; getrusage tells of the parent's, too."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) / 1000
+
+
+def compared(seconds: dict[str, list[float]], base: str, told: Callable[[float], str]) -> list[list[str]]:
+    """Rates, and each as a part of that of `base`."""
+    return [[name, told(median(some)), f"{median(seconds[base]) / median(some):.2f}"] for name, some in seconds.items()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--gb", type=float, default=1.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", default=None)
+    options = parser.parse_args()
+    print(f"{machine()}; torch {torch.__version__}, numpy {np.__version__}")
+    if torch.cuda.is_available():
+        print(torch.cuda.get_device_name())
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder = Path(name)
+        print(f"\nWriting {options.gb} GB, rows of {WIDTH} float16, batches of {BATCH}\n")
+        print(markdown(["", "rate", "of a plain file"], writing(folder, options.gb, options.rounds)))
+        print("\nReading it\n")
+        print(markdown(["", "rate", "of numpy.memmap"], reading(folder, options.rounds)))
+        print("\nThe model, with and without\n")
+        print(markdown(["", "rate", "of the model"], through_models(folder, options.rounds)))
+        budget = 64
+        grown = in_fresh_process(peak, name, budget)
+        print(f"\nMemory: {grown:,.0f} MB more for {10 * budget} MB of rows, with a budget of {budget} MB")
+        assert grown < budget
+
+
+if __name__ == "__main__":
+    main()
