@@ -1,6 +1,6 @@
 """Two trainings by the same script, one healthy, one in which the learning rate slips: what does torchhook say of them?
 
-Run with `make demo`. Takes some seconds, needs no GPU and downloads no data. All is written to demo-output/.
+Run with `make demo`. Takes half a minute, needs no GPU and downloads no data. All is written to demo-output/.
 """
 
 from __future__ import annotations
@@ -10,16 +10,31 @@ import sys
 from io import StringIO
 from pathlib import Path
 
+import torch
+from matplotlib.figure import Figure
 from rich.columns import Columns
 from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
+from sklearn.datasets import load_digits
+from torch import Tensor
+from torch.nn import functional as F
+from train_digits import STEPS, Net
 
 import torchhook as th
 
 SCRIPT = Path(__file__).with_name("train_digits.py")
 OUTPUT = Path("demo-output")
 TRAININGS = {"healthy": [], "slipped": ["--slip"]}
+END = f"""Open
+  {OUTPUT / "slipped.html"}: the report with plots; {OUTPUT / "healthy.html"} to compare
+  {OUTPUT / "gradient_flow.png"}: how large gradients are at the end, layer by layer, in both trainings
+  {OUTPUT / "feature_maps.png"}: what the second convolution sees in a digit
+  {OUTPUT / "grad_cam.png"}: what it looks at in digits that it has not seen: red speaks for its answer, blue against
+  .venv/bin/torchhook dashboard {OUTPUT / "runs"} --open: both trainings in the browser, step by step
+Try, on a training and a model of your own
+  torchhook run train.py --its --own arguments
+  torchhook diagnose package.module:Model --input 8,3,224,224"""
 
 
 def main() -> None:
@@ -29,11 +44,9 @@ def main() -> None:
         train(name, args)
     width = console.width // 2 - 1 if console.width >= 120 else console.width
     console.print(Columns([Panel(report(name, console, width - 4), title=name, width=width) for name in TRAININGS]))
-    print("Where to look:")
-    print(f"  {OUTPUT / 'slipped.html'} in a browser: the report with plots; {OUTPUT / 'healthy.html'} to compare")
-    print(f"  {latest('slipped') / 'samples'}: what the convolutions saw, as pictures")
-    print(f"  .venv/bin/torchhook dashboard {OUTPUT / 'runs'} --open: both trainings, layer by layer")
-    print("and on a training of your own: torchhook run train.py --its --own arguments")
+    draw_gradients()
+    draw_what_is_inside(*trained())
+    print(END)
 
 
 def train(name: str, args: list[str]) -> None:
@@ -55,6 +68,41 @@ def report(name: str, console: Console, width: int) -> Text:
 def latest(name: str) -> Path:
     """The newest run of that name."""
     return max((OUTPUT / "runs").glob(f"{name}-*"))
+
+
+def draw_gradients() -> None:
+    """The gradients of both trainings, read from their runs."""
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    for name, ax in zip(TRAININGS, figure.subplots(len(TRAININGS), sharex=True), strict=True):
+        with th.Run(latest(name)) as run:
+            th.plot.gradient_flow(run, ax=ax)
+        ax.set_title(name, loc="right")
+    figure.savefig(OUTPUT / "gradient_flow.png")
+
+
+def trained() -> tuple[Net, Tensor]:
+    """The healthy network once more, now in this process, and digits that it has not seen."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    digits = load_digits()
+    images, labels = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(digits.target)
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    for _ in range(STEPS):
+        batch = torch.randint(1500, (64,))
+        optimizer.zero_grad()
+        F.cross_entropy(net(images[batch]), labels[batch]).backward()
+        optimizer.step()
+    return net, images[1500:]
+
+
+def draw_what_is_inside(net: Net, unseen: Tensor) -> None:
+    """What a layer gives, and where the network looks."""
+    with th.capture(net, "relu2") as acts:
+        net(unseen[:1])
+    th.plot.feature_maps(acts["relu2"].output).savefig(OUTPUT / "feature_maps.png")
+    heat = th.explain.grad_cam(net, unseen[:8], layer="relu2")
+    heat.overlay(unseen[:8]).savefig(OUTPUT / "grad_cam.png")
 
 
 if __name__ == "__main__":
