@@ -1,9 +1,240 @@
-"""The pages in docs/ are what the tests say."""
+"""The pages in docs/ and the README are what the code does: snippets run, commands parse, tables hold.
+
+- Fences of ``python`` are run, those of a page one after the other in one namespace. What they need beside that is in
+  the page itself, in a comment ``<!-- before … -->`` that is not shown, or in `BEFORE`.
+- A fence with a title shows the code of somebody else, ``title="nnsight"``, or a cell of a notebook, and is not run;
+  ours beside it is called ``title="torchhook"``.
+- What follows in a fence of ``text title="prints"`` is what the snippet before it prints, up to the digits in it.
+- Functions called ``test_…`` are run as well, with the fixtures that they name.
+- Fences of ``sh``: what they give to ``torchhook`` is parsed by its own parser.
+"""
 
 import ast
+import contextlib
+import html
+import inspect
+import io
+import linecache
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+import types
 from pathlib import Path
+from typing import NamedTuple
+
+import pytest
 
 TESTS = Path(__file__).parent
+ROOT = TESTS.parent
+PAGES = [*sorted(ROOT.glob("README*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+
+_FENCE = re.compile(r"^```(?P<language>\w*) *(?:title=\"(?P<title>[^\"]*)\")?\n(?P<code>.*?)^```$", re.M | re.S)
+_NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d.,]*(e[-+]?\d+)?")  # but not those in names: conv1.weight
+_BEFORE = re.compile(r"^<!-- before\n(.*?)^-->$", re.M | re.S)
+
+ALWAYS = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+import torchhook as th
+"""
+
+# Pages that are read where comments would be in the way.
+BEFORE = {
+    "README.md": """
+    class Block(nn.Module):
+        def __init__(self, ins, outs):
+            super().__init__()
+            self.conv1, self.conv2 = nn.Conv2d(ins, outs, 3, 2, 1), nn.Conv2d(outs, outs, 3, 1, 1)
+            self.bn, self.short, self.relu = nn.BatchNorm2d(outs), nn.Conv2d(ins, outs, 1, 2), nn.ReLU(inplace=True)
+
+        def forward(self, x):
+            return self.relu(self.bn(self.conv2(self.relu(self.conv1(x)))) + self.short(x))
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv1, self.relu = nn.Conv2d(3, 8, 3, 1, 1), nn.ReLU(inplace=True)
+            for i in range(1, 5):
+                setattr(self, f"layer{i}", nn.Sequential(Block(8, 8), nn.Conv2d(8, 8, 3, 1, 1)))
+            self.fc = nn.Linear(8, 10)
+
+        def forward(self, x):
+            x = self.relu(self.conv1(x))
+            for i in range(1, 5):
+                x = self.relu(self.get_submodule(f"layer{i}")(x))
+            return self.fc(x.mean((2, 3)))
+
+    model, x = Net(), torch.randn(8, 3, 32, 32)
+    loader = test_loader = [(torch.randn(8, 3, 32, 32), torch.randint(10, (8,))) for _ in range(4)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    original, ported, model_a, model_b = Net().eval(), Net().eval(), Net(), Net()
+    images = x
+    """,
+}
+
+
+class Fence(NamedTuple):
+    """A block of code in a page, and the line at which it begins."""
+
+    language: str
+    title: str
+    code: str
+    line: int
+
+
+def fences(page):
+    text = page.read_text(encoding="utf-8")
+    for found in _FENCE.finditer(text):
+        yield Fence(
+            found["language"], found["title"] or "", found["code"], text.count("\n", 0, found.start("code")) + 1
+        )
+
+
+def ours(fence):
+    return fence.language == "python" and fence.title in ("", "torchhook")
+
+
+def before(page):
+    """What comes before the first snippet of a page."""
+    shown = page.relative_to(ROOT).as_posix()
+    own = _BEFORE.findall(page.read_text(encoding="utf-8"))
+    return ALWAYS + textwrap.dedent("".join(own) or BEFORE.get(shown, ""))
+
+
+def run(page, fixtures):
+    """Run the snippets of a page in order; gives what should have been printed, and what was."""
+    module = types.ModuleType(f"page_{page.stem}")
+    sys.modules[module.__name__] = module  # where a compiler looks for what a snippet defines
+    namespace = vars(module)
+    file = f"{page.stem}.py"  # whose lines are those of the page, also in what is told of them
+    linecache.cache[file] = (0, None, page.read_text(encoding="utf-8").splitlines(keepends=True), file)
+    exec(compile(before(page), f"before {page.name}", "exec"), namespace)
+    printed = ""
+    for fence in fences(page):
+        if ours(fence):
+            known = set(namespace)
+            with contextlib.redirect_stdout(io.StringIO()) as said:
+                exec(compile("\n" * (fence.line - 1) + fence.code, file, "exec"), namespace)
+            printed = said.getvalue()
+            for name in set(namespace) - known:
+                if name.startswith("test_") and callable(namespace[name]):
+                    namespace[name](*map(fixtures, inspect.signature(namespace[name]).parameters))
+        elif fence.title == "prints":
+            yield fence, printed
+
+
+def without_digits(text):
+    """Numbers differ from machine to machine; words, names and the order of lines do not."""
+    return [_NUMBER.sub("#", line).split() for line in text.strip().splitlines()]
+
+
+# The code of a translated README is that of README.md: see test_readme.py.
+RUN = [page for page in PAGES if any(map(ours, fences(page))) and not page.name.startswith("README.z")]
+
+
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
+def test_the_snippets_of_a_page_run_and_print_what_it_shows(page, request, tmp_path, monkeypatch, one_thread):
+    monkeypatch.chdir(tmp_path)
+    for fence, printed in run(page, request.getfixturevalue):
+        shown, said = without_digits(fence.code), without_digits(printed)
+        if ["..."] in shown:  # a table of which the page shows the ends
+            gap = shown.index(["..."])
+            said[gap : len(said) - (len(shown) - gap - 1)] = [["..."]]
+        assert shown == said, f"{page.name}, line {fence.line}, is not what is printed:\n{printed}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_no_code_of_a_page_is_overlooked(page):
+    text = page.read_text(encoding="utf-8")
+    marks = [line for line in text.splitlines() if line.lstrip().startswith("```")]
+    assert len(marks) == 2 * len(list(fences(page))), "a fence must begin at the margin, and end"
+    rest = _BEFORE.sub("", _FENCE.sub("", text))
+    assert not re.findall(r"^    .*\bth\.\w+\(.*$|^    \$? ?torchhook .*$", rest, re.M), "write it in a fence"
+
+
+def commands():
+    """Every line of a shell fence that has torchhook in it, from there on."""
+    for page in PAGES:
+        for fence in fences(page):
+            for line in fence.code.splitlines() if fence.language == "sh" else ():
+                words = shlex.split(line.removeprefix("$ "), comments=True)
+                if "torchhook" in words:
+                    where = f"{page.name}:{fence.line}: {' '.join(words)}"
+                    yield pytest.param(words[words.index("torchhook") + 1 :], id=where)
+
+
+def leaf(words):
+    """The command that the words name, and what is left of them."""
+    from torchhook.cli.app import command
+
+    while hasattr(command, "commands"):
+        assert words and words[0] in command.commands, f"there is no command {words[:1]}"
+        command, words = command.commands[words[0]], words[1:]
+    return command, words
+
+
+@pytest.mark.parametrize("words", list(commands()))
+def test_shell_lines_are_understood_by_the_command_line(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command, given = leaf(words)
+    for word in given:
+        if re.fullmatch(r"[\w/]+\.[a-z]+", word):  # the files that it speaks of are there
+            file = tmp_path / word
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
+    command.make_context(command.name, list(given), obj=[])
+
+
+def test_an_option_that_there_is_not_is_noticed():
+    command, given = leaf(["run", "--invented", "3", "train.py"])
+    with pytest.raises(Exception, match="invented"):
+        command.make_context(command.name, list(given), obj=[])
+
+
+def test_commands_named_in_sentences_exist():
+    from torchhook.cli.app import command
+
+    for page in PAGES:
+        for name in re.findall(r"`torchhook ([a-z]+)", page.read_text(encoding="utf-8")):
+            assert name in command.commands, f"{page.name}: torchhook {name}"
+
+
+def test_every_public_name_has_its_place_in_the_reference():
+    import torchhook
+
+    text = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
+    told = re.findall(r"^::: torchhook\.(.+)$", text, re.M)
+    assert len(told) == len(set(told))
+    packages = ["compare", "dashboard", "distributed", "edits", "explain", "origins", "plot", "prune", "render"]
+    public = {*torchhook.__all__}
+    for package in packages:
+        names = getattr(torchhook, package).__all__
+        public |= {f"{package}.{name}" for name in names if name not in torchhook.__all__ or name.islower()}
+    assert not public - set(told), "these are in no page of docs/api"
+
+
+def test_the_site_builds_without_a_warning(tmp_path):
+    """With the rules and commands in it, what is for tests left out, and nothing from elsewhere."""
+    from torchhook.cli.app import command
+    from torchhook.rules import chosen
+
+    site = tmp_path / "site"
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
+    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    rules, cli = (site / "rules.html").read_text(), (site / "cli.html").read_text()
+    assert all(f'id="{rule.code.lower()}"' in rules and rule.hint[:20] in html.unescape(rules) for rule in chosen())
+    assert all(f'id="torchhook-{name}' in cli for name in command.commands) and "--stop-on-error" in cli
+    for file in site.rglob("*.html"):
+        text = file.read_text()
+        assert "<!-- before" not in text, file
+        outside = re.findall(r"<(?:script|link|img|iframe)\b[^>]*(?:src|href)=\"(?:https?:)?//[^\"]+", text)
+        assert not outside, (file, outside)
+    examples = (site / "api" / "capture.html").read_text()
+    assert "&gt;&gt;&gt;" in examples and "<blockquote>" not in examples
 
 
 def claims():
