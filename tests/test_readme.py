@@ -1,0 +1,180 @@
+"""The README is true, and the Chinese one says the same: numbers, pictures, links, code, and what `make demo` shows."""
+
+import re
+import subprocess
+import sys
+from collections import Counter
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from rich.console import Console
+
+import torchhook as th
+
+ROOT = Path(__file__).parents[1]
+ENGLISH, CHINESE = "README.md", "README.zh-CN.md"
+BOTH = pytest.mark.parametrize("name", [ENGLISH, CHINESE])
+
+FENCE = re.compile(r"^```.*?^```$", re.M | re.S)
+PICTURE = re.compile(r"!\[[^\]]+\]\(([^)]+)\)")
+LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)]+)\)")
+NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)*")
+
+# What is quoted below the table of peers: a number, and the row of docs/benchmarks.md that has it.
+QUOTED = {
+    "1.063": "torchhook, outputs + param_grads",
+    "3.291": "W&B 0.31.0",
+    "1.018": "GPT-2 124M, bf16, batch 16 × 1024; H200",
+    "8.1": "grad_cam",
+    "8.2": "grad_cam",
+    "33.4": "grad_cam",
+    "0.88": "pytorch-cka 1.1.3",
+    "0.06": "pytorch-cka 1.1.3",
+    "0.01": "torchhook",
+}
+
+
+def text(name):
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+BENCHMARKS = text("docs/benchmarks.md")
+
+
+def prose(name):
+    return FENCE.sub("", text(name))
+
+
+def sections(name):
+    """What is under each heading."""
+    return re.split(r"^#+ .*$", prose(name), flags=re.M)
+
+
+def rows(page):
+    """The cells of every row of its tables."""
+    return [
+        [cell.strip(" *") for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("|")
+    ]
+
+
+def test_both_have_the_same_headings():
+    levels = [re.findall(r"^(#+) ", prose(name), re.M) for name in (ENGLISH, CHINESE)]
+    assert levels[0] == levels[1] and len(levels[0]) > 5
+
+
+def test_both_have_the_same_code():
+    english, chinese = FENCE.findall(text(ENGLISH)), FENCE.findall(text(CHINESE))
+    assert english == chinese and len(english) == 7
+
+
+def test_both_have_the_same_pictures_links_and_numbers_under_each_heading():
+    for english, chinese in zip(sections(ENGLISH), sections(CHINESE), strict=True):
+        assert PICTURE.findall(english) == PICTURE.findall(chinese)
+        if "README" not in english:  # where each names the other
+            assert LINK.findall(english) == LINK.findall(chinese)
+        assert Counter(NUMBER.findall(english)) == Counter(NUMBER.findall(chinese))
+        assert english.count("\n- ") == chinese.count("\n- ")
+
+
+def test_both_have_the_same_marks_and_numbers_in_each_row_of_a_table():
+    english, chinese = ([" ".join(row) for row in rows(text(name))] for name in (ENGLISH, CHINESE))
+    assert len(english) > 15
+    for row, other in zip(english, chinese, strict=True):
+        assert re.findall("[✓–·]", row) == re.findall("[✓–·]", other)
+        assert sorted(NUMBER.findall(row)) == sorted(NUMBER.findall(other))
+
+
+@BOTH
+def test_links_lead_somewhere(name):
+    links = LINK.findall(prose(name))
+    assert len(links) > 4
+    assert [link for link in links if not (ROOT / link).is_file()] == []
+
+
+@BOTH
+def test_pictures_are_there_and_light(name):
+    pictures = PICTURE.findall(text(name))
+    assert len(pictures) == 2
+    for picture in pictures:
+        file = ROOT / picture
+        assert file.stat().st_size <= 200_000
+        with Image.open(file) as image:
+            assert image.format == "PNG" and image.width >= 1000
+
+
+def test_prices_of_peers_are_those_of_the_benchmark():
+    costs = {row[0]: row[3].split()[-1] for row in rows(BENCHMARKS) if len(row) == 5 and "µs" in row[3]}
+    prices = {row[0].removeprefix("a "): row[4] for row in rows(sections(ENGLISH)[4]) if row[4].endswith("×")}
+    assert len(prices) == 7
+    for peer, price in prices.items():
+        assert [cost for way, cost in costs.items() if way.startswith(peer)] == [price]
+
+
+def test_other_numbers_are_those_of_the_benchmarks():
+    beside = NUMBER.findall(sections(ENGLISH)[4])
+    assert set(beside) <= set(NUMBER.findall(BENCHMARKS))
+    for number, name in QUOTED.items():
+        assert number in beside
+        assert any(number in NUMBER.findall(" ".join(row[1:])) for row in rows(BENCHMARKS) if row[0] == name), number
+
+
+def test_what_is_said_of_the_rules_is_what_was_seen():
+    seen = re.findall(r"(\d+) with a fault[.,]\s+[Rr]ecall ([\d.]+), precision ([\d.]+)[.;]", BENCHMARKS)
+    (told,) = [line for line in " ".join(sections(ENGLISH)[4].split()).split("- ") if "planted faults" in line]
+    assert len(seen) == 2
+    for faults, recall, precision in seen:
+        assert re.search(rf"{recall} of {faults}\b.*?\((precision )?{precision}\)", told)
+
+
+@BOTH
+def test_versions_are_those_that_are_installed_for_the_tests(name):
+    pinned = dict(line.split("==") for line in text("constraints.txt").splitlines() if "==" in line)
+    table = sections(name)[5]
+    named = re.findall(r"([a-z]+) (\d[\d.]+)[,|\s]", table)
+    assert len(named) == 10
+    for library, version in named:
+        assert pinned[library] == version
+    for file in ("cpu", "h200"):
+        environment = re.search(r'"environment": "torch ([\d.]+), (.*)"', text(f"docs/matrix/{file}.json"))
+        assert all(part in table for part in environment.groups())
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """A folder in which the demo ran, and what it said at its end."""
+    folder = tmp_path_factory.mktemp("demo")
+    command = [sys.executable, str(ROOT / "examples" / "demo.py")]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return folder, done.stdout.partition("\nOpen\n")[2]
+
+
+def test_what_the_readme_shows_of_the_training_is_what_is_found(demo):
+    folder, _ = demo
+    (path,) = (folder / "demo-output" / "runs").glob("slipped-*")
+    page = Console(file=StringIO(), width=80)
+    with th.Run(path) as run:
+        th.render.terminal(run.report, page)
+    (shown,) = re.findall(r"```text\n(.*?)```", text(ENGLISH), re.S)
+    words = [re.sub(r"[\d.]+", "#", said).split() for said in (shown, page.file.getvalue())]
+    assert words[0] == words[1][: len(words[0])]
+
+
+def test_the_demo_makes_every_file_that_it_names(demo):
+    folder, said = demo
+    files = re.findall(r"demo-output/\w+\.\w+", said)
+    assert len(files) == 5
+    for file in files:
+        if file.endswith(".png"):
+            with Image.open(folder / file) as image:
+                assert len(image.convert("RGB").getcolors(1 << 24)) > 20  # something is drawn
+        else:
+            assert (folder / file).stat().st_size > 10_000
+
+
+def test_the_demo_ends_with_what_to_do_next(demo):
+    _, said = demo
+    assert "torchhook dashboard demo-output/runs --open" in said
+    assert "torchhook run train.py" in said.partition("of your own")[2]
