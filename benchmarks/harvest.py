@@ -204,8 +204,8 @@ def models() -> dict[str, tuple[nn.Module, list[torch.Tensor], str]]:
     if torch.cuda.is_available():
         gpt = GPT2Model(GPT2Config()).eval().cuda()
         half = GPT2Model(GPT2Config()).eval().cuda().bfloat16()
-        texts = [torch.randint(50257, (16, 1024)) for _ in range(200)]
-        return {"GPT-2 124M, float32": (gpt, texts, "h.6"), "GPT-2 124M, bfloat16": (half, texts, "h.6")}
+        texts = [torch.randint(50257, (16, 1024)) for _ in range(240)]
+        return {"GPT-2 124M, float32": (gpt, texts[:60], "h.6"), "GPT-2 124M, bfloat16": (half, texts, "h.6")}
     from torchvision.models import resnet18
 
     small = GPT2Model(GPT2Config(n_layer=4, n_embd=256, n_head=4)).eval()

@@ -54,6 +54,7 @@ def manifest(kinds):
         keep=(),
         on_error="skip",
         stop=False,
+        first_batch={},
         sites=kinds,
         torch=torch.__version__,
         torchhook="0",

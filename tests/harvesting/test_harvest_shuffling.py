@@ -1,9 +1,10 @@
 """Batches have every row once: in order or mixed, in one process or several, in no more memory than was said."""
 
+import os
 import subprocess
 import sys
 import threading
-from itertools import pairwise
+from itertools import chain, pairwise, zip_longest
 
 import pytest
 import stores
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+from torchhook.harvesting import layout
 from torchhook.harvesting.activations import Activations
 from torchhook.harvesting.shuffling import Blocks, shuffled
 
@@ -50,12 +52,19 @@ def test_batches_in_order(tmp_path_factory, sizes, size):
 
 
 @settings(deadline=None, max_examples=40)
-@given(SHARDS, st.integers(1, 10_000), st.integers(1, 10**6), st.integers(1, 4), st.integers(0, 99))
-def test_blocks_have_every_row_once(lengths, width, memory, workers, seed):
-    blocks = Blocks.of(lengths, width, memory)
-    rows = [(run.part, row) for run in map(blocks.run, range(blocks.firsts[-1])) for row in range(run.start, run.stop)]
-    assert rows == [(part, row) for part, length in enumerate(lengths) for row in range(length)]
-    assert sum(blocks.shares(seed, workers)) == sum(lengths)
+@given(SHARDS, st.integers(1, 10_000), st.integers(1, 10**6), st.lists(st.integers(0, 1200), max_size=3))
+def test_blocks_have_every_row_once_however_they_are_cut(lengths, width, memory, cuts):
+    blocks, edges = (
+        Blocks.of(lengths, width, memory),
+        sorted([0, sum(lengths), *(min(cut, sum(lengths)) for cut in cuts)]),
+    )
+    rows = []
+    for begin, end in pairwise(edges):
+        mixed = blocks.mixed(torch.Generator().manual_seed(3), begin, end).tolist()
+        assert sum(stop - start for _, start, stop in mixed) == end - begin
+        assert all(0 < stop - start <= blocks.rows for _, start, stop in mixed)
+        rows += [(part, row) for part, start, stop in mixed for row in range(start, stop)]
+    assert sorted(rows) == [(part, row) for part, length in enumerate(lengths) for row in range(length)]
 
 
 def test_blocks_are_of_64_rows_at_least_and_many(tmp_path):
@@ -78,7 +87,7 @@ def test_seeds_differ_and_are_well_mixed(tmp_path):
 
 def test_a_batch_comes_from_many_blocks(tmp_path):
     column = opened(tmp_path, [50_000])["fc"]
-    blocks = Blocks((50_000,), (0, 782), rows=64, held=100)
+    blocks = Blocks((50_000,), rows=64, held=100)
     batch = next(iter(shuffled([column.parts], blocks, 1000, seed=0)))[0]
     assert len({number // 64 for number in numbers([batch])}) > 90
 
@@ -108,6 +117,29 @@ def test_a_loader(tmp_path, workers, shuffle):
         assert all(batch.untyped_storage().nbytes() == batch.nbytes for batch in found), "all of a window was sent"
     if workers < 2:
         assert rows == numbers(acts["fc"].batches(33, shuffle=shuffle, seed=3, memory_mb=0.01))
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.filterwarnings("error:Length of IterableDataset", "ignore:This DataLoader will create")
+def test_any_loader_knows_how_many_batches_there_are(tmp_path, shuffle):
+    """Also one that is made by hand, of whose workers nobody told us; and only the very last batch is short."""
+    batches = opened(tmp_path, [500, 1, 70])["fc"].batches(40, shuffle=shuffle, memory_mb=0.003)
+    loader = DataLoader(batches, batch_size=None, num_workers=3)
+    assert len(loader) == 15
+    found = list(loader)
+    assert [len(batch) for batch in found] == [40] * 14 + [11]
+    assert sorted(numbers(found)) == list(range(571))
+
+
+@settings(deadline=None, max_examples=40)
+@given(SHARDS, st.integers(1, 400), st.integers(1, 9))
+def test_workers_share_whole_batches(tmp_path_factory, sizes, size, workers):
+    column = opened(tmp_path_factory.mktemp("store"), sizes)["fc"]
+    blocks = Blocks.of(sizes, 16, 5000)
+    shares = [[rows for (rows,) in shuffled([column.parts], blocks, size, 0, n, workers)] for n in range(workers)]
+    turns = [batch for turn in zip_longest(*shares) for batch in turn if batch is not None]  # as a DataLoader does
+    assert all(len(batch) == size for batch in turns[:-1])
+    assert sorted(numbers(turns)) == list(range(sum(sizes)))
 
 
 def test_workers_that_are_spawned(tmp_path):
@@ -145,6 +177,66 @@ def test_wrong_arguments(tmp_path, wrong):
         opened(tmp_path, [5])["fc"].batches(**wrong, shuffle=True)
 
 
+def tokens_and_labels(out, counts, dtype=torch.float32):
+    """A row a token, with its number; and of its sample the id and something wider, one a sample. Counts by shard."""
+    shards, sample, token = [], 0, 0
+    for of_shard in counts:
+        ids = torch.arange(sample, sample + len(of_shard))
+        rows = sum(of_shard)
+        values = {
+            "label": ids,
+            "h": torch.arange(token, token + rows).view(-1, 1).expand(-1, 3).contiguous(),
+            "pooled": (ids.view(-1, 1, 1) % 2).expand(-1, 2, 2).to(dtype).contiguous(),
+        }
+        shards.append(stores.Shard(ids.tolist(), values, {"h": of_shard}))
+        sample, token = sample + len(of_shard), token + rows
+    stores.write(out, shards, ragged=["h"])
+    return Activations.open(out), [n for n, count in enumerate(chain(*counts)) for _ in range(count)]
+
+
+COUNTS = st.lists(st.lists(st.integers(0, 90), max_size=8), min_size=1, max_size=4)
+
+
+@settings(deadline=None, max_examples=40)
+@given(COUNTS, st.integers(1, 200), st.booleans(), st.sampled_from([1e-4, 0.01, 1]))
+def test_tokens_go_with_what_is_of_their_samples(tmp_path_factory, counts, size, shuffle, memory):
+    acts, labels = tokens_and_labels(tmp_path_factory.mktemp("store"), counts)
+    batches = acts.batches(size, ["label", "h", "pooled"], shuffle=shuffle, memory_mb=memory)
+    found = list(batches)
+    assert len(found) == len(batches)
+    tokens = [int(token) for batch in found for token in batch["h"][:, 0]]
+    assert sorted(tokens) == list(range(len(labels))) and (shuffle or tokens == sorted(tokens))
+    for batch in found:
+        expected = [labels[token] for token in batch["h"][:, 0].tolist()]
+        assert batch["label"].tolist() == expected
+        assert batch["pooled"][:, 1, 1].tolist() == [label % 2 for label in expected]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.bool, torch.uint8, torch.float64], ids=str)
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_loader_of_tokens_and_labels(tmp_path, dtype, shuffle):
+    acts, labels = tokens_and_labels(tmp_path, [[30, 0, 200], [0], [7] * 90], dtype)
+    loader = acts.loader(33, sites=["h", "label", "pooled"], shuffle=shuffle, memory_mb=0.01, num_workers=2)
+    found = list(loader)
+    pairs = [pair for batch in found for pair in zip(batch["h"][:, 0].tolist(), batch["label"].tolist(), strict=True)]
+    assert len(found) == len(loader) and sorted(pairs) == list(enumerate(labels))
+    assert all(torch.equal(batch["pooled"][:, 0, 0], (batch["label"] % 2).to(dtype)) for batch in found)
+
+
+def test_what_is_repeated_can_be_spawned_and_broken_offsets_are_named(tmp_path):
+    acts, labels = tokens_and_labels(tmp_path, [[30, 0, 200]])
+    batches = acts.batches(50, shuffle=True)
+    list(batches)  # something is mapped already
+    loader = DataLoader(batches, batch_size=None, num_workers=1, multiprocessing_context="spawn")
+    assert sorted(label for batch in loader for label in batch["label"].tolist()) == labels
+    path = layout.offsets(tmp_path, "h", 0)
+    with path.open("r+b") as file:
+        file.seek(-8, 2)
+        file.write(bytes([231]))
+    with pytest.raises(ValueError, match="offsets.safetensors' is broken: it does not share out the 230 rows"):
+        list(Activations.open(tmp_path).batches(50, shuffle=True))
+
+
 MEMORY = """
 import sys, torch
 from torchhook.harvesting.activations import Activations
@@ -152,11 +244,13 @@ torch.set_num_threads(1)
 def resident():
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("VmRSS")) / 1024
-column = Activations.open(sys.argv[1])["fc"]
-torch.ones(1000, 1000, dtype=torch.int16).max()
+batches = Activations.open(sys.argv[1]).batches(1000, shuffle=sys.argv[2] == "mixed", memory_mb=8)
+def looked_at(batch):
+    return len(batch["fc"]) * all(bool(rows.max() > -1) for rows in batch.values())
+looked_at(next(iter(batches)))  # what of torch this needs is loaded when it is first used
 before, most, seen = resident(), 0, 0
-for batch in column.batches(1000, shuffle=sys.argv[2] == "mixed", memory_mb=8):
-    seen += int(batch.max() > -1) * len(batch)
+for batch in batches:
+    seen += looked_at(batch)
     most = max(most, resident() - before)
 print(seen, most)
 """
@@ -166,7 +260,24 @@ print(seen, most)
 def test_memory_is_bounded(tmp_path, order):
     """80 MB in 8 MB of buffers."""
     opened(tmp_path, [20_000, 20_000], 1000, torch.int16)
-    done = subprocess.run([sys.executable, "-c", MEMORY, tmp_path, order], capture_output=True, text=True, check=True)
+    seen, most = gone_through(tmp_path, order)
+    assert seen == 40_000
+    assert most < 20, "MiB more than before"
+
+
+@pytest.mark.parametrize("order", ["plain", "mixed"])
+def test_memory_is_bounded_where_rows_are_repeated(tmp_path, order):
+    """40 MB become 80 beside as many small rows."""
+    values = {"fc": torch.zeros(40_000, 1, dtype=torch.int16), "wide": torch.ones(20_000, 1000, dtype=torch.int16)}
+    stores.write(tmp_path, [stores.Shard(list(range(20_000)), values, {"fc": [2] * 20_000})], ragged=["fc"])
+    seen, most = gone_through(tmp_path, order)
+    assert seen == 40_000
+    assert most < 20, "MiB more than before"
+
+
+def gone_through(out, order):
+    gives_back = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # or what is freed is in pieces, and counted
+    program = [sys.executable, "-c", MEMORY, out, order]
+    done = subprocess.run(program, env=gives_back, capture_output=True, text=True, check=True)
     seen, most = done.stdout.split()
-    assert int(seen) == 40_000
-    assert float(most) < 40, "MiB more than before"
+    return int(seen), float(most)

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from torchhook.calling import Batch, call
 from torchhook.errors import HarvestError
-from torchhook.harvesting.columns import Parameters, batch_of_columns, stacked, taken_by, tensor_of
+from torchhook.harvesting.columns import PADDING, Parameters, batch_of_columns, stacked, tensor_of
 from torchhook.harvesting.fingerprints import batch_fingerprint
 from torchhook.harvesting.sources import length_of, source_of
 
@@ -390,8 +390,10 @@ def test_one_tensor_of_another_name_is_the_first_argument():
     assert list(read.data) == ["input"]
     (read,) = source_of([{"image": torch.ones(3, 2), "label": torch.ones(3)}], None, MODEL, keep=["label"]).read()
     assert list(read.data) == ["input", "label"]
-    with pytest.raises(HarvestError, match="data has 'image', 'label', and .* it takes 'input'"):
-        next(source_of(BatchesOf({"image": torch.ones(3, 2), "label": torch.ones(3)}), None, MODEL).read())
+    (read,) = source_of([{"image": torch.ones(3, 2), "label": torch.ones(3)}], None, MODEL).read()
+    assert list(read.data) == ["input"], "a label is none"
+    with pytest.raises(HarvestError, match="data has 'image', 'depth', and .* it takes 'input'"):
+        next(source_of(BatchesOf({"image": torch.ones(3, 2), "depth": torch.ones(3)}), None, MODEL).read())
 
 
 def test_what_is_kept_needs_a_name_for_the_rest():
@@ -418,8 +420,8 @@ class BatchesOf:
 def test_what_forward_takes_is_seen_through_wrappers():
     for wrapped in (Text(), torch.compile(Text()), nn.DataParallel(Text())):
         assert Parameters.of(wrapped).names == ("input_ids", "attention_mask", "labels")
-    takes = taken_by(MODEL)
-    assert takes("input") and not takes("label")
+    plain = Parameters.of(MODEL)
+    assert plain.takes("input") and not plain.takes("label")
     script = Parameters.of(torch.jit.script(nn.Sequential(nn.Linear(2, 2))))
     assert script.takes("input")
 
@@ -476,12 +478,12 @@ def test_ragged_columns_are_padded_and_masked(lists, arrays):
     assert batch["input_ids"].dtype == torch.int64 or not any(lists)
 
 
-def test_a_mask_that_is_there_is_kept_and_one_that_nobody_takes_is_not_made():
+def test_a_mask_that_is_there_is_kept_and_one_that_nobody_takes_is_no_argument():
     ids, mask = [[1, 2], [3]], [[1, 0], [1]]
     batch = batch_of_columns({"attention_mask": mask, "input_ids": ids}, Parameters.of(Text()))
     assert batch["attention_mask"].tolist() == [[1, 0], [1, 0]]
-    assert list(batch_of_columns({"input": ids}, Parameters(("input",), others=False))) == ["input"]
-    assert list(batch_of_columns({"input": ids}, Parameters(("input",), others=True))) == ["input"]
+    assert list(batch_of_columns({"input": ids}, Parameters(("input",), others=False))) == ["input", PADDING]
+    assert list(batch_of_columns({"input": ids}, Parameters(("input",), others=True))) == ["input", PADDING]
     assert "attention_mask" in batch_of_columns({"input": ids}, Parameters((), others=True)), "a wrapper"
     assert list(batch_of_columns({"input_ids": [1, 2]}, Parameters.of(Text()))) == ["input_ids"], "no lists"
 
@@ -520,8 +522,8 @@ def test_hugging_face_data_sets():
     check_tokens(list(flowing.read(1)), 4, 10)
     (read,) = source_of(data, None, Text(), keep=["label"]).read()
     assert read.data["label"].tolist() == list(range(10))
-    with pytest.raises(HarvestError, match="data has 'text', 'label', 'input_ids', and .* it takes 'input'"):
-        next(source_of(data, 4, MODEL).read(skip=True))
+    with pytest.raises(HarvestError, match="data has 'text', 'label', and .* it takes 'input'"):
+        next(source_of(data.remove_columns("input_ids"), 4, MODEL).read(skip=True))
 
 
 def test_a_hugging_face_sample_that_cannot_be_read():

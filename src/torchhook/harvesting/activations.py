@@ -26,7 +26,7 @@ from torchhook.harvesting.checking import check
 from torchhook.harvesting.column import Column
 from torchhook.harvesting.journal import Commit, Kept, last
 from torchhook.harvesting.manifest import Manifest
-from torchhook.harvesting.parts import Part
+from torchhook.harvesting.parts import Part, Stretch
 from torchhook.harvesting.samples import Samples
 from torchhook.text import html_table, in_units, table
 
@@ -36,12 +36,24 @@ _HEADER = ("site", "rows", "shape", "dtype", "size", "mean", "std", "nonfinite",
 class Activations:
     """The activations in a folder, by site; see `torchhook.harvest`.
 
-        acts = Activations.open("activations")
-        acts["layer4"][:100]                                 # rows, by memory map
-        acts["layer4"].of(17)                                # those of sample 17
-        for rows in acts["layer4"].batches(4096, shuffle=True, seed=epoch): ...
-
     `len` is the number of samples; a loop goes over the names of the sites.
+
+    >>> import tempfile
+    >>> from torch import nn
+    >>> from torchhook import Activations, harvest
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> model = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
+    >>> _ = harvest(model, torch.rand(100, 3), ["0", "1"], folder.name, quiet=True)
+    >>> acts = Activations.open(folder.name)
+    >>> len(acts), list(acts), acts["1"].shape
+    (100, ['0', '1'], (100, 2))
+    >>> acts["1"][:10].shape, acts["1"].of(17).shape  # rows, by memory map; and those of sample 17
+    (torch.Size([10, 2]), torch.Size([1, 2]))
+    >>> [len(rows) for rows in acts["1"].batches(40, shuffle=True, seed=0)]
+    [40, 40, 20]
+    >>> {site: tuple(rows.shape) for site, rows in next(iter(acts.loader(40))).items()}
+    {'0': (40, 2), '1': (40, 2)}
+    >>> folder.cleanup()
     """
 
     def __init__(self, folder: Path, manifest: Manifest, commits: Mapping[int, Commit]) -> None:
@@ -49,9 +61,11 @@ class Activations:
         self.folder = folder
         self.manifest = manifest
         self._commits = commits
-        self._filled = {shard: commit for shard, commit in commits.items() if commit.samples}
         self._samples = Samples(
-            [Part(layout.samples(folder, n), torch.int64, (), commit.samples) for n, commit in self._filled.items()]
+            [
+                Part(layout.samples(folder, n), "samples", torch.int64, (), told.samples, told.samples_crc32, told.done)
+                for n, told in commits.items()
+            ]
         )
         self._columns = {site: self._column(site) for site in manifest.sites}
 
@@ -122,8 +136,11 @@ class Activations:
         seed: int = 0,
         memory_mb: float = 256,
     ) -> Batches[dict[str, Tensor]]:
-        """The same rows of several sites (all, unless named) as dicts, as `Column.batches` gives those of one."""
-        columns = self._with_same_rows(sites)
+        """The same rows of several sites (all, unless named) as dicts, as `Column.batches` gives those of one.
+
+        Beside sites with rows of tokens, the row of a sample at another comes once for each of its tokens, as a label.
+        """
+        _, columns = self._together(sites)
         return Batches(list(columns.values()), partial(_named, list(columns)), size, shuffle, seed, memory_mb)
 
     def loader(
@@ -141,18 +158,18 @@ class Activations:
         In order they come in the same order whatever the number of workers; the mixture depends on it. For another one
         in each epoch make a loader with another seed.
         """
-        columns = self._with_same_rows(sites)
-        named = partial(_named, list(columns))
-        batches = Batches(list(columns.values()), named, size, shuffle, seed, memory_mb, num_workers)
+        batches = self.batches(size, sites, shuffle=shuffle, seed=seed, memory_mb=memory_mb)
         return DataLoader(batches, batch_size=None, num_workers=num_workers)
 
     def to_arrow(self, *sites: str) -> Any:
         """The same rows of several sites (all, unless named) as a `pyarrow.Table`, most of it without a copy.
 
         Beside them are the columns ``sample`` (the id) and ``position`` (which of the sample's rows). A site is a list
-        of fixed size, flattened; its shape is in the metadata of the field. bfloat16 becomes float32.
+        of fixed size, flattened; its shape is in the metadata of the field. bfloat16 becomes float32, and rows of
+        samples are repeated as by `batches`.
         """
-        return table_of(self._with_same_rows(sites or None))
+        lead, columns = self._together(sites or None)
+        return table_of(lead.keys(), columns, self.manifest.sites)
 
     def statistics(self) -> list[dict[str, Any]]:
         """A row for each site: what was measured while it was harvested, of the values as the model gave them."""
@@ -164,9 +181,11 @@ class Activations:
     def verify(self, progress: TextIO | None = sys.stderr) -> int:
         """Read all there is and compare it with the checksums; how many bytes that were.
 
-        A `HarvestError` names every file that is not as it was written.
+        A `HarvestError` names every file that is not as it was written. Delete those and call `harvest` again, which
+        makes their shards anew.
         """
-        return check(list(self._files()), progress)
+        files = [*self._samples.parts, *(part for column in self._columns.values() for part in column.files)]
+        return check(files, progress)
 
     def __repr__(self) -> str:
         return f"{self._title()}\n{table(_HEADER, self._rows())}"
@@ -176,43 +195,42 @@ class Activations:
 
     def _column(self, site: str) -> Column:
         kind = self.manifest.sites[site]
-        kept = {shard: commit.sites.get(site, Kept()) for shard, commit in self._filled.items()}
-        for shard, commit in self._filled.items():
-            if not kind.ragged and kept[shard].rows != commit.samples:
+        all_kept, values, offsets = [], [], []
+        for shard, told in self._commits.items():
+            kept = told.sites.get(site, Kept())
+            if not kind.ragged and kept.rows != told.samples:
                 raise HarvestError(
-                    f"{str(layout.journal(self.folder, shard))!r} is broken: {kept[shard].rows} rows of {site!r} for"
-                    f" {commit.samples} samples"
+                    f"{str(layout.journal(self.folder, shard))!r} is broken: {kept.rows} rows of {site!r} for"
+                    f" {told.samples} samples"
                 )
-        values = [
-            Part(layout.values(self.folder, site, n), kind.torch_dtype, kind.shape, k.rows) for n, k in kept.items()
-        ]
-        offsets = [
-            Part(layout.offsets(self.folder, site, shard), torch.int64, (), commit.samples + 1)
-            for shard, commit in self._filled.items()
-            if kind.ragged
-        ]
-        return Column(site, kind, self._samples, list(kept.values()), values, offsets)
+            all_kept.append(kept)
+            path = layout.values(self.folder, site, shard)
+            values.append(Part(path, "values", kind.torch_dtype, kind.shape, kept.rows, kept.crc32, told.done))
+            if kind.ragged:
+                path = layout.offsets(self.folder, site, shard)
+                offsets.append(Part(path, "offsets", torch.int64, (), told.samples + 1, kept.offsets_crc32, told.done))
+        return Column(site, kind, self._samples, all_kept, values, offsets)
 
-    def _with_same_rows(self, sites: Sequence[str] | None) -> dict[str, Column]:
+    def _together(self, sites: Sequence[str] | None) -> tuple[Column, dict[str, Sequence[Stretch]]]:
+        """The parts of several sites, all with the rows of the first, or of the first ragged one if there is any."""
         if isinstance(sites, str):
             raise TypeError(f"sites must be several names, as [{sites!r}]")
         columns = {site: self[site] for site in (self.sites if sites is None else sites)}
         if not columns:
             raise ValueError("sites is empty: name at least one, or leave it out for all")
-        first, *others = columns.values()
+        ragged = [column for column in columns.values() if column.ragged]
+        if not ragged:
+            return next(iter(columns.values())), {site: column.parts for site, column in columns.items()}
+        lead, *others = ragged
         for other in others:
-            if other.shared_out != first.shared_out:
+            if other.shared_out != lead.shared_out:
                 raise HarvestError(
-                    f"{first.site!r} has {len(first)} rows and {other.site!r} {len(other)}, which are not of the same"
+                    f"{lead.site!r} has {len(lead)} rows and {other.site!r} {len(other)}, which are not of the same"
                     " things; name sites with the same rows, or read each by itself"
                 )
-        return columns
-
-    def _files(self) -> Iterator[tuple[Part, int]]:
-        for part, commit in zip(self._samples.parts, self._filled.values(), strict=True):
-            yield part, commit.samples_crc32
-        for column in self._columns.values():
-            yield from column.checksums()
+        return lead, {
+            site: column.parts if column.ragged else column.spread_over(lead) for site, column in columns.items()
+        }
 
     def _title(self) -> str:
         said = [f"{len(self)} samples, {len(self.sites)} sites, {in_units(self.nbytes)}"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from torchhook.errors import HarvestError
-from torchhook.harvesting.column import Column
+from torchhook.harvesting.manifest import Kind
+from torchhook.harvesting.parts import Stretch
 
 _KEYS = ("sample", "position")
 _NAMES = {
@@ -28,24 +29,22 @@ _NAMES = {
 }
 
 
-def table_of(columns: Mapping[str, Column]) -> Any:
-    """A table of columns with the same rows; a chunk a shard."""
+def table_of(keys: tuple[Tensor, Tensor], columns: Mapping[str, Sequence[Stretch]], kinds: Mapping[str, Kind]) -> Any:
+    """A table of columns with the same rows, and their `keys`; a chunk a shard."""
     arrow = _pyarrow()
     clash = [site for site in columns if site in _KEYS]
     if clash:
         raise HarvestError(f"the site {clash[0]!r} has the name of a column of every table; leave it out")
-    keys = zip(_KEYS, next(iter(columns.values())).keys(), strict=True)
-    fields = [(arrow.field(name, arrow.int64()), _plain(values)) for name, values in keys]
-    fields += [_site(site, column) for site, column in columns.items()]
+    fields = [(arrow.field(name, arrow.int64()), _plain(values)) for name, values in zip(_KEYS, keys, strict=True)]
+    fields += [_site(site, parts, kinds[site]) for site, parts in columns.items()]
     return arrow.table([values for _, values in fields], schema=arrow.schema([field for field, _ in fields]))
 
 
-def _site(site: str, column: Column) -> tuple[Any, Any]:
+def _site(site: str, parts: Sequence[Stretch], kind: Kind) -> tuple[Any, Any]:
     arrow = _pyarrow()
-    chunks = [_rows(part.mapped(0, part.rows)) for part in column.parts if part.rows]
-    kind = _rows(column[:0]).type
-    shape = json.dumps(column.shape[1:])
-    return arrow.field(site, kind, metadata={"shape": shape}), arrow.chunked_array(chunks, kind)
+    chunks = [_rows(part.span(0, part.rows)) for part in parts if part.rows]
+    as_type = _rows(torch.empty(0, *kind.shape, dtype=kind.torch_dtype)).type
+    return arrow.field(site, as_type, metadata={"shape": json.dumps(kind.shape)}), arrow.chunked_array(chunks, as_type)
 
 
 def _rows(rows: Tensor) -> Any:

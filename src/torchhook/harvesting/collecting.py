@@ -27,8 +27,8 @@ from torchhook.core.snapshot import Held, snapshot
 from torchhook.core.tap import Act, Sink, Tap, at_once
 from torchhook.errors import HarvestError
 from torchhook.explain.modes import evaluating
-from torchhook.harvesting.columns import Parameters
-from torchhook.harvesting.rows import Rows, RowsName, Tokens, chosen, rows_of, tokens_of
+from torchhook.harvesting.columns import PADDING, Parameters
+from torchhook.harvesting.rows import Positions, Rows, RowsName, chosen, positions_of, rows_of
 from torchhook.sinks.transfer import Transfer, sent_home
 from torchhook.stats.kernels.plain import FIELDS
 from torchhook.stats.moments import Moments
@@ -87,7 +87,7 @@ class Collector(Sink):
         self._fetch = Transfer(_CPU, None)
         self._device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), None)
         self._samples = 0
-        self._tokens: Tokens | None = None
+        self._positions: Positions | None = None
         self._sent: dict[str, Sent] | None = None  # while it runs: others, too, may call what this model is made of
         self._open = ExitStack()
         tap = Tap(Selector.union(queries_of(wanted.sites)), self, transform=wanted.transform)
@@ -110,24 +110,22 @@ class Collector(Sink):
     def collect(self, data: Any, samples: int) -> dict[str, Sent]:
         """Run the model on a batch of so many samples."""
         whole = Batch.of(data)
-        batch = Batch.of(on_device(self._without_kept(data), self.model))
-        self._samples, self._tokens, self._sent = (
-            samples,
-            tokens_of(whole, samples, self._wanted.rows, self._device),
-            {},
-        )
+        batch = Batch.of(on_device(self._known(data), self.model))
+        self._positions = positions_of(whole, samples, self._wanted.rows, self._device)
+        self._samples, self._sent = samples, {}
         try:
             with torch.no_grad():
                 call(self.model, batch)
             for name in self._wanted.keep:
-                self._send(name, _entry(whole, name), numbers=True)
+                self._keep(name, _entry(whole, name))
             return self._sent
         finally:
             self._sent = None
 
     def receive(self, event: Event) -> None:
         """Send off what one event has."""
-        self._take(event.site, event.call, event.value)
+        if self._sent is not None:
+            self._take(event.site, event.call, event.value)
 
     def bind(self, tap: Tap, site: Site, module: nn.Module, scope: Scope) -> Act:
         """The act that does so at one site, without events."""
@@ -140,27 +138,34 @@ class Collector(Sink):
         return see
 
     def _take(self, site: Site, call: int, value: Any) -> None:
-        if self._sent is not None:
-            name = site.path + (f"@{call}" if call else "")
-            self._send(name, chosen(value) if self._wanted.transform is None else value)
+        assert self._sent is not None
+        name, positions = site.path + (f"@{call}" if call else ""), self._positions
+        if name in self._sent:
+            raise HarvestError(f"{name!r} is the name of a module and of a further call of another; rename the module")
+        if self._wanted.transform is None:
+            value = chosen(value)
+        elif self._wanted.rows == "auto":
+            positions = None  # what a transform makes has a row a sample
+        self._sent[name] = self._off(rows_of(value, self._samples, positions, name), self._wanted.dtype)
 
-    def _without_kept(self, data: Any) -> Any:
-        """What the model is given: of entries that are only kept it knows nothing."""
-        if not (self._wanted.keep and isinstance(data, Mapping)):
-            return data
-        named = Parameters.of(self.model).names
-        return {name: entry for name, entry in data.items() if name not in self._wanted.keep or name in named}
-
-    def _send(self, name: str, value: Any, numbers: bool = False) -> None:
+    def _keep(self, name: str, value: Tensor) -> None:
         assert self._sent is not None
         if name in self._sent:
-            raise HarvestError(f"{name!r} is the name of two things, a site and what keep= asks for; rename the entry")
-        rows = rows_of(value, self._samples, self._tokens, name, numbers=numbers)
-        self._sent[name] = self._off(rows)
+            raise HarvestError(f"{name!r} is the name of a site and of what keep= asks for; rename the entry")
+        self._sent[name] = self._off(rows_of(value, self._samples, self._positions, name, kept=True), None)
 
-    def _off(self, rows: Rows) -> Sent:
+    def _known(self, data: Any) -> Any:
+        """What the model is given: of entries that are only kept, or only tell of padding, it knows nothing."""
+        if not isinstance(data, Mapping):
+            return data
+        known, only_kept = Parameters.of(self.model), (*self._wanted.keep, PADDING)
+        return {
+            name: x for name, x in data.items() if (name in known.names if name in only_kept else known.takes(name))
+        }
+
+    def _off(self, rows: Rows, dtype: torch.dtype | None) -> Sent:
         given = rows.values
-        dtype = given.dtype if self._wanted.dtype is None or not given.is_floating_point() else self._wanted.dtype
+        dtype = dtype if dtype is not None and given.is_floating_point() else given.dtype
         stored = given.to(dtype).contiguous()
         if stored.data_ptr() == given.data_ptr() or stored.untyped_storage().nbytes() > stored.nbytes:
             stored = stored.clone()  # somebody may write to it, and a part must not keep the whole
@@ -196,13 +201,16 @@ def _measured(given: Tensor, stored: Tensor) -> Callable[[], Measured]:
     return read
 
 
-def _entry(batch: Batch, name: str) -> Any:
+def _entry(batch: Batch, name: str) -> Tensor:
     """What `keep` names of a batch."""
     found = batch.arguments.kwargs.get(name) if name != "target" or batch.arguments.kwargs else batch.target
     if found is None:
         there = ", ".join(map(repr, batch.arguments.kwargs)) or "'target'"
         raise HarvestError(f"keep: a batch has no {name!r}; it has {there}")
-    return torch.as_tensor(found)
+    try:
+        return torch.as_tensor(found)
+    except (TypeError, ValueError, RuntimeError):
+        raise HarvestError(f"keep: {name!r} of a batch is no table of numbers; leave it out of keep") from None
 
 
 def single(data: Any, number: int, samples: int) -> Any:

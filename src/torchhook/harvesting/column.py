@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from operator import itemgetter
 from typing import Any
@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from torchhook.errors import HarvestError
 from torchhook.harvesting.batches import Batches
 from torchhook.harvesting.indexing import gathered, is_number, row_of, rows_of, spanned, starts_of
 from torchhook.harvesting.journal import Kept, merged
 from torchhook.harvesting.manifest import Kind
-from torchhook.harvesting.parts import Part
+from torchhook.harvesting.parts import Part, Spread, begins
 from torchhook.harvesting.samples import Samples
 from torchhook.stats.moments import Moments, Summary
 from torchhook.text import in_units
@@ -34,19 +33,19 @@ class Column:
         kind: Kind,
         samples: Samples,
         kept: Sequence[Kept],
-        values: Sequence[Part],
+        parts: Sequence[Part],
         offsets: Sequence[Part],
     ) -> None:
-        """Made by `Activations`: what was kept of each shard, and where; no `offsets` unless ragged."""
+        """Made by `Activations`: what was kept of each shard, and the files; no `offsets` unless ragged."""
         self.site = site
         self.dtype = kind.torch_dtype
         self.ragged = kind.ragged
+        self.parts = parts
         self._features = kind.shape
         self._samples = samples
         self._kept = kept
-        self._values = values
-        self._offset_parts = offsets
-        self._starts = starts_of([part.rows for part in values])
+        self._offsets = offsets
+        self._starts = starts_of([part.rows for part in parts])
 
     def __len__(self) -> int:
         """How many rows there are."""
@@ -60,17 +59,17 @@ class Column:
     @property
     def nbytes(self) -> int:
         """What all rows take on the disk."""
-        return sum(part.nbytes for part in self._values)
+        return sum(part.nbytes for part in self.parts)
 
     @property
-    def parts(self) -> Sequence[Part]:
-        """The files, in the order of the rows."""
-        return self._values
+    def files(self) -> list[Part]:
+        """All files of this site."""
+        return [*self.parts, *self._offsets]
 
     @property
     def shared_out(self) -> list[tuple[int, int]]:
-        """How the rows of each shard belong to its samples; columns with the same have rows of the same things."""
-        return [(kept.rows, kept.offsets_crc32 if self.ragged else 0) for kept in self._kept]
+        """How the rows of each shard belong to its samples; ragged columns with the same have rows of the same."""
+        return [(part.rows, offsets.crc32) for part, offsets in zip(self.parts, self._offsets, strict=True)]
 
     @property
     def overflow(self) -> int:
@@ -85,45 +84,36 @@ class Column:
         return moments.of(torch.empty(0)) if total is None else moments.compute(total)
 
     def __getitem__(self, rows: Any) -> Tensor:
-        """One row for a number; several for a slice, numbers or a mask.
+        """One row for an int; several for a slice, whole numbers or a mask.
 
         A slice inside one shard is a view of the file, and reads what is looked at.
         """
         if is_number(rows):
-            row = row_of(int(rows), len(self))
-            return self.span(row, row + 1)[0]
+            row = row_of(int(rows), len(self), self.site)
+            return self._span(row, row + 1)[0]
         if isinstance(rows, slice):
             start, stop, step = rows.indices(len(self))
             if step == 1:
-                return self.span(start, max(start, stop))
-            rows = torch.arange(start, stop, step) if (stop - start) * step > 0 else []
-        numbers = rows_of(rows, len(self))
-        found = gathered(self._values, self._starts, numbers.flatten(), self._empty())
+                return self._span(start, stop)
+        numbers = rows_of(rows, len(self), self.site)
+        found = gathered(self.parts, self._starts, numbers.flatten(), self._empty())
         return found.view(*numbers.shape, *self._features)
-
-    def span(self, start: int, stop: int) -> Tensor:
-        """The rows from `start` to `stop`, which there are."""
-        return spanned(self._values, self._starts, start, stop, self._empty())
 
     def of(self, sample: int) -> Tensor:
         """The rows of the sample with this id, also if it is one: rows × features."""
         place = self._samples.place(int(sample))
         if not self.ragged:
-            return self.span(place, place + 1)
-        start, stop = self.offsets[place : place + 2].tolist()
-        return self.span(start, stop)
+            return self._span(place, place + 1)
+        start, stop = self._begins[place : place + 2].tolist()
+        return self._span(start, stop)
 
     def keys(self, rows: Any = slice(None)) -> tuple[Tensor, Tensor]:
         """Of each row the id of its sample, and which of that sample's rows it is, from 0."""
-        if is_number(rows):
-            rows = [int(rows)]
-        elif isinstance(rows, slice):
-            rows = torch.arange(len(self))[rows] if (rows.step or 1) > 0 else list(range(len(self))[rows])
-        numbers = rows_of(rows, len(self))
+        numbers = torch.atleast_1d(rows_of(rows, len(self), self.site))
         if not self.ragged:
             return self._samples.ids[numbers], torch.zeros_like(numbers)
-        places = torch.bucketize(numbers, self.offsets[1:], right=True)
-        return self._samples.ids[places], numbers - self.offsets[places]
+        places = torch.bucketize(numbers, self._begins[1:], right=True)
+        return self._samples.ids[places], numbers - self._begins[places]
 
     def batches(self, size: int, *, shuffle: bool = False, seed: int = 0, memory_mb: float = 256) -> Batches[Tensor]:
         """All rows, `size` at a time (the last may be fewer): in order, or mixed as `seed` says.
@@ -131,36 +121,30 @@ class Column:
         In order they are views. Mixed they come from blocks of neighbours, read in random order into a buffer of
         `memory_mb` and drawn from there: each row once, and all in any order if the buffer holds them all.
         """
-        return Batches([self], itemgetter(0), size, shuffle, seed, memory_mb)
+        return Batches([self.parts], itemgetter(0), size, shuffle, seed, memory_mb)
 
     def dataset(self) -> Dataset[Tensor]:
         """The rows as a map-style data set of torch."""
         return Rows(self)
 
-    def checksums(self) -> Iterator[tuple[Part, int]]:
-        """Every file of this site, and its checksum by the journals."""
-        for part, kept in zip(self._values, self._kept, strict=True):
-            yield part, kept.crc32
-        if self.ragged:
-            for part, kept in zip(self._offset_parts, self._kept, strict=True):
-                yield part, kept.offsets_crc32
+    def spread_over(self, other: Column) -> list[Spread]:
+        """The rows, one a sample, each for every row that its sample has in `other`, which is ragged."""
+        triples = zip(self.parts, other._offsets, other.parts, strict=True)
+        return [Spread(part, offsets, theirs.rows) for part, offsets, theirs in triples]
 
     def __repr__(self) -> str:
         shape, dtype = "×".join(map(str, self.shape)), str(self.dtype).removeprefix("torch.")
         return f"Column({self.site!r}, {shape} {dtype}, {in_units(self.nbytes)}{', ragged' if self.ragged else ''})"
 
     @cached_property
-    def offsets(self) -> Tensor:
+    def _begins(self) -> Tensor:
         """Where among all rows those of each sample begin; the last number is where they end. Of ragged rows alone."""
-        found = []
-        for start, values, part in zip(self._starts, self._values, self._offset_parts, strict=False):
-            offsets = part.mapped(0, part.rows)
-            if int(offsets[0]) or int(offsets[-1]) != values.rows or bool((offsets.diff() < 0).any()):
-                raise HarvestError(
-                    f"{str(part.path)!r} is broken: it does not share out the {values.rows} rows of its shard"
-                )
-            found.append(offsets[:-1] + start)
+        triples = zip(self._offsets, self.parts, self._starts[:-1], strict=True)
+        found = [begins(offsets, part.rows)[:-1] + start for offsets, part, start in triples]
         return torch.cat([*found, torch.tensor([len(self)])])
+
+    def _span(self, start: int, stop: int) -> Tensor:
+        return spanned(self.parts, self._starts, start, stop) if start < stop else self._empty()
 
     def _empty(self) -> Tensor:
         return torch.empty(0, *self._features, dtype=self.dtype)

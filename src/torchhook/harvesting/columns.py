@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,9 @@ from torchhook.errors import HarvestError
 from torchhook.text import shape_of
 
 _MASK = "attention_mask"
+PADDING = "attention mask"  # no argument: of what was padded here, for a model that takes none
+_MASKS = (_MASK, f"decoder_{_MASK}", PADDING)
+_ANSWERS = ("label", "labels", "target", "targets")
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -49,15 +52,17 @@ class Parameters(NamedTuple):
         return name in self.names if self.names else self.others
 
     def chosen(self, entries: Mapping[str, Any], there: Iterable[str] | None = None) -> Any:
-        """The entries of a batch that the model takes; one tensor that it does not name is its first argument.
+        """The entries of a batch that the model takes, and masks, which tell of padding.
+
+        One tensor that it does not name is its first argument, unless it is called as what it should say.
 
         >>> Parameters.of(nn.Linear(2, 2)).chosen({"image": torch.ones(1, 2), "name": ["a"]})
         {'input': tensor([[1., 1.]])}
         """
-        kept = {name: entry for name, entry in entries.items() if name in self.keep}
+        kept = {name: entry for name, entry in entries.items() if name in self.keep or name in _MASKS}
         if any(self.takes(name) for name in entries):
             return {name: entry for name, entry in entries.items() if self.takes(name)} | kept
-        lone = [entry for name, entry in entries.items() if isinstance(entry, Tensor) and name not in kept]
+        lone = [x for name, x in entries.items() if isinstance(x, Tensor) and name not in kept and name not in _ANSWERS]
         if len(lone) != 1 or (kept and not self.names):
             raise HarvestError(
                 f"data has {_listed(entries if there is None else there)}, and the forward of the model can be given"
@@ -71,11 +76,6 @@ class Stacked(NamedTuple):
 
     values: Tensor
     lengths: list[int] | None  # of the samples, if each is a list of numbers
-
-
-def taken_by(model: nn.Module) -> Callable[[str], bool]:
-    """Whether the forward of a model takes an argument of a name."""
-    return Parameters.of(model).takes
 
 
 def batch_of_rows(rows: Sequence[Mapping[str, Any]], parameters: Parameters) -> Any:
@@ -96,7 +96,7 @@ def batch_of_columns(columns: Mapping[str, Any], parameters: Parameters) -> Any:
             [1, 0, 0]])}
     """
     named = [name for name in parameters.names if name in columns]
-    wanted = [*named, *(name for name in parameters.keep if name in columns and name not in named)]
+    wanted = [*named, *(name for name in (*parameters.keep, *_MASKS) if name in columns and name not in named)]
     found: dict[str, Stacked] = {}
     for name in wanted if named else columns:
         column = stacked(columns[name], name)
@@ -104,9 +104,10 @@ def batch_of_columns(columns: Mapping[str, Any], parameters: Parameters) -> Any:
             found[name] = column
     entries = {name: column.values for name, column in found.items()}
     lengths = next((column.lengths for column in found.values() if column.lengths is not None), None)
-    if lengths is not None and _MASK not in columns and parameters.means(_MASK):
+    if lengths is not None and _MASK not in columns:
         places = torch.arange(max(lengths, default=0))
-        entries[_MASK] = (places < torch.tensor(lengths)[:, None]).long()
+        name = _MASK if parameters.means(_MASK) else PADDING
+        entries[name] = (places < torch.tensor(lengths)[:, None]).long()
     return parameters.chosen(entries, columns)
 
 

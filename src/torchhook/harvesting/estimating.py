@@ -11,13 +11,17 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from torchhook.core.trees import nbytes
 from torchhook.errors import BudgetError, HarvestError
+from torchhook.explain.modes import buffers_kept
 from torchhook.harvesting.collecting import Collector, Wanted
 from torchhook.harvesting.growing import code_of
+from torchhook.harvesting.journal import merged
 from torchhook.harvesting.manifest import Kind
 from torchhook.harvesting.sources import Read
 from torchhook.harvesting.working import harvested
 from torchhook.harvesting.writing import Harvested
+from torchhook.stats.moments import Moments
 from torchhook.text import in_units
 
 _SPARE = 64 * 2**20  # of the disk, for headers, journals and others
@@ -27,9 +31,12 @@ class Probe(NamedTuple):
     """What one batch gave."""
 
     sites: dict[str, Kind]
+    seen: dict[str, tuple[float, float]]  # mean and deviation at each site
     samples: int
+    batch_size: int  # with those that were skipped
     nbytes: int
-    seconds: float
+    input_bytes: int
+    seconds: float  # of the model, and of reading the next batch
     reads: list[Read]  # what was read for it
 
 
@@ -37,7 +44,7 @@ def probe(model: nn.Module, wanted: Wanted, reads: Iterator[Read], skips: bool, 
     """Run the first batch of which something can be harvested."""
     seen: list[Read] = []
     failed: dict[int, str] = {}
-    with Collector(model, wanted) as collector:
+    with buffers_kept(model), Collector(model, wanted) as collector:
         for read in reads:
             seen.append(read)
             first = harvested(collector, read, skips)
@@ -45,13 +52,13 @@ def probe(model: nn.Module, wanted: Wanted, reads: Iterator[Read], skips: bool, 
                 start = time.perf_counter()
                 again = harvested(collector, read, skips)  # the first time is no measure
                 _arrived(again)
+                following = next(reads, None)
                 seconds = time.perf_counter() - start
-                return _of(again, seconds, seen, max_bytes)
+                return _of(again, read, seconds, seen if following is None else [*seen, following], max_bytes)
             failed |= first.skipped
-        if not seen:
-            raise HarvestError("data has no batch")
-        sample, reason = next(iter(failed.items()))
-        raise HarvestError(f"nothing of data can be harvested; sample {sample}: {reason}")
+        for sample, reason in failed.items():
+            raise HarvestError(f"nothing of data can be harvested; sample {sample}: {reason}")
+        raise HarvestError("data has no sample")
 
 
 class Estimate(NamedTuple):
@@ -67,6 +74,8 @@ class Estimate(NamedTuple):
         each = f"{in_units(self.probe.nbytes)} and {_time(self.probe.seconds)} a batch of {self.probe.samples}"
         if self.nbytes is None or self.seconds is None:
             return f"{each}; the data do not say how many there are; {in_units(self.free)} are free"
+        if not self.samples:
+            return "all of it is there"
         return (
             f"{self.samples:,} samples to go: {in_units(self.nbytes)} in about {_time(self.seconds)} ({each});"
             f" {in_units(self.free)} are free"
@@ -100,7 +109,7 @@ def _arrived(batch: Harvested) -> None:
             sent.values()
 
 
-def _of(batch: Harvested, seconds: float, reads: list[Read], max_bytes: int) -> Probe:
+def _of(batch: Harvested, read: Read, seconds: float, reads: list[Read], max_bytes: int) -> Probe:
     if batch.nbytes > max_bytes:
         raise BudgetError(
             f"a batch has {in_units(batch.nbytes)} of rows, more than memory_mb allows ({in_units(max_bytes)}); use"
@@ -111,7 +120,20 @@ def _of(batch: Harvested, seconds: float, reads: list[Read], max_bytes: int) -> 
         code_of(sent.dtype)  # which refuses one that cannot be stored
         kinds[name] = Kind(sent.shape, _name(sent.dtype), _name(sent.given), sent.lengths is not None)
     samples = sum(len(piece.ids) for piece in batch.pieces)
-    return Probe(kinds, samples, batch.nbytes, seconds, reads)
+    size = len(read.ids) + len(read.unread)
+    return Probe(kinds, _seen(batch), samples, size, batch.nbytes, nbytes(read.data), seconds, reads)
+
+
+def _seen(batch: Harvested) -> dict[str, tuple[float, float]]:
+    """Mean and deviation of the real numbers at each site."""
+    seen = {}
+    for name in batch.pieces[0].sites:
+        measured = [sent.measured() for piece in batch.pieces if (sent := piece.sites[name]).measured is not None]
+        total = merged([one.moments for one in measured])
+        if total is not None:
+            told = Moments().compute(total)
+            seen[name] = (told.mean, told.std)
+    return seen
 
 
 def _name(dtype: torch.dtype) -> str:

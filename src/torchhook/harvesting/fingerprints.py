@@ -7,6 +7,7 @@ the same weights have the same fingerprint on every device, and only one number 
 from __future__ import annotations
 
 import ctypes
+import re
 import zlib
 from collections.abc import Iterator, Mapping
 from hashlib import blake2b
@@ -21,6 +22,7 @@ from torchhook.core.shards import local
 from torchhook.core.trees import leaves
 from torchhook.harvesting.sources import Read, Source
 
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _PAGE = 1 << 15  # words that are summed up at a time: few enough for the cache of a core
 _PAGES = 128  # at once, on an accelerator
 _ODD = -7046029254386353131  # 2**64 over the golden ratio: its multiples are far apart
@@ -33,7 +35,7 @@ _COMPRESSED = {
 
 
 def model_fingerprint(model: nn.Module) -> str:
-    """A name for a model: its modules by name and class, its parameters and buffers by name, type, shape and values.
+    """A name for a model: its modules by name, class and settings, its tensors by name, type, shape and values.
 
     Where it lies, how it is wrapped, hooked or compiled, and whether it trains do not matter. Of sharded tensors the
     part that is here counts.
@@ -50,7 +52,7 @@ def model_fingerprint(model: nn.Module) -> str:
     sums: list[Tensor] = []
     seen: dict[int, tuple[str, Tensor]] = {}  # with the tensors: of one that is gone another may have the id
     for path, module in walk(model):
-        lines.append(f"{path!r} {type(module).__qualname__}")
+        lines.append(f"{path!r} {type(module).__qualname__} {_settings(module)}")
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is None:
                 continue
@@ -60,6 +62,14 @@ def model_fingerprint(model: nn.Module) -> str:
                 seen[id(tensor)] = f"{path}.{name}", tensor
                 sums += [one for part in _parts(tensor) for one in _sums(part)]
     return _digest(*lines, *_fetched(sums))
+
+
+def _settings(module: nn.Module) -> str:
+    """What a module says of itself beside its weights, such as an epsilon; addresses in it differ from run to run."""
+    try:
+        return _ADDRESS.sub("", module.extra_repr())
+    except Exception:  # somebody's, and only to be looked at
+        return ""
 
 
 def batch_fingerprint(data: Any) -> int:

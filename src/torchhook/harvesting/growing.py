@@ -131,7 +131,8 @@ def code_of(dtype: torch.dtype) -> str:
 def as_bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU, which must live on meanwhile.
 
-    >>> bytes(as_bytes(torch.tensor([1, 2], dtype=torch.int16)))
+    >>> numbers = torch.tensor([1, 2], dtype=torch.int16)
+    >>> bytes(as_bytes(numbers))
     b'\\x01\\x00\\x02\\x00'
     """
     assert tensor.is_contiguous() and tensor.device.type == "cpu"

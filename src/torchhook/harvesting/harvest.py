@@ -12,14 +12,14 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from torchhook.compare.gathering import queries_of
 from torchhook.core.selection import Query, require_module
 from torchhook.core.tap import require_count
-from torchhook.core.trees import nbytes
-from torchhook.errors import HarvestError
+from torchhook.errors import HarvestError, SelectionError
 from torchhook.harvesting import layout
 from torchhook.harvesting.activations import Activations
 from torchhook.harvesting.collecting import Wanted
-from torchhook.harvesting.estimating import estimate, probe
+from torchhook.harvesting.estimating import Probe, estimate, probe
 from torchhook.harvesting.fingerprints import data_fingerprint, model_fingerprint
 from torchhook.harvesting.manifest import Manifest
 from torchhook.harvesting.meter import Meter
@@ -42,7 +42,7 @@ def harvest(
     transform: Callable[[Any], Any] | None = None,
     dtype: torch.dtype | str | None = "float16",
     rows: RowsName = "auto",
-    keep: Sequence[str] = (),
+    keep: str | Sequence[str] = (),
     batch_size: int | None = None,
     shard_mb: float = 256,
     resume: bool = True,
@@ -66,7 +66,8 @@ def harvest(
         transform: Called with what a site gives; what it returns is kept: a tensor with a row a sample, or a list
             with a tensor for each.
         dtype: As what real numbers are stored; None: as they are. Those that are too large for it are counted.
-        rows: What is a row: ``"token"`` (padding is left out by the attention mask), ``"sample"``, or by the batch.
+        rows: What is a row: ``"token"`` (padding is left out by the attention mask), ``"sample"``, or as the batch
+            says; what a transform makes is by sample unless this is ``"token"``.
         keep: Entries of the batches to keep beside the sites, such as ``"input_ids"`` or ``"labels"``; of batches that
             are tuples, ``"target"``.
         batch_size: For data that come in samples; 32 unless given.
@@ -92,6 +93,8 @@ def harvest(
     >>> folder.cleanup()
     """
     require_module(model)
+    if not queries_of(sites):
+        raise SelectionError("sites is empty: name at least one place of the model")
     _require_options(
         rows=rows,
         engine=engine,
@@ -101,7 +104,8 @@ def harvest(
         memory_mb=memory_mb,
         commit_seconds=commit_seconds,
     )
-    out, wanted = Path(out), Wanted(sites, transform, _dtype(dtype), rows, tuple(keep), stop)
+    where, out, keep = out, Path(out).absolute(), (keep,) if isinstance(keep, str) else tuple(keep)
+    wanted = Wanted(sites, transform, _dtype(dtype), rows, keep, stop)
     source = source_of(data, batch_size, model, wanted.keep)
     if resume and not source.repeats:
         raise HarvestError(f"data cannot be read a second time, which resume=True may need: {source.why_not}")
@@ -109,15 +113,14 @@ def harvest(
     max_bytes, skips = int(memory_mb * _MB), on_error == "skip"
     reading = source.read(skip=skips)
     first = probe(model, wanted, reading, skips, max_bytes)
-    size = first.nbytes
-    if engine == "ray" and not source.indexed:  # what is read here waits in Ray's store until a shard is made
-        size = max(size, nbytes(first.reads[-1].data))
+    # what is read here waits in Ray's store until its shard is made
+    size = first.nbytes if engine == "local" or source.indexed else max(first.nbytes, first.input_bytes)
     manifest = Manifest(
         model=type(model).__name__,
         model_fingerprint=model_fingerprint(model),
         data_fingerprint=data_fingerprint(source),
         samples=source.samples,
-        batch_size=batch_size,
+        batch_size=first.batch_size,
         batches_per_shard=max(1, round(shard_mb * _MB / max(size, 1))),
         dtype=None if wanted.dtype is None else str(wanted.dtype).removeprefix("torch."),
         rows=rows,
@@ -126,6 +129,7 @@ def harvest(
         on_error=on_error,
         stop=stop,
         sites=first.sites,
+        first_batch=first.seen,
         torch=torch.__version__,
         torchhook=sys.modules["torchhook"].__version__,  # which this is part of, and lies below
     )
@@ -133,11 +137,11 @@ def harvest(
         before.require_same(manifest, out)
         manifest = before
     job = Job(out, manifest, wanted, max_bytes, commit_seconds)
-    expected = estimate(first, _left(job, source), out, 1)
+    expected = estimate(first, _left(job, source, first), out, workers or 1)
     if before is None:
         manifest.write(out)
     if not quiet:
-        print(f"harvest of {len(manifest.sites)} sites into {out}: {expected}", file=sys.stderr)
+        print(f"harvest of {len(manifest.sites)} sites into {where}: {expected}", file=sys.stderr)
     fresh = not layout.shards(out)
     ahead = chain(first.reads, reading) if fresh else None  # what was read already need not be read again
     with closing(reading), Meter(expected.samples, quiet) as meter:
@@ -147,7 +151,7 @@ def harvest(
             on_ray.fill(job, model, source, ahead, workers, meter)
         else:
             _fill(job, model, source, ahead, meter)
-    finish(out, manifest)
+    finish(out, manifest, source.batches)
     acts = Activations.open(out)
     _complain(acts)
     return acts
@@ -159,20 +163,21 @@ def _fill(job: Job, model: nn.Module, source: Source, ahead: Iterator[Read] | No
         work(job, model, ahead if ahead is not None else read(source, gap, job.skips), meter.add)
 
 
-def _left(job: Job, source: Source) -> int | None:
-    """How many samples are still to be harvested, if that is known."""
-    if source.samples is None:
-        return None
+def _left(job: Job, source: Source, first: Probe) -> int | None:
+    """How many samples are still to be harvested, if that is known, or about how many, if it is of batches."""
+    samples = source.samples
+    if samples is None and source.batches is not None:
+        samples = source.batches * first.batch_size
     there = [commit_of(job.out, job.manifest, shard) for shard in layout.shards(job.out)]
-    return source.samples - sum(commit.samples + len(commit.skipped) for commit in there)
+    return None if samples is None else max(0, samples - sum(one.samples + len(one.skipped) for one in there))
 
 
 def _manifest_in(out: Path, resume: bool) -> Manifest | None:
     """The manifest of what `out` has already; refuses a folder that is not ours to write to."""
+    if file := next((path for path in (out, *out.parents) if path.is_file()), None):
+        raise HarvestError(f"out must be a folder, and {str(file)!r} is a file")
     if not out.exists():
         return None
-    if not out.is_dir():
-        raise HarvestError(f"out must be a folder, and {str(out)!r} is a file")
     if (out / layout.MANIFEST).exists():
         if not resume:
             raise HarvestError(f"{str(out)!r} has activations already; with resume=False pass another folder as out")

@@ -5,13 +5,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from reprlib import repr as short
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchhook.harvesting.parts import Part
+from torchhook.harvesting.parts import Part, Stretch
 
 _THREADS = 8  # for a page that is not in memory each waits for the disk, which serves several at a time
 _PIECE = 1 << 15  # values: for more, torch itself would begin threads, in each of ours
@@ -60,44 +61,60 @@ def runs(starts: Sequence[int], start: int, stop: int) -> Iterator[Run]:
         start = end
 
 
-def row_of(number: int, rows: int) -> int:
-    """A row's number, also if counted from the end.
+def row_of(number: int, count: int, site: str) -> int:
+    """The number, from 0, of one of the `count` rows of a site, also if counted from the end.
 
-    >>> row_of(-1, 5)
+    >>> row_of(-1, 5, "fc")
     4
     """
-    if not -rows <= number < rows:
-        raise IndexError(f"there is no row {number}: there are {rows}")
-    return number % rows
+    if not -count <= number < count:
+        raise IndexError(f"{site!r} has no row {number}: it has {count}")
+    return number % count
 
 
-def rows_of(rows: Any, count: int) -> Tensor:
-    """The numbers of the rows that a list, a tensor or a mask means, from 0.
+def rows_of(rows: Any, count: int, site: str) -> Tensor:
+    """The numbers, from 0, of those of the `count` rows of a site that are meant.
 
-    >>> rows_of([-1, 0], 5), rows_of(torch.tensor([True, False, True]), 3)
-    (tensor([4, 0]), tensor([0, 2]))
+    >>> rows_of([-1, 0], 5, "fc"), rows_of(torch.tensor([True, False, True]), 3, "fc"), rows_of(slice(2), 5, "fc")
+    (tensor([4, 0]), tensor([0, 2]), tensor([0, 1]))
     """
-    if isinstance(rows, tuple):
-        raise TypeError("rows are indexed alone: write column[rows][:, features]")
-    found = torch.as_tensor(rows, device="cpu")
+    if isinstance(rows, slice):
+        meant = range(count)[rows]
+        return torch.arange(meant.start, meant.stop, meant.step) if meant else torch.empty(0, dtype=torch.int64)
+    found = _tensor_of(rows, site)
     if found.dtype == torch.bool:
         if tuple(found.shape) != (count,):
-            raise IndexError(f"a mask must have one value for each of the {count} rows, not shape {tuple(found.shape)}")
+            raise IndexError(
+                f"a mask must have one value for each of the {count} rows of {site!r}, not shape {tuple(found.shape)}"
+            )
         return found.nonzero().flatten()
     if not found.numel():
         return found.long()
     if found.is_floating_point() or found.is_complex():
-        raise TypeError(f"rows must be an int, a slice, whole numbers or a mask, not {found.dtype}")
+        raise _wrong(site, str(found.dtype))
     found = found.long()
     low, high = (int(edge) for edge in found.aminmax())
-    row_of(low, count), row_of(high, count)
+    row_of(low, count, site), row_of(high, count, site)
     return torch.where(found < 0, found + count, found)
 
 
-def spanned(parts: Sequence[Part], starts: Sequence[int], start: int, stop: int, empty: Tensor) -> Tensor:
-    """Consecutive rows: of one part as they lie there, of several together; `empty` if there are none."""
+def _tensor_of(rows: Any, site: str) -> Tensor:
+    if isinstance(rows, tuple):
+        raise TypeError(f"rows of {site!r} are indexed alone: write column[rows][:, features]")
+    try:
+        return torch.as_tensor(rows, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise _wrong(site, short(rows)) from error
+
+
+def _wrong(site: str, given: str) -> TypeError:
+    return TypeError(f"rows of {site!r} are named by an int, a slice, whole numbers or a mask, not by {given}")
+
+
+def spanned(parts: Sequence[Stretch], starts: Sequence[int], start: int, stop: int) -> Tensor:
+    """Consecutive rows, at least one: of one part as they lie there, of several together."""
     found = [parts[run.part].span(run.start, run.stop) for run in runs(starts, start, stop)]
-    return found[0] if len(found) == 1 else torch.cat(found) if found else empty
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def gathered(parts: Sequence[Part], starts: Sequence[int], rows: Tensor, empty: Tensor) -> Tensor:
@@ -150,7 +167,9 @@ def as_plain(x: Tensor) -> Tensor:
 def is_number(rows: Any) -> bool:
     """Whether one row is meant.
 
-    >>> is_number(3), is_number(torch.tensor(3)), is_number([3])
-    (True, True, False)
+    >>> is_number(3), is_number(torch.tensor(3)), is_number([3]), is_number(torch.tensor(0.5))
+    (True, True, False, False)
     """
+    if isinstance(rows, Tensor):
+        return not rows.dim() and not rows.is_floating_point()
     return hasattr(rows, "__index__") and not getattr(rows, "ndim", 0)

@@ -15,6 +15,7 @@ from torchhook.harvesting import layout
 from torchhook.harvesting.journal import sync_folder
 
 FORMAT = 1
+_ROUNDING = 1e-3  # of a deviation
 _RESUMED = {  # what must be as it was for a harvest to go on, and how a user knows it
     "model": "the model",
     "model_fingerprint": "the model's weights or its structure",
@@ -66,6 +67,7 @@ class Manifest:
     on_error: str
     stop: bool
     sites: dict[str, Kind]
+    first_batch: dict[str, tuple[float, float]]  # mean and deviation at each site, by which a change is seen
     torch: str
     torchhook: str
     format: int = FORMAT
@@ -85,6 +87,7 @@ class Manifest:
             told["sites"] = {
                 site: Kind(**{**kind, "shape": tuple(kind["shape"])}) for site, kind in told["sites"].items()
             }
+            told["first_batch"] = {site: (mean, std) for site, (mean, std) in told["first_batch"].items()}
             return cls(**{**told, "keep": tuple(told["keep"])})
         except FileNotFoundError:
             raise HarvestError(f"there are no activations in {str(out)!r}: it has no {layout.MANIFEST}") from None
@@ -112,8 +115,16 @@ class Manifest:
     def require_same(self, other: Manifest, out: Path) -> None:
         """Refuse to go on with `other` in the folder of this one."""
         changed = [name for key, name in _RESUMED.items() if getattr(self, key) != getattr(other, key)]
+        if not changed and not all(_alike(seen, other.first_batch[site]) for site, seen in self.first_batch.items()):
+            changed = ["what the model, or transform, makes of the first batch"]
         if changed:
             raise HarvestError(
                 f"{str(out)!r} was begun with something else: {', '.join(changed)} changed since; pass what it was,"
                 " or another folder as out"
             )
+
+
+def _alike(a: tuple[float, float], b: tuple[float, float]) -> bool:
+    """Whether two means and deviations are the same up to rounding, as on another machine."""
+    room = _ROUNDING * max(abs(a[1]), abs(b[1]), 1e-30)
+    return all(x == y or abs(x - y) <= room or (x != x and y != y) for x, y in zip(a, b, strict=True))

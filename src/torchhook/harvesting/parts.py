@@ -1,4 +1,4 @@
-"""One file of a store as a reader sees it: so many rows as are committed, mapped or read where they lie.
+"""The rows of one shard as a reader sees them: so many as are committed, mapped or read where they lie; or repeated.
 
 What is mapped is private: a tensor of it can be written to, and neither the file nor any other tensor changes.
 """
@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ _RANDOM = 1  # MADV_RANDOM, everywhere
 
 @dataclass(frozen=True)
 class Part:
-    """The committed rows of one file.
+    """The committed rows of one file, as its journal tells of them.
 
     >>> from concurrent.futures import ThreadPoolExecutor
     >>> import tempfile
@@ -33,15 +33,18 @@ class Part:
     ...     path = Path(folder) / "x.safetensors"
     ...     file = Growing(path, "values", torch.float32, (2,), pool)
     ...     file.append(torch.arange(6.0).view(3, 2)), file.close()
-    ...     Part(path, torch.float32, (2,), 2).span(1, 2)
+    ...     Part(path, "values", torch.float32, (2,), 2).span(1, 2)
     (None, None)
     tensor([[2., 3.]])
     """
 
     path: Path
+    name: str  # of the tensor in it
     dtype: torch.dtype
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of a row
     rows: int
+    crc32: int = 0
+    done: bool = False  # whether the file is as it will stay
 
     def __post_init__(self) -> None:
         if not self.nbytes:
@@ -49,11 +52,14 @@ class Part:
         try:
             there = self.path.stat().st_size
         except OSError as error:
-            raise HarvestError(f"{str(self.path)!r} cannot be read: {error.strerror or error}") from error
+            raise HarvestError(
+                f"{str(self.path)!r} cannot be read: {error.strerror or error}; if it is gone, call harvest again,"
+                " which makes its shard anew"
+            ) from error
         if there < PAGE + self.nbytes:
             raise HarvestError(
                 f"{str(self.path)!r} is broken: its journal tells of {self.rows} rows, {PAGE + self.nbytes} bytes, and"
-                f" the file has {there}"
+                f" the file has {there}; call harvest again, which makes its shard anew"
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -108,6 +114,60 @@ class Part:
         found = self.mapped(0, self.rows)
         _expect_random(found)
         return found
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The rows of a file with one a sample, each as often as `offsets` say that its sample has rows elsewhere."""
+
+    part: Part
+    offsets: Part
+    rows: int
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_begins"}  # mapped anew where it goes
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As that of the file."""
+        return self.part.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of a row."""
+        return self.part.shape
+
+    @property
+    def row_bytes(self) -> int:
+        """What one row takes."""
+        return self.part.row_bytes
+
+    def span(self, start: int, stop: int) -> Tensor:
+        """Consecutive rows."""
+        found = torch.empty(stop - start, *self.shape, dtype=self.dtype)
+        self.read(found, start)
+        return found
+
+    def read(self, into: Tensor, start: int) -> None:
+        """Fill `into`, which is not empty, with the rows from `start` on."""
+        samples = torch.bucketize(torch.arange(start, start + len(into)), self._begins[1:], right=True)
+        first, last = int(samples[0]), int(samples[-1])
+        torch.index_select(self.part.span(first, last + 1), 0, samples - first, out=into)
+
+    @cached_property
+    def _begins(self) -> Tensor:
+        return begins(self.offsets, self.rows)
+
+
+Stretch: TypeAlias = Part | Spread
+
+
+def begins(offsets: Part, rows: int) -> Tensor:
+    """Where among so many rows of a shard those of each sample begin; the last number is where they end."""
+    found = offsets.mapped(0, offsets.rows)
+    if int(found[0]) or int(found[-1]) != rows or bool((found.diff() < 0).any()):
+        raise HarvestError(f"{str(offsets.path)!r} is broken: it does not share out the {rows} rows of its shard")
+    return found
 
 
 def _expect_random(mapped: Tensor) -> None:

@@ -32,7 +32,10 @@ def gaps(out: Path, manifest: Manifest, batches: int | None) -> list[Gap]:
     known = -(-batches // per) if batches is not None else manifest.shards
     shards = max(layout.shards(out), default=-1) + 1 if known is None else known
     found = [gap for shard in range(shards) if (gap := gap_of(out, manifest, shard, batches)) is not None]
-    return found if known is not None else [*found, Gap(shards * per, None)]
+    if known is None:
+        before = commit_of(out, manifest, shards - 1) if shards else Commit()
+        found.append(Gap(shards * per, None, before.input_crc32 if before.batches == per else None))
+    return found
 
 
 def gap_of(out: Path, manifest: Manifest, shard: int, batches: int | None) -> Gap | None:
@@ -68,8 +71,8 @@ def commit_of(out: Path, manifest: Manifest, shard: int) -> Commit:
 
 def read(source: Source, gap: Gap, skips: bool) -> Iterator[Read]:
     """The batches of a gap; a `HarvestError` if the one before is not what it was."""
-    start = gap.start if gap.checksum is None else gap.start - 1
-    for one in source.read(start, gap.stop, skip=skips):
+    start = number = gap.start if gap.checksum is None else gap.start - 1
+    for number, one in enumerate(source.read(start, gap.stop, skip=skips), start + 1):  # noqa: B007 (for the end)
         if one.number >= gap.start:
             yield one
         elif batch_fingerprint(one.data) != gap.checksum:
@@ -77,10 +80,22 @@ def read(source: Source, gap: Gap, skips: bool) -> Iterator[Read]:
                 f"the data changed: batch {one.number} is not what it was when it was harvested; pass the same data, or"
                 " another folder as out"
             )
+    if number < gap.start:
+        raise HarvestError(
+            f"the data changed: they end before batch {gap.start - 1}, which was harvested; pass the same data, or"
+            " another folder as out"
+        )
 
 
-def finish(out: Path, manifest: Manifest) -> None:
-    """Say of every shard, and of the whole, that nothing is missing."""
+def finish(out: Path, manifest: Manifest, batches: int | None) -> None:
+    """Say of every shard, and of the whole, that nothing is missing; a `HarvestError` if something is."""
+    there = layout.shards(out)
+    missing = [] if batches is None else gaps(out, manifest, batches)
+    if missing or there != list(range(len(there))) or not there:
+        raise HarvestError(
+            f"not all of it is in {str(out)!r}: batches from {missing[0].start if missing else 0} on are missing; do"
+            " all workers see this folder?"
+        )
     with ThreadPoolExecutor(1) as pool:
         for shard in layout.shards(out):
             if not commit_of(out, manifest, shard).done:

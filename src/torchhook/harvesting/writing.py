@@ -71,11 +71,11 @@ class _Site:
     def files(self) -> list[Growing]:
         return [self.values] if self.offsets is None else [self.values, self.offsets]
 
-    def add(self, sent: Sent) -> None:
+    def add(self, sent: Sent, samples: int) -> None:
         self._require_same_kind(sent)
         if self.offsets is not None:
-            assert sent.lengths is not None
-            self.offsets.append(self.values.rows + torch.tensor(sent.lengths, dtype=torch.int64).cumsum(0))
+            lengths = torch.ones(samples) if sent.lengths is None else torch.tensor(sent.lengths)
+            self.offsets.append(self.values.rows + lengths.to(torch.int64).cumsum(0))
         self.values.append(sent.values())
         if sent.measured is not None:
             self._count(sent.measured())
@@ -91,11 +91,13 @@ class _Site:
 
     def _require_same_kind(self, sent: Sent) -> None:
         kind = self.kind
-        if (sent.shape, sent.dtype, sent.lengths is not None) != (kind.shape, kind.torch_dtype, kind.ragged):
+        # where samples have one token each, rows of tokens and of samples look the same
+        if (sent.shape, sent.dtype) != (kind.shape, kind.torch_dtype) or (sent.lengths is not None and not kind.ragged):
+            now = _described(sent.shape, sent.dtype, sent.lengths is not None)
             raise HarvestError(
-                f"{self.name!r} gave rows of {_told(sent.shape)} in {sent.dtype}, and of {_told(kind.shape)} in"
-                f" {kind.torch_dtype} in the first batch; transform= can make them alike, or give a list with a"
-                " tensor for each sample if their number of rows differs"
+                f"{self.name!r} gave {now}, and {_described(kind.shape, kind.torch_dtype, kind.ragged)} in the first"
+                " batch; transform= can make them alike, or give a list with a tensor for each sample if their number"
+                " of rows differs"
             )
 
 
@@ -138,7 +140,7 @@ class ShardWriter:
             self._require_all_sites(piece)
             self._samples.append(torch.tensor(list(piece.ids), dtype=torch.int64))
             for name, site in self._sites.items():
-                site.add(piece.sites[name])
+                site.add(piece.sites[name], len(piece.ids))
         self.skipped.update(harvested.skipped)
         self._input_crc32 = harvested.input_crc32
         self.batches += 1
@@ -191,5 +193,6 @@ def begun(out: Path, manifest: Manifest, shard: int, commit: Commit | None) -> C
     return commit if found == sizes else replace(commit, done=False)
 
 
-def _told(shape: tuple[int, ...]) -> str:
-    return shape_of(torch.empty(shape, device="meta"))
+def _described(shape: tuple[int, ...], dtype: torch.dtype, ragged: bool) -> str:
+    size = shape_of(torch.empty(shape, device="meta"))
+    return f"rows of {size} in {str(dtype).removeprefix('torch.')} by {'token' if ragged else 'sample'}"
