@@ -103,11 +103,11 @@ def batch_of_columns(columns: Mapping[str, Any], parameters: Parameters) -> Any:
         if column is not None:
             found[name] = column
     entries = {name: column.values for name, column in found.items()}
-    lengths = next((column.lengths for column in found.values() if column.lengths is not None), None)
-    if lengths is not None and _MASK not in columns:
-        places = torch.arange(max(lengths, default=0))
-        name = _MASK if parameters.means(_MASK) else PADDING
-        entries[name] = (places < torch.tensor(lengths)[:, None]).long()
+    lists = next((column for column in found.values() if column.lengths is not None), None)
+    name = _MASK if parameters.means(_MASK) else PADDING
+    if lists is not None and _MASK not in columns and (name == _MASK or not lists.values.is_floating_point()):
+        places = torch.arange(max(lists.lengths or [0]))
+        entries[name] = (places < torch.tensor(lists.lengths)[:, None]).long()
     return parameters.chosen(entries, columns)
 
 

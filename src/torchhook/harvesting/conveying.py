@@ -53,7 +53,7 @@ class Conveyor:
                 f" ({in_units(self._max_bytes)}); use smaller batches or a larger budget"
             )
         with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or self._bytes + size <= self._max_bytes)
+            self._changed.wait_for(lambda: self._error is not None or self._has_room(size))
             self._raise()
             self._line.append(harvested)
             self._bytes += size
@@ -69,6 +69,10 @@ class Conveyor:
         self._thread.join()
         if kind is None:
             self._raise()
+
+    def _has_room(self, size: int) -> bool:
+        """Whether a batch fits, and another one like it, which is made meanwhile."""
+        return not self._bytes or self._bytes + 2 * size <= self._max_bytes
 
     def _raise(self) -> None:
         if isinstance(self._error, OSError) and self._error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -80,9 +80,9 @@ class Growing:
         payload = as_bytes(rows)
         checksum = self._pool.submit(zlib.crc32, payload, self.crc32)
         try:
-            start = 0
-            while start < len(payload):
-                start += os.write(self._file, payload[start : start + _WRITE])
+            start, place = 0, PAGE + self.rows * row_bytes(self._dtype, self._shape)
+            while start < len(payload):  # up to where pages in the cache of the system end, too
+                start += os.write(self._file, payload[start : start + _WRITE - (place + start) % _WRITE])
         finally:
             self.crc32 = checksum.result()  # whatever happened, nobody reads `rows` after this
         self.rows += len(rows)

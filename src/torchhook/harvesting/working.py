@@ -46,7 +46,7 @@ def work(job: Job, model: nn.Module, reads: Iterable[Read], tell: Tell) -> None:
 
 def harvested(collector: Collector, read: Read, skips: bool) -> Harvested:
     """One batch, run; with `skips` without the samples that the model raises on."""
-    ids, skipped, checksum = list(read.ids), dict(read.unread), batch_fingerprint(read.data)
+    ids, skipped, checksum = read.ids, dict(read.unread), batch_fingerprint(read.data)
     if not ids:
         return Harvested(read.number, [], skipped, checksum)
     try:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from torchhook.errors import HarvestError
 from torchhook.harvesting import layout
@@ -138,7 +139,7 @@ class ShardWriter:
             )
         for piece in harvested.pieces:
             self._require_all_sites(piece)
-            self._samples.append(torch.tensor(list(piece.ids), dtype=torch.int64))
+            self._samples.append(_numbers(piece.ids))
             for name, site in self._sites.items():
                 site.add(piece.sites[name], len(piece.ids))
         self.skipped.update(harvested.skipped)
@@ -191,6 +192,12 @@ def begun(out: Path, manifest: Manifest, shard: int, commit: Commit | None) -> C
     if any(found[path] < size for path, size in sizes.items()):
         return Commit()
     return commit if found == sizes else replace(commit, done=False)
+
+
+def _numbers(ids: Sequence[int]) -> Tensor:
+    if isinstance(ids, range):  # as most are
+        return torch.arange(ids.start, ids.stop, ids.step)
+    return torch.tensor(list(ids), dtype=torch.int64)
 
 
 def _described(shape: tuple[int, ...], dtype: torch.dtype, ragged: bool) -> str:
