@@ -675,6 +675,56 @@ def test_a_rule_of_ones_own_that_raises_does_not_stop_a_diagnosis():
 # --- the report
 
 
+class Shared(nn.Module):
+    """One ReLU for layers of 8, 16 and 24 units."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 8, 3), nn.Conv2d(8, 16, 3)
+        self.third, self.head = nn.Linear(64, 24), nn.Linear(24, 3)
+        self.relu = nn.ReLU()
+
+    def forward(self, x):
+        x = self.relu(self.second(self.relu(self.first(x))))
+        return self.head(self.relu(self.third(x.flatten(1))))
+
+
+def images():
+    return [(torch.randn(16, 1, 6, 6), torch.randint(3, (16,))) for _ in range(4)]
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_module_that_layers_of_different_width_share_is_no_fault():
+    report = diagnose(Shared(), images(), F.cross_entropy, steps=20)
+    assert "TH000" not in {finding.code for finding in report.findings}
+    [note] = [note for note in report.notes if "not judged" in note]
+    assert note.startswith(
+        "the units of the output of 'relu' were not judged: there were 8 units, and now there are 16;"
+    )
+    assert "TH201" in report.checked
+
+
+def test_units_that_a_shared_module_kills_are_found_where_they_come_from():
+    model = Shared()
+    with torch.no_grad():
+        model.second.bias[:12] = -100
+    [found] = diagnose(model, images(), F.cross_entropy, steps=20, rules=["TH201"]).findings
+    assert (found.site, found.evidence["units"]) == ("second", 16) and 12 <= found.evidence["dead"] < 16
+
+
+@pytest.mark.filterwarnings("error")
+def test_units_of_which_there_were_other_numbers_before_are_not_judged():
+    """The ReLU of a Conv1d is taken for one with its units last; batches of other lengths show that it has not."""
+    model = nn.Sequential(nn.Conv1d(1, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(8, 3))
+    with torch.no_grad():
+        model[0].bias.fill_(-100)
+    data = [(torch.randn(16, 1, length), torch.randint(3, (16,))) for length in (22, 22, 22, 30)]
+    report = diagnose(model, data, F.cross_entropy, steps=20, rules=["TH201", "TH204"])
+    assert any("'1' were not judged: there were 20 units, and now there are 28" in note for note in report.notes)
+    everything = [part for finding in report.findings for part in (finding, *finding.affected)]
+    assert everything and "1" not in {finding.site for finding in everything}
+
+
 def test_a_report_has_the_losses_by_step_and_the_layers_in_execution_order():
     model = Net()
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)

@@ -79,7 +79,7 @@ def diagnose(
     with _as_before(model):
         inspection.run(steps if "train" in parts else 0, "pass" in parts)
     report = check(inspection.history, applied, per_module=per_module, fail_on=fail_on, model=type(model).__name__)
-    return replace(report, notes=tuple(inspection.notes))
+    return replace(report, notes=(*inspection.notes, *report.notes))
 
 
 @contextmanager

@@ -26,6 +26,17 @@ class Net(nn.Module):
         return self.layers[0](self.branch(x) if branch else x)
 
 
+@pytest.mark.parametrize("place", ["used", "layers.0"])
+def test_what_another_session_stopped_before_is_told_so(place):
+    net = Net()
+    with pytest.raises(SilentError, match="another session's stop= ended the forward first"):
+        with capture(net, "used", stop=True), edit(net, {place: edits.zero}):
+            net(torch.ones(1, 2))
+    with edit(net, {"used": edits.zero}), capture(net, "used", stop=True) as acts:  # the remedy
+        net(torch.ones(1, 2))
+    assert not acts["used"].output.any()
+
+
 @pytest.mark.matrix("anywhere", "a path or a query that saw nothing raises, with the likely reason")
 @pytest.mark.parametrize(
     "query, reason",

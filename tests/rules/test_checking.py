@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 
 import pytest
 import torch
@@ -84,7 +85,15 @@ def test_statistics_snapshots_and_histories_give_the_same_report():
     history.add(0, joined([snapshot]))
     reports = [check(given, ["TH1", "TH2"]) for given in (seen, snapshot, history)]
     assert codes(reports[0]) == ["TH201"] and reports[0].findings[0].site == "1"
-    assert reports[0] == reports[1] == reports[2]
+    assert reports[0] == reports[1] == replace(reports[2], span=None) and reports[2].span == (0, 0)
+
+
+def test_the_numbers_by_place_are_of_the_later_half():
+    history, snapshot = History(), joined([measured(net()).snapshot()])
+    assert check(history).span is None
+    for step in range(0, 35, 5):
+        history.add(step, snapshot)
+    assert check(history, ["TH1"]).span == (15, 30)
 
 
 def test_statistics_under_way_can_be_checked_and_go_on():
@@ -203,6 +212,7 @@ def test_a_rule_without_what_it_needs_is_skipped_with_the_reason():
     assert "at rest" in report.skipped["TH302"]
     assert "optimizer" in report.skipped["TH503"]
     assert "profile" in report.skipped["TH901"]
+    assert "which only diagnose compares" in report.skipped["TH704"]
 
 
 @pytest.mark.parametrize("broken", [Raises, RaisesEarly])

@@ -3,11 +3,13 @@
 import copy
 import gc
 import io
+import math
 import os
 import threading
 import time
 import warnings
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,11 +19,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from torchhook import Monitor, measure
+from torchhook import Finding, Monitor, Report, check, measure
 from torchhook.errors import StopTraining
 from torchhook.logs import Log
 from torchhook.rules.history import History
 from torchhook.runs import Run
+from torchhook.stats.reading import Snapshot
 from torchhook.watching import judge, worker
 from torchhook.watching.watch import Watch
 from zoo.nets import ConvNet
@@ -893,6 +896,65 @@ def test_stop_raises_soon_after_something_broke():
     assert 58 <= monitor.steps < 200 and monitor.should_stop
     assert [(finding.code, finding.site) for finding in monitor.findings] == [("TH101", "0")]
     assert "catch_nonfinite" in str(stopped.value) and [state for _, state in log.ends] == ["failed"]
+
+
+def test_stop_does_not_come_too_late_for_a_short_training():
+    model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
+    optimizer = sgd(model, 1e-3)
+    with torch.no_grad():
+        model[0].bias.fill_(-1000)
+    with pytest.raises(StopTraining, match=r"TH20[14] error: 1"):
+        with Monitor(model, optimizer, every=10, to=[], on_finding="stop") as monitor:
+            for _ in range(600):
+                train(model, optimizer, monitor)
+
+
+@pytest.mark.parametrize("on_finding, looked", [(None, [8]), (print, [8, 10, 13, 17, 22, 28, 35, 44, 55, 69, 87])])
+def test_who_waits_for_findings_is_told_whatever_a_check_takes(monkeypatch, on_finding, looked):
+    windows = []
+    with Monitor(small(), to=[], on_finding=on_finding) as monitor:
+        judged = monitor._worker.judge
+
+        def check(history):
+            windows.append(judged._windows)
+            time.sleep(0.01)  # half a percent of two seconds
+            return Report()
+
+        monkeypatch.setattr(judged, "_check", check)
+        for step in range(100):
+            judged.add(step, Snapshot({}), {step: 1.0}, {})
+        monkeypatch.undo()
+    assert windows == looked
+
+
+def test_a_module_that_layers_of_different_width_share_is_no_fault(tmp_path):
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.relu = nn.Linear(4, 8), nn.Linear(8, 2), nn.ReLU()
+
+        def forward(self, x):
+            return self.relu(self.second(self.relu(self.first(x))))
+
+    model = Shared()
+    optimizer = sgd(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with Monitor(model, optimizer, every=1, to=[tmp_path]) as monitor:
+            train(model, optimizer, monitor, 12)
+    with Run(monitor.run) as run:
+        for report in (monitor.report, check(run.history())):
+            assert "TH000" not in {finding.code for finding in report.findings}
+            assert [note for note in report.notes if "'relu' were not judged: there were 8 units" in note]
+
+
+def test_what_explains_a_broken_loss_is_told_at_once():
+    steps = Finding("TH501", "error", "the steps are too large", step=0)
+    broken = replace(steps, affected=(Finding("TH104", "error", "the loss is inf", step=1),))
+    for found, told in ((steps, []), (broken, [broken])):
+        judged = judge.Judge(History(), lambda _, found=found: Report((found,)))
+        assert judged.add(0, Snapshot({}), {0: 1.0}, {}) is None
+        assert judged.add(5, Snapshot({}), {1: math.inf}, {}) == told
 
 
 def test_a_nan_between_two_windows_is_found_where_it_is():

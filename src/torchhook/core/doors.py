@@ -70,6 +70,8 @@ class Door:
             result = call(*args, **kwargs)
             return None if any(scope.has_stopped() for scope in begun) else result  # a bare except may eat the stop
         except StopForward as stop:
+            for scope in begun:
+                scope.cut |= scope.token is not stop.token
             if any(stop.token is scope.token for scope in begun):
                 return None
             raise

@@ -75,7 +75,7 @@ class Detours:
             if not isinstance(vars(module).get("forward", Detour), (type, Detour)):
                 return  # somebody else's forward: what it calls, it calls
             self.unfused.append(Detour(module, _unfused(module)))
-        if not module.training and not self.warned:
+        if torch.backends.mha.get_fastpath_enabled() and not module.training and not self.warned:
             self.warned = True
             warn(
                 f"a tap lies inside a {type(module).__name__}, whose fast path calls no modules: the slower one is"

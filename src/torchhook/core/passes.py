@@ -146,6 +146,7 @@ class Scope:
         "alive",
         "awaited",
         "current",
+        "cut",
         "full",
         "home",
         "humble",
@@ -171,6 +172,7 @@ class Scope:
         self.recomputed = recomputed  # whether what a checkpoint runs again is wanted too
         self.again: Pass | None = None  # where that goes
         self.missed = ""  # why calls were not seen
+        self.cut = False  # whether another session has ended a pass before its end
         self.full = False  # whether sharded values are seen before they are taken apart
         self.humble = False  # whether a forward in which taps can see nothing is no reason to refuse it
         self.home = threading.get_ident()

@@ -110,6 +110,11 @@ def _reason(session: Session, site: Site, point: Point) -> str:
         return "it only holds other modules and is never called itself; select what is in it"
     if scope.missed:
         return f"it ran only {scope.missed}, or not at all"
+    if scope.cut:
+        return (
+            "another session's stop= ended the forward first; leave that stop= out, or, if both are at the same place,"
+            " open this session before that one"
+        )
     return f"a branch not taken, or its .forward() or its weights used instead of calling it{_or_compiled()}"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -15,9 +15,11 @@ from torchhook.rules.folding import folded
 from torchhook.rules.history import History, finite, joined
 from torchhook.rules.kinds import kind_of
 from torchhook.rules.registry import Choice, chosen
-from torchhook.stats.reading import Reading, Snapshot
+from torchhook.stats.reading import Place, Reading, Snapshot
+from torchhook.stats.stat import unlike
 
 _SHORTLY = 10  # steps
+_LATE = 0.5  # of the windows, which the numbers by place are of
 
 BROKEN = "TH000"
 """The code of what this library itself failed at."""
@@ -70,8 +72,8 @@ def check(
             broken.append(failed(f"rule {rule.code}", f"{type(error).__name__}: {error}"))
     broken += [
         failed(f"{name} of the {port} of {path!r}", reason)
-        for (path, port), row in history.whole().rows.items()
-        for name, reason in row.failed.items()
+        for (path, port), name, reason in _missing(history)
+        if not unlike(reason)
     ][:1]
     return Report(
         findings=(*(_completed(finding, history) for finding in folded(found, history.order)), *broken),
@@ -79,8 +81,10 @@ def check(
         fail_on=Severity(fail_on),
         checked=tuple(rule.code for rule in found),
         skipped=skipped,
-        layers=layers_of(history.whole(0.5)),
+        layers=layers_of(history.whole(_LATE)),
         losses=dict(history.losses),
+        notes=tuple(_unjudged(history)),
+        span=_span(history) if history is stats else None,  # of one measurement, nobody knows where it began
     )
 
 
@@ -117,6 +121,28 @@ def _history(stats: Stats | Snapshot | History) -> History:
     history = History()
     history.add(step, joined([snapshot]))
     return history
+
+
+def _span(history: History) -> tuple[int, int] | None:
+    """The first and the last of the steps that the numbers by place are of."""
+    steps = [window.step for window in history.windows]
+    return (steps[math.floor(len(steps) * (1 - _LATE))], steps[-1]) if steps else None
+
+
+def _missing(history: History) -> Iterator[tuple[Place, str, str]]:
+    """Each statistic that is not there though it was wanted: of which place, its name, and why."""
+    for place, row in history.whole().rows.items():
+        for name, reason in row.failed.items():
+            yield place, name, reason
+
+
+def _unjudged(history: History) -> Iterator[str]:
+    """A note on the places that are given now these units, now those."""
+    places = {place: said for place, _, reason in _missing(history) if (said := unlike(reason))}
+    if places:
+        (path, port), said = next(iter(places.items()))
+        more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+        yield f"the units of the {port} of {path!r}{more} were not judged: {said}"
 
 
 def _completed(finding: Finding, history: History) -> Finding:

@@ -14,6 +14,7 @@ from torchhook.findings import Finding
 from torchhook.rules.kinds import kind_of
 from torchhook.stats.moments import Summary
 from torchhook.stats.reading import Place, Reading, Row, Snapshot
+from torchhook.stats.stat import unlike
 from torchhook.thinning import thinned
 
 if TYPE_CHECKING:
@@ -258,13 +259,14 @@ def _both(a: Row, b: Row) -> Row:
 
 
 def _all(rows: list[Row]) -> Row:
-    """Rows of the same place as one, whose states are one a row."""
-    stats = {stat.key: stat for row in rows for stat in row.stats}  # one that stands for all with this state
+    """Rows of the same place as one, whose states are one a row; without what turned out not to be of one kind."""
+    failed = {name: reason for row in rows for name, reason in row.failed.items()}
+    known = [stat for row in rows for stat in row.stats if not unlike(failed.get(stat.name, ""))]
+    stats = {stat.key: stat for stat in known}  # one that stands for all with this state
     states: dict[str, list[Callable[[], Tensor]]] = {
         key: [Merged(stat, row.states[key]) for row in rows if row.states.get(key)] for key, stat in stats.items()
     }
-    named = {stat.name: stat for row in rows for stat in row.stats}
-    failed = {name: reason for row in rows for name, reason in row.failed.items()}
+    named = {stat.name: stat for stat in known}
     return rows[0]._replace(stats=tuple(named.values()), states=states, failed=failed)
 
 

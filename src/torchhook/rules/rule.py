@@ -112,6 +112,6 @@ _FACTS = {
     "own_optimizer": "an optimizer",
     "losses": "losses",
     "task": "outputs, targets and a loss",
-    "modes": "a model in train mode, to compare with eval mode",
+    "modes": "both train and eval mode, which only diagnose compares: with a loss, of a model in train mode",
     "profile": "a stored profile",
 }

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchhook.sinks.shelf import Block, Shelf
 from torchhook.stats.reading import Row
-from torchhook.stats.stat import Stat, counted
+from torchhook.stats.stat import Stat, UnlikeError, counted
 from torchhook.text import warn
 
 making = threading.RLock()  # cells and their states are made one at a time
@@ -20,7 +20,8 @@ making = threading.RLock()  # cells and their states are made one at a time
 class Cell:
     """The statistics of one tensor at one place, with a state for each device that it was seen on.
 
-    A statistic that raises is given up there, with a warning: to be measured must not stop a training.
+    A statistic that raises is given up there, with a warning: to be measured must not stop a training. One that there
+    cannot be of what comes is given up without: whoever reads it is told.
     """
 
     __slots__ = ("_device", "_lock", "_pairs", "failed", "label", "name", "note", "places", "seen", "shelf", "stats")
@@ -83,7 +84,8 @@ class Cell:
         self.stats = tuple(known for known in self.stats if known.key != stat.key)
         self._pairs = [pair for pair in self._pairs if pair[0].key != stat.key]
         self.failed = {**self.failed, **dict.fromkeys(given_up, reason)}
-        warn(f"{stat.name!r} is not collected of {self.name}, for it raised {reason:.300}")
+        if not isinstance(error, UnlikeError):
+            warn(f"{stat.name!r} is not collected of {self.name}, for it raised {reason:.300}")
 
 
 def _is_plain(x: Tensor) -> bool:

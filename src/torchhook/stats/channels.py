@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torchhook.stats.kernels import kernels
 from torchhook.stats.kernels.plain import merged_channels
-from torchhook.stats.stat import Stat
+from torchhook.stats.stat import Stat, UnlikeError
 
 _SECOND = (
     nn.modules.batchnorm._NormBase,
@@ -57,9 +57,9 @@ class ByUnit(Stat):
             guess = -1 if x.dim() == 3 else 1
             dim = self.dim if self.dim is not None else self._told if self._told is not None else guess
         if units is not None and x.size(dim) != units:
-            raise ValueError(
-                f"there were {units} units, and now there are {x.size(dim)}; if another dimension has them, pass"
-                f" {type(self).__name__}(dim=...) in stats="
+            raise UnlikeError(
+                f"there were {units} units, and now there are {x.size(dim)}; if layers share the module, give each its"
+                f" own; if another dimension has them, pass {type(self).__name__}(dim=...) in stats= of measure"
             )
         return x, dim
 

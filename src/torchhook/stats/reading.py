@@ -17,7 +17,7 @@ from torchhook.errors import NotRecordedError
 from torchhook.stats.channels import Channels, Units
 from torchhook.stats.histogram import Bins, Histogram
 from torchhook.stats.moments import Moments, Summary
-from torchhook.stats.stat import Stat
+from torchhook.stats.stat import Stat, unlike
 from torchhook.text import html_table, table
 
 FLAGS = {
@@ -182,7 +182,8 @@ class Reading(Mapping[str, Any]):
 
     def _not_recorded(self, name: str) -> NotRecordedError:
         if name in self._row.failed:
-            return NotRecordedError(f"{name!r} of {self._where()} raised {self._row.failed[name]}")
+            reason = self._row.failed[name]
+            return NotRecordedError(f"{name!r} of {self._where()}: {unlike(reason) or f'it raised {reason}'}")
         collected = ", ".join(map(repr, (*self._stats, name)))
         return NotRecordedError(
             f"{name!r} was not collected of {self._where()}; add it: measure(..., stats=({collected}))"

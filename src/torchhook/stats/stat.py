@@ -88,6 +88,20 @@ class Stat(ABC):
         return f"{type(self).__name__}({settings})"
 
 
+class UnlikeError(ValueError):
+    """What came cannot be added to what was there: of that place there is no such statistic, and nobody is to blame."""
+
+
+def unlike(reason: str) -> str:
+    """What an `UnlikeError` said, by why a statistic is missing; empty if that is for another error.
+
+    >>> unlike("UnlikeError: there were 8 units"), unlike("ZeroDivisionError: division by zero")
+    ('there were 8 units', '')
+    """
+    kind, _, said = reason.partition(": ")
+    return said if kind == UnlikeError.__name__ else ""
+
+
 def counted(x: Tensor) -> Tensor:
     """`x` as plain numbers without a graph.
 

@@ -18,6 +18,7 @@ from torchhook.stats.reading import Snapshot
 _WINDOWS = 128  # that are kept: of older ones, every second is forgotten again and again
 _SHARE = 0.005  # of the time, to check in
 _FIRST = 8  # windows before which only what is not finite is worth a look
+_MORE = 1.25  # times the windows of the last check: rules judge the last quarter, and would see little new before
 _AT_ONCE = "TH1"
 
 
@@ -25,18 +26,21 @@ class Judge:
     """Keeps the history of a training, and says when and what is found in it.
 
     Each finding is told once, by its code and place, and only if it holds for two checks, for much passes that is seen
-    when a training has just begun; what is not finite is told at once. Those that no longer hold in the end are notes
-    of the report.
+    when a training has just begun; what is not finite is told at once, and so is what explains it. Those that no longer
+    hold in the end are notes of the report. If it is `prompt`, for somebody waits to be told, it also looks whenever
+    there are a quarter more windows, whatever that takes: about 20 times until there are 1000, and 10 times more until
+    there are 10 000.
     """
 
-    def __init__(self, history: History, check: Callable[[History], Report]) -> None:
+    def __init__(self, history: History, check: Callable[[History], Report], prompt: bool = False) -> None:
         self.history = history
         self.report: Report | None = None
         self.seen: dict[tuple[str, str], Finding] = {}
         self._check = check
+        self._prompt = prompt
         self._begun = time.monotonic()
         self._spent = self._last = 0.0  # seconds in all checks, and in the last
-        self._windows = 0
+        self._windows = self._looked = 0  # until now, and until the last check
         self._finite = True
 
     def add(
@@ -55,14 +59,14 @@ class Judge:
 
     def check(self, last: bool = False) -> list[Finding]:
         """What is found now that was not before; the `last` time, all of it."""
-        begun = time.monotonic()
+        begun, self._looked = time.monotonic(), self._windows
         report = self._check(self.history)
         standing = {(found.code, found.site): found for found in report.findings}
         before = {(found.code, found.site) for found in self.report.findings} if self.report else set()
         new = {
             key: found
             for key, found in standing.items()
-            if key not in self.seen and (key in before or last or found.code.startswith(_AT_ONCE))
+            if key not in self.seen and (key in before or last or _is_urgent(found))
         }
         self.seen.update(new)
         self.report = replace(report, notes=(*report.notes, *self._gone(report)))
@@ -71,19 +75,25 @@ class Judge:
         return list(new.values())
 
     def _is_time(self, is_finite: bool) -> bool:
-        """After the first windows, as soon as something is not finite, and then if it takes but little of the time."""
+        """After the first windows, when something is not finite any more, and then if it takes little or is awaited."""
         was_finite, self._finite = self._finite, is_finite
         if was_finite and not is_finite:
             return True
         elapsed = time.monotonic() - self._begun
         has_time = self._spent + self._last < _SHARE * elapsed
-        return self._windows == _FIRST or (self._windows > _FIRST and has_time)
+        has_grown = self._prompt and self._windows >= _MORE * self._looked
+        return self._windows == _FIRST or (self._windows > _FIRST and (has_time or has_grown))
 
     def _gone(self, report: Report) -> Iterator[str]:
         standing = {(found.code, found.site) for top in report.findings for found in (top, *top.affected)}
         for key, found in self.seen.items():
             if key not in standing and found.severity >= Severity.WARNING:
                 yield f"no longer so: {found}"
+
+
+def _is_urgent(finding: Finding) -> bool:
+    """Whether it is, or explains, that something is not finite."""
+    return any(found.code.startswith(_AT_ONCE) for found in (finding, *finding.affected))
 
 
 def _is_finite(snapshot: Snapshot) -> bool:

@@ -135,7 +135,7 @@ class Monitor:
                         )
                         stack.callback(seen.attach().abandon)
             self._watch.begin_thorough()
-            self._worker = Worker(Judge(history, judged), self._logs(to, name, max_mb))
+            self._worker = Worker(Judge(history, judged, on_finding is not None), self._logs(to, name, max_mb))
             self._opened = opened.pop_all()
         self._abandoned = weakref.finalize(self, _left, self._opened, self._worker, "ended")
         self._worker.begin(
