@@ -101,7 +101,8 @@ class Report:
     """What was found in a model: root causes first.
 
     `checked` are the codes of the rules that had what they need, `skipped` those that had not, each with the reason.
-    `layers` are the numbers by place behind the plots, in execution order, and `losses` are by step.
+    `layers` are the numbers by place behind the plots, in execution order, measured from the first to the last step of
+    `span`; `losses` are by step.
 
     >>> report = Report((Finding("TH201", "error", "61 % of the units never fire", site="relu"),), model="Net")
     >>> report.ok, report.exit_code, report.passing("info").ok
@@ -119,6 +120,7 @@ class Report:
     layers: tuple[Mapping[str, Any], ...] = ()
     losses: Mapping[int, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    span: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fail_on", Severity(self.fail_on))
@@ -165,6 +167,7 @@ class Report:
             "layers": [dict(layer) for layer in self.layers],
             "losses": [[step, loss] for step, loss in self.losses.items()],
             "notes": list(self.notes),
+            "span": None if self.span is None else list(self.span),
         }
 
     @classmethod
@@ -181,6 +184,7 @@ class Report:
             layers=tuple(data["layers"]),
             losses=dict(data["losses"]),
             notes=tuple(data["notes"]),
+            span=None if data.get("span") is None else tuple(data["span"]),
         )
 
     def __str__(self) -> str:

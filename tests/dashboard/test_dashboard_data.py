@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torchhook import Finding, Report, Severity
 from torchhook.dashboard import sheets
 from torchhook.dashboard.library import Library
+from torchhook.dashboard.parts import state_of
 from torchhook.dashboard.sheets import LOSSES, WIDE, Book
 from torchhook.errors import RunError
 from torchhook.logs import Entry
@@ -268,6 +269,24 @@ def test_health_is_the_worst_of_what_was_found_and_of_what_comes_of_it(tmp_path)
     assert [found.code for found in book.findings_at("conv")] == ["TH101", "TH404", "TH601"]
     assert [found.code for found in book.findings_at("fc")] == ["TH102"] and book.findings_at("con") == []
     assert book.stamp() != stamp
+
+
+def test_a_run_in_which_an_error_was_found_did_not_end_well(tmp_path):
+    findings = [Finding("TH201", severity, "no unit fires", site="fc") for severity in ("warning", "error")]
+    for said, some in {"passed ended": [], "error ended with 1 error": findings}.items():
+        log = written(tmp_path / said, range(3))
+        for finding in some:
+            log.found(finding)
+        with Run(tmp_path / said) as run:
+            assert state_of(run)[1].startswith("running") and (state_of(run)[0] == "info") == (not some)
+        log.end(Report(), "ended")
+        with Run(tmp_path / said) as run:
+            assert " ".join(state_of(run)) == said
+    ends = {"failed": "error", "interrupted": "info"}
+    for state, kind in ends.items():
+        written(tmp_path / state, range(3)).end(Report(), state)
+        with Run(tmp_path / state) as run:
+            assert state_of(run) == (kind, state)
 
 
 def test_the_stamp_changes_with_every_window_and_in_the_end(tmp_path):

@@ -145,6 +145,40 @@ def test_a_level_that_is_not_a_number_is_weak():
     assert [level.name for level in found.weak] == ["p8"]
 
 
+def test_objects_are_clearest_where_they_stand_out_of_the_noise_and_not_where_there_is_next_to_none():
+    torch.manual_seed(0)
+    x = torch.zeros(1, 2, 64, 64)
+    x[:, 0], x[:, 1, 0, 0] = 0.1 * torch.rand(64, 64), 1e-2  # the second has one faint cell, and else nothing
+    x[:, 0, 16:32, 16:32], x[:, 1, 16:32, 16:32] = 1.0, 3e-4
+
+    class Two(nn.Module):
+        def forward(self, x):
+            return {"fine": x[:, :1], "coarse": F.avg_pool2d(x[:, 1:], 2), "dead": 0 * F.avg_pool2d(x[:, :1], 4)}
+
+    found = pyramid(Two(), x, [torch.tensor([[16.0, 16.0, 32.0, 32.0]])])
+    fine, coarse, dead = found
+    assert coarse.small / coarse.background > 4 * fine.small / fine.background > 4  # by a ratio it would win
+    noise = x[0, 0].flatten()[(x[0, 0] != 1.0).flatten()].double()
+    assert fine.spread == pytest.approx(noise.std(correction=0).item(), rel=1e-3)
+    assert fine.contrast("small") == pytest.approx((1 - noise.mean().item()) / fine.spread, rel=1e-3)
+    assert fine.contrast("small") > 10 > coarse.contrast("small") > 0 == dead.contrast("small")
+    assert "1 small object: clearest at 'fine'" in found.verdict and "0 (0.0 σ)" in repr(found)
+
+
+def test_a_level_that_is_not_a_number_hides_no_other():
+    x = torch.zeros(1, 1, 64, 64)
+    x[..., 16:32, 16:32] = 1.0
+    found = pyramid(Levels(scales=(float("nan"), 1.0, 0.0)), x, [[[16.0, 16.0, 32.0, 32.0]]])
+    assert "1 small object: clearest at 'p8'" in found.verdict
+
+
+def test_objects_that_stand_out_nowhere_are_told():
+    found = pyramid(Levels(scales=(0.0, float("nan"), 0.0)), torch.rand(1, 1, 64, 64), [[[0.0, 0.0, 16.0, 16.0]]])
+    assert "1 small object: nowhere clearly above background" in found.verdict
+    everywhere = pyramid(Levels(), torch.rand(1, 1, 64, 64), [[[0.0, 0.0, 64.0, 64.0]]])
+    assert "1 medium object: cannot be compared with a background." in everywhere.verdict
+
+
 @pytest.mark.parametrize("name", ["fcos_resnet50_fpn", "fasterrcnn_mobilenet_v3_large_320_fpn"])
 def test_detectors_whose_later_ops_are_not_needed(name):
     from torchvision.models import detection

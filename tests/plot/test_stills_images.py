@@ -14,7 +14,7 @@ import torchhook
 from specimens import resnet18
 from torchhook.plot import attention, cam, feature_maps
 from torchhook.plot.mosaic import Mosaic
-from torchhook.plot.style import VERMILLION, YELLOW, colours
+from torchhook.plot.style import GREY, VERMILLION, YELLOW, colours
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WHITE, DARK, BRIGHT = (
@@ -52,8 +52,8 @@ def test_feature_maps_of_a_real_model():
 
 
 def test_zero_is_white_among_both_signs_and_darkest_above_zero():
-    signed = tiles(feature_maps([[[0.0, -2.0, 2.0]], [[0.0, 0.0, 0.0]]]), 2, 1, 3)
-    assert (signed[0][0, 0] == WHITE).all() and (signed[1] == WHITE).all()
+    signed = tiles(feature_maps([[[0.0, -2.0, 2.0]], [[0.0, 0.0, 1.0]]]), 2, 1, 3)
+    assert (signed[0][0, 0] == WHITE).all() and (signed[1][0, :2] == WHITE).all()
     blue, red = signed[0][0, 1], signed[0][0, 2]
     assert blue[2] > blue[0] and red[0] > red[2]
     (above,) = tiles(feature_maps([[[0.0, 3.0]]]), 1, 1, 2)
@@ -71,10 +71,25 @@ def test_each_map_has_its_own_scale_which_an_outlier_does_not_stretch(least):
 
 
 @pytest.mark.parametrize("value", [0.0, 3.0, -3.0, 1e300, -1e300, 5e-324])
-def test_a_constant_map_has_one_colour(value):
-    (tile,) = tiles(feature_maps(np.full((1, 4, 4), value)), 1, 4, 4)
-    assert (tile == tile[0, 0]).all()
-    assert not (tile[0, 0] == bad(VERMILLION)).all() and not (tile[0, 0] == bad(YELLOW)).all()
+def test_a_constant_map_is_grey_and_says_its_value(value):
+    others = np.stack([np.full((4, 4), value), np.arange(16.0).reshape(4, 4)])
+    figure = feature_maps(others)
+    tile, other = tiles(figure, 2, 4, 4)
+    assert (tile == bad(GREY)).all() and not (other == bad(GREY)).all(-1).any()
+    assert captions(figure) == [f"0: all {value:.2g}", "1"]
+
+
+def test_of_a_constant_map_what_is_not_finite_is_still_seen():
+    maps = torch.zeros(1, 4, 4)
+    maps[0, 0, 0] = math.nan
+    figure = feature_maps(maps)
+    (tile,) = tiles(figure, 1, 4, 4)
+    assert (tile[0, 0] == bad(VERMILLION)).all() and (tile[1:] == bad(GREY)).all()
+    assert captions(figure) == ["0: 1 not finite"]
+
+
+def test_a_map_of_one_pixel_is_not_called_constant():
+    assert captions(feature_maps(torch.rand(3, 1, 1))) == ["0", "1", "2"]
 
 
 @pytest.mark.parametrize(("sign", "colour"), [(1, VERMILLION), (-1, YELLOW)])

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -81,6 +82,12 @@ def test_the_same_report_gives_the_same_page():
     assert render.html(report_samples.sick()) == render.html(report_samples.sick())
 
 
+def test_plots_of_layers_say_which_steps_they_are_of():
+    report = replace(report_samples.healthy(), span=(100, 195))
+    assert render.html(report).count("Over the measured steps from 100 to 195.") == 3  # not the loss
+    assert "measured steps" not in render.html(report_samples.healthy())
+
+
 def test_severity_is_said_in_words():
     page = render.html(report_samples.sick())
     assert '<span class="pill error">error</span>' in page and '<span class="pill verdict failed">failed</span>' in page
@@ -88,7 +95,7 @@ def test_severity_is_said_in_words():
 
 def test_without_plotly_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
-    with pytest.raises(ImportError, match=r"pip install torchhook\[plot\]"):
+    with pytest.raises(ImportError, match=r'pip install "torchhook\[plot\]"'):
         render.html(report_samples.healthy())
     assert "Nothing found" in render.html(Report())
 

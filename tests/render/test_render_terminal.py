@@ -91,5 +91,5 @@ def test_a_narrow_encoding_is_no_reason_to_fail():
 
 def test_without_rich_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "rich.console", None)
-    with pytest.raises(ImportError, match=r"pip install torchhook\[cli\]"):
+    with pytest.raises(ImportError, match=r'pip install "torchhook\[cli\]"'):
         render.terminal(report_samples.healthy())

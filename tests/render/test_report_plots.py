@@ -114,5 +114,5 @@ def test_a_wide_range_of_losses_gets_a_log_scale():
 def test_without_plotly_the_extra_is_named(figure, monkeypatch):
     for name in ("graph_objects", "subplots"):
         monkeypatch.setitem(sys.modules, f"plotly.{name}", None)
-    with pytest.raises(ImportError, match=r"pip install torchhook\[plot\]"):
+    with pytest.raises(ImportError, match=r'pip install "torchhook\[plot\]"'):
         figure(report_samples.healthy())

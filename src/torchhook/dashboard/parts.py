@@ -9,10 +9,12 @@ from urllib.parse import quote, urlencode
 from dash import dcc, html
 from dash.development.base_component import Component
 
-from torchhook.findings import Finding
+from torchhook.findings import Finding, Severity
 from torchhook.render.words import printable
+from torchhook.runs import Run
 
 EVERY = 1000  # milliseconds between two looks for what is new
+_STATES = {"running": "info", "interrupted": "info", "ended": "passed"}  # others are errors
 PAGES = {"": "Overview", "layers": "Layers", "flow": "Gradient flow", "graph": "Model"}
 
 
@@ -34,6 +36,14 @@ def layer_link(run: str, path: str, **more: Any) -> Component:
 def pill(kind: str, text: str) -> Component:
     """A word in colour, which says the same without."""
     return html.Span(text, className=f"pill {kind}")
+
+
+def state_of(run: Run) -> tuple[str, str]:
+    """How a run is, for a `pill`: one in which an error was found did not end well."""
+    state, errors = run.state, sum(finding.severity == Severity.ERROR for finding in run.findings)
+    if errors:
+        return "error", f"{state} with {errors} error{'s' * (errors > 1)}"
+    return _STATES.get(state, "error"), state
 
 
 def card(run: str, finding: Finding, layers: Iterable[str], cause: Finding | None = None) -> Component:

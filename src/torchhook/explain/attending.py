@@ -33,21 +33,21 @@ How = Literal["recompute", "eager", "error"]
 
 def attention(
     model: nn.Module,
-    inputs: Any,
+    x: Any,
     *,
     how: How = "recompute",
     maps: Query | Iterable[Query] | None = None,
     grid: Grid | None = None,
     max_bytes: int | None = None,
 ) -> Attended:
-    """Run `model` on `inputs`; what every head of every attention looks at.
+    """Run `model` on `x`; what every head of every attention looks at.
 
     Seen are ``nn.MultiheadAttention``, ``F.scaled_dot_product_attention``, and every softmax over keys whose weights
     are multiplied with values: so are all models of torchvision, timm and Hugging Face that compute attention in one of
     these ways, and your own. The model stays in the mode in which it is; weights are those before dropout.
 
     Args:
-        inputs: The input, a tuple of positional arguments or a dict of keyword arguments.
+        x: The input, a tuple of positional arguments or a dict of keyword arguments.
         how: What to do where a fused kernel keeps the weights. ``"recompute"`` computes them again of the queries,
             keys, masks and scale that it is given, and the output stays as it is, to the last bit (but where torch has
             to leave a fast path for a whole encoder layer: to the tolerance of the dtype). ``"eager"`` runs Hugging
@@ -74,7 +74,7 @@ def attention(
     if max_bytes is not None:
         require_count(max_bytes, "max_bytes")
     _require_grid(grid)
-    given = Arguments.of(inputs)
+    given = Arguments.of(x)
     run = _Run(how, _Shelf(_wanted(model, maps), max_bytes), grid)
     with ExitStack() as stack:
         if how == "eager":

@@ -122,7 +122,7 @@ def hires_cam(maps: Tensor, gradient: Tensor) -> Tensor:
 
 @by_gradient
 def layer_cam(maps: Tensor, gradient: Tensor) -> Tensor:
-    """The same with positive gradients alone: of use in early layers, for fine detail (Jiang 2021).
+    """HiResCAM with positive gradients alone: of use in early layers, for fine detail (Jiang 2021).
 
     Arguments are those of `grad_cam`.
 

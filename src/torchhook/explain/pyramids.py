@@ -23,7 +23,7 @@ from torchhook.text import html_table, shape_of, table
 _SIZES = ("small", "medium", "large")
 _AREAS = (32**2, 96**2)  # pixels of the original image, as COCO counts: where medium and large objects begin
 _WEAK = 0.1  # of what the other levels have
-_STANDS_OUT = 1.1  # times the background
+_STANDS_OUT = 0.2  # standard deviations of the background: less is an accident
 
 
 class Level(NamedTuple):
@@ -36,16 +36,21 @@ class Level(NamedTuple):
     rms: float
     dead: float | None  # share of the channels that are the same everywhere
     background: float | None  # strength outside of all boxes
+    spread: float | None  # standard deviation of that, from cell to cell
     small: float | None  # strength inside the boxes of small objects, each of which counts the same
     medium: float | None
     large: float | None
 
     def contrast(self, size: str) -> float | None:
-        """How many times the background there is inside of ``"small"``, ``"medium"`` or ``"large"`` objects."""
+        """How far ``"small"``, ``"medium"`` or ``"large"`` objects stand out, in standard deviations of the background.
+
+        Unlike the strength this can be compared from level to level, whatever their scales are.
+        """
         inside = getattr(self, size)
-        if inside is None or self.background is None:
+        if inside is None or self.background is None or self.spread is None:
             return None
-        return float(inside / self.background) if self.background else math.inf if inside else 1.0
+        above = float(inside) - self.background
+        return above / self.spread if self.spread else math.copysign(math.inf, above) if above else 0.0
 
 
 class Pyramid(Sequence[Level]):
@@ -94,11 +99,14 @@ class Pyramid(Sequence[Level]):
 
     def _best(self, size: str) -> str:
         found = {level: contrast for level in self.levels if (contrast := level.contrast(size)) is not None}
-        level = max(found, key=lambda one: found[one])
+        found = {level: contrast for level, contrast in found.items() if not math.isnan(contrast)}
         count = f"{self.objects[size]} {size} object{'s' * (self.objects[size] > 1)}"
-        if found[level] < _STANDS_OUT:
-            return f"{count}: nowhere stronger than the background (most at {level.name!r}, {_times(found[level])})."
-        return f"{count}: most at {level.name!r}, {_times(found[level])} the background."
+        if not found:
+            return f"{count}: cannot be compared with a background."
+        level = max(found, key=lambda one: (found[one], getattr(one, size)))
+        if not found[level] >= _STANDS_OUT:
+            return f"{count}: nowhere clearly above background (most at {level.name!r}, {_sigmas(found[level])})."
+        return f"{count}: clearest at {level.name!r}, {_sigmas(found[level])} above background."
 
     def _title(self) -> str:
         of = f"{self.layer!r}" if self.layer else "the model"
@@ -132,7 +140,8 @@ def pyramid(detector: nn.Module, images: Any, boxes: Any = None, *, layer: Query
         images: Images ``[C, H, W]`` in a list, or in one batch.
         boxes: For each image a tensor ``[k, 4]`` of x0, y0, x1, y1 in pixels of that image, which may be empty. Then
             the response is told inside of small (area below 32²), medium and large objects (from 96²) too, and outside
-            of all. A cell that a box covers in part counts in part. Where a detector resizes the images, the boxes
+            of all; in brackets stands how far that is above the background, in standard deviations (σ) of it from cell
+            to cell. A cell that a box covers in part counts in part. Where a detector resizes the images, the boxes
             follow.
         layer: The module whose output is the pyramid: a dict or list of maps N×C×h×w. None takes the last one in
             execution order that gives maps of more than one size.
@@ -144,10 +153,10 @@ def pyramid(detector: nn.Module, images: Any, boxes: Any = None, *, layer: Query
     >>> image[..., 8:24, 8:24] = 1.0
     >>> pyramid(Levels(), image, [torch.tensor([[8.0, 8.0, 24.0, 24.0]])])
     Pyramid of the model: 2 levels, 1 image
-    level   cells  stride  mean |x|  rms     dead  background  small     medium  large
-    fine    64×64  1       0.0625    0.25    0%    0           1 (∞×)     –       –
-    coarse  32×32  2       0.000625  0.0025  0%    0           0.01 (∞×)  –       –
-    Weak levels: 'coarse' has 0.01 of what the others have. 1 small object: most at 'fine', ∞× the background.
+    level   cells  stride  mean |x|  rms     dead  background  small       medium  large
+    fine    64×64  1       0.0625    0.25    0%    0           1 (∞ σ)     –       –
+    coarse  32×32  2       0.000625  0.0025  0%    0           0.01 (∞ σ)  –       –
+    Weak levels: 'coarse' has 0.01 of what the others have. 1 small object: clearest at 'fine', ∞ σ above background.
     """
     require_module(detector, "detector")
     pictures = _pictures(images)
@@ -317,9 +326,12 @@ def _level(name: str, maps: Tensor, frames: list[_Frame], boxes: list[Tensor] | 
             inside[_size_of(box)].append(_mean(energy[number], cover))
             outside[number] = outside[number].minimum((real[number] - cover).clamp(min=0))
     means = [fmean(some) if some else None for some in inside.values()]
-    background = _mean(energy, outside) if boxes is not None and bool(outside.any()) else None
+    background = spread = None
+    if boxes is not None and bool(outside.any()):
+        background = _mean(energy, outside)
+        spread = math.sqrt(_mean((energy - background).square(), outside))
     strength, rms = _mean(energy, real), math.sqrt(_mean(square, real))
-    return Level(name, size, stride, strength, rms, _dead(maps, real > 0), background, *means)
+    return Level(name, size, stride, strength, rms, _dead(maps, real > 0), background, spread, *means)
 
 
 def _stride(pixels: int, cells: int) -> float:
@@ -359,8 +371,8 @@ def _dead(maps: Tensor, real: Tensor) -> float | None:
 def _said(inside: float | None, contrast: float | None) -> str:
     if inside is None or contrast is None:
         return "–" if inside is None else f"{inside:.3g}"
-    return f"{inside:.3g} ({_times(contrast)})"
+    return f"{inside:.3g} ({_sigmas(contrast)})"
 
 
-def _times(contrast: float) -> str:
-    return "∞×" if math.isinf(contrast) else f"{contrast:.2f}×"
+def _sigmas(contrast: float) -> str:
+    return f"{contrast:.1f} σ".replace("inf", "∞")

@@ -1,6 +1,6 @@
 """Figures for pages: pure functions from plain data to a plotly figure, None when there is nothing to show.
 
-plotly is imported when the first figure is drawn: ``pip install torchhook[plot]``.
+plotly is imported when the first figure is drawn: ``pip install "torchhook[plot]"``.
 """
 
 from torchhook.figures.layers import activations, gradient_flow, updates

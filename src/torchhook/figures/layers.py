@@ -60,7 +60,7 @@ def activations(report: Report) -> Any:
 
 
 def updates(report: Report) -> Any:
-    """How far the last step moved each parameter, relative to its size; the healthy band is shaded.
+    """How far a step moved each parameter, relative to its size; the healthy band is shaded.
 
     >>> report = Report(layers=({"site": "fc.weight", "kind": "parameter", "update_ratio": 0.3},))
     >>> updates(report).data[0].marker.color == (VERMILLION,)

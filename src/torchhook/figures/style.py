@@ -26,7 +26,7 @@ def plotly(module: str) -> Any:
     try:
         return import_module(f"plotly.{module}")
     except ImportError as error:
-        raise ImportError("plots need plotly: pip install torchhook[plot]") from error
+        raise ImportError('plots need plotly: pip install "torchhook[plot]"') from error
 
 
 def label(name: str) -> str:

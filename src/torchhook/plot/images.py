@@ -27,9 +27,9 @@ def feature_maps(x: Any, *, most: int = 32, ax: Axes | None = None) -> Figure:
     """The channels of what a layer gave, side by side: ``[C, H, W]``, or of ``[N, C, H, W]`` the first sample.
 
     Each map is scaled by itself, so that a few values which stand out do not hide the others. If anything is below
-    zero, zero is white, between blue below and red above; else it is darkest. A map that is the same everywhere has
-    one colour. What is not finite has a colour that means nothing else, and is counted beside the number of its
-    channel. Of more than `most` channels the first are shown.
+    zero, zero is white, between blue below and red above; else it is darkest. A map that is the same everywhere, as a
+    dead channel is, has no scale: it is grey, with its value beside the number of the channel. What is not finite has a
+    colour that means nothing else, and is counted there. Of more than `most` channels the first are shown.
 
     >>> feature_maps(torch.randn(8, 64, 14, 14)).axes[0].get_title()
     'first of 8 samples, 32 of 64 channels'
@@ -42,8 +42,12 @@ def feature_maps(x: Any, *, most: int = 32, ax: Axes | None = None) -> Figure:
     mosaic = Mosaic.of(torch.stack([_scaled(some, signed) for some in _small(maps)]))
     figure, ax = place(ax, *page(mosaic.shape, mosaic.columns * 1.1))
     broken = (~maps.isfinite()).sum((1, 2)).tolist()
-    captions = [f"{number}: {count} not finite" if count else f"{number}" for number, count in enumerate(broken)]
-    mosaic.draw(ax, colours(signed), captions)
+    flat = _constant(maps)
+    said = [
+        f"{count} not finite" if count else f"all {flat[n]:.2g}" if n in flat else "" for n, count in enumerate(broken)
+    ]
+    captions = [f"{number}: {words}" if words else f"{number}" for number, words in enumerate(said)]
+    mosaic.draw(ax, colours(signed), captions, flat)
     ax.set_title(_scope(given, len(maps), "channels"), fontsize=SMALL)
     return figure
 
@@ -115,6 +119,14 @@ def _scope(given: Tensor, drawn: int, what: str) -> str:
     samples, parts = len(given) if given.dim() == 4 else 1, given.shape[-3]
     said = [f"first of {samples} samples"] * (samples > 1) + [f"{drawn} of {parts} {what}"] * (drawn < parts)
     return ", ".join(said)
+
+
+def _constant(maps: Tensor) -> dict[int, float]:
+    """The value of each map whose finite pixels are all the same, by its number; of maps with one pixel, none."""
+    if maps[0].numel() < 2:
+        return {}
+    known = {number: some[some.isfinite()] for number, some in enumerate(maps)}
+    return {number: float(some[0]) for number, some in known.items() if len(some) and bool((some == some[0]).all())}
 
 
 def _small(maps: Tensor) -> Tensor:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchhook.plot.style import SMALL, inches
+from torchhook.plot.style import GREY, SMALL, inches, library
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,15 +56,22 @@ class Mosaic(NamedTuple):
         row, column = divmod(number, self.columns)
         return row * (height + self.above) + self.above, column * (width + self.beside)
 
-    def draw(self, ax: Axes, colour: Callable[..., Any], captions: Sequence[str]) -> None:
-        """Each tile as `colour` paints its numbers, with its caption, as large as there is room for it."""
+    def draw(self, ax: Axes, colour: Callable[..., Any], captions: Sequence[str], flat: Collection[int] = ()) -> None:
+        """Each tile as `colour` paints its numbers, with its caption, as large as there is room for it.
+
+        The finite numbers of `flat` tiles are grey instead.
+        """
+        grey = torch.zeros(self.shape, dtype=torch.bool)
         values, empty = torch.zeros(self.shape, dtype=torch.float64), torch.ones(self.shape, dtype=torch.bool)
         height, width = self.tiles.shape[1:]
         for number, tile in enumerate(self.tiles):
             top, left = self.corner(number)
             values[top : top + height, left : left + width] = tile
             empty[top : top + height, left : left + width] = False
+            if number in flat:
+                grey[top : top + height, left : left + width] = tile.isfinite()
         pixels = colour(values.numpy(), bytes=True)
+        pixels[grey.numpy()] = [round(255 * part) for part in library("matplotlib.colors").to_rgba(GREY)]
         pixels[empty.numpy(), 3] = 0
         ax.imshow(pixels, interpolation="nearest")
         ax.set(xticks=[], yticks=[])

@@ -11,7 +11,7 @@ from torchhook.findings import Report, Severity
 from torchhook.render.cards import cards
 from torchhook.render.tables import tables
 from torchhook.render.tags import pill, text
-from torchhook.render.words import by_reason, counts, scope
+from torchhook.render.words import by_reason, counts, scope, span
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; base-uri 'none'"
 STYLE = Path(__file__).with_name("page.css")
@@ -79,7 +79,10 @@ def _verdict(report: Report) -> str:
 
 def _plots(report: Report) -> str:
     """The plots that have something to show, after what draws them; without a plot there is no script either."""
-    drawn = {name: (draw(report), caption) for name, (draw, caption) in PLOTS.items()}
+    drawn = {
+        name: (draw(report), caption if draw is loss_curve else f"{caption} {span(report)}")
+        for name, (draw, caption) in PLOTS.items()
+    }
     figures = [
         f'<figure class="card"><figcaption><h3>{name}</h3><p class="quiet">{caption}</p></figcaption>'
         f'<div role="img" aria-label="{name}">{_figure(figure, name)}</div></figure>\n'

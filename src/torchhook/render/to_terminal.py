@@ -82,4 +82,4 @@ def _rich(module: str) -> Any:
     try:
         return import_module(f"rich.{module}")
     except ImportError as error:
-        raise ImportError("a report in the terminal needs rich: pip install torchhook[cli]") from error
+        raise ImportError('a report in the terminal needs rich: pip install "torchhook[cli]"') from error

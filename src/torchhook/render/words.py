@@ -85,6 +85,18 @@ def scope(report: Report) -> str:
     return f"{said}, {skipped} skipped" if skipped else said
 
 
+def span(report: Report) -> str:
+    """Which steps the numbers of the layers are of, if that is known.
+
+    >>> span(Report(span=(200, 1395))), span(Report(span=(7, 7)))
+    ('Over the measured steps from 200 to 1,395.', 'Of step 7.')
+    """
+    if report.span is None:
+        return ""
+    first, last = report.span
+    return f"Of step {last:,}." if first == last else f"Over the measured steps from {first:,} to {last:,}."
+
+
 def by_reason(skipped: Mapping[str, str]) -> dict[str, list[str]]:
     """The codes of the rules that were skipped, by why.
 

@@ -10,12 +10,10 @@ from dash.development.base_component import Component
 
 from torchhook.dashboard import drawing
 from torchhook.dashboard.library import Library
-from torchhook.dashboard.parts import card, graph, layer_link, pill, section, tick
+from torchhook.dashboard.parts import card, graph, layer_link, pill, section, state_of, tick
 from torchhook.dashboard.sheets import Book, worst_in
 from torchhook.findings import Severity
 from torchhook.render.words import printable
-
-_STATES = {"ended": "passed", "running": "info"}
 
 
 def page(book: Book) -> Component:
@@ -76,15 +74,14 @@ def register(app: Dash, library: Library) -> None:
 
 
 def _facts(book: Book) -> list[Component]:
-    run, state = book.run, book.run.state
-    steps = run.steps
+    run, steps = book.run, book.run.steps
     begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started))
-    told = f"step {steps[-1]:,}" if steps else "nothing measured yet"
+    told = f"measured until step {steps[-1]:,}" if steps else "nothing measured yet"
     settings = ", ".join(
         f"{name} {printable(str(run.about[name]))}" for name in ("optimizer", "every") if run.about.get(name)
     )
     return [
-        html.P([pill(_STATES.get(state, "error"), state), html.B(told), html.Span(f"begun {begun}")], className="tags"),
+        html.P([pill(*state_of(run)), html.B(told), html.Span(f"begun {begun}")], className="tags"),
         html.P([printable(run.model), f"; {settings}" if settings else ""], className="quiet"),
     ]
 

@@ -11,12 +11,12 @@ from dash import ALL, Dash, Input, Output, State, dcc, html, no_update
 from dash.development.base_component import Component
 
 from torchhook.dashboard.library import Library
-from torchhook.dashboard.parts import address, pill, tick
+from torchhook.dashboard.parts import address, pill, state_of, tick
 from torchhook.errors import RunError
 from torchhook.render.words import printable
 from torchhook.text import in_units
 
-_UNREADABLE = "unreadable"
+_UNREADABLE = ("error", "unreadable")
 
 
 def page(library: Library) -> Component:
@@ -64,7 +64,7 @@ def _names(values: list[list[str]]) -> list[str]:
 
 
 def _stamp(library: Library) -> list[Any]:
-    return [[name, *_facts(library, name)[:1]] for name in library.names()]
+    return [[name, *_facts(library, name)[:2]] for name in library.names()]
 
 
 def _facts(library: Library, name: str) -> tuple[str, ...]:
@@ -72,16 +72,17 @@ def _facts(library: Library, name: str) -> tuple[str, ...]:
         run = library.book(name).run
         steps = run.steps
         begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started))
-        return run.state, run.model, begun, f"{steps[-1] if steps else 0:,}", str(len(run.findings)), in_units(run.size)
+        last, found = f"{steps[-1] if steps else 0:,}", str(len(run.findings))
+        return *state_of(run), run.model, begun, last, found, in_units(run.size)
     except RunError as error:
-        return _UNREADABLE, str(error)
+        return *_UNREADABLE, str(error)
 
 
 def _table(library: Library, chosen: Sequence[str] = ()) -> Component:
     names = library.names()
     if not names:
         return html.P("There is no run here yet. The first one appears by itself.")
-    titles = ("", "run", "state", "model", "begun", "last step", "findings", "size")
+    titles = ("", "run", "state", "model", "begun", "last measured step", "findings", "size")
     head = html.Thead(html.Tr([html.Th(title, scope="col") for title in titles]))
     return html.Div(
         html.Table([head, html.Tbody([_row(library, name, name in chosen) for name in names])]), className="wide"
@@ -89,13 +90,12 @@ def _table(library: Library, chosen: Sequence[str] = ()) -> Component:
 
 
 def _row(library: Library, name: str, is_chosen: bool) -> Component:
-    state, *facts = _facts(library, name)
-    if state == _UNREADABLE:
+    kind, state, *facts = _facts(library, name)
+    if (kind, state) == _UNREADABLE:
         why = html.Td(printable(facts[0]), colSpan=5, className="why")
-        return html.Tr([html.Td(), html.Td(printable(name)), html.Td(pill("error", state)), why])
+        return html.Tr([html.Td(), html.Td(printable(name)), html.Td(pill(kind, state)), why])
     said = html.Span(f"compare {printable(name)}", className="hidden")
     options, value = [{"label": said, "value": name}], [name] if is_chosen else []
     box = dcc.Checklist(options, value, id={"kind": "chosen", "run": name})
-    kind = {"failed": "error", "killed": "error", "ended": "passed"}.get(state, "info")
     cells = [box, dcc.Link(printable(name), href=address(name)), pill(kind, state), *map(printable, facts)]
     return html.Tr([html.Td(cell) for cell in cells])
