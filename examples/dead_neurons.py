@@ -2,6 +2,7 @@
 
 A unit of a ReLU that is never positive passes no gradient on, so it does not come back. Here the same network learns
 handwritten digits with two learning rates. `diagnose` tries each training on a copy; then the units are counted.
+Needs scikit-learn beside '.[all]'.
 """
 
 from __future__ import annotations

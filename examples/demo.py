@@ -27,14 +27,17 @@ SCRIPT = Path(__file__).with_name("train_digits.py")
 OUTPUT = Path("demo-output")
 TRAININGS = {"healthy": [], "slipped": ["--slip"]}
 END = f"""Open
-  {OUTPUT / "slipped.html"}: the report with plots; {OUTPUT / "healthy.html"} to compare
-  {OUTPUT / "gradient_flow.png"}: how large gradients are at the end, layer by layer, in both trainings
+  {OUTPUT / "slipped.html"}: the report with plots
+  {OUTPUT / "healthy.html"}: that of the healthy training, to compare
+  {OUTPUT / "gradient_flow.png"}: how large gradients are at the end, by layer
   {OUTPUT / "feature_maps.png"}: what the second convolution sees in a digit
-  {OUTPUT / "grad_cam.png"}: what it looks at in digits that it has not seen: red speaks for its answer, blue against
-  .venv/bin/torchhook dashboard {OUTPUT / "runs"} --open: both trainings in the browser, step by step
+  {OUTPUT / "grad_cam.png"}: what it looks at in digits that it has not seen
+    (red speaks for its answer, blue against it)
+Look at both trainings in the browser, step by step
+  .venv/bin/torchhook dashboard {OUTPUT / "runs"} --open
 Try, on a training and a model of your own
-  torchhook run train.py --its --own arguments
-  torchhook diagnose package.module:Model --input 8,3,224,224"""
+  .venv/bin/torchhook run train.py --its --own arguments
+  .venv/bin/torchhook diagnose package.module:Model --input 8,3,224,224"""
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 Handwritten digits on paper are the source; digits on brick, grass and gravel the target, of which no label is used. The
 second training also brings the features of both domains together, means and covariances (deep CORAL, Sun et al. 2016).
+Needs scikit-learn and scikit-image beside '.[all]'.
 """
 
 from __future__ import annotations

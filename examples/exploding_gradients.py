@@ -2,9 +2,8 @@
 
 Sixteen layers whose weights begin twice as large as they should: with each layer back to the input the gradient grows.
 Three trainings on handwritten digits: as it is, with the gradients clipped, and with weights as He et al. scale them.
+Needs scikit-learn beside '.[all]'.
 """
-
-from __future__ import annotations
 
 from pathlib import Path
 

@@ -1,7 +1,8 @@
 """Can a Lightning training be stopped as soon as it breaks?
 
 One callback watches everything that the Trainer trains. Here the loss is a cross entropy written by hand, the logarithm
-of a softmax, and the pixels go from 0 to 16: soon a probability is 0. An error that the rules find ends the training.
+of a softmax, and the steps are so large that soon a probability is 0. An error that the rules find ends the training.
+Needs scikit-learn and lightning beside '.[all]'.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 A perceptron, a convolutional network and a transformer learn the same digits. One interface looks into all of them: the
 same capture tells what their layers give, and `compare.cka` how alike two layers are by what they make of the data.
+Needs scikit-learn beside '.[all]'.
 """
-
-from __future__ import annotations
 
 import copy
 import warnings

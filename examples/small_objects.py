@@ -1,7 +1,7 @@
 """Why does the detector miss small objects?
 
-Digits of 8 and of 40 pixels are hidden in photographs, and each level of a small feature pyramid looks for those of one
-size. The finer a level, the more of its cells are empty; a loss that forgets this teaches it to say nothing at all.
+Digits of 8 and 40 pixels are hidden in photographs; each level of a pyramid looks for one size. Fine levels are mostly
+empty: a loss that forgets this teaches them silence. Needs scikit-learn and scikit-image beside '.[all]'.
 """
 
 import torch

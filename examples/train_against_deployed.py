@@ -2,9 +2,8 @@
 
 `diff` holds each deployed form of a network against the one that was trained and tells rounding from a mistake;
 `compare.datasets` holds the data of production against that of the training, layer by layer.
+Needs scikit-learn beside '.[all]'.
 """
-
-from __future__ import annotations
 
 import copy
 from pathlib import Path

@@ -4,6 +4,7 @@
     torchhook run examples/train_digits.py --slip
 
 With `--slip` the learning rate goes up a hundredfold at step 240, as if a schedule had lost its decimal point.
+Needs scikit-learn beside '.[all]'.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ from pathlib import Path
 HEAD = """# Hard places
 
 Where hooks usually fail: each works, or refuses with the reason and the remedy. Every line is proven by a test. A
-column is one run of them (– : not run there); `make matrix` writes this page anew.
+column is one run of them (– : not run there); the last one has the number of the test in
+[the list below](#the-tests). `make matrix` writes this page anew.
 
 Some things to know beside the table:
 
@@ -30,16 +31,19 @@ Some things to know beside the table:
 
 
 def page(results: list[dict]) -> str:
-    """The page as Markdown: a line a claim, a column an environment."""
+    """The page as Markdown: a line a claim, a column an environment; the tests have long names, and a list below."""
     environments = [result["environment"] for result in results]
     claims: dict[tuple[str, str], str] = {}
     for result in results:
         for row in result["rows"]:
             claims.setdefault((row["place"], row["claim"]), row["test"])
     lines = [f"| where | what holds | {' | '.join(environments)} | test |", "|---|---|" + "---|" * (len(results) + 1)]
-    for (place, claim), test in sorted(claims.items(), key=lambda item: item[0][0].lower()):
+    ordered = sorted(claims.items(), key=lambda item: item[0][0].lower())
+    tests = list(dict.fromkeys(test for _, test in ordered))
+    for (place, claim), test in ordered:
         cells = [_outcome(result, place, claim) for result in results]
-        lines.append(f"| {place} | {claim} | {' | '.join(cells)} | `{test}` |")
+        lines.append(f"| {place} | {claim} | {' | '.join(cells)} | {tests.index(test) + 1} |")
+    lines += ["", "## The tests", "", *(f"{number}. `{test}`" for number, test in enumerate(tests, 1))]
     return HEAD + "\n".join(lines) + "\n"
 
 

@@ -12,6 +12,7 @@
 import ast
 import contextlib
 import html
+import importlib
 import inspect
 import io
 import linecache
@@ -208,26 +209,71 @@ def test_every_public_name_has_its_place_in_the_reference():
     text = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
     told = re.findall(r"^::: torchhook\.(.+)$", text, re.M)
     assert len(told) == len(set(told))
-    packages = ["compare", "dashboard", "distributed", "edits", "explain", "origins", "plot", "prune", "render"]
+    packages = "compare dashboard distributed edits explain origins plot prune render rules stats"
     public = {*torchhook.__all__}
-    for package in packages:
-        names = getattr(torchhook, package).__all__
+    for package in packages.split():
+        names = importlib.import_module(f"torchhook.{package}").__all__
         public |= {f"{package}.{name}" for name in names if name not in torchhook.__all__ or name.islower()}
     assert not public - set(told), "these are in no page of docs/api"
 
 
-def test_the_site_builds_without_a_warning(tmp_path):
-    """With the rules and commands in it, what is for tests left out, and nothing from elsewhere."""
-    from torchhook.cli.app import command
+def test_the_number_of_rules_is_told_right():
     from torchhook.rules import chosen
 
-    site = tmp_path / "site"
+    told = {"README.md": "Thirty-three rules", "README.zh-CN.md": "三十三条规则"}
+    told |= {"docs/learning.md": "Thirty-three [rules]", "examples/five_minutes.ipynb": "Thirty-three rules"}
+    assert len(chosen()) == 33, f"say the new number here and in {', '.join(told)}"
+    for page, words in told.items():
+        assert words in (ROOT / page).read_text(encoding="utf-8"), page
+
+
+def test_every_example_is_listed_with_what_it_needs():
+    page, home = ((ROOT / name).read_text() for name in ("examples/README.md", "docs/index.md"))
+    examples = [*(ROOT / "examples").glob("*.py"), *(ROOT / "examples").glob("*.ipynb")]
+    assert set(re.findall(r"\]\(([^)]+)\)", page)) == {path.name for path in examples}
+    rows = {row.split("](")[1].split(")")[0]: row for row in page.splitlines() if row.startswith("| **")}
+    assert len(rows) == 10
+    for name, row in rows.items():
+        assert f"](../examples/{name})" in home
+        code = (ROOT / "examples" / name).read_text()
+        (needs,) = re.findall(r"Needs (scikit-learn.*) beside '.\[all\]'\.", ast.get_docstring(ast.parse(code)))
+        for library, module in {"scikit-image": "skimage", "lightning": "lightning", "mlflow": "mlflow"}.items():
+            needed = re.search(rf"^(from|import) {module}\b", code, re.M) is not None
+            assert (library in row.split("|")[-2]) == (library in needs) == needed, (name, library)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder of the site, built without a warning."""
+    site = tmp_path_factory.mktemp("site")
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
     done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
+    return site
+
+
+@pytest.mark.parametrize("page", ["index.html", "api/stats.html"])
+def test_the_search_works_from_a_folder(site, chrome, page):
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    chrome.get((site / page).as_uri())
+    chrome.find_element("css selector", "input.md-search__input").send_keys("dead neurons")
+    found = WebDriverWait(chrome, 20).until(lambda _: chrome.find_elements("css selector", ".md-search-result__link"))
+    assert "examples/dead_neurons.html" in found[0].get_attribute("href")
+
+
+def test_the_site_has_all_in_it(site):
+    """The rules, commands and examples; without what is for tests, and nothing from elsewhere."""
+    from torchhook.cli.app import command
+    from torchhook.rules import chosen
+
     rules, cli = (site / "rules.html").read_text(), (site / "cli.html").read_text()
     assert all(f'id="{rule.code.lower()}"' in rules and rule.hint[:20] in html.unescape(rules) for rule in chosen())
     assert all(f'id="torchhook-{name}' in cli for name in command.commands) and "--stop-on-error" in cli
+    assert "<th></th>" not in cli and "<td><code>127.0.0.1</code></td>" in cli
+    listed = (site / "examples" / "index.html").read_text()
+    for example in (ROOT / "examples").glob("*.[pi]*"):
+        assert f'href="{example.stem}.html"' in listed and (site / "examples" / f"{example.stem}.html").is_file()
     for file in site.rglob("*.html"):
         text = file.read_text()
         assert "<!-- before" not in text, file
@@ -253,4 +299,10 @@ def test_the_page_of_hard_places_has_every_claim_and_none_fails():
     for place, claim in found:
         (row,) = [row for row in rows if row.startswith(f"| {place} | {claim} |")]
         assert "✓" in row, row
-    assert "fails" not in page.split("|---")[1]
+    table, tests = page.split("|---")[1:2] + page.split("## The tests")[1:]
+    assert "fails" not in table
+    listed = dict(re.findall(r"^(\d+)\. `(tests/[\w/.:]+)`$", tests, re.M))
+    assert {row.split("|")[-2].strip() for row in rows} == set(listed)
+    for test in listed.values():
+        file, name = test.split("::")
+        assert f"def {name}(" in (ROOT / file).read_text(), test

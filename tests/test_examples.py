@@ -64,10 +64,18 @@ ANSWERS = {
     ),
     "unstable_transformer.py": (
         "guessing by how frequent letters are costs #;"
-        " as it is, the loss ends at #, the entropy at * at #;"
-        " with a warm-up, the loss ends at #, the entropy at * at #;"
-        " with norms first, the loss ends at #, the entropy at * at #.",
-        lambda guess, plain, _, warm, __, first, even: plain > guess - 0.2 > max(warm, first) and even > 0.5,
+        " as it is, the first step moves the weights by #%, in the end #% of the output differs by letter,"
+        " the entropy is #, the loss #;"
+        " with a warm-up, the first step moves the weights by #%, in the end #% of the output differs by letter,"
+        " the entropy is #, the loss #;"
+        " with norms first, the first step moves the weights by #%, in the end #% of the output differs by letter,"
+        " the entropy is #, the loss #. So the first steps are too large: *.",
+        lambda guess, far, none, even, plain, near, some, a, warm, same, most, b, first: (
+            plain > guess - 0.2 > max(warm, first)
+            and far == same > 10 * near
+            and none < 5 < 40 < min(some, most)
+            and even > 0.8 > max(a, b)
+        ),
     ),
     "pruning.py": (
         "* can go, which are #% of the parameters and #% of the FLOPs."
@@ -91,8 +99,9 @@ ANSWERS = {
         lambda *both: all(after > max(0.8, before + 0.2) for after, before in zip(both[::2], both[1::2], strict=True)),
     ),
     "lightning_training.py": (
-        "it was stopped after # of # steps, for at step # the loss is inf (TH104, the model).",
-        lambda steps, most, broken: broken < 20 and broken < steps < most,
+        "it was stopped after # of # steps, for at step # the steps of the optimizer are # % of the weights:"
+        " too large to learn (TH501, the model).",
+        lambda steps, most, broken, share: broken < 5 and share > 100 and 5 < steps < 40 < most,
     ),
     "mlflow_tracking.py": (
         "rate # ends with a loss of # (TH601 warning: *);"

@@ -235,6 +235,22 @@ def test_only_what_is_selected_leaves_the_fast_path():
     assert len(record) == 1
 
 
+@pytest.mark.parametrize("query", ["layers.0", "**.linear1", "**.out_proj"])
+def test_nothing_is_said_of_a_fast_path_that_is_switched_off(query):
+    net, x = encoder(), torch.randn(2, 5, 8)
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            plain = net(x)
+            with capture(net, query) as acts:
+                seen = net(x)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+    assert torch.equal(seen, plain) and len(acts)
+
+
 @pytest.mark.matrix("AMP", "values and gradients in the dtype of autocast")
 def test_autocast():
     net, x = Checkpointed(), torch.randn(4, 6)

@@ -290,7 +290,7 @@ def test_without_safetensors_it_says_what_to_install(monkeypatch, profile, file)
         "torchhook.profiles.find_spec", lambda name, *rest: None if name == "safetensors" else find(name, *rest)
     )
     for action in (lambda: profile.save(file), lambda: Profile.load(file)):
-        with pytest.raises(ImportError, match=r"pip install 'torchhook\[files\]'"):
+        with pytest.raises(ImportError, match=r'pip install "torchhook\[files\]"'):
             action()
 
 

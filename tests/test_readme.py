@@ -25,6 +25,8 @@ NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)*")
 # What is quoted below the table of peers: a number, and the row of docs/benchmarks.md that has it.
 QUOTED = {
     "1.063": "torchhook, outputs + param_grads",
+    "1.162": "torchhook, + histogram",
+    "3.086": "torchhook, no compiler",
     "3.291": "W&B 0.31.0",
     "1.018": "GPT-2 124M, bf16, batch 16 × 1024; H200",
     "8.1": "grad_cam",
@@ -178,3 +180,5 @@ def test_the_demo_ends_with_what_to_do_next(demo):
     _, said = demo
     assert "torchhook dashboard demo-output/runs --open" in said
     assert "torchhook run train.py" in said.partition("of your own")[2]
+    assert max(map(len, said.splitlines())) <= 80
+    assert said.count(".venv/bin/torchhook ") == said.count("torchhook ")

@@ -1,15 +1,21 @@
-"""What a build of the site puts into its pages: the rules and the commands, as they are in the code.
+"""What a build of the site puts into its pages: the rules, the commands and the examples, as they are in the code.
 
 A page says where: ``<!-- rules -->`` and ``<!-- commands -->``. What its snippets need before them, ``<!-- before …
--->``, is for tests/test_docs.py and is left out.
+-->``, is for tests/test_docs.py and is left out. Every file of examples/ becomes a page, to which links to it lead.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import re
+from pathlib import Path
 from typing import Any
 
+from mkdocs.structure.files import File
+
+_EXAMPLES = Path(__file__).parents[2] / "examples"
+_EXAMPLE = re.compile(r"\]\((?:\.\./(?=examples/))?((?:examples/)?\w+)\.(?:py|ipynb|md)\)")
 _BEFORE = re.compile(r"^<!-- before\n.*?^-->\n", re.M | re.S)
 _BOLD = re.compile(r"\[bold\](.*?)\[/\]", re.S)
 _FAMILIES = {
@@ -25,9 +31,19 @@ _FAMILIES = {
 }
 
 
+def on_files(files: Any, *, config: Any) -> Any:
+    """The pages of docs/, and one for each example."""
+    makers = {".md": Path.read_text, ".py": _script, ".ipynb": _notebook}
+    for path in sorted(_EXAMPLES.iterdir()):
+        if path.suffix in makers:
+            content = makers[path.suffix](path)
+            files.append(File.generated(config, f"examples/{path.stem}.md", content=content))
+    return files
+
+
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """The page as it is shown."""
-    markdown = _BEFORE.sub("", markdown)
+    markdown = _EXAMPLE.sub(r"](\1.md)", _BEFORE.sub("", markdown))
     for mark, made in (("<!-- rules -->", rules), ("<!-- commands -->", commands)):
         if mark in markdown:
             markdown = markdown.replace(mark, made())
@@ -51,9 +67,36 @@ def commands() -> str:
     return "\n\n".join(_told(f"torchhook {name}", one) for name, one in _leaves(command))
 
 
+def _script(path: Path) -> str:
+    """A script, under the question that it begins with."""
+    code = path.read_text(encoding="utf-8")
+    question = code.splitlines()[0].strip('"')
+    return f"# {question}\n\n`examples/{path.name}`\n\n```python\n{code}```\n"
+
+
+def _notebook(path: Path) -> str:
+    """The cells of a notebook, and what they say and draw."""
+    parts = []
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        parts += map(_output, cell.get("outputs", ()))
+    return "\n\n".join([parts[0], f"`examples/{path.name}`", *parts[1:]])
+
+
+def _output(output: dict[str, Any]) -> str:
+    data = output.get("data", {})
+    if "image/png" in data:
+        return f"![what the cell draws](data:image/png;base64,{''.join(data['image/png'].split())})"
+    text = "".join(output.get("text") or data["text/plain"])
+    return f"```text\n{text.rstrip()}\n```"
+
+
 def _about(rule: Any) -> str:
-    needs = ", ".join([*map(str, rule.needs), *rule.facts]) or "nothing that runs"
-    said = {"What to do": rule.hint, "When it is wrong": rule.wrong, "Needs": needs}
+    from torchhook.rules import History
+
+    needs = rule.missing(History()).removeprefix("needs ") or "nothing that runs"  # of nothing, all is missing
+    said = {"What to do": rule.hint, "When it is wrong": rule.wrong, "Needs": f"{needs[0].upper()}{needs[1:]}."}
     return "\n\n".join(
         [
             f"### {rule.code} {rule.name} {{ #{rule.code.lower()} }}",
@@ -79,7 +122,7 @@ def _told(name: str, command: Any) -> str:
     usage = " ".join([name, *(_bracketed(one) for one in command.params if one.param_type_name == "argument")])
     examples = "\n".join(line.strip() for found in _BOLD.findall(text) for line in found.splitlines())
     rows = [_row(one) for one in command.params if getattr(one, "help", None)]
-    table = ["| | |", "|---|---|", *rows] if rows else []
+    table = ["| what to give | what it is | if not given |", "|---|---|---|", *rows] if rows else []
     parts = [f"## {name}", f"`{usage}`", _BOLD.sub("", text).strip(), f"```sh\n{examples}\n```" if examples else ""]
     return "\n\n".join([*filter(None, parts), "\n".join(table)])
 
@@ -90,11 +133,20 @@ def _bracketed(argument: Any) -> str:
 
 
 def _row(parameter: Any) -> str:
-    """An option or argument: how it is written, what it is."""
+    """An option or argument: how it is written, what it is, what holds without it."""
     if parameter.param_type_name == "argument":
         spelt = parameter.metavar or parameter.name.upper()
     else:
         value = "" if parameter.is_flag else f" {parameter.metavar or 'VALUE'}"
         spelt = ", ".join([*parameter.opts, *parameter.secondary_opts]) + value
     plain = re.sub(r"([|_*])", r"\\\1", parameter.help)
-    return f"| `{spelt}` | {plain} |"
+    return f"| `{spelt}` | {plain} | {_default(parameter)} |"
+
+
+def _default(parameter: Any) -> str:
+    if parameter.required:
+        return "*must be given*"
+    value = getattr(parameter.default, "value", parameter.default)  # of an enumeration, the word that one types
+    if isinstance(value, bool) and parameter.secondary_opts:
+        return f"`{(parameter.opts if value else parameter.secondary_opts)[0]}`"
+    return "" if value is None or value is False else f"`{value}`"

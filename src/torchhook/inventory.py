@@ -15,7 +15,7 @@ from torchhook.core.tap import Tap
 
 
 class HookInfo(NamedTuple):
-    """One hook on a model: where, which kind, whose, and in which group if it is ours."""
+    """One hook on a model: where, at which port, whose, and in which group if it is ours."""
 
     path: str
     port: str

@@ -22,8 +22,8 @@ from torchhook.stepping.steps import Steps
 def measure(
     model: nn.Module,
     *queries: Query,
-    outputs: bool = True,
     inputs: bool = False,
+    outputs: bool = True,
     grads: bool = False,
     params: bool = False,
     param_grads: bool = False,
@@ -42,8 +42,8 @@ def measure(
     count, those of an evaluation too.
 
     Args:
-        outputs, inputs, grads: What to measure of a selected module: what it returns, what it is called with, the
-            gradient of what it returns. Read them as ``stats[path]``, ``stats[path, "input"]`` and
+        inputs, outputs, grads: What to measure of a selected module: what it is called with, what it returns, the
+            gradient of what it returns. Read them as ``stats[path, "input"]``, ``stats[path]`` and
             ``stats[path, "grad_output"]``.
         params, param_grads, updates: The same of the parameters in what is selected (no queries: all of the model):
             ``stats[path, "param"]``, ``"param_grad"``, ``"update"``, by their own paths. With an optimizer they are

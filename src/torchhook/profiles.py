@@ -200,7 +200,7 @@ def _bins(state: Tensor) -> Bins:
 
 def _safetensors() -> Any:
     if not find_spec("safetensors"):
-        raise ImportError("files of profiles need safetensors: pip install 'torchhook[files]'")
+        raise ImportError('files of profiles need safetensors: pip install "torchhook[files]"')
     import safetensors
     import safetensors.torch
 

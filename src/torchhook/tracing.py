@@ -62,7 +62,8 @@ class Trace:
         self._session.__exit__(kind, error, trace)
 
     def __repr__(self) -> str:
-        return table(TracedCall._fields, [[*call[:-1], f"{call.milliseconds:.3f}"] for call in self.calls])
+        header = ("site", "module", *TracedCall._fields[2:])
+        return table(header, [[*call[:-1], f"{call.milliseconds:.3f}"] for call in self.calls])
 
 
 class Log:

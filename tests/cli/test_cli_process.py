@@ -41,7 +41,7 @@ def test_usage_is_checked_before_torch_is_imported(in_python):
 def test_says_what_to_install(in_python, missing):
     done = in_python(MODULES.format(missing=missing) + RUN.format(arguments=["rules"]) + "main()")
     assert done.code == 2
-    assert done.err == f"torchhook's command line needs {missing}: pip install 'torchhook[cli]'\n"
+    assert done.err == f'torchhook: the command line needs {missing}: pip install "torchhook[cli]"\n'
 
 
 def test_version(command):

@@ -256,8 +256,8 @@ def test_a_missing_library_is_named_before_anything_runs(monkeypatch, tmp_path):
     from torchhook.origins import files
 
     monkeypatch.setattr(files, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install torchhook\[files\]"):
+    with pytest.raises(ImportError, match=r'pip install "torchhook\[files\]"'):
         catch_nonfinite(linear(), save=tmp_path)
-    with pytest.raises(ImportError, match=r"pip install torchhook\[files\]"):
+    with pytest.raises(ImportError, match=r'pip install "torchhook\[files\]"'):
         replay(tmp_path / "x.safetensors", linear())
     catch_nonfinite(linear())

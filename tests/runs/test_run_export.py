@@ -65,5 +65,5 @@ def test_what_fails_leaves_the_old_file(run, tmp_path, monkeypatch):
 def test_without_pyarrow_it_says_what_to_install(run, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(ImportError, match=r"pip install 'torchhook\[parquet\]'"):
+    with pytest.raises(ImportError, match=r'pip install "torchhook\[parquet\]"'):
         export_parquet(run, tmp_path / "run.parquet")

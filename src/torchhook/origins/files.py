@@ -33,7 +33,7 @@ _OF_ORIGIN = ("path", "kind", "phase", "call", "pass_number", "what", "after", "
 def require_safetensors() -> None:
     """Raise unless files can be written and read."""
     if find_spec("safetensors") is None:
-        raise ImportError("calls are saved with safetensors, which is not installed: pip install torchhook[files]")
+        raise ImportError('files of calls need safetensors: pip install "torchhook[files]"')
 
 
 def save_call(

@@ -98,4 +98,4 @@ def _pyarrow(module: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        raise ImportError("to export a run needs pyarrow: pip install 'torchhook[parquet]'") from error
+        raise ImportError('to export a run needs pyarrow: pip install "torchhook[parquet]"') from error
