@@ -20,14 +20,19 @@ def shown(values: Iterable[_T], count: int | None, what: str, file: TextIO | Non
     shows = file is not None and file.isatty()
     for number, value in enumerate(values, 1):
         if shows:
-            print(f"\r{what} {_bar(number, count)}", end="", file=file, flush=True)
+            print(f"\r{what} {bar(number, count)}", end="", file=file, flush=True)
         yield value
     if shows:
         print(file=file)
 
 
-def _bar(number: int, count: int | None) -> str:
+def bar(number: int, count: int | None) -> str:
+    """How many of how many, with a bar before it.
+
+    >>> bar(15, 30)
+    '███████████████░░░░░░░░░░░░░░░ 15/30'
+    """
     if not count:
-        return f"{number}"
+        return f"{number:,}"
     done = min(_WIDE, _WIDE * number // count)
-    return f"{'█' * done}{'░' * (_WIDE - done)} {number}/{count}"
+    return f"{'█' * done}{'░' * (_WIDE - done)} {number:,}/{count:,}"

@@ -284,7 +284,7 @@ def test_no_more_than_the_budget_is_on_its_way(tmp_path, monkeypatch):
     monkeypatch.setattr(conveying.Conveyor, "_release", slow)
     monkeypatch.setattr(conveying.Conveyor, "put", watched)
     run(tmp_path, torch.ones(4 * 40, 1), memory_mb=0.0002)  # six batches of 32 bytes
-    assert max(most) == 192 and max(waiting) > 1
+    assert max(most) == 160 and max(waiting) > 1, "with room for the one that is being made"
 
 
 def test_an_interrupt_in_the_model(tmp_path):

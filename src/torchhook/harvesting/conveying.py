@@ -13,11 +13,11 @@ from types import TracebackType
 
 from torchhook.errors import BudgetError, HarvestError
 from torchhook.harvesting.manifest import Manifest
-from torchhook.harvesting.writing import Harvested, ShardWriter
+from torchhook.harvesting.writing import Amount, Harvested, ShardWriter
 from torchhook.text import in_units
 
-Tell = Callable[[int, int], None]
-"""Told of what was written: samples (skipped ones, too) and bytes, of each batch."""
+Tell = Callable[[Amount], None]
+"""Told of how much was written, of each batch."""
 
 
 class Conveyor:
@@ -46,12 +46,8 @@ class Conveyor:
 
     def put(self, harvested: Harvested) -> None:
         """Hand over a batch, and wait until there is room for it."""
-        size = harvested.nbytes
-        if size > self._max_bytes:
-            raise BudgetError(
-                f"batch {harvested.number} has {in_units(size)} of rows, more than memory_mb allows"
-                f" ({in_units(self._max_bytes)}); use smaller batches or a larger budget"
-            )
+        size = harvested.amount.nbytes
+        require_budget(harvested, self._max_bytes)
         with self._changed:
             self._changed.wait_for(lambda: self._error is not None or self._has_room(size))
             self._raise()
@@ -130,10 +126,18 @@ class Conveyor:
     def _release(self, harvested: Harvested) -> None:
         """Give room to the next ones, and tell of what is written."""
         with self._changed:
-            self._bytes -= harvested.nbytes
+            self._bytes -= harvested.amount.nbytes
             self._changed.notify_all()
-        samples = sum(len(piece.ids) for piece in harvested.pieces) + len(harvested.skipped)
-        self._tell(samples, harvested.nbytes)
+        self._tell(harvested.amount)
+
+
+def require_budget(harvested: Harvested, max_bytes: int) -> None:
+    """Refuse a batch that is too large by itself."""
+    if harvested.amount.nbytes > max_bytes:
+        raise BudgetError(
+            f"batch {harvested.number} has {in_units(harvested.amount.nbytes)} of rows, more than memory_mb allows"
+            f" ({in_units(max_bytes)}); use smaller batches or a larger budget"
+        )
 
 
 def _ended(before: Future[None] | None, writer: ShardWriter | None, endings: ThreadPoolExecutor) -> Future[None] | None:

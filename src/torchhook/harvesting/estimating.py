@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from torchhook.core.trees import nbytes
-from torchhook.errors import BudgetError, HarvestError
+from torchhook.errors import HarvestError
 from torchhook.explain.modes import buffers_kept
 from torchhook.harvesting.collecting import Collector, Wanted
+from torchhook.harvesting.conveying import require_budget
 from torchhook.harvesting.growing import code_of
 from torchhook.harvesting.journal import merged
 from torchhook.harvesting.manifest import Kind
@@ -110,18 +111,14 @@ def _arrived(batch: Harvested) -> None:
 
 
 def _of(batch: Harvested, read: Read, seconds: float, reads: list[Read], max_bytes: int) -> Probe:
-    if batch.nbytes > max_bytes:
-        raise BudgetError(
-            f"a batch has {in_units(batch.nbytes)} of rows, more than memory_mb allows ({in_units(max_bytes)}); use"
-            " smaller batches or a larger budget"
-        )
+    require_budget(batch, max_bytes)
     kinds = {}
     for name, sent in batch.pieces[0].sites.items():
         code_of(sent.dtype)  # which refuses one that cannot be stored
         kinds[name] = Kind(sent.shape, _name(sent.dtype), _name(sent.given), sent.lengths is not None)
     samples = sum(len(piece.ids) for piece in batch.pieces)
     size = len(read.ids) + len(read.unread)
-    return Probe(kinds, _seen(batch), samples, size, batch.nbytes, nbytes(read.data), seconds, reads)
+    return Probe(kinds, _seen(batch), samples, size, batch.amount.nbytes, nbytes(read.data), seconds, reads)
 
 
 def _seen(batch: Harvested) -> dict[str, tuple[float, float]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import reduce
 from itertools import chain, groupby
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from torchhook.harvesting.meter import Meter
 from torchhook.harvesting.resuming import gap_of, gaps, joined, read
 from torchhook.harvesting.sources import Read, Source
 from torchhook.harvesting.working import Job, work
+from torchhook.harvesting.writing import Amount
 
 _REPEATS = 3  # how often the death of an actor is forgiven to one shard
 
@@ -65,21 +67,21 @@ class Worker:
         self.job, model = ray.get(shared)
         self.model = model.to("cuda") if ray.get_gpu_ids() else model
 
-    def make(self, task: Task) -> tuple[int, int]:
-        """Make what is missing of a shard; how many samples and bytes that was."""
+    def make(self, task: Task) -> Amount:
+        """Make what is missing of a shard; how much that was."""
         import ray
 
         gap = gap_of(self.job.out, self.job.manifest, task.shard, task.stop)
         if gap is None:  # an actor that died after its last commit made it
-            return 0, 0
+            return Amount()
         if task.source is not None:
             reads = read(ray.get(task.source), gap, self.job.skips)
         else:
             fetched: Iterator[Any] = map(ray.get, task.batches)
             reads = (one for one in fetched if one.number >= gap.start)
-        with Meter(None, quiet=True) as meter:
-            work(self.job, self.model, reads, meter.add)
-        return meter.samples, meter.nbytes
+        made: list[Amount] = []
+        work(self.job, self.model, reads, made.append)
+        return reduce(Amount.plus, made, Amount())
 
 
 def fill(
@@ -124,7 +126,7 @@ def _ended(ray: Any, busy: dict[Any, Any], meter: Meter) -> list[Any]:
     ended, _ = ray.wait(list(busy), num_returns=1)
     try:
         for made in ray.get(ended):
-            meter.add(*made)
+            meter.add(made)
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None
     except ray.exceptions.RayActorError as error:

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +22,18 @@ from torchhook.harvesting.manifest import Kind, Manifest
 from torchhook.text import shape_of
 
 
+class Amount(NamedTuple):
+    """How much was harvested."""
+
+    samples: int = 0  # with those that were skipped
+    rows: int = 0  # at the site with the most
+    nbytes: int = 0
+
+    def plus(self, other: Amount) -> Amount:
+        """Both together."""
+        return Amount(*map(sum, zip(self, other, strict=True)))
+
+
 @dataclass(frozen=True)
 class Piece:
     """Some samples with their rows at every site."""
@@ -28,9 +42,10 @@ class Piece:
     sites: Mapping[str, Sent]
 
     @property
-    def nbytes(self) -> int:
-        """What it takes of the memory."""
-        return sum(sent.nbytes for sent in self.sites.values())
+    def amount(self) -> Amount:
+        """How much it is."""
+        rows = max(len(self.ids) if sent.lengths is None else sum(sent.lengths) for sent in self.sites.values())
+        return Amount(len(self.ids), rows, sum(sent.nbytes for sent in self.sites.values()))
 
 
 @dataclass(frozen=True)
@@ -43,9 +58,9 @@ class Harvested:
     input_crc32: int
 
     @property
-    def nbytes(self) -> int:
-        """What it takes of the memory."""
-        return sum(piece.nbytes for piece in self.pieces)
+    def amount(self) -> Amount:
+        """How much it is."""
+        return reduce(Amount.plus, (piece.amount for piece in self.pieces), Amount(len(self.skipped)))
 
 
 class _Site:
