@@ -256,7 +256,7 @@ def test_a_folder_that_is_not_ours(tmp_path):
 
 
 def test_a_batch_beyond_the_budget(tmp_path):
-    with pytest.raises(BudgetError, match=r"a batch has .* more than memory_mb allows .*; use smaller batches"):
+    with pytest.raises(BudgetError, match=r"batch 0 has .* more than memory_mb allows .*; use smaller batches"):
         run(tmp_path / "a", torch.ones(1000, 1), batch_size=1000, memory_mb=0.001)
     assert not (tmp_path / "a").exists()
     batches = [torch.ones(3, 1), torch.ones(3, 1), torch.ones(1000, 1)]
