@@ -76,7 +76,7 @@ def harvest(
             only once are refused.
         engine, workers: ``"ray"`` shares the shards out among as many actors, each with a copy of the model.
         on_error: ``"skip"`` leaves out the samples that cannot be read or that the model raises on, and lists them.
-        memory_mb: The most rows to hold on their way to the disk, in megabytes.
+        memory_mb: The most rows that each worker holds on their way to the disk, in megabytes.
         stop: End each forward once every site was seen.
         commit_seconds: How often to commit: a kill costs that much work.
         quiet: Say nothing of what is to come, and of how far it is.

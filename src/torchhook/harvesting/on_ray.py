@@ -93,9 +93,7 @@ def fill(
         ray.init(log_to_driver=False, include_dashboard=False)
     share = Share.of(ray.cluster_resources(), workers)
     here = -(-share.workers // max(1, len(ray.nodes())))
-    job = replace(
-        job, wanted=replace(job.wanted, sites=_portable(job.wanted.sites, model)), max_bytes=job.max_bytes // here
-    )
+    job = replace(job, wanted=replace(job.wanted, sites=_portable(job.wanted.sites, model)))
     actor = ray.remote(Worker).options(
         num_cpus=share.cpus, num_gpus=share.gpus, max_restarts=-1, max_task_retries=_REPEATS
     )
