@@ -145,12 +145,23 @@ def test_versions_are_those_that_are_installed_for_the_tests(name):
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
-    """A folder in which the demo ran, and what it said at its end."""
+    """A folder in which the demo ran, and what it said."""
     folder = tmp_path_factory.mktemp("demo")
     command = [sys.executable, str(ROOT / "examples" / "demo.py")]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    return folder, done.stdout.partition("\nOpen\n")[2]
+    return folder, done.stdout
+
+
+def test_the_demo_tells_the_healthy_training_from_the_other(demo):
+    folder, told = demo
+    healthy, slipped = told.split("─ healthy ─")[1].split("─ slipped ─")
+    assert "Net: nothing found" in healthy
+    assert "after the learning rate" in " ".join(slipped.replace("│", " ").split())
+    for name in ("healthy", "slipped"):
+        assert (folder / "demo-output" / f"{name}.html").stat().st_size > 10_000
+        (samples,) = (folder / "demo-output" / "runs").glob(f"{name}-*/samples")
+        assert list(samples.glob("*.png"))
 
 
 def test_what_the_readme_shows_of_the_training_is_what_is_found(demo):
@@ -165,7 +176,8 @@ def test_what_the_readme_shows_of_the_training_is_what_is_found(demo):
 
 
 def test_the_demo_makes_every_file_that_it_names(demo):
-    folder, said = demo
+    folder, told = demo
+    said = told.partition("\nOpen\n")[2]
     files = re.findall(r"demo-output/\w+\.\w+", said)
     assert len(files) == 5
     for file in files:
@@ -177,7 +189,7 @@ def test_the_demo_makes_every_file_that_it_names(demo):
 
 
 def test_the_demo_ends_with_what_to_do_next(demo):
-    _, said = demo
+    said = demo[1].partition("\nOpen\n")[2]
     assert "torchhook dashboard demo-output/runs --open" in said
     assert "torchhook run train.py" in said.partition("of your own")[2]
     assert max(map(len, said.splitlines())) <= 80

@@ -178,6 +178,7 @@ def test_an_interrupt_goes_on_to_python_which_says_nothing_twice(own_process, ca
 def test_what_was_shown_can_be_looked_at_afterwards(monkeypatch, capsys):
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         monkeypatch.setattr(sys, name, None, raising=False)
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # Ray, in this process, has put its own there
     error = ValueError("x")
     show(error)
     assert sys.last_value is error and sys.last_type is ValueError
