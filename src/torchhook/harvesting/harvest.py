@@ -113,26 +113,11 @@ def harvest(
     max_bytes, skips = int(memory_mb * _MB), on_error == "skip"
     reading = source.read(skip=skips)
     first = probe(model, wanted, reading, skips, max_bytes)
-    # what is read here waits in Ray's store until its shard is made
-    size = first.nbytes if engine == "local" or source.indexed else max(first.nbytes, first.input_bytes)
-    manifest = Manifest(
-        model=type(model).__name__,
-        model_fingerprint=model_fingerprint(model),
-        data_fingerprint=data_fingerprint(source),
-        samples=source.samples,
-        batch_size=first.batch_size,
-        batches_per_shard=max(1, round(shard_mb * _MB / max(size, 1))),
-        dtype=None if wanted.dtype is None else str(wanted.dtype).removeprefix("torch."),
-        rows=rows,
-        transform=_name(transform),
-        keep=wanted.keep,
-        on_error=on_error,
-        stop=stop,
-        sites=first.sites,
-        first_batch=first.seen,
-        torch=torch.__version__,
-        torchhook=sys.modules["torchhook"].__version__,  # which this is part of, and lies below
-    )
+    shared_out = (
+        engine == "ray" and not source.indexed
+    )  # what is read here waits in Ray's store until its shard is made
+    size = max(first.nbytes, first.input_bytes) if shared_out else first.nbytes
+    manifest = _manifest_of(model, source, wanted, first, on_error, max(1, round(shard_mb * _MB / max(size, 1))))
     if before is not None:
         before.require_same(manifest, out)
         manifest = before
@@ -155,6 +140,30 @@ def harvest(
     acts = Activations.open(out)
     _complain(acts)
     return acts
+
+
+def _manifest_of(
+    model: nn.Module, source: Source, wanted: Wanted, first: Probe, on_error: str, batches_per_shard: int
+) -> Manifest:
+    """What is to be harvested, as the folder will say it."""
+    return Manifest(
+        model=type(model).__name__,
+        model_fingerprint=model_fingerprint(model),
+        data_fingerprint=data_fingerprint(source),
+        samples=source.samples,
+        batch_size=first.batch_size,
+        batches_per_shard=batches_per_shard,
+        dtype=None if wanted.dtype is None else str(wanted.dtype).removeprefix("torch."),
+        rows=wanted.rows,
+        transform=_name(wanted.transform),
+        keep=wanted.keep,
+        on_error=on_error,
+        stop=wanted.stop,
+        sites=first.sites,
+        first_batch=first.seen,
+        torch=torch.__version__,
+        torchhook=sys.modules["torchhook"].__version__,  # which this is part of, and lies below
+    )
 
 
 def _fill(job: Job, model: nn.Module, source: Source, ahead: Iterator[Read] | None, meter: Meter) -> None:
