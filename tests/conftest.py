@@ -62,6 +62,7 @@ def chrome(tmp_path_factory):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     driver = Chrome(options=options, service=Service(DRIVER))
+    driver.get("about:blank")  # the browser's own new tab may still be loading
     yield driver
     driver.quit()
 

@@ -256,6 +256,7 @@ def site(tmp_path_factory):
 def test_the_search_works_from_a_folder(site, chrome, page):
     from selenium.webdriver.support.wait import WebDriverWait
 
+    chrome.set_window_size(1280, 900)  # narrower, the field hides behind a button
     chrome.get((site / page).as_uri())
     chrome.find_element("css selector", "input.md-search__input").send_keys("dead neurons")
     found = WebDriverWait(chrome, 20).until(lambda _: chrome.find_elements("css selector", ".md-search-result__link"))

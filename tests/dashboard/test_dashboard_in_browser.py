@@ -81,7 +81,7 @@ def outside(chrome, address):
     messages = [json.loads(entry["message"])["message"] for entry in chrome.get_log("performance")]
     urls = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
     assert urls
-    return [url for url in urls if not url.startswith((address, "data:", "about:", "blob:"))]
+    return [url for url in urls if not url.startswith((address, "data:", "about:", "blob:", "chrome:"))]
 
 
 def until(holds, why=""):

@@ -50,7 +50,7 @@ def outside(chrome):
     messages = [json.loads(entry["message"])["message"] for entry in chrome.get_log("performance")]
     urls = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
     assert urls
-    return [url for url in urls if not url.startswith(("file:", "data:", "about:"))]
+    return [url for url in urls if not url.startswith(("file:", "data:", "about:", "chrome:"))]
 
 
 def count(chrome, selector):
