@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from capture import verdict
 from harness import machine, markdown
+from runs import windows
 from selenium.webdriver import Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service
 
-from runs import windows
-from torchhook.logs import Entry
-from torchhook.runs import RunLog
+from torchhook.training.logs import Entry
+from torchhook.training.runs import RunLog
 
 PAINT, UPDATE = 1500, 300  # milliseconds, at most
 UPDATES = 20

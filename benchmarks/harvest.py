@@ -25,10 +25,10 @@ from harness import in_fresh_process, interleaved, machine, markdown
 from torch import nn
 
 from torchhook import Activations, harvest
-from torchhook.harvesting import layout
-from torchhook.harvesting.collecting import Collector, Wanted
-from torchhook.harvesting.conveying import Conveyor
-from torchhook.harvesting.writing import Harvested, Piece
+from torchhook.activations import layout
+from torchhook.activations.collector import Collector, Wanted
+from torchhook.activations.shard_writer import Harvested, Piece
+from torchhook.activations.writer import Conveyor
 
 WIDTH, BATCH, CHUNK = 768, 8192, 256 * 1024
 

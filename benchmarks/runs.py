@@ -19,14 +19,14 @@ import torch
 from harness import in_fresh_process, machine, markdown
 from torch import nn
 
+from torchhook.core.findings import Finding, Report
 from torchhook.core.site import Site
-from torchhook.findings import Finding, Report
-from torchhook.logs import Entry
 from torchhook.rules.history import settled
-from torchhook.runs import RunLog
-from torchhook.runs.run import Run
-from torchhook.sinks.reduce import Reduce
 from torchhook.stats.reading import Snapshot
+from torchhook.stats.reduce import Reduce
+from torchhook.training.logs import Entry
+from torchhook.training.runs import RunLog
+from torchhook.training.runs.run import Run
 
 PORTS = ("output", "grad_output", "param", "param_grad", "update")
 _DIFFERENT = 64  # windows, which come again and again

@@ -18,22 +18,25 @@ if TYPE_CHECKING:
     from torchhook import prune as prune
     from torchhook import render as render
     from torchhook import rules as rules
-    from torchhook.api import capture, overhead, trace
-    from torchhook.captured import Calls, Capture
-    from torchhook.catching import catch_nonfinite
+    from torchhook.activations.harvest import harvest
+    from torchhook.activations.store import Activations
+    from torchhook.captures.capture import capture, overhead, trace
+    from torchhook.captures.feature_extractor import FeatureExtractor
+    from torchhook.captures.hook_list import HookInfo, detach, hooks
+    from torchhook.captures.hook_manager import HookManager
+    from torchhook.captures.record import Record, Ring
+    from torchhook.captures.result import Calls, Capture
+    from torchhook.captures.store import Store
+    from torchhook.captures.summary import (
+        count_parameters,
+        format_parameter_count,
+        get_layerwise_parameter_count,
+        model_summary,
+    )
+    from torchhook.compare.diff.result import Difference
+    from torchhook.compare.diff.verb import diff
     from torchhook.core.edit import Edit
-    from torchhook.core.event import Event
-    from torchhook.core.marks import mark
-    from torchhook.core.selection import Selector, glob, marked, of_type, regex, select
-    from torchhook.core.session import Session
-    from torchhook.core.site import Site
-    from torchhook.core.tap import Sink, Tap, every, first, sample
-    from torchhook.diagnosing import diagnose
-    from torchhook.diagnostics import ModelDiagnostics
-    from torchhook.diffing import diff
-    from torchhook.diffs.result import Difference
-    from torchhook.editing import arm, clip_gradients, edit, skip
-    from torchhook.errors import (
+    from torchhook.core.errors import (
         BudgetError,
         HarvestError,
         NonfiniteError,
@@ -47,118 +50,115 @@ if TYPE_CHECKING:
         TapError,
         TorchhookError,
     )
-    from torchhook.extractor import FeatureExtractor
-    from torchhook.findings import Finding, Report, Severity
-    from torchhook.harvesting.activations import Activations
-    from torchhook.harvesting.harvest import harvest
-    from torchhook.inventory import HookInfo, detach, hooks
-    from torchhook.logs import Entry, Log
-    from torchhook.manager import HookManager
-    from torchhook.measured import Stats
-    from torchhook.measuring import measure
-    from torchhook.profiles import Profile
-    from torchhook.rules.checking import check
+    from torchhook.core.event import Event
+    from torchhook.core.findings import Finding, Report, Severity
+    from torchhook.core.marks import mark
+    from torchhook.core.selection import Selector, glob, marked, of_type, regex, select
+    from torchhook.core.session import Session
+    from torchhook.core.site import Site
+    from torchhook.core.tap import Sink, Tap, every, first, sample
+    from torchhook.edits.edit_model import arm, clip_gradients, edit, skip
+    from torchhook.edits.sweep import Sweep, sweep
+    from torchhook.rules.check import check
+    from torchhook.rules.diagnose import diagnose
+    from torchhook.rules.model_diagnostics import ModelDiagnostics
+    from torchhook.rules.origin.catch import catch_nonfinite
+    from torchhook.rules.profile import Profile
     from torchhook.rules.rule import Need, Rule
-    from torchhook.runs import Run
-    from torchhook.sinks.memory import Record, Ring
-    from torchhook.sinks.reduce import Reduce
-    from torchhook.sinks.store import Store
     from torchhook.stats import Channels, Covariance, Histogram, Moments, Quantiles, Stat, TopK
+    from torchhook.stats.measure import measure
     from torchhook.stats.reading import Reading, Snapshot
-    from torchhook.summary import (
-        count_parameters,
-        format_parameter_count,
-        get_layerwise_parameter_count,
-        model_summary,
-    )
-    from torchhook.sweeping import Sweep, sweep
-    from torchhook.watching.monitor import Monitor
+    from torchhook.stats.reduce import Reduce
+    from torchhook.stats.result import Stats
+    from torchhook.training.logs import Entry, Log
+    from torchhook.training.monitor import Monitor
+    from torchhook.training.runs import Run
 
 __version__ = "1.0.0.dev0"
 
 # Where the names are. Each is imported when it is first used: importing the package needs nothing, not even torch.
 _NAMES = {
-    "Activations": "harvesting.activations",
-    "BudgetError": "errors",
-    "Calls": "captured",
-    "Capture": "captured",
+    "Activations": "activations.store",
+    "BudgetError": "core.errors",
+    "Calls": "captures.result",
+    "Capture": "captures.result",
     "Channels": "stats",
     "Covariance": "stats",
-    "Difference": "diffs.result",
+    "Difference": "compare.diff.result",
     "Edit": "core.edit",
-    "Entry": "logs",
+    "Entry": "training.logs",
     "Event": "core.event",
-    "FeatureExtractor": "extractor",
-    "Finding": "findings",
-    "HarvestError": "errors",
+    "FeatureExtractor": "captures.feature_extractor",
+    "Finding": "core.findings",
+    "HarvestError": "core.errors",
     "Histogram": "stats",
-    "HookInfo": "inventory",
-    "HookManager": "manager",
-    "Log": "logs",
-    "ModelDiagnostics": "diagnostics",
+    "HookInfo": "captures.hook_list",
+    "HookManager": "captures.hook_manager",
+    "Log": "training.logs",
+    "ModelDiagnostics": "rules.model_diagnostics",
     "Moments": "stats",
-    "Monitor": "watching.monitor",
+    "Monitor": "training.monitor",
     "Need": "rules.rule",
-    "NonfiniteError": "errors",
-    "NotRecordedError": "errors",
-    "OverwrittenError": "errors",
-    "Profile": "profiles",
+    "NonfiniteError": "core.errors",
+    "NotRecordedError": "core.errors",
+    "OverwrittenError": "core.errors",
+    "Profile": "rules.profile",
     "Quantiles": "stats",
     "Reading": "stats.reading",
-    "Record": "sinks.memory",
-    "Reduce": "sinks.reduce",
-    "Report": "findings",
-    "Ring": "sinks.memory",
+    "Record": "captures.record",
+    "Reduce": "stats.reduce",
+    "Report": "core.findings",
+    "Ring": "captures.record",
     "Rule": "rules.rule",
-    "Run": "runs",
-    "RunError": "errors",
-    "SelectionError": "errors",
+    "Run": "training.runs",
+    "RunError": "core.errors",
+    "SelectionError": "core.errors",
     "Selector": "core.selection",
     "Session": "core.session",
-    "SessionError": "errors",
-    "Severity": "findings",
-    "SilentError": "errors",
+    "SessionError": "core.errors",
+    "Severity": "core.findings",
+    "SilentError": "core.errors",
     "Sink": "core.tap",
     "Site": "core.site",
     "Snapshot": "stats.reading",
     "Stat": "stats",
-    "Stats": "measured",
-    "StopTraining": "errors",
-    "Store": "sinks.store",
-    "Sweep": "sweeping",
+    "Stats": "stats.result",
+    "StopTraining": "core.errors",
+    "Store": "captures.store",
+    "Sweep": "edits.sweep",
     "Tap": "core.tap",
-    "TapError": "errors",
+    "TapError": "core.errors",
     "TopK": "stats",
-    "TorchhookError": "errors",
-    "arm": "editing",
-    "capture": "api",
-    "catch_nonfinite": "catching",
-    "check": "rules.checking",
-    "clip_gradients": "editing",
-    "count_parameters": "summary",
-    "detach": "inventory",
-    "diagnose": "diagnosing",
-    "diff": "diffing",
-    "edit": "editing",
+    "TorchhookError": "core.errors",
+    "arm": "edits.edit_model",
+    "capture": "captures.capture",
+    "catch_nonfinite": "rules.origin.catch",
+    "check": "rules.check",
+    "clip_gradients": "edits.edit_model",
+    "count_parameters": "captures.summary",
+    "detach": "captures.hook_list",
+    "diagnose": "rules.diagnose",
+    "diff": "compare.diff.verb",
+    "edit": "edits.edit_model",
     "every": "core.tap",
     "first": "core.tap",
-    "format_parameter_count": "summary",
-    "get_layerwise_parameter_count": "summary",
+    "format_parameter_count": "captures.summary",
+    "get_layerwise_parameter_count": "captures.summary",
     "glob": "core.selection",
-    "harvest": "harvesting.harvest",
-    "hooks": "inventory",
+    "harvest": "activations.harvest",
+    "hooks": "captures.hook_list",
     "mark": "core.marks",
     "marked": "core.selection",
-    "measure": "measuring",
-    "model_summary": "summary",
+    "measure": "stats.measure",
+    "model_summary": "captures.summary",
     "of_type": "core.selection",
-    "overhead": "api",
+    "overhead": "captures.capture",
     "regex": "core.selection",
     "sample": "core.tap",
     "select": "core.selection",
-    "skip": "editing",
-    "sweep": "sweeping",
-    "trace": "api",
+    "skip": "edits.edit_model",
+    "sweep": "edits.sweep",
+    "trace": "captures.capture",
 }
 
 _PACKAGES = ("compare", "dashboard", "distributed", "edits", "explain", "origins", "plot", "prune", "render", "rules")

@@ -7,7 +7,8 @@ from xml.etree import ElementTree
 import pytest
 
 import torchhook
-from torchhook import diagnosing, render
+from torchhook import render
+from torchhook.rules import diagnose as diagnosing
 
 
 def test_ends_with_0_if_all_is_well(diagnosed):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchhook.cli.loading import Shape, split
+from torchhook.cli.loaders import Shape, split
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchhook.harvesting.activations import Activations
+from torchhook.activations.store import Activations
 
 NET = """
 import torch

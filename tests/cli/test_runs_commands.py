@@ -10,11 +10,11 @@ from torch import nn
 
 from torchhook import Finding, Report
 from torchhook.core.site import Site
-from torchhook.logs import Entry
-from torchhook.runs import RunLog
-from torchhook.runs.folders import new_folder
-from torchhook.runs.schema import FILE
-from torchhook.sinks.reduce import Reduce
+from torchhook.stats.reduce import Reduce
+from torchhook.training.logs import Entry
+from torchhook.training.runs import RunLog
+from torchhook.training.runs.folders import new_folder
+from torchhook.training.runs.schema import FILE
 
 FOUND = Finding("TH201", "error", "61 % of the units never fire", "fc[bold]\x1b[31m", 3, hint="Warm up.")
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchhook import capture
 from torchhook.compare.likeness import Likeness, cka
 from torchhook.compare.measures import DEBIASED_CKA, MEASURES, likeness
-from torchhook.errors import BudgetError, SelectionError, SilentError
+from torchhook.core.errors import BudgetError, SelectionError, SilentError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -9,10 +9,10 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 
 from specimens import hooks_of
-from torchhook.calling import Batch
-from torchhook.compare.ghosts import backward
-from torchhook.compare.leaking import leakage
-from torchhook.compare.telling import auc_of, true_positives
+from torchhook.compare.auc import auc_of, true_positives
+from torchhook.compare.membership import leakage
+from torchhook.compare.sample_gradients import backward
+from torchhook.core.batch import Batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

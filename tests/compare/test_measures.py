@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchhook.compare.accumulating import Alignments, Layer, Moments, exact_width, in_full
-from torchhook.compare.gathering import Place
+from torchhook.compare.accumulators import Alignments, Layer, Moments, exact_width, in_full
+from torchhook.compare.features import Place
 from torchhook.compare.measures import DEBIASED_CKA, MEASURES, likeness, moments, u_centred, unbiased
 
 pytestmark = pytest.mark.usefixtures("one_thread")

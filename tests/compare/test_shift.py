@@ -12,8 +12,8 @@ from sklearn.preprocessing import StandardScaler
 from torch import nn
 
 from torchhook.compare import distances
-from torchhook.compare.shifting import Drawn, shift
-from torchhook.errors import SelectionError
+from torchhook.compare.domain_shift import Drawn, shift
+from torchhook.core.errors import SelectionError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -8,9 +8,9 @@ from scipy.stats import wasserstein_distance
 from torch import nn
 
 from specimens import hooks_of, resnet18
-from torchhook.compare import spreads
-from torchhook.compare.spreads import datasets, inputs, models
-from torchhook.errors import SelectionError
+from torchhook.compare import distributions as spreads
+from torchhook.compare.distributions import datasets, inputs, models
+from torchhook.core.errors import SelectionError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import torch
 
+from torchhook.core.errors import OverwrittenError
 from torchhook.core.snapshot import Alias, frozen, snapshot
-from torchhook.errors import OverwrittenError
 
 TENSORS = {
     "dense": lambda: torch.arange(6.0).reshape(2, 3),

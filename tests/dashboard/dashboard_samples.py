@@ -10,12 +10,12 @@ from torch import nn
 
 from torchhook import Finding, Monitor, Report
 from torchhook.core.site import Site
-from torchhook.logs import Entry
 from torchhook.rules.history import settled
-from torchhook.runs import RunLog
-from torchhook.runs.schema import FILE
-from torchhook.sinks.reduce import Reduce
 from torchhook.stats.reading import Snapshot
+from torchhook.stats.reduce import Reduce
+from torchhook.training.logs import Entry
+from torchhook.training.runs import RunLog
+from torchhook.training.runs.schema import FILE
 
 HOSTILE = (
     "<script>window.__pwned=1</script>",

@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchhook import Finding, Report, Severity
+from torchhook.core.errors import RunError
 from torchhook.dashboard import sheets
 from torchhook.dashboard.library import Library
 from torchhook.dashboard.parts import state_of
 from torchhook.dashboard.sheets import LOSSES, WIDE, Book
-from torchhook.errors import RunError
-from torchhook.logs import Entry
-from torchhook.runs import Run
-from torchhook.runs.folders import delete
-from torchhook.runs.schema import FILE
 from torchhook.stats.reading import Snapshot
+from torchhook.training.logs import Entry
+from torchhook.training.runs import Run
+from torchhook.training.runs.folders import delete
+from torchhook.training.runs.schema import FILE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -12,10 +12,10 @@ from torchhook import Report
 from torchhook.dashboard.app import create_app
 from torchhook.dashboard.guard import Guard
 from torchhook.dashboard.library import Library
-from torchhook.dashboard.serving import Server
-from torchhook.logs import Entry
-from torchhook.runs.schema import FILE
+from torchhook.dashboard.server import Server
 from torchhook.stats.reading import Snapshot
+from torchhook.training.logs import Entry
+from torchhook.training.runs.schema import FILE
 
 PICTURE = "00000003-0.png"
 # One of each kind: a page, an asset of ours, what Dash serves itself, a picture, what is not there.

@@ -14,8 +14,8 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 
 from torchhook import Finding, Report
-from torchhook.runs.folders import delete
-from torchhook.runs.schema import FILE
+from torchhook.training.runs.folders import delete
+from torchhook.training.runs.schema import FILE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -12,7 +12,7 @@ from torch import nn
 from traitlets.config import Config
 
 import torchhook
-from torchhook.errors import RunError
+from torchhook.core.errors import RunError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -5,7 +5,7 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchhook.dashboard.lanes import Wire, in_lanes
+from torchhook.dashboard.graph_layout import Wire, in_lanes
 
 WIRES = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).filter(lambda ends: ends[0] != ends[1]), unique=True)
 

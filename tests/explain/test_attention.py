@@ -16,11 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 from specimens import hooks_of
 from torchhook import BudgetError
-from torchhook.attention import Given, Product
-from torchhook.errors import NotRecordedError, SilentError
-from torchhook.explain import attended
-from torchhook.explain.attended import focus_of
-from torchhook.explain.attending import attention
+from torchhook.core.attention import Given, Product
+from torchhook.core.errors import NotRecordedError, SilentError
+from torchhook.explain import attention_maps as attended
+from torchhook.explain.attention_capture import attention
+from torchhook.explain.attention_maps import focus_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from specimens import hooks_of
 from torchhook import BudgetError
-from torchhook.errors import SilentError
-from torchhook.explain.attending import attention
+from torchhook.core.errors import SilentError
+from torchhook.explain.attention_capture import attention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -6,8 +6,8 @@ from torch import nn
 
 from torchhook.core.trees import Arguments
 from torchhook.explain.cams import grad_cam
-from torchhook.explain.erasing import faithfulness
-from torchhook.explain.masking import ablation_cam, score_cam
+from torchhook.explain.erasure import faithfulness
+from torchhook.explain.mask_cams import ablation_cam, score_cam
 from torchhook.explain.samples import Samples
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -7,7 +7,7 @@ from torch import nn
 
 from specimens import hooks_of
 from torchhook.explain.cams import grad_cam, hires_cam
-from torchhook.explain.erasing import faithfulness
+from torchhook.explain.erasure import faithfulness
 from torchhook.explain.heat import Heat
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -110,7 +110,7 @@ def test_it_is_the_loop_that_one_would_write(baseline, batch):
 def test_the_blur_is_a_gaussian():
     from skimage.filters import gaussian
 
-    from torchhook.explain.erasing import _blurred
+    from torchhook.explain.erasure import _blurred
 
     image = torch.rand(60, 40)
     expected = gaussian(image.numpy(), 3.0, mode="nearest", truncate=2.0)

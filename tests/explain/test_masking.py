@@ -9,7 +9,7 @@ from torch import nn
 
 from specimens import hooks_of, resnet18
 from torchhook.explain.cams import grad_cam
-from torchhook.explain.masking import ablation_cam, score_cam
+from torchhook.explain.mask_cams import ablation_cam, score_cam
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BOTH = pytest.mark.parametrize("method", [score_cam, ablation_cam])

@@ -10,7 +10,7 @@ from torch import nn
 
 from specimens import hooks_of
 from torchhook.explain.cams import eigen_cam, grad_cam
-from torchhook.explain.randomising import rank_correlation, sanity
+from torchhook.explain.randomisation import rank_correlation, sanity
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from torchhook.core.trees import Arguments
+from torchhook.explain.cam_layer import reach, running, settle
 from torchhook.explain.cams import grad_cam, hires_cam
-from torchhook.explain.folding import Setting, checked, folding
-from torchhook.explain.places import reach, running, settle
+from torchhook.explain.token_grid import Setting, checked, folding
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

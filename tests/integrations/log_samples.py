@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 
 from torchhook import Reduce, Site
-from torchhook.findings import Finding, Report
-from torchhook.logs import Entry
+from torchhook.core.findings import Finding, Report
+from torchhook.training.logs import Entry
 
 SCRIPT = "blocks[0].<script>alert(1)</script>"
 TWIN = "blocks(0).<script>alert(1)</script>"  # the same, once what is illegal is replaced

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from specimens import hooks_of
 from torchhook.integrations.accelerate import monitored
-from torchhook.logs import Log
-from torchhook.runs import Run
-from torchhook.watching.monitor import Monitor
+from torchhook.training.logs import Log
+from torchhook.training.monitor import Monitor
+from torchhook.training.runs import Run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 X = torch.randn(40, 4, generator=torch.Generator().manual_seed(1))

@@ -21,9 +21,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 from specimens import hooks_of
 from torchhook.integrations import huggingface
 from torchhook.integrations.huggingface import TorchhookCallback
-from torchhook.logs import Log
-from torchhook.runs import Run
-from torchhook.watching.monitor import Monitor
+from torchhook.training.logs import Log
+from torchhook.training.monitor import Monitor
+from torchhook.training.runs import Run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 transformers.logging.set_verbosity_error()

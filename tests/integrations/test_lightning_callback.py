@@ -27,9 +27,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from specimens import hooks_of
 from torchhook.integrations import lightning
 from torchhook.integrations.lightning import TorchhookCallback
-from torchhook.logs import Log
-from torchhook.runs import Run
-from torchhook.watching.monitor import Monitor
+from torchhook.training.logs import Log
+from torchhook.training.monitor import Monitor
+from torchhook.training.runs import Run
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning:lightning"), pytest.mark.usefixtures("one_thread")]
 

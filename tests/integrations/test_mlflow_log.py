@@ -16,7 +16,7 @@ import torch
 from log_samples import BROKEN, LESSER, NAMES, REPORT, SCRIPT, elsewhere, entry, many, silence
 from mlflow import MlflowClient
 
-from torchhook.findings import Finding
+from torchhook.core.findings import Finding
 from torchhook.integrations import mlflow as module
 from torchhook.integrations.mlflow import MLflow
 

@@ -20,7 +20,7 @@ from torch.utils.tensorboard import SummaryWriter
 import torchhook
 from torchhook.integrations.common import MOST, Layers, files
 from torchhook.integrations.tensorboard import TensorBoard
-from torchhook.logs import Entry
+from torchhook.training.logs import Entry
 
 
 def read(folder):

@@ -7,16 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.colors import LogNorm, SymLogNorm, to_rgba
+from runs import run_samples
 from still_samples import HOSTILE, chain, legend, measured, png, reading_of, resnet, rows
 from torch import nn
 
 import torchhook
-from runs import run_samples
 from torchhook import NotRecordedError, Report, Run
 from torchhook.plot import distributions, gradient_flow, layer_heatmap
 from torchhook.plot.style import GREY
-from torchhook.runs import RunLog
-from torchhook.runs.queries import Series
+from torchhook.training.runs import RunLog
+from torchhook.training.runs.queries import Series
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -17,10 +17,10 @@ from torch import nn
 
 import torchhook
 from torchhook import Site, plot
+from torchhook.edits.sweep import Row, Sweep
 from torchhook.plot import similarity, sweep
 from torchhook.plot.style import label
-from torchhook.runs.queries import Series
-from torchhook.sweeping import Row, Sweep
+from torchhook.training.runs.queries import Series
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from specimens import hooks_of
-from torchhook.calling import Batch
-from torchhook.errors import SelectionError
-from torchhook.prune.outlets import Place, outlets
+from torchhook.core.batch import Batch
+from torchhook.core.errors import SelectionError
+from torchhook.prune.score_points import Place, outlets
 from torchhook.prune.scores import importance
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -12,12 +12,12 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from specimens import hooks_of, resnet18
-from torchhook.calling import Batch
-from torchhook.prune import tying
-from torchhook.prune.planning import plan
+from torchhook.core.batch import Batch
+from torchhook.prune import dependencies as tying
+from torchhook.prune.dependencies import Graph
+from torchhook.prune.planner import plan
 from torchhook.prune.scores import Importance, importance
 from torchhook.prune.surgery import apply
-from torchhook.prune.tying import Graph
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from specimens import hooks_of
-from torchhook.prune.ablating import sensitivity
+from torchhook.prune.ablation import sensitivity
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -7,10 +7,10 @@ from torch import nn
 from torch.nn.utils.prune import l1_unstructured
 from torch.utils.data import DataLoader, TensorDataset
 
-from torchhook.calling import Batch
-from torchhook.prune.ablating import sensitivity
-from torchhook.prune.outlets import Place, outlets
-from torchhook.prune.planning import plan
+from torchhook.core.batch import Batch
+from torchhook.prune.ablation import sensitivity
+from torchhook.prune.planner import plan
+from torchhook.prune.score_points import Place, outlets
 from torchhook.prune.scores import importance
 from torchhook.prune.surgery import apply
 

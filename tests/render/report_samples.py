@@ -3,7 +3,7 @@
 import math
 import random
 
-from torchhook.findings import Finding, Report
+from torchhook.core.findings import Finding, Report
 
 BLOCKS = [
     "conv1",

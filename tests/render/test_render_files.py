@@ -8,7 +8,7 @@ import pytest
 import report_samples
 
 from torchhook import render
-from torchhook.findings import Report
+from torchhook.core.findings import Report
 
 
 @pytest.mark.parametrize(
@@ -61,6 +61,6 @@ def test_the_names_are_functions():
 
 
 def test_importing_needs_neither_plotly_nor_rich():
-    script = "import sys, torchhook.render, torchhook.figures; print({'plotly', 'rich'} & set(sys.modules))"
+    script = "import sys, torchhook.render, torchhook.render.figures; print({'plotly', 'rich'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from test_render_json import reports
 
 from torchhook import render
-from torchhook.findings import Finding, Report
+from torchhook.core.findings import Finding, Report
 
 CSS = Path(render.__file__).with_name("page.css").read_text()
 VOID = {"meta", "link", "br", "img"}

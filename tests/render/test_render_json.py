@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from torchhook import render
-from torchhook.diagnosing import diagnose
-from torchhook.findings import Finding, Report
+from torchhook.core.findings import Finding, Report
 from torchhook.render.to_json import from_json
+from torchhook.rules.diagnose import diagnose
 
 SCHEMA = json.loads(Path(render.__file__).with_name("report.schema.json").read_text())
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)

@@ -9,7 +9,7 @@ from hypothesis import given
 from test_render_json import reports
 
 from torchhook import render
-from torchhook.findings import Finding, Report
+from torchhook.core.findings import Finding, Report
 
 
 def cases(report):

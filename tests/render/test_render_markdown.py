@@ -8,7 +8,7 @@ from markdown_it import MarkdownIt
 from test_render_json import reports
 
 from torchhook import render
-from torchhook.findings import Finding, Report
+from torchhook.core.findings import Finding, Report
 
 PARSER = MarkdownIt("commonmark", {"html": True}).enable("table")
 

@@ -9,7 +9,7 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 
 from torchhook import render
-from torchhook.findings import Report
+from torchhook.core.findings import Report
 
 DESKTOP, PHONE = (1280, 900), (390, 844)
 

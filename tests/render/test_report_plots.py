@@ -6,8 +6,8 @@ import sys
 import pytest
 import report_samples
 
-from torchhook.figures import activations, gradient_flow, loss_curve, updates
-from torchhook.findings import Finding, Report
+from torchhook.core.findings import Finding, Report
+from torchhook.render.figures import activations, gradient_flow, loss_curve, updates
 
 FIGURES = [loss_curve, gradient_flow, activations, updates]
 

@@ -14,8 +14,8 @@ from torchhook import Report, Rule, Severity, check, measure, stats
 from torchhook.rules import RULES, History, chosen, register
 from torchhook.rules.history import joined
 from torchhook.rules.kinds import kind_of
+from torchhook.rules.watch import Watch
 from torchhook.stats.reading import FLAGS
-from torchhook.watching.watch import Watch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -149,7 +149,7 @@ def test_a_history_of_nothing_finds_nothing_and_says_what_is_missing():
         (None, set(RULES)),
         ([], set()),
     ],
-    ids=str,
+    ids=["code", "name", "text", "family", "overlapping", "rules", "rule", "generator", "all", "none"],
 )
 def test_rules_are_chosen_by_code_beginning_name_or_object(select, expected):
     report = check(measured(net()), select)

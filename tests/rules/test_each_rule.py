@@ -15,7 +15,7 @@ from torch import nn
 from specimens import Returning
 from torchhook import Profile, check, diagnose
 from torchhook.rules import RULES, History
-from torchhook.watching.watch import Watch
+from torchhook.rules.watch import Watch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

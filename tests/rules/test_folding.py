@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from torchhook import Finding, Rule, Severity, check, measure
-from torchhook.rules.folding import folded
+from torchhook.rules.causes import folded
 from torchhook.rules.rule import Phase
 
 ORDER = {path: number for number, path in enumerate(("stem", "stem.conv", "block.0", "block.1", "head"))}

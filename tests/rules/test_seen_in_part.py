@@ -7,8 +7,8 @@ from torch import nn
 from torchhook import Moments, check, measure
 from torchhook.core.site import Site
 from torchhook.rules.history import History
-from torchhook.sinks.reduce import Reduce
 from torchhook.stats import Attention
+from torchhook.stats.reduce import Reduce
 
 
 def logits_of_size(*sizes):

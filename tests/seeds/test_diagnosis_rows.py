@@ -16,7 +16,7 @@ from torch import nn
 from specimens import hooks_of, resnet18
 from torchhook import ModelDiagnostics, Profile, catch_nonfinite, check, diagnose, measure, origins, render
 from torchhook.cli import main
-from torchhook.errors import NonfiniteError
+from torchhook.core.errors import NonfiniteError
 from zoo import FAULTS, HEALTHY
 from zoo.inspecting import inspected, is_at
 

@@ -12,9 +12,9 @@ from torch import nn
 
 import torchhook as th
 from specimens import hooks_of, resnet18
-from torchhook.logs import Entry
-from torchhook.runs import RunLog
 from torchhook.stats.reading import Snapshot
+from torchhook.training.logs import Entry
+from torchhook.training.runs import RunLog
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

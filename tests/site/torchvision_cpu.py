@@ -18,8 +18,9 @@ class _BeforeTorchvision(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """Define the ops as soon as somebody imports torchvision. Imports nothing itself."""
-    if "torchvision" not in sys.modules:
+    """Define the ops when torchvision is first imported. Imports nothing itself; a second call changes nothing."""
+    waiting = any(isinstance(finder, _BeforeTorchvision) for finder in sys.meta_path)
+    if "torchvision" not in sys.modules and not waiting:
         sys.meta_path.insert(0, _BeforeTorchvision())
 
 

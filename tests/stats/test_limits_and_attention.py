@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from contents import FLOATS, KINDS, SEEDS, filled
 from torchhook import Histogram
+from torchhook.rules.attention import Attending
 from torchhook.stats import Attention, Headroom, Saturation
-from torchhook.watching.attention import Attending
 
 NARROW = [torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
 

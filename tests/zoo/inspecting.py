@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from torchhook.diagnosing import diagnose
-from torchhook.findings import Report
-from torchhook.profiles import Profile
+from torchhook.core.findings import Report
 from torchhook.rules import chosen
-from torchhook.rules.checking import check
-from torchhook.watching.watch import Watch
+from torchhook.rules.check import check
+from torchhook.rules.diagnose import diagnose
+from torchhook.rules.profile import Profile
+from torchhook.rules.watch import Watch
 from zoo.case import Specimen
 
 

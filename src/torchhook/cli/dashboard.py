@@ -30,7 +30,7 @@ def dashboard(
     [bold]torchhook dashboard runs/latest --open[/]
     """
     try:
-        from torchhook.dashboard.serving import Server
+        from torchhook.dashboard.server import Server
     except ImportError as error:
         raise ImportError('the dashboard needs Dash: pip install "torchhook[dashboard]"') from error
     server = Server(path, host, port, token)

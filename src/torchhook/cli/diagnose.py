@@ -10,12 +10,12 @@ from typing import Annotated, Any
 
 import typer
 
-from torchhook.cli.loading import Shape, data_of, loss_of, model_of, optimizer_of, split, wrong
+from torchhook.cli.loaders import Shape, data_of, loss_of, model_of, optimizer_of, split, wrong
 from torchhook.cli.options import RULES, Form, Ignore, Model, Reports, Select
 from torchhook.cli.outputs import Format, deliver, require_writable
 from torchhook.cli.progress import bar
-from torchhook.config import Config
-from torchhook.findings import Severity
+from torchhook.core.config import Config
+from torchhook.core.findings import Severity
 
 _BATCHES = 4
 _TASK = "What it is trained on"
@@ -96,8 +96,8 @@ def diagnose(
     config = Config.find(Path.cwd()).overruled(split(select), split(ignore), fail_on)
     # What the user's own code prints must not get between the lines that a program reads.
     with bar("loading") as progress, nullcontext() if form == Format.TEXT else redirect_stdout(sys.stderr):
-        from torchhook.diagnosing import diagnose as inspect
         from torchhook.rules import chosen
+        from torchhook.rules.diagnose import diagnose as inspect
 
         chosen(config.select, config.ignore)  # raises for an unknown one
         _seed(seed)

@@ -9,13 +9,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from torchhook.cli.loading import Shape, loss_of, model_of, wrong
+from torchhook.cli.loaders import Shape, loss_of, model_of, wrong
 from torchhook.render.words import printable
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from torchhook.diffs.result import Difference
+    from torchhook.compare.diff.result import Difference
 
 
 def diff(
@@ -61,7 +61,7 @@ def diff(
 
     import torch
 
-    from torchhook.diffing import diff as compare
+    from torchhook.compare.diff.verb import diff as compare
 
     models = [_made(name, option, seed, evaluated) for name, option in ((a, "A"), (b, "B"))]
     torch.manual_seed(seed)
@@ -96,7 +96,7 @@ def _show(found: Difference) -> None:
             shown.add_row(*cells, style="bold red" if row.parts else "")
         console.print(shown)
     else:
-        from torchhook.text import table
+        from torchhook.core.text import table
 
         typer.echo(_printable(table(found.HEADER, [row.cells() for row in found.table])))
     for line in found.lines():

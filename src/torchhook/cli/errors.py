@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from torchhook.errors import TorchhookError
+from torchhook.core.errors import TorchhookError
 
 _OTHERS = {*sys.stdlib_module_names, "__main__", "rich", "torch", "torchhook", "typer"}
 _ON_PURPOSE = (ImportError, TorchhookError, ValueError)

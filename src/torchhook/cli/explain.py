@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from torchhook.cli.loading import model_of, wrong
+from torchhook.cli.loaders import model_of, wrong
 from torchhook.cli.options import Model
 from torchhook.cli.progress import bar
 
@@ -102,9 +102,9 @@ def _require_classes(net: nn.Module, batch: Tensor, method: Method) -> None:
 
     A principal component is of no class, so that anything will do.
     """
-    from torchhook.explain.places import running
+    from torchhook.core.text import shape_of
+    from torchhook.explain.cam_layer import running
     from torchhook.explain.targets import logits_of
-    from torchhook.text import shape_of
 
     with running(net):
         try:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from torchhook.cli.loading import data_of, model_of, named, wrong
+from torchhook.cli.loaders import data_of, model_of, named, wrong
 from torchhook.cli.options import Model
 
 _ROWS, _FILES, _ENGINE = "What to keep", "What to write", "Who works"
@@ -111,7 +111,7 @@ def harvest(
     [bold]torchhook harvest net:model --data net:loader --sites layer3,layer4 --out acts
     torchhook harvest net:gpt --data net:texts --sites 'h.6' --out acts --stop --keep input_ids[/]
     """
-    from torchhook.harvesting.harvest import harvest as run
+    from torchhook.activations.harvest import harvest as run
 
     net = model_of(model)
     acts = run(

@@ -10,9 +10,9 @@ from pathlib import Path
 import typer
 
 from torchhook import render
-from torchhook.cli.loading import wrong
-from torchhook.figures.style import plotly
-from torchhook.findings import Report
+from torchhook.cli.loaders import wrong
+from torchhook.core.findings import Report
+from torchhook.render.figures.style import plotly
 from torchhook.render.files import FORMATS
 
 

@@ -27,7 +27,7 @@ def replay(
 
     [bold]torchhook replay nonfinite_head_forward_3.safetensors --model net:make[/]
     """
-    from torchhook.cli.loading import model_of
+    from torchhook.cli.loaders import model_of
     from torchhook.origins import replay as run
 
     origin = run(file, model_of(model, "--model"))

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from torchhook.cli.loading import split, wrong
+from torchhook.cli.loaders import split, wrong
 
 if TYPE_CHECKING:
     from torchhook.rules import Rule
@@ -47,7 +47,7 @@ def _list(console: Console, rules: list[Rule]) -> None:
         [rule.code, rule.name, str(rule.severity), _paragraphs(rule)[0].split(". ")[0].rstrip(".")] for rule in rules
     ]
     if not console.is_terminal:
-        from torchhook.text import table
+        from torchhook.core.text import table
 
         typer.echo(table(header, rows))
         return

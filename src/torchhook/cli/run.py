@@ -18,17 +18,17 @@ from rich.console import Console
 
 from torchhook import render
 from torchhook.cli.errors import in_words
-from torchhook.cli.loading import split
+from torchhook.cli.loaders import split
 from torchhook.cli.options import OUTPUT, RULES, Ignore, Reports, Select
 from torchhook.cli.outputs import require_writable
-from torchhook.config import Config
-from torchhook.errors import TorchhookError
-from torchhook.findings import Report
-from torchhook.running.script import Script, leave, say, show
+from torchhook.core.config import Config
+from torchhook.core.errors import TorchhookError
+from torchhook.core.findings import Report
+from torchhook.training.launch.script import Script, leave, say, show
 
 if TYPE_CHECKING:
-    from torchhook.running.discovery import Discovery
-    from torchhook.watching.monitor import Monitor
+    from torchhook.training.launch.discovery import Discovery
+    from torchhook.training.monitor import Monitor
 
 PARSING = {"allow_interspersed_args": False}  # what comes after the script is its own
 _UNUSABLE = (ImportError, OSError, TorchhookError, ValueError)  # what the user can do something about
@@ -121,7 +121,7 @@ class Launch:
             return
         try:
             from torchhook.rules import chosen
-            from torchhook.running.discovery import Discovery
+            from torchhook.training.launch.discovery import Discovery
 
             chosen(self.watching["rules"], [*self.watching["ignore"], *chain(*self.watching["per_module"].values())])
             self.discovery = Discovery(**self.watching).__enter__()

@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from torchhook.cli.loading import wrong
+from torchhook.cli.loaders import wrong
 from torchhook.cli.options import Form, Reports
 from torchhook.cli.outputs import Format, deliver, require_writable
 
 if TYPE_CHECKING:
-    from torchhook.runs import Run
+    from torchhook.training.runs import Run
 
 app = typer.Typer(no_args_is_help=True, help="List, show, export and prune the runs that trainings wrote.")
 
@@ -31,7 +31,7 @@ def list_(folder: _Folder = Path("runs")) -> None:
 
     [bold]torchhook runs list[/]
     """
-    from torchhook.runs.folders import find
+    from torchhook.training.runs.folders import find
 
     rows = [_line(found) for found in find(folder)]
     if not rows:
@@ -51,8 +51,8 @@ def show(
     [bold]torchhook runs show runs/latest[/]
     [bold]torchhook runs show runs/latest --report report.html[/]
     """
-    from torchhook.findings import Report
-    from torchhook.runs import Run
+    from torchhook.core.findings import Report
+    from torchhook.training.runs import Run
 
     require_writable(reports or ())
     with Run(run) as opened:
@@ -77,8 +77,8 @@ def export(
 
     [bold]torchhook runs export runs/latest --parquet run.parquet[/]
     """
-    from torchhook.runs import Run
-    from torchhook.runs.exporting import export_parquet
+    from torchhook.training.runs import Run
+    from torchhook.training.runs.export import export_parquet
 
     if not parquet.parent.is_dir():
         raise wrong("--parquet", f"there is no folder {str(parquet.parent)!r}")
@@ -103,7 +103,7 @@ def prune(
     [bold]torchhook runs prune --keep 10[/]
     [bold]torchhook runs prune --older-than 30 --yes[/]
     """
-    from torchhook.runs.folders import delete, prunable
+    from torchhook.training.runs.folders import delete, prunable
 
     if keep is None and older_than is None:
         raise wrong("--keep", "say which runs to keep: --keep N, --older-than DAYS, or both")
@@ -122,9 +122,9 @@ def prune(
 
 
 def _line(folder: Path) -> list[str | int]:
-    from torchhook.errors import RunError
-    from torchhook.runs import Run
-    from torchhook.text import in_units
+    from torchhook.core.errors import RunError
+    from torchhook.core.text import in_units
+    from torchhook.training.runs import Run
 
     try:
         with Run(folder) as run:
@@ -136,8 +136,8 @@ def _line(folder: Path) -> list[str | int]:
 
 
 def _summary(run: Run) -> str:
-    from torchhook.runs.folders import ranks
-    from torchhook.text import in_units, table
+    from torchhook.core.text import in_units, table
+    from torchhook.training.runs.folders import ranks
 
     steps, losses = run.steps, run.losses
     facts = {
@@ -160,7 +160,7 @@ def _print(header: Sequence[str], rows: Sequence[Sequence[str | int]]) -> None:
     rows = [[_printable(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
     console = Console(highlight=False)
     if not console.is_terminal:
-        from torchhook.text import table
+        from torchhook.core.text import table
 
         typer.echo(table(header, rows))
         return

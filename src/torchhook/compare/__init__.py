@@ -4,10 +4,10 @@ torchhook.compare.cka(a, b, loader).matrix
 torchhook.compare.datasets(model, train_loader, test_loader)
 """
 
-from torchhook.compare.leaking import Leakage, leakage
+from torchhook.compare.distributions import Spreads, datasets, inputs, models
+from torchhook.compare.domain_shift import Shift, shift
 from torchhook.compare.likeness import Likeness, cka
-from torchhook.compare.shifting import Shift, shift
-from torchhook.compare.spreads import Spreads, datasets, inputs, models
+from torchhook.compare.membership import Leakage, leakage
 
 __all__ = [
     "Leakage",

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 import torch
 from torch import Tensor, nn
 
-from torchhook.compare.gathering import Gathering, Pool, length_of, require_loader, require_pool, require_sites
+from torchhook.compare.features import Gathering, Pool, length_of, require_loader, require_pool, require_sites
 from torchhook.compare.measures import MEASURES
-from torchhook.compare.tallying import Side, Tally
+from torchhook.compare.pairwise import Side, Tally
+from torchhook.core.progress import shown
 from torchhook.core.selection import Query, require_module
-from torchhook.progress import shown
-from torchhook.text import html_table, table, warn
+from torchhook.core.text import html_table, table, warn
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

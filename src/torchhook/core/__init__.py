@@ -1,1 +1,1 @@
-"""The engine: select ▸ tap ▸ session ▸ hooks. Needs torch alone."""
+"""Where, what and when: sites, taps, sessions and hooks; and what every room needs of a model and a batch."""

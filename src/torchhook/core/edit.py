@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from torchhook.core.errors import TapError
 from torchhook.core.shards import tied
 from torchhook.core.site import Port, Site
 from torchhook.core.trees import Address, Arguments, leaves, put, taken
-from torchhook.errors import TapError
 
 if TYPE_CHECKING:
     from torchhook.core.passes import Pass

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import activation
 
-from torchhook.core.standin import StandIn
-from torchhook.text import warn
+from torchhook.core.forward_patch import StandIn
+from torchhook.core.text import warn
 
 _FUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 

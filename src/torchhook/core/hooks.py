@@ -42,6 +42,7 @@ from torchhook.core.compiled import (
     tracing,
 )
 from torchhook.core.edit import Editing, GradientEditing
+from torchhook.core.errors import NonfiniteError, TapError
 from torchhook.core.event import recomputing
 from torchhook.core.passes import Pass, StopForward
 from torchhook.core.shards import is_sharded
@@ -49,7 +50,6 @@ from torchhook.core.site import Port, Site
 from torchhook.core.snapshot import snapshot
 from torchhook.core.tap import Act, Keep, Receive, Tap, at_once, is_at_once
 from torchhook.core.trees import Address, Arguments, leaves, replaced
-from torchhook.errors import NonfiniteError, TapError
 
 if TYPE_CHECKING:
     from torchhook.core.session import Session

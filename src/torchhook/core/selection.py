@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, Union
 
 from torch import nn
 
-from torchhook.errors import SelectionError
+from torchhook.core.errors import SelectionError
 
 Test = Callable[[str, nn.Module, "str | None"], bool]
 Query: TypeAlias = Union[
@@ -156,7 +156,7 @@ def select(model: nn.Module, *queries: Query) -> dict[str, nn.Module]:
     {'1': ReLU()}
     >>> select(net, "relu")
     Traceback (most recent call last):
-    torchhook.errors.SelectionError: no module matches 'relu'; nearest: '0', '1'
+    torchhook.core.errors.SelectionError: no module matches 'relu'; nearest: '0', '1'
     """
     require_module(model)
     parts = Selector.union(queries).parts

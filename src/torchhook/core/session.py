@@ -15,18 +15,18 @@ import torch
 import torch.fx
 from torch import nn
 
-from torchhook.core.doors import Door, Gate, compiled_among, is_armed
+from torchhook.core.call_wrapper import Door, Gate, compiled_among, is_armed
 from torchhook.core.edit import Edit
+from torchhook.core.errors import SelectionError, SessionError
 from torchhook.core.fastpaths import Detours
 from torchhook.core.hooks import Point, install, on_parameter
 from torchhook.core.marks import Marks
 from torchhook.core.passes import Scope, Switch
 from torchhook.core.selection import Selector, along, find, plain, require_module, spellings, unwrapped, walk
 from torchhook.core.shards import agree_on_the_whole, is_sharded, shards_of_gathered
-from torchhook.core.silence import OnSilent, complaint, refusal, silences
+from torchhook.core.silent import OnSilent, complaint, refusal, silences
 from torchhook.core.site import Site
 from torchhook.core.tap import Tap
-from torchhook.errors import SelectionError, SessionError
 
 ScopeName = Literal["thread", "all"]
 

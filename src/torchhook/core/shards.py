@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchhook.errors import SessionError
+from torchhook.core.errors import SessionError
 
 PATIENCE = 60.0  # seconds that a rank waits for the others to want the whole as well
 _agreed = [0]  # how often all ranks did

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchhook.core.errors import OverwrittenError, TapError
 from torchhook.core.shards import local
 from torchhook.core.trees import leaves, mapped, nbytes
-from torchhook.errors import OverwrittenError, TapError
 
 _lazy_clone = torch._lazy_clone
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor

@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from torchhook.core.edit import Edit, Editing, GradientEditing
+from torchhook.core.errors import TapError
 from torchhook.core.event import Event, recomputing
 from torchhook.core.passes import Pass, Scope
 from torchhook.core.selection import Query, Selector
 from torchhook.core.site import PORTS, Port, Site
 from torchhook.core.snapshot import frozen, snapshot
 from torchhook.core.trees import Address, Arguments
-from torchhook.errors import TapError
 
 Schedule = Callable[[int], bool]
 """Which passes: a predicate on their number."""

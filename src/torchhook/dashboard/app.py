@@ -11,12 +11,12 @@ from dash import Dash, Input, Output, dcc, html, set_props
 from dash.development.base_component import Component
 from flask import Response, send_file
 
+from torchhook.core.errors import RunError
 from torchhook.dashboard.guard import Guard
 from torchhook.dashboard.library import Library
 from torchhook.dashboard.pages import compare, flow, graph, layer, layers, overview, runs
 from torchhook.dashboard.parts import PAGES, address
-from torchhook.errors import RunError
-from torchhook.figures.style import SCRIPT
+from torchhook.render.figures.style import SCRIPT
 from torchhook.render.to_html import STYLE
 from torchhook.render.words import printable
 

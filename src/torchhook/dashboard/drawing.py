@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torchhook.core.findings import Finding
 from torchhook.dashboard.sheets import Sheet, logs
-from torchhook.figures.layers import HEALTHY_UPDATES
-from torchhook.figures.style import BLUE, GREEN, GREY, ORANGE, VERMILLION, label, plotly, quiet
-from torchhook.findings import Finding
+from torchhook.render.figures.layers import HEALTHY_UPDATES
+from torchhook.render.figures.style import BLUE, GREEN, GREY, ORANGE, VERMILLION, label, plotly, quiet
 
 COLOURS = (BLUE, ORANGE, GREEN, VERMILLION, "#cc79a7", "#56b4e9", GREY)
 _SIGNED = ("mean", "min", "max", "skewness")  # are drawn as they are, others by their logarithms

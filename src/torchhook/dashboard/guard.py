@@ -10,8 +10,8 @@ from urllib.parse import urlencode
 
 from flask import Flask, Response, abort, redirect, request, send_file
 
+from torchhook.core.errors import RunError
 from torchhook.dashboard.library import Library
-from torchhook.errors import RunError
 
 HERE = ("127.0.0.1", "localhost", "[::1]", "::1")
 _POLICY = (

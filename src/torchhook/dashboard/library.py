@@ -6,18 +6,18 @@ import os
 import threading
 from pathlib import Path
 
+from torchhook.core.errors import RunError
 from torchhook.dashboard.sheets import Book
-from torchhook.errors import RunError
-from torchhook.runs.folders import find
-from torchhook.runs.opening import located
-from torchhook.runs.schema import FILE
+from torchhook.training.runs.folders import find
+from torchhook.training.runs.location import located
+from torchhook.training.runs.schema import FILE
 
 
 class Library:
     """Runs by their names, each opened when it is first asked for.
 
     >>> import tempfile
-    >>> from torchhook.runs import RunLog
+    >>> from torchhook.training.runs import RunLog
     >>> root = Path(tempfile.mkdtemp())
     >>> RunLog(root / "first").begin({"model": "Net"})
     >>> library = Library(root)

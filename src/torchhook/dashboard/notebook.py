@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from torchhook.errors import RunError
-from torchhook.runs import Run
-from torchhook.watching.monitor import Monitor
+from torchhook.core.errors import RunError
+from torchhook.training.monitor import Monitor
+from torchhook.training.runs import Run
 
 
 def show(

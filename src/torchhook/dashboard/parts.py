@@ -9,9 +9,9 @@ from urllib.parse import quote, urlencode
 from dash import dcc, html
 from dash.development.base_component import Component
 
-from torchhook.findings import Finding, Severity
+from torchhook.core.findings import Finding, Severity
 from torchhook.render.words import printable
-from torchhook.runs import Run
+from torchhook.training.runs import Run
 
 EVERY = 1000  # milliseconds between two looks for what is new
 _STATES = {"running": "info", "interrupted": "info", "ended": "passed"}  # others are errors

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchhook.findings import Finding, Severity
-from torchhook.runs import Run
-from torchhook.runs.schema import FILE
+from torchhook.core.findings import Finding, Severity
 from torchhook.stats import Histogram
+from torchhook.stats.downsample import spread, thinned
 from torchhook.stats.histogram import Bins
-from torchhook.thinning import spread, thinned
+from torchhook.training.runs import Run
+from torchhook.training.runs.schema import FILE
 
 WIDE = 240  # steps side by side; with up to twice as many, half of the older ones are left out
 LOSSES = 2000

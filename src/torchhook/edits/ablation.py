@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from torchhook.core.edit import At, Edit
+from torchhook.core.errors import SelectionError, TapError
 from torchhook.core.selection import unwrapped
 from torchhook.core.site import Port, Site
 from torchhook.edits.basic import spread
 from torchhook.edits.patching import captured, of_call
-from torchhook.errors import SelectionError, TapError
 
 With = Literal["zero", "mean"] | Mapping[str, Any] | Tensor | float
 Indices = int | slice | Tensor | Iterable[Any]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from torchhook.core.edit import At, Edit
+from torchhook.core.errors import TapError
 from torchhook.core.site import Site
-from torchhook.errors import TapError
 
 
 class Zero(Edit):

@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchhook.core.edit import At, Edit, in_arguments
+from torchhook.core.errors import NotRecordedError, TapError
 from torchhook.core.site import Site
 from torchhook.core.trees import Address, Arguments, leaves
 from torchhook.edits.basic import partly, spread
-from torchhook.errors import NotRecordedError, TapError
 
 Source = Tensor | Mapping[str, Any]
 

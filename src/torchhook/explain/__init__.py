@@ -5,15 +5,15 @@ believe a map.
     heat.positive().normalized().overlay(images)
 """
 
-from torchhook.explain.attended import Attended, AttentionCall
-from torchhook.explain.attending import attention
+from torchhook.explain.attention_capture import attention
+from torchhook.explain.attention_maps import Attended, AttentionCall
 from torchhook.explain.cams import eigen_cam, grad_cam, grad_cam_pp, hires_cam, layer_cam, x_grad_cam
-from torchhook.explain.erasing import Faithfulness, faithfulness
+from torchhook.explain.erasure import Faithfulness, faithfulness
 from torchhook.explain.examples import Example, Examples, top_examples
 from torchhook.explain.heat import Heat
-from torchhook.explain.masking import ablation_cam, score_cam
+from torchhook.explain.mask_cams import ablation_cam, score_cam
 from torchhook.explain.pyramids import Level, Pyramid, pyramid
-from torchhook.explain.randomising import Sanity, sanity
+from torchhook.explain.randomisation import Sanity, sanity
 
 __all__ = [
     "Attended",

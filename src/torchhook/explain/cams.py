@@ -27,10 +27,10 @@ from torch import Tensor, nn
 
 from torchhook.core.selection import Query
 from torchhook.core.trees import Arguments
-from torchhook.explain.folding import Fold
+from torchhook.explain.cam_layer import Reached, reach, running, settle
 from torchhook.explain.heat import Heat
-from torchhook.explain.places import Reached, reach, running, settle
 from torchhook.explain.targets import Score, Target, at_hand
+from torchhook.explain.token_grid import Fold
 
 Formula = Callable[[Tensor, Tensor], Tensor]
 """From what a layer gave and the gradient there, both samples × channels × height × width, to one map a sample."""

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TextIO, get_args
 import torch
 from torch import Tensor, nn
 
-from torchhook.calling import Batch, call, main_tensor, on_device
+from torchhook.core.batch import Batch, call, main_tensor, on_device
+from torchhook.core.errors import SelectionError
 from torchhook.core.event import Event
+from torchhook.core.model_state import evaluating
+from torchhook.core.progress import shown
 from torchhook.core.selection import Query, require_module, select
 from torchhook.core.session import Session
 from torchhook.core.tap import Tap, require_count
+from torchhook.core.text import html_table, shape_of, table
 from torchhook.core.trees import Arguments, leaves, mapped
-from torchhook.errors import SelectionError
-from torchhook.explain.modes import evaluating
-from torchhook.progress import shown
 from torchhook.stats.channels import Channels
-from torchhook.text import html_table, shape_of, table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchhook.text import shape_of
+from torchhook.core.text import shape_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchhook.calling import on_device
+from torchhook.core.batch import on_device
+from torchhook.core.errors import SelectionError
 from torchhook.core.event import Event
+from torchhook.core.model_state import evaluating
 from torchhook.core.selection import Query, Selector, require_module, select
 from torchhook.core.session import Session
 from torchhook.core.tap import Tap
-from torchhook.errors import SelectionError
-from torchhook.explain.modes import evaluating
-from torchhook.text import html_table, shape_of, table
+from torchhook.core.text import html_table, shape_of, table
 
 _SIZES = ("small", "medium", "large")
 _AREAS = (32**2, 96**2)  # pixels of the original image, as COCO counts: where medium and large objects begin

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchhook.core.trees import Address, Arguments, leaves, put, taken
-from torchhook.explain.folding import Grid, Setting
+from torchhook.explain.token_grid import Grid, Setting
 
 _NEAR = 5e-3  # of the largest score: what the size of a batch may change
 

@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from torchhook.core.text import shape_of
 from torchhook.core.trees import leaves
-from torchhook.text import shape_of
 
 Target: TypeAlias = int | Sequence[int] | Tensor | Callable[[Any], Tensor] | None
 """A class, one a sample, a function of the output that gives one number a sample, or None for the predicted class."""

@@ -1,1 +1,1 @@
-"""torchhook inside of other tools; each file needs the tool that it is for."""
+"""One file for each tool that torchhook works with."""

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from torchhook.errors import StopTraining
+from torchhook.core.errors import StopTraining
+from torchhook.core.text import warn
 from torchhook.integrations.common import Layers
-from torchhook.logs import Entry, Log
 from torchhook.rules.registry import Choice
-from torchhook.text import warn
-from torchhook.watching.monitor import Monitor, OnFinding
+from torchhook.training.logs import Entry, Log
+from torchhook.training.monitor import Monitor, OnFinding
 
 
 def monitored(

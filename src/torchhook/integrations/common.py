@@ -14,12 +14,12 @@ from typing import Any
 from torch import Tensor
 
 from torchhook import render
-from torchhook.findings import Report
-from torchhook.logs import Entry
-from torchhook.runs.images import picture
+from torchhook.core.findings import Report
+from torchhook.core.text import warn
 from torchhook.stats.histogram import Bins, Histogram
 from torchhook.stats.reading import Reading
-from torchhook.text import warn
+from torchhook.training.logs import Entry
+from torchhook.training.runs.images import picture
 
 MOST = 200  # places: about 700 numbers, and a few histograms of each
 LONGEST = 200  # bytes of a place in a name: MLflow takes 250 letters in all, file systems 255 bytes

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchhook.core.errors import StopTraining
 from torchhook.core.event import Event
+from torchhook.core.findings import Report
 from torchhook.core.session import Session
 from torchhook.core.tap import Tap
+from torchhook.core.text import warn
 from torchhook.core.trees import leaves
-from torchhook.errors import StopTraining
-from torchhook.findings import Report
 from torchhook.integrations.common import library
-from torchhook.logs import Log
 from torchhook.rules.registry import Choice
-from torchhook.text import warn
-from torchhook.watching.monitor import Monitor, OnFinding, state_of
+from torchhook.training.logs import Log
+from torchhook.training.monitor import Monitor, OnFinding, state_of
 
 _LOSS = (("loss",), (0,))  # where the Trainer finds it in what a model returns
 

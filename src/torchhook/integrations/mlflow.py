@@ -11,10 +11,10 @@ from queue import Full, Queue
 from threading import Thread
 from typing import Any
 
-from torchhook.findings import Finding, Report
+from torchhook.core.findings import Finding, Report
 from torchhook.integrations.common import Layers, files, legal, library, tell
-from torchhook.logs import Entry, Log
 from torchhook.render.words import short
+from torchhook.training.logs import Entry, Log
 
 _STATUS = {"ended": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 _LONGEST = 1000  # letters of a tag; the limit of MLflow was once 5,000 and is 8,000

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from torchhook.config import SEVERITIES, Config
+from torchhook.core.config import SEVERITIES, Config
 
 if TYPE_CHECKING:
-    from torchhook.findings import Finding, Report
+    from torchhook.core.findings import Finding, Report
 
 _SECTION = "torchhook"
 
@@ -44,7 +44,7 @@ def model_check(request: pytest.FixtureRequest) -> Callable[..., Report]:
         model: Any, batch: Any, loss: Any = None, optimizer: Any = None, steps: int = 20, **options: Any
     ) -> Report:
         __tracebackhide__ = True
-        from torchhook.diagnosing import diagnose
+        from torchhook.rules.diagnose import diagnose
 
         report = diagnose(model, batch, loss, optimizer, steps, **{**config.arguments(), **options})
         request.node.user_properties.append(("torchhook", report.headline))  # for --junitxml
@@ -74,7 +74,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 def _told(report: Report) -> str:
     """The findings as a table, then more of them; the first line is all that pytest's own summary shows."""
-    from torchhook.text import table
+    from torchhook.core.text import table
 
     first = report.findings[0]
     rows = [[found.severity, found.code, found.where, found.message.split("\n")[0]] for found in report.findings]

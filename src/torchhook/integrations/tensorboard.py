@@ -7,13 +7,13 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
-from torchhook.findings import Finding, Report
+from torchhook.core.findings import Finding, Report
 from torchhook.integrations.common import Layers, library, named
-from torchhook.logs import Entry, Log
 from torchhook.render.to_markdown import escaped, markdown
 from torchhook.stats.histogram import Bins
 from torchhook.stats.moments import Moments
 from torchhook.stats.reading import Reading
+from torchhook.training.logs import Entry, Log
 
 _FOLDS = re.compile("</?(details|summary)>")
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from torchhook.findings import Finding, Report
+from torchhook.core.findings import Finding, Report
 from torchhook.integrations.common import Layers, files, library, tell
-from torchhook.logs import Entry, Log
 from torchhook.render.words import named, printable, short
 from torchhook.stats.histogram import Bins
+from torchhook.training.logs import Entry, Log
 
 BINS = 64  # as many as W&B makes of values
 

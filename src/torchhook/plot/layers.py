@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from torchhook.errors import NotRecordedError
-from torchhook.findings import Report
-from torchhook.measured import Stats
+from torchhook.core.errors import NotRecordedError
+from torchhook.core.findings import Report
 from torchhook.plot.arrays import finite, numbers, reach, share_below
 from torchhook.plot.sources import paths_with, snapshot_of
 from torchhook.plot.style import (
@@ -29,11 +28,12 @@ from torchhook.plot.style import (
     quiet,
     rows_page,
 )
-from torchhook.rules.checking import layers_of
-from torchhook.runs import Run
-from torchhook.runs.fields import require_field
-from torchhook.runs.queries import Series
+from torchhook.rules.check import layers_of
 from torchhook.stats.reading import Snapshot
+from torchhook.stats.result import Stats
+from torchhook.training.runs import Run
+from torchhook.training.runs.fields import require_field
+from torchhook.training.runs.queries import Series
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torchhook.errors import NotRecordedError
-from torchhook.measured import Stats
-from torchhook.runs import Run
+from torchhook.core.errors import NotRecordedError
 from torchhook.stats.reading import FLAGS, Place, Reading, Row, Snapshot
+from torchhook.stats.result import Stats
+from torchhook.training.runs import Run
 
 
 def snapshot_of(stats: Stats | Snapshot | Run, *ports: str, stat: str = "moments") -> Snapshot:
@@ -23,7 +23,7 @@ def snapshot_of(stats: Stats | Snapshot | Run, *ports: str, stat: str = "moments
     >>> snapshot_of(reduce.snapshot(), "grad_output")
     Traceback (most recent call last):
         ...
-    torchhook.errors.NotRecordedError: nothing was measured at the port 'grad_output', only at output; \
+    torchhook.core.errors.NotRecordedError: nothing was measured at the port 'grad_output', only at output; \
 measure(..., grads=True) does
     """
     if isinstance(stats, Run):

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from torchhook.measured import Stats
 from torchhook.plot.sources import readings
 from torchhook.plot.style import (
     BLUE,
@@ -22,9 +21,10 @@ from torchhook.plot.style import (
     quiet,
     rows_page,
 )
-from torchhook.runs import Run
 from torchhook.stats.histogram import Bins
 from torchhook.stats.reading import Reading, Snapshot
+from torchhook.stats.result import Stats
+from torchhook.training.runs import Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

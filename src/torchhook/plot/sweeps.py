@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from torchhook.edits.sweep import Row
 from torchhook.plot.style import BLUE, GREY, ORANGE, legend_above, mark_odd, name_layers, place, quiet, rows_page
-from torchhook.sweeping import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

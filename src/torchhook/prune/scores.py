@@ -13,19 +13,19 @@ from typing import Any, Literal, TextIO
 import torch
 from torch import Tensor, nn
 
-from torchhook.calling import Batch, Loss, call, loss_of, on_device
-from torchhook.compare.gathering import as_before, length_of, require_loader
+from torchhook.compare.features import as_before, length_of, require_loader
+from torchhook.core.batch import Batch, Loss, call, loss_of, on_device
 from torchhook.core.edit import Edit
 from torchhook.core.event import Event
+from torchhook.core.model_state import buffers_kept
+from torchhook.core.progress import shown
 from torchhook.core.selection import Query, Selector, require_module, unwrapped
 from torchhook.core.session import Session
 from torchhook.core.site import Site
 from torchhook.core.tap import Sink, Tap
-from torchhook.explain.modes import buffers_kept
-from torchhook.explain.places import running
-from torchhook.progress import shown
-from torchhook.prune.outlets import Outlets, Place, Trail, channel_dim, first_of, outlets, samples_of
-from torchhook.text import html_table, shape_of, table
+from torchhook.core.text import html_table, shape_of, table
+from torchhook.explain.cam_layer import running
+from torchhook.prune.score_points import Outlets, Place, Trail, channel_dim, first_of, outlets, samples_of
 
 By = Literal["taylor", "fisher", "l1", "activation", "apoz", "wanda"]
 

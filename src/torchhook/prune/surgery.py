@@ -13,19 +13,19 @@ from typing import Any, NamedTuple, TextIO
 import torch
 from torch import nn
 
-from torchhook.calling import Batch, Loss, call, loss_of, on_device
-from torchhook.compare.gathering import as_before, length_of, require_loader
+from torchhook.compare.features import as_before, length_of, require_loader
+from torchhook.core.batch import Batch, Loss, call, loss_of, on_device
+from torchhook.core.model_state import buffers_kept, evaluating
+from torchhook.core.progress import shown
 from torchhook.core.selection import require_module, unwrapped
 from torchhook.core.tap import require_count
+from torchhook.core.text import html_table, table
 from torchhook.core.trees import leaves
-from torchhook.explain.modes import buffers_kept, evaluating
-from torchhook.progress import shown
-from torchhook.prune.outlets import channels_of, samples_of
-from torchhook.prune.planning import Plan, flops_of
+from torchhook.prune.dependencies import Graph, copied, tracing
+from torchhook.prune.planner import Plan, flops_of
+from torchhook.prune.score_points import channels_of, samples_of
 from torchhook.prune.scores import target_of
-from torchhook.prune.tying import Graph, copied, tracing
-from torchhook.prune.verifying import verified
-from torchhook.text import html_table, table
+from torchhook.prune.verification import verified
 
 
 class Change(NamedTuple):
@@ -120,7 +120,7 @@ def apply(
         runs: How many forwards of each model to time.
         progress: Where to show it; only a terminal does.
 
-    >>> from torchhook.prune.planning import plan
+    >>> from torchhook.prune.planner import plan
     >>> from torchhook.prune.scores import importance
     >>> model = nn.Sequential(nn.Linear(4, 10), nn.ReLU(), nn.Linear(10, 2))
     >>> data = [(torch.rand(8, 4), torch.rand(8, 2))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torchhook.findings import Finding, Report
+from torchhook.core.findings import Finding, Report
 from torchhook.render.tags import cell, code, folded, pill, text
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from torchhook.findings import Report
+from torchhook.core.findings import Report
 from torchhook.render.to_html import html
 from torchhook.render.to_json import from_json, json
 from torchhook.render.to_junit import junit

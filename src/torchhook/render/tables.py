@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchhook.findings import Report
+from torchhook.core.findings import Report
 from torchhook.render.tags import cell, code, text
 
 Layer = Mapping[str, Any]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from torchhook.figures import activations, gradient_flow, loss_curve, updates
-from torchhook.figures.style import SCRIPT
-from torchhook.findings import Report, Severity
+from torchhook.core.findings import Report, Severity
 from torchhook.render.cards import cards
+from torchhook.render.figures import activations, gradient_flow, loss_curve, updates
+from torchhook.render.figures.style import SCRIPT
 from torchhook.render.tables import tables
 from torchhook.render.tags import pill, text
 from torchhook.render.words import by_reason, counts, scope, span

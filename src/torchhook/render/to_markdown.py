@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from torchhook.findings import Finding, Report
+from torchhook.core.findings import Finding, Report
 from torchhook.render.words import by_reason, named, scope, short
 
 MARKS = {"error": "❌", "warning": "⚠️", "info": "ℹ️"}

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
-from torchhook.findings import Finding, Report
+from torchhook.core.findings import Finding, Report
 from torchhook.render.words import by_reason, named, printable, scope, shown
 
 STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"}

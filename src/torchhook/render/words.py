@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from torchhook.findings import Finding, Report
+from torchhook.core.findings import Finding, Report
 
 # Control characters (an escape sequence colours a terminal, XML forbids most), marks that turn the direction of
 # what follows, halves of characters, and two numbers that are none.

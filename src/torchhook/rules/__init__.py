@@ -4,7 +4,7 @@ TH1 not finite, TH2 units, TH3 beginnings, TH4 gradients, TH5 updates, TH6 losse
 TH8 representations, TH9 drift.
 """
 
-from torchhook.rules import (  # noqa: F401 (to register them)
+from torchhook.rules.families import (  # noqa: F401 (to register them)
     drift,
     gradients,
     initial,

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchhook.findings import Finding
+from torchhook.core.findings import Finding
 from torchhook.rules.kinds import kind_of
+from torchhook.stats.downsample import thinned
 from torchhook.stats.moments import Summary
 from torchhook.stats.reading import Place, Reading, Row, Snapshot
 from torchhook.stats.stat import unlike
-from torchhook.thinning import thinned
 
 if TYPE_CHECKING:
-    from torchhook.profiles import Profile
+    from torchhook.rules.profile import Profile
     from torchhook.rules.rest import Rest
 
 

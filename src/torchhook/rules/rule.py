@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, ClassVar
 
-from torchhook.findings import Finding, Severity
+from torchhook.core.findings import Finding, Severity
 from torchhook.rules.history import History
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchhook.errors import BudgetError
+from torchhook.core.errors import BudgetError
 from torchhook.stats.channels import ByUnit
 
 

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchhook.core.errors import NotRecordedError
 from torchhook.core.selection import nearest
-from torchhook.errors import NotRecordedError
+from torchhook.core.text import html_table, table
 from torchhook.stats.channels import Channels, Units
 from torchhook.stats.histogram import Bins, Histogram
 from torchhook.stats.moments import Moments, Summary
 from torchhook.stats.stat import Stat, unlike
-from torchhook.text import html_table, table
 
 FLAGS = {
     "output": "outputs",

@@ -7,7 +7,7 @@ from typing import Any
 from dash import Dash, Input, Output, State, dcc, html, no_update
 from dash.development.base_component import Component
 
-from torchhook.dashboard.lanes import ROW, Wire, picture
+from torchhook.dashboard.graph_layout import ROW, Wire, picture
 from torchhook.dashboard.library import Library
 from torchhook.dashboard.parts import layer_link, tick
 from torchhook.dashboard.sheets import Book, worst_in

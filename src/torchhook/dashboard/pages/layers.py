@@ -11,7 +11,7 @@ from torchhook.dashboard import drawing
 from torchhook.dashboard.library import Library
 from torchhook.dashboard.parts import address, choice, graph, layer_link, tick
 from torchhook.dashboard.sheets import Book
-from torchhook.runs.fields import NAMES
+from torchhook.training.runs.fields import NAMES
 
 # What is shown can be sent to others by its address, which changes without the page being made anew.
 _ADDRESS = """

@@ -8,11 +8,11 @@ from typing import Any
 from dash import Dash, Input, Output, Patch, State, dcc, html, no_update
 from dash.development.base_component import Component
 
+from torchhook.core.findings import Severity
 from torchhook.dashboard import drawing
 from torchhook.dashboard.library import Library
 from torchhook.dashboard.parts import card, graph, layer_link, pill, section, state_of, tick
 from torchhook.dashboard.sheets import Book, worst_in
-from torchhook.findings import Severity
 from torchhook.render.words import printable
 
 

@@ -10,11 +10,11 @@ from urllib.parse import urlencode
 from dash import ALL, Dash, Input, Output, State, dcc, html, no_update
 from dash.development.base_component import Component
 
+from torchhook.core.errors import RunError
+from torchhook.core.text import in_units
 from torchhook.dashboard.library import Library
 from torchhook.dashboard.parts import address, pill, state_of, tick
-from torchhook.errors import RunError
 from torchhook.render.words import printable
-from torchhook.text import in_units
 
 _UNREADABLE = ("error", "unreadable")
 

@@ -6,8 +6,8 @@ from functools import cache
 
 import torch
 
+from torchhook.core.text import warn
 from torchhook.stats.kernels.plain import Plain
-from torchhook.text import warn
 
 
 @cache

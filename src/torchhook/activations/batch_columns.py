@@ -1,0 +1,167 @@
+"""Named columns, as data sets have them, as a batch for a model: those that it takes, as tensors."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from torchhook.core.errors import HarvestError
+from torchhook.core.selection import unwrapped
+from torchhook.core.text import shape_of
+
+_MASK = "attention_mask"
+PADDING = "attention mask"  # no argument: of what was padded here, for a model that takes none
+_MASKS = (_MASK, f"decoder_{_MASK}", PADDING)
+_ANSWERS = ("label", "labels", "target", "targets")
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+class Parameters(NamedTuple):
+    """What the forward of a model takes by name, and what of a batch is wanted besides."""
+
+    names: tuple[str, ...]
+    others: bool  # whether it takes any other name, too
+    keep: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(model: nn.Module, keep: Iterable[str] = ()) -> Parameters:
+        """Those of a model, wrapped or not.
+
+        >>> Parameters.of(nn.Linear(2, 2), keep=["label"])
+        Parameters(names=('input',), others=False, keep=('label',))
+        """
+        try:
+            found = inspect.signature(unwrapped(model).forward).parameters.values()
+        except (TypeError, ValueError):  # written in another language: it will say itself what it does not take
+            return Parameters((), True, tuple(keep))
+        others = any(parameter.kind is parameter.VAR_KEYWORD for parameter in found)
+        return Parameters(tuple(x.name for x in found if x.kind in _BY_NAME), others, tuple(keep))
+
+    def takes(self, name: str) -> bool:
+        """Whether an entry of a batch can go into the model under its name."""
+        return self.others or name in self.names
+
+    def means(self, name: str) -> bool:
+        """Whether forward names it, or names nothing and takes all."""
+        return name in self.names if self.names else self.others
+
+    def chosen(self, entries: Mapping[str, Any], there: Iterable[str] | None = None) -> Any:
+        """The entries of a batch that the model takes, and masks, which tell of padding.
+
+        One tensor that it does not name is its first argument, unless it is called as what it should say.
+
+        >>> Parameters.of(nn.Linear(2, 2)).chosen({"image": torch.ones(1, 2), "name": ["a"]})
+        {'input': tensor([[1., 1.]])}
+        """
+        kept = {name: entry for name, entry in entries.items() if name in self.keep or name in _MASKS}
+        if any(self.takes(name) for name in entries):
+            return {name: entry for name, entry in entries.items() if self.takes(name)} | kept
+        lone = [x for name, x in entries.items() if isinstance(x, Tensor) and name not in kept and name not in _ANSWERS]
+        if len(lone) != 1 or (kept and not self.names):
+            raise HarvestError(
+                f"data has {_listed(entries if there is None else there)}, and the forward of the model can be given"
+                f" nothing of that as a tensor: it takes {_listed(self.names)}; rename what it is to be given"
+            )
+        return {self.names[0]: lone[0], **kept} if self.names else lone[0]
+
+
+class Stacked(NamedTuple):
+    """A column as a tensor with a row a sample."""
+
+    values: Tensor
+    lengths: list[int] | None  # of the samples, if each is a list of numbers
+
+
+def batch_of_rows(rows: Sequence[Mapping[str, Any]], parameters: Parameters) -> Any:
+    """Samples that are mappings, as a batch for the model."""
+    return batch_of_columns({name: [row[name] for row in rows] for name in rows[0]}, parameters)
+
+
+def batch_of_columns(columns: Mapping[str, Any], parameters: Parameters) -> Any:
+    """Columns, each a value a sample, as a batch for the model.
+
+    Lists of numbers are padded with zeros to the longest, and the attention mask tells which are real. It is there for
+    equally long ones, too: it must not depend on which samples meet in a batch.
+
+    >>> parameters = Parameters(("input_ids", "attention_mask"), False)
+    >>> batch_of_columns({"input_ids": [[5, 6, 7], [8]], "text": ["a b c", "d"]}, parameters)
+    {'input_ids': tensor([[5, 6, 7],
+            [8, 0, 0]]), 'attention_mask': tensor([[1, 1, 1],
+            [1, 0, 0]])}
+    """
+    named = [name for name in parameters.names if name in columns]
+    wanted = [*named, *(name for name in (*parameters.keep, *_MASKS) if name in columns and name not in named)]
+    found: dict[str, Stacked] = {}
+    for name in wanted if named else columns:
+        column = stacked(columns[name], name)
+        if column is not None:
+            found[name] = column
+    entries = {name: column.values for name, column in found.items()}
+    lists = next((column for column in found.values() if column.lengths is not None), None)
+    name = _MASK if parameters.means(_MASK) else PADDING
+    if lists is not None and _MASK not in columns and (name == _MASK or not lists.values.is_floating_point()):
+        places = torch.arange(max(lists.lengths or [0]))
+        entries[name] = (places < torch.tensor(lists.lengths)[:, None]).long()
+    return parameters.chosen(entries, columns)
+
+
+def stacked(values: Any, name: str) -> Stacked | None:
+    """The values of a column, one a sample, as one tensor; None if they are no numbers.
+
+    >>> stacked([[1, 2], [3]], "x"), stacked(["a"], "x")
+    (Stacked(values=tensor([[1, 2],
+            [3, 0]]), lengths=[2, 1]), None)
+    """
+    whole = None if isinstance(values, list) else tensor_of(values)
+    if whole is not None:
+        return Stacked(whole, [whole.shape[1]] * len(whole) if whole.dim() == 2 else None)
+    parts = [part for part in map(tensor_of, values) if part is not None]
+    if not parts:
+        return None
+    if len(parts) < len(values):
+        raise ValueError(f"column {name!r} has numbers for {len(parts)} of {len(values)} samples")
+    dtype = next((part.dtype for part in parts if part.numel()), parts[0].dtype)  # an empty list has none of its own
+    lists = all(part.dim() == 1 for part in parts)
+    if not lists and len({part.shape for part in parts}) > 1:
+        shapes = ", ".join(dict.fromkeys(map(shape_of, parts)))
+        raise ValueError(f"column {name!r} has samples of different shapes ({shapes}), which are no batch")
+    parts = [part.to(dtype) for part in parts]
+    if lists:
+        return Stacked(pad_sequence(parts, batch_first=True), [len(part) for part in parts])
+    return Stacked(torch.stack(parts), None)
+
+
+def tensor_of(value: Any) -> Tensor | None:
+    """A value of a data set as a tensor: integers long, real numbers in the default dtype; None if it is no number.
+
+    >>> tensor_of(2.5), tensor_of([1, 2]), tensor_of("text")
+    (tensor(2.5000), tensor([1, 2]), None)
+    """
+    if isinstance(value, Tensor):
+        return value
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
+        if value.dtype.kind not in "biuf":
+            return None
+        long = value.dtype.kind in "iu" and value.dtype.itemsize > 1  # bytes are pictures
+        return _usual(torch.tensor(value.astype(numpy.int64) if long else value))
+    if not isinstance(value, (bool, int, float, list, tuple)):
+        return None
+    try:
+        return _usual(torch.tensor(value))
+    except (TypeError, ValueError):  # a list of something else, or of lists that are not equally long
+        return None
+
+
+def _usual(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.get_default_dtype()) if tensor.dtype == torch.float64 else tensor
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names)) or "nothing"

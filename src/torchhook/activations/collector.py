@@ -1,0 +1,230 @@
+"""The rows of a batch at all sites, on their way to the host.
+
+The model runs ahead: what a site gives is made rows, cast and sent off while the forward goes on, and only the thread
+that writes, who reads it, waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchhook.activations.batch_columns import PADDING, Parameters
+from torchhook.activations.rows import Positions, Rows, RowsName, chosen, positions_of, rows_of
+from torchhook.compare.features import as_before, queries_of
+from torchhook.core.batch import Batch, call, on_device
+from torchhook.core.errors import HarvestError
+from torchhook.core.event import Event
+from torchhook.core.model_state import evaluating
+from torchhook.core.passes import Pass, Scope
+from torchhook.core.selection import Query, Selector, require_module
+from torchhook.core.session import Session
+from torchhook.core.silent import OnSilent
+from torchhook.core.site import Site
+from torchhook.core.snapshot import Held, snapshot
+from torchhook.core.tap import Act, Sink, Tap, at_once
+from torchhook.core.transfer import Transfer, sent_home
+from torchhook.stats.kernels.plain import FIELDS
+from torchhook.stats.moments import Moments
+
+_CPU = torch.device("cpu")
+_LOW, _HIGH = FIELDS.index("min"), FIELDS.index("max")
+_BAD = slice(FIELDS.index("nan"), FIELDS.index("neginf") + 1)  # a list of places would have to travel to the device
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What of a model is harvested, and how."""
+
+    sites: Query | Iterable[Query]
+    transform: Callable[[Any], Any] | None = None
+    dtype: torch.dtype | None = None  # None: as the model gives it
+    rows: RowsName = "auto"
+    keep: tuple[str, ...] = ()  # entries of a batch that are kept as the sites are
+    stop: bool = False
+
+
+class Measured(NamedTuple):
+    """What is known of rows besides."""
+
+    moments: Tensor  # of the values as they were given
+    overflow: int
+
+
+@dataclass(frozen=True)
+class Sent:
+    """The rows of a batch at one site, on their way to the host."""
+
+    values: Callable[[], Tensor]  # which waits
+    measured: Callable[[], Measured] | None  # None: they are no real numbers
+    lengths: list[int] | None
+    shape: tuple[int, ...]  # of a row
+    dtype: torch.dtype
+    given: torch.dtype
+    nbytes: int
+
+
+class Collector(Sink):
+    """Runs a model on batches and sends home what its sites give.
+
+    >>> model = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
+    >>> with Collector(model, Wanted("1", dtype=torch.float16)) as collector:
+    ...     sent = collector.collect(torch.ones(4, 3), 4)
+    >>> sent["1"].values().shape, sent["1"].dtype
+    (torch.Size([4, 2]), torch.float16)
+    """
+
+    def __init__(self, model: nn.Module, wanted: Wanted, on_silent: OnSilent | None = None) -> None:
+        require_module(model)
+        self.model = model
+        self._wanted = wanted
+        self._fetch = Transfer(_CPU, None)
+        self._device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), None)
+        self._samples = 0
+        self._positions: Positions | None = None
+        self._sent: dict[str, Sent] | None = None  # while it runs: others, too, may call what this model is made of
+        self._open = ExitStack()
+        tap = Tap(Selector.union(queries_of(wanted.sites)), self, transform=wanted.transform)
+        self._session = Session(model, [tap], stop=wanted.stop, detach_on_error=False, on_silent=on_silent)
+
+    def __enter__(self) -> Collector:
+        with ExitStack() as opening:
+            opening.enter_context(as_before(self.model))
+            opening.enter_context(evaluating(self.model))
+            self._session.attach()
+            self._open = opening.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._open:
+            self._session.__exit__(kind, error, trace)
+
+    def collect(self, data: Any, samples: int) -> dict[str, Sent]:
+        """Run the model on a batch of so many samples."""
+        whole = Batch.of(data)
+        batch = Batch.of(on_device(self._known(data), self.model))
+        self._positions = positions_of(whole, samples, self._wanted.rows, self._device)
+        self._samples, self._sent = samples, {}
+        try:
+            with torch.no_grad():
+                call(self.model, batch)
+            for name in self._wanted.keep:
+                self._keep(name, _entry(whole, name))
+            return self._sent
+        finally:
+            self._sent = None
+
+    def receive(self, event: Event) -> None:
+        """Send off what one event has."""
+        if self._sent is not None:
+            self._take(event.site, event.call, event.value)
+
+    def bind(self, tap: Tap, site: Site, module: nn.Module, scope: Scope) -> Act:
+        """The act that does so at one site, without events."""
+
+        @at_once
+        def see(pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> None:
+            if self._sent is not None:
+                self._take(site, call, value if tap.transform is None else tap.transformed(snapshot(value), site))
+
+        return see
+
+    def _take(self, site: Site, call: int, value: Any) -> None:
+        assert self._sent is not None
+        name, positions = site.path + (f"@{call}" if call else ""), self._positions
+        if name in self._sent:
+            raise HarvestError(f"{name!r} is the name of a module and of a further call of another; rename the module")
+        if self._wanted.transform is None:
+            value = chosen(value)
+        elif self._wanted.rows == "auto":
+            positions = None  # what a transform makes has a row a sample
+        self._sent[name] = self._off(rows_of(value, self._samples, positions, name), self._wanted.dtype)
+
+    def _keep(self, name: str, value: Tensor) -> None:
+        assert self._sent is not None
+        if name in self._sent:
+            raise HarvestError(f"{name!r} is the name of a site and of what keep= asks for; rename the entry")
+        self._sent[name] = self._off(rows_of(value, self._samples, self._positions, name, kept=True), None)
+
+    def _known(self, data: Any) -> Any:
+        """What the model is given: of entries that are only kept, or only tell of padding, it knows nothing."""
+        if not isinstance(data, Mapping):
+            return data
+        known, only_kept = Parameters.of(self.model), (*self._wanted.keep, PADDING)
+        return {
+            name: x for name, x in data.items() if (name in known.names if name in only_kept else known.takes(name))
+        }
+
+    def _off(self, rows: Rows, dtype: torch.dtype | None) -> Sent:
+        given = rows.values
+        dtype = dtype if dtype is not None and given.is_floating_point() else given.dtype
+        stored = given.to(dtype).contiguous()
+        if stored.data_ptr() == given.data_ptr() or stored.untyped_storage().nbytes() > stored.nbytes:
+            stored = stored.clone()  # somebody may write to it, and a part must not keep the whole
+        pending = self._fetch(stored)
+        return Sent(
+            values=pending.read if isinstance(pending, Held) else lambda: pending,
+            measured=_measured(given, stored) if given.is_floating_point() and given.numel() else None,
+            lengths=rows.lengths,
+            shape=tuple(stored.shape[1:]),
+            dtype=dtype,
+            given=given.dtype,
+            nbytes=stored.nbytes,
+        )
+
+
+def _measured(given: Tensor, stored: Tensor) -> Callable[[], Measured]:
+    """The moments of what was given, and how many values of it became infinite; only reading waits for them."""
+    moments = Moments()
+    state = moments.empty(given)
+    moments.update(state, given)
+    state = moments.settle(state[None])[0]
+    narrower = torch.finfo(stored.dtype).max < torch.finfo(given.dtype).max
+    on_host = given.device.type == "cpu"
+    if narrower and on_host:  # where looking is free, one looks before one counts
+        narrower = max(-float(state[_LOW]), float(state[_HIGH])) > torch.finfo(stored.dtype).max
+    bad = stored.isfinite().logical_not_().sum().to(state.dtype) if narrower else state[_BAD].sum()
+    home = sent_home(torch.cat([state, bad[None]]))
+
+    def read() -> Measured:
+        *told, bad = home().tolist()
+        return Measured(torch.tensor(told, dtype=torch.float64), int(bad - sum(told[_BAD])))
+
+    return read
+
+
+def _entry(batch: Batch, name: str) -> Tensor:
+    """What `keep` names of a batch."""
+    found = batch.arguments.kwargs.get(name) if name != "target" or batch.arguments.kwargs else batch.target
+    if found is None:
+        there = ", ".join(map(repr, batch.arguments.kwargs)) or "'target'"
+        raise HarvestError(f"keep: a batch has no {name!r}; it has {there}")
+    try:
+        return torch.as_tensor(found)
+    except (TypeError, ValueError, RuntimeError):
+        raise HarvestError(f"keep: {name!r} of a batch is no table of numbers; leave it out of keep") from None
+
+
+def single(data: Any, number: int, samples: int) -> Any:
+    """One sample of a batch, as a batch.
+
+    >>> single({"x": torch.tensor([[1], [2]]), "names": ["a", "b"]}, 1, 2)
+    {'x': tensor([[2]]), 'names': ['b']}
+    """
+    if isinstance(data, Tensor):
+        return data[number : number + 1] if data.dim() and len(data) == samples else data
+    if isinstance(data, Mapping):
+        return {key: single(value, number, samples) for key, value in data.items()}
+    if isinstance(data, (list, tuple)) and len(data) == samples and not any(isinstance(x, Tensor) for x in data):
+        return data[number : number + 1]
+    if isinstance(data, (list, tuple)):
+        return [single(value, number, samples) for value in data]
+    return data

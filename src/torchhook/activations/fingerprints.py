@@ -1,0 +1,215 @@
+"""Whether a model, or data, are those of before: short numbers that any change of them changes.
+
+The values of a model are summed up where they lie, as integers, so that no rounding and no order of adding matters:
+the same weights have the same fingerprint on every device, and only one number a tensor travels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from torchhook.activations.sources import Read, Source
+from torchhook.core.selection import walk
+from torchhook.core.shards import local
+from torchhook.core.trees import leaves
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_PAGE = 1 << 15  # words that are summed up at a time: few enough for the cache of a core
+_PAGES = 128  # at once, on an accelerator
+_ODD = -7046029254386353131  # 2**64 over the golden ratio: its multiples are far apart
+_COMPRESSED = {
+    torch.sparse_csr: (Tensor.crow_indices, Tensor.col_indices, Tensor.values),
+    torch.sparse_bsr: (Tensor.crow_indices, Tensor.col_indices, Tensor.values),
+    torch.sparse_csc: (Tensor.ccol_indices, Tensor.row_indices, Tensor.values),
+    torch.sparse_bsc: (Tensor.ccol_indices, Tensor.row_indices, Tensor.values),
+}
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """A name for a model: its modules by name, class and settings, its tensors by name, type, shape and values.
+
+    Where it lies, how it is wrapped, hooked or compiled, and whether it trains do not matter. Of sharded tensors the
+    part that is here counts.
+
+    >>> model = nn.Linear(2, 2)
+    >>> before = model_fingerprint(model)
+    >>> model_fingerprint(model.eval()) == before
+    True
+    >>> _ = model.weight.data[0, 0].add_(1)
+    >>> model_fingerprint(model) == before
+    False
+    """
+    lines: list[str] = []
+    sums: list[Tensor] = []
+    seen: dict[int, tuple[str, Tensor]] = {}  # with the tensors: of one that is gone another may have the id
+    for path, module in walk(model):
+        lines.append(f"{path!r} {type(module).__qualname__} {_settings(module)}")
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is None:
+                continue
+            known, _ = seen.get(id(tensor), (None, None))
+            lines.append(f"{path!r} {name!r} {known!r} {tensor.dtype} {_shape(tensor)}")
+            if known is None:
+                seen[id(tensor)] = f"{path}.{name}", tensor
+                sums += [one for part in _parts(tensor) for one in _sums(part)]
+    return _digest(*lines, *_fetched(sums))
+
+
+def _settings(module: nn.Module) -> str:
+    """What a module says of itself beside its weights, such as an epsilon; addresses in it differ from run to run."""
+    try:
+        return _ADDRESS.sub("", module.extra_repr())
+    except Exception:  # somebody's, and only to be looked at
+        return ""
+
+
+def batch_fingerprint(data: Any) -> int:
+    """A number for a batch: all that its tensors, numbers and texts say, and how they are nested.
+
+    >>> batch_fingerprint({"x": torch.ones(2)}) == batch_fingerprint({"x": torch.ones(2)})
+    True
+    >>> batch_fingerprint({"x": torch.ones(2)}) == batch_fingerprint({"y": torch.ones(2)})
+    False
+    """
+    found = 0
+    for piece in _pieces(data):
+        found = zlib.crc32(piece, found)
+    return found
+
+
+def data_fingerprint(source: Source) -> str:
+    """A name for data: of which kind, how many, the first batch, and the last one where that costs little.
+
+    Of data that differ each time, nothing is read.
+
+    >>> from torchhook.activations.sources import source_of
+    >>> model = nn.Linear(2, 2)
+    >>> zeros, ones = (source_of(make(100, 2), None, model) for make in (torch.zeros, torch.ones))
+    >>> data_fingerprint(zeros) == data_fingerprint(ones)
+    False
+    """
+    told: list[Any] = [type(source).__name__, source.samples]
+    if source.repeats:
+        told += map(_told, source.read(0, 1, skip=True))
+        if source.indexed and source.batches:
+            told += map(_told, source.read(source.batches - 1, skip=True))
+    return _digest(*told)
+
+
+def _told(read: Read) -> tuple[int, list[int], int]:
+    return read.number, list(read.ids), batch_fingerprint(read.data)
+
+
+def _digest(*facts: Any) -> str:
+    return blake2b("\n".join(map(str, facts)).encode(), digest_size=16).hexdigest()
+
+
+def _shape(tensor: Tensor) -> str:
+    return "lazy" if is_lazy(tensor) else "nested" if tensor.is_nested else str(tuple(tensor.shape))
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """The plain tensors that one is made of; none if it has no values."""
+    if is_lazy(tensor) or tensor.is_meta:
+        return
+    tensor = local(tensor.detach())
+    if hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _parts(getattr(tensor, name))
+    elif tensor.is_nested:
+        for one in tensor.unbind():
+            yield from _parts(one)
+    elif tensor.is_quantized:
+        yield tensor.int_repr()
+        yield from _scales(tensor)
+    elif tensor.layout is torch.sparse_coo:
+        ordered = tensor.coalesce()
+        yield from (ordered.indices(), ordered.values())
+    elif tensor.layout in _COMPRESSED:
+        yield from (part(tensor) for part in _COMPRESSED[tensor.layout])
+    else:
+        plain = tensor if tensor.layout is torch.strided else tensor.to_dense()
+        yield plain.resolve_conj().resolve_neg()
+
+
+def _scales(tensor: Tensor) -> Iterator[Tensor]:
+    if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        yield torch.tensor([tensor.q_scale(), tensor.q_zero_point()], dtype=torch.float64, device=tensor.device)
+    else:
+        yield from (tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points())
+
+
+def _fetched(sums: list[Tensor]) -> list[int]:
+    """Numbers from wherever they are, in one copy from each device."""
+    there: dict[torch.device, list[int]] = {}
+    for place, one in enumerate(sums):
+        there.setdefault(one.device, []).append(place)
+    found: dict[int, int] = {}
+    for places in there.values():
+        found.update(zip(places, torch.stack([sums[place] for place in places]).tolist(), strict=True))
+    return [found[place] for place in range(len(sums))]
+
+
+def _bytes(part: Tensor) -> Tensor:
+    return part.contiguous().view(-1).view(torch.uint8)
+
+
+def _sums(part: Tensor) -> list[Tensor]:
+    """Two numbers for the values of a tensor, where it lies: of its words of eight bytes, and of the bytes left."""
+    flat = _bytes(part)
+    whole = len(flat) // 8 * 8
+    if flat.storage_offset() % 8:  # a part of something else
+        flat = flat.clone()
+    return [_sum(flat[:whole].view(torch.int64)), _sum(flat[whole:].long())]
+
+
+def _sum(words: Tensor) -> Tensor:
+    """A number to which every word adds by its value and its place; page by page, and then the same of their sums."""
+    places = torch.arange(_PAGE, device=words.device) * _ODD
+    whole = len(words) // _PAGE
+    pages, rest = words[: whole * _PAGE].view(whole, _PAGE), words[whole * _PAGE :]
+    step = 1 if words.device.type == "cpu" else _PAGES
+    sums = [_mixed(pages[page : page + step], places) for page in range(0, whole, step)]
+    found = torch.cat([*sums, _mixed(rest[None], places[: len(rest)])])
+    return found[0] if len(found) == 1 else _sum(found)
+
+
+def _mixed(pages: Tensor, places: Tensor) -> Tensor:
+    # each word is spread over all bits before they are added, or signs that change twice would not be seen
+    mixed = (pages ^ places).mul_(_ODD)
+    mixed ^= mixed >> 29
+    return mixed.sum(1)
+
+
+def _pieces(data: Any) -> Iterator[Any]:
+    """What there is in a batch, as bytes."""
+    if isinstance(data, Tensor):
+        yield f"{data.dtype} {_shape(data)}".encode()
+        for part in _parts(data):
+            flat = _bytes(part.cpu())
+            yield (ctypes.c_char * len(flat)).from_address(flat.data_ptr()) if len(flat) else b""
+    elif isinstance(data, Mapping):
+        yield f"{{{len(data)}".encode()
+        for key, item in data.items():
+            yield repr(key).encode()
+            yield from _pieces(item)
+    elif isinstance(data, (list, tuple)):
+        yield f"[{len(data)}".encode()
+        for item in data:
+            yield from _pieces(item)
+    elif data is None or isinstance(data, (bool, int, float, complex, str, bytes)):
+        yield repr(data).encode()
+    else:  # whose text may tell where it lies in memory
+        yield type(data).__qualname__.encode()
+        for address, tensor in leaves(data):
+            yield repr(address).encode()
+            yield from _pieces(tensor)

@@ -1,0 +1,107 @@
+"""Which batches of a harvest are still to be made, whatever there is of it and whoever made that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from torchhook.activations import layout
+from torchhook.activations.fingerprints import batch_fingerprint
+from torchhook.activations.journal import Commit, last
+from torchhook.activations.manifest import Manifest
+from torchhook.activations.shard_writer import ShardWriter, begun
+from torchhook.activations.sources import Read, Source
+from torchhook.core.errors import HarvestError
+
+
+class Gap(NamedTuple):
+    """Batches in a row that are missing."""
+
+    start: int
+    stop: int | None  # None: as far as the data go
+    checksum: int | None = (
+        None  # of the batch before, if its shard has begun: it is read again, to see that it is the same
+    )
+
+
+def gaps(out: Path, manifest: Manifest, batches: int | None) -> list[Gap]:
+    """What is missing in `out`, shard by shard, of data with so many batches, if that is known."""
+    per = manifest.batches_per_shard
+    known = -(-batches // per) if batches is not None else manifest.shards
+    shards = max(layout.shards(out), default=-1) + 1 if known is None else known
+    found = [gap for shard in range(shards) if (gap := gap_of(out, manifest, shard, batches)) is not None]
+    if known is None:
+        before = commit_of(out, manifest, shards - 1) if shards else Commit()
+        found.append(Gap(shards * per, None, before.input_crc32 if before.batches == per else None))
+    return found
+
+
+def gap_of(out: Path, manifest: Manifest, shard: int, batches: int | None) -> Gap | None:
+    """What is missing of one shard."""
+    per = manifest.batches_per_shard
+    commit = commit_of(out, manifest, shard)
+    start, stop = shard * per + commit.batches, (shard + 1) * per
+    stop = stop if batches is None else min(stop, batches)
+    if commit.done or start >= stop:
+        return None
+    return Gap(start, stop, commit.input_crc32 if commit.batches else None)
+
+
+def joined(found: list[Gap]) -> list[Gap]:
+    """Gaps that follow right on each other as one, to be read in one go.
+
+    >>> joined([Gap(3, 8, 17), Gap(8, 16), Gap(24, None)])
+    [Gap(start=3, stop=16, checksum=17), Gap(start=24, stop=None, checksum=None)]
+    """
+    longer: list[Gap] = []
+    for gap in found:
+        if longer and longer[-1].stop == gap.start and gap.checksum is None:
+            longer[-1] = longer[-1]._replace(stop=gap.stop)
+        else:
+            longer.append(gap)
+    return longer
+
+
+def commit_of(out: Path, manifest: Manifest, shard: int) -> Commit:
+    """What there is of a shard."""
+    return begun(out, manifest, shard, last(layout.journal(out, shard)))
+
+
+def read(source: Source, gap: Gap, skips: bool) -> Iterator[Read]:
+    """The batches of a gap; a `HarvestError` if the one before is not what it was."""
+    start = number = gap.start if gap.checksum is None else gap.start - 1
+    for number, one in enumerate(source.read(start, gap.stop, skip=skips), start + 1):  # noqa: B007 (for the end)
+        if one.number >= gap.start:
+            yield one
+        elif batch_fingerprint(one.data) != gap.checksum:
+            raise HarvestError(
+                f"the data changed: batch {one.number} is not what it was when it was harvested; pass the same data, or"
+                " another folder as out"
+            )
+    if number < gap.start:
+        raise HarvestError(
+            f"the data changed: they end before batch {gap.start - 1}, which was harvested; pass the same data, or"
+            " another folder as out"
+        )
+
+
+def finish(out: Path, manifest: Manifest, batches: int | None) -> None:
+    """Say of every shard, and of the whole, that nothing is missing; a `HarvestError` if something is."""
+    there = layout.shards(out)
+    missing = [] if batches is None else gaps(out, manifest, batches)
+    if missing or there != list(range(len(there))) or not there:
+        raise HarvestError(
+            f"not all of it is in {str(out)!r}: batches from {missing[0].start if missing else 0} on are missing; do"
+            " all workers see this folder?"
+        )
+    with ThreadPoolExecutor(1) as pool:
+        for shard in layout.shards(out):
+            if not commit_of(out, manifest, shard).done:
+                writer = ShardWriter(out, manifest, shard, pool)
+                try:
+                    writer.commit(done=True)
+                finally:
+                    writer.close()
+    manifest.done(len(layout.shards(out))).write(out)

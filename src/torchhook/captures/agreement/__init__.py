@@ -1,0 +1,1 @@
+"""Run two models side by side, and tell rounding from a mistake."""

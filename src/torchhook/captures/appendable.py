@@ -1,0 +1,141 @@
+"""A safetensors file that grows: a header of one page, rewritten at each commit, and a payload that is only appended.
+
+After every commit anybody's safetensors reads it, and the payload begins at a page, so that it can be mapped as it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torchhook.core.errors import HarvestError
+
+PAGE = 4096
+_WRITE = 256 * 1024  # larger writes are slower, and erratic
+_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class Growing:
+    """One tensor in a file, to which rows are appended; open from its last commit on.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as pool:
+    ...     file = Growing(Path(folder) / "x.safetensors", "values", torch.float16, (3,), pool)
+    ...     file.append(torch.ones(2, 3, dtype=torch.float16))
+    ...     file.flush(), file.commit()
+    ...     file.rows, file.close()
+    (None, None)
+    (2, None)
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        name: str,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        pool: ThreadPoolExecutor,
+        rows: int = 0,
+        crc32: int = 0,
+    ) -> None:
+        """Open `path`, cut to its first `rows`, whose checksum is `crc32`; the pool makes checksums while it writes."""
+        self.path = path
+        self.rows = rows
+        self.crc32 = crc32
+        self._name = name
+        self._dtype = dtype
+        self._shape = shape
+        self._pool = pool
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            os.truncate(self._file, PAGE + rows * row_bytes(dtype, shape))
+            os.lseek(self._file, 0, os.SEEK_END)
+            self.commit()
+        except BaseException:
+            self.close()
+            raise
+
+    def append(self, rows: Tensor) -> None:
+        """Add `rows` at the end; they count from the next commit on."""
+        payload = as_bytes(rows)
+        checksum = self._pool.submit(zlib.crc32, payload, self.crc32)
+        try:
+            start, place = 0, PAGE + self.rows * row_bytes(self._dtype, self._shape)
+            while start < len(payload):  # up to where pages in the cache of the system end, too
+                start += os.write(self._file, payload[start : start + _WRITE - (place + start) % _WRITE])
+        finally:
+            self.crc32 = checksum.result()  # whatever happened, nobody reads `rows` after this
+        self.rows += len(rows)
+
+    def flush(self) -> None:
+        """Wait until all that was appended is on the disk."""
+        os.fsync(self._file)
+
+    def commit(self) -> None:
+        """Say in the header how many rows there are."""
+        os.pwrite(self._file, header(self._name, self._dtype, (self.rows, *self._shape)), 0)
+
+    def close(self) -> None:
+        """Give the file back."""
+        os.close(self._file)
+
+
+def header(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+    """The first page of a file with one tensor: the length of what follows, and that as JSON, padded.
+
+    >>> header("values", torch.float16, (2, 3))[8:92]
+    b'{"values":{"dtype":"F16","shape":[2,3],"data_offsets":[0,12]}}                      '
+    """
+    size = shape[0] * row_bytes(dtype, shape[1:])
+    told = {name: {"dtype": code_of(dtype), "shape": list(shape), "data_offsets": [0, size]}}
+    text = json.dumps(told, separators=(",", ":")).encode()
+    return (PAGE - 8).to_bytes(8, "little") + text.ljust(PAGE - 8)
+
+
+def row_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    """What one row takes."""
+    return math.prod(shape) * dtype.itemsize
+
+
+def code_of(dtype: torch.dtype) -> str:
+    """What safetensors calls a dtype.
+
+    >>> code_of(torch.bfloat16)
+    'BF16'
+    """
+    if dtype not in _CODES:
+        raise HarvestError(f"{dtype} cannot be stored; make it one of {', '.join(map(str, _CODES))} by transform=")
+    return _CODES[dtype]
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, which must live on meanwhile.
+
+    >>> numbers = torch.tensor([1, 2], dtype=torch.int16)
+    >>> bytes(as_bytes(numbers))
+    b'\\x01\\x00\\x02\\x00'
+    """
+    assert tensor.is_contiguous() and tensor.device.type == "cpu"
+    if not tensor.numel():
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

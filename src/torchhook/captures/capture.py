@@ -1,0 +1,168 @@
+"""The verbs: each opens an object and hands it over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TextIO
+
+import torch
+from torch import nn
+
+from torchhook.captures.record import Copy, Record, Ring
+from torchhook.captures.result import Capture
+from torchhook.core.selection import Query, Selector, require_module
+from torchhook.core.session import ScopeName, Session
+from torchhook.core.silent import OnSilent
+from torchhook.core.site import Port
+from torchhook.core.tap import Sink, Tap, require_count
+from torchhook.core.transfer import free_memory
+from torchhook.core.trees import Arguments
+
+if TYPE_CHECKING:
+    from torchhook.captures.overhead import Overhead
+    from torchhook.captures.trace import Trace
+
+
+def capture(
+    model: nn.Module,
+    *queries: Query,
+    inputs: bool = False,
+    outputs: bool = True,
+    grads: bool = False,
+    params: bool = False,
+    keep: int | None = 1,
+    transform: Callable[[Any], Any] | None = None,
+    to: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    copy: Copy = "lazy",
+    max_bytes: int | None = None,
+    stop: bool = False,
+    scope: ScopeName = "thread",
+    recomputed: bool = False,
+    full: bool = False,
+    static: bool = False,
+    on_silent: OnSilent | None = None,
+    group: str | None = None,
+) -> Capture:
+    """Record what flows at the places that `queries` select (none: every leaf), as it flowed.
+
+    Args:
+        inputs, outputs, grads, params: What to record of a selected module: what it is called with, what it
+            returns, the gradient of that, its parameters (by their own paths; with `grads`, theirs too).
+        keep: Hold every call of the newest `keep` passes, a pass being one forward of `model`. None holds
+            all, within `max_bytes`, which is then half of the free memory unless given.
+        transform: Called with each value before it is stored; what it returns is stored.
+        to, dtype: Where and as what to store. To the CPU, values travel while the device goes on.
+        copy: ``"lazy"`` copies on write, ``"clone"`` at once, ``"reference"`` never, and raises on reading
+            what was overwritten since. Copy on write knows of every write through torch; where another
+            library writes to the same memory (a numpy view of a tensor), use ``"clone"``. Objects other
+            than tensors and their containers, such as a cache of keys and values, are kept as they are.
+        max_bytes: The most to hold; the value that would exceed it raises `BudgetError`.
+        stop: End the forward, which then returns None, once every selected site was seen.
+        scope: ``"thread"`` sees the passes of the thread and context that attach; ``"all"`` everybody's, as
+            do taps inside a compiled graph.
+        recomputed: Keep what a checkpoint computes again in the backward, too (``.recomputed`` tells which).
+        full: Of a sharded tensor keep the whole, which all ranks gather together: every rank has to capture.
+            Otherwise the local shard is kept.
+        static: Write into buffers that stay where they are, which a CUDA graph fills when it is replayed.
+        on_silent: What to do about sites that saw nothing: ``"raise"``, ``"warn"`` or ``"ignore"``. None
+            raises for a site named by its path and for a query none of whose sites fired, and warns of others
+            (and of gradients that never came). All of them are in ``.silent``, with the likely reasons.
+        group: A label, for `torchhook.hooks` and `torchhook.detach`.
+
+    >>> import torch
+    >>> from torchhook import capture
+    >>> model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(inplace=True))
+    >>> with capture(model, "0", nn.ReLU, grads=True) as acts:
+    ...     model(torch.ones(2, 4)).sum().backward()
+    >>> acts["0"].output.shape, acts["1"].grad.tolist()
+    (torch.Size([2, 3]), [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
+    >>> acts.order
+    [('0', 0), ('1', 0)]
+    """
+    require_module(model)
+    ports = _ports(inputs=inputs, outputs=outputs, grads=grads, params=params)
+    if not isinstance(stop, bool):
+        raise TypeError(f"stop must be True or False, not {stop!r}")
+    if stop and grads:
+        raise ValueError("stop=True ends the forward, so there is no backward to take grads from; drop one")
+    if keep is not None:
+        require_count(keep, "keep")
+    elif max_bytes is None:
+        max_bytes = free_memory(_home(model, to)) // 2
+    ring = Ring(max_passes=keep, max_bytes=max_bytes)
+    sink: Sink
+    if static:
+        if (keep, transform, to, dtype, copy, params, full) != (1, None, None, None, "lazy", False, False):
+            raise ValueError("static=True fills buffers: leave out keep, transform, to, dtype, copy, params and full")
+        from torchhook.captures.static_record import StaticRecord
+
+        sink = StaticRecord(ring)
+    else:
+        sink = Record(ring, copy=copy, to=to, dtype=dtype, full=full)
+    where = Selector.union(queries)
+    taps = [Tap(where, sink, port, transform=transform, group=group) for port in ports]
+    session = Session(model, taps, scope=scope, stop=stop, recomputed=recomputed, full=full, on_silent=on_silent)
+    return Capture(session, ring, ports)
+
+
+def trace(model: nn.Module, *queries: Query, file: TextIO | None = None, quiet: bool = False) -> Trace:
+    """Print a line for each call of the selected modules (none: every leaf) inside the block.
+
+    A line has the path, the class, the shapes of input and output, the dtype and the time on the host.
+    The newest 100,000 are in ``.calls``; `quiet` leaves it at that, `file` prints elsewhere than to stdout.
+
+    >>> import torch
+    >>> from torchhook import trace
+    >>> model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
+    >>> with trace(model, quiet=True) as calls:
+    ...     _ = model(torch.ones(2, 4))
+    >>> [(call.path, call.kind, call.input, call.output) for call in calls.calls]
+    [('0', 'Linear', '2×4', '2×3'), ('1', 'ReLU', '2×3', '2×3')]
+    """
+    from torchhook.captures.trace import Trace
+
+    return Trace(model, queries, file, quiet)
+
+
+def overhead(model: nn.Module, x: Any, *queries: Query, runs: int = 30, **options: Any) -> Overhead:
+    """What capturing costs on this model and input, against the plain forward in the same run.
+
+    `x` is the input, a tuple of positional arguments or a dict of keyword arguments; `queries` and `options`
+    are those of `capture`.
+
+    >>> import torch
+    >>> from torchhook import overhead
+    >>> overhead(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), torch.ones(2, 4), runs=3)  # doctest: +ELLIPSIS
+    plain ... ms, hooked ... ms: ...× (median of 3)
+    """
+    from torchhook.captures.overhead import compared
+
+    require_module(model)
+    args, kwargs = Arguments.of(x)
+    options = {"on_silent": "ignore", **options}
+    return compared(model, lambda: model(*args, **kwargs), lambda: capture(model, *queries, **options), runs)
+
+
+def _ports(**flags: bool) -> list[Port]:
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be True or False, not {flag!r}")
+    wanted: dict[Port, bool] = {
+        "input": flags["inputs"],
+        "output": flags["outputs"],
+        "grad_output": flags["grads"],
+        "param": flags["params"],
+        "param_grad": flags["params"] and flags["grads"],
+    }
+    ports = [port for port, want in wanted.items() if want]
+    if not ports:
+        raise ValueError("nothing to capture: one of inputs, outputs, grads and params must be True")
+    return ports
+
+
+def _home(model: nn.Module, to: torch.device | str | None) -> torch.device:
+    """Where what is captured will lie."""
+    if to is not None:
+        return torch.device(to)
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

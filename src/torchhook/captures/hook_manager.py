@@ -1,0 +1,264 @@
+"""The classic front door: `HookManager`, a handful of forward hooks and lists of what they saw."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchhook.captures.summary import count_parameters, format_parameter_count
+from torchhook.core.errors import TapError
+from torchhook.core.event import Event
+from torchhook.core.passes import Scope
+from torchhook.core.selection import nearest, require_module, walk
+from torchhook.core.session import Session
+from torchhook.core.site import Site
+from torchhook.core.snapshot import frozen, lazily_copied
+from torchhook.core.tap import Act, Sink, Tap, Unknown
+
+CustomHook = Callable[[nn.Module, Any, Any], "Tensor | None"]
+OutputTransform = Callable[[Tensor], Tensor]
+
+_RULE = "-" * 80
+
+
+class HookManager:
+    """Hooks on some layers of a model, each with a list of the features it saw, newest last.
+
+    `max_size` is how many features a layer keeps; -1 keeps all. Features are plain tensors on the CPU,
+    as they flowed. The hooks go when the manager does.
+
+    >>> import torch
+    >>> model = nn.Sequential(nn.Linear(4, 2), nn.ReLU(inplace=True))
+    >>> manager = HookManager(model, max_size=1)
+    >>> handle = manager.add("0")
+    >>> _ = model(torch.ones(3, 4))
+    >>> manager.get("0")[0].shape
+    torch.Size([3, 2])
+    """
+
+    def __init__(self, model: nn.Module, max_size: int = -1) -> None:
+        require_module(model)
+        if isinstance(max_size, bool) or not isinstance(max_size, int):
+            raise TypeError(f"max_size must be an integer, not {max_size!r}; -1 keeps everything")
+        if max_size < -1:
+            raise ValueError(f"max_size cannot be less than -1, which keeps everything; got {max_size}")
+        self.model = model
+        self.max_size = max_size
+        self.hooks: dict[str, Handle] = {}
+        self.features: dict[str, list[Tensor]] = {}
+        self._session = self._new_session()
+        self._paths: dict[nn.Module, str] = {}
+
+    def register_forward_hook(
+        self,
+        layer_name: str | None = None,
+        layer: nn.Module | None = None,
+        custom_hook: CustomHook | None = None,
+        output_transform: OutputTransform | None = None,
+    ) -> Handle:
+        """Hook the layer called `layer_name`, or `layer` itself under the key `layer_name`.
+
+        `custom_hook(module, input, output)` returns what is stored, or None for nothing; otherwise
+        `output_transform(output)` does.
+        """
+        _require(layer_name, str, "layer_name")
+        _require(layer, nn.Module, "layer")
+        for name, function in (("custom_hook", custom_hook), ("output_transform", output_transform)):
+            if function is not None and not callable(function):
+                raise TypeError(f"{name} must be callable or None, not {function!r}")
+        path = self._path_of(layer_name, layer)
+        key = layer_name if layer_name is not None else self._new_key(type(layer).__name__)
+        if key in self.hooks:
+            raise ValueError(f"a hook for key {key!r} exists; remove it first, or give another layer_name")
+        features: list[Tensor] = []
+        tap = Tap(path, Features(key, features, self.max_size, custom_hook, output_transform))
+        if self._session.state == "detached":  # by torchhook.detach
+            self._session = self._new_session()
+        self._session.add(tap)
+        self.features[key] = features
+        self.hooks[key] = Handle(self._session, tap)
+        return self.hooks[key]
+
+    add = register_forward_hook
+
+    def get_features(self, key: str) -> list[Tensor]:
+        """The features under `key`, oldest first; the list stays current. Empty if it did not fire."""
+        self._require_key(key)
+        return self.features[key]
+
+    get = get_features
+
+    def get_all(self) -> dict[str, list[Tensor]]:
+        """The features of every key."""
+        return self.features
+
+    def get_keys(self) -> list[str]:
+        """The keys, in the order in which they were added."""
+        return list(self.hooks)
+
+    def remove(self, key: str) -> None:
+        """Take the hook of `key` away, and its features."""
+        self._require_key(key)
+        self.hooks.pop(key).remove()
+        del self.features[key]
+
+    def clear_hooks(self) -> None:
+        """Take all hooks away, and all features."""
+        for key in self.get_keys():
+            self.remove(key)
+
+    def clear_features(self) -> None:
+        """Forget the features; the hooks stay."""
+        for features in self.features.values():
+            features.clear()
+
+    def summary(self) -> None:
+        """Print what is hooked and what was captured."""
+        print(self)
+
+    def __repr__(self) -> str:
+        parameters = format_parameter_count(count_parameters(self.model))
+        title = f"Model: {type(self.model).__name__} | Total Parameters: {parameters}"
+        if not self.hooks:
+            return f"{title}\nNo hooks have been registered."
+        fired = {key: features for key, features in self.features.items() if features}
+        if not fired:
+            names = ", ".join(self.hooks)
+            return f"{title}\n{len(self.hooks)} hooks registered ({names}), but no features have been captured yet."
+        size = self.max_size if self.max_size > 0 else "unlimited"
+        lines = [title, f"Registered Hooks: {len(self.hooks)} (max_size={size})", _RULE]
+        lines += ["Captured Features Summary:", f"{'Layer Key':<30}{'Feature Count':<20}{'Feature Shape':<30}", _RULE]
+        for key, features in fired.items():
+            lines.append(f"{key:<30}{len(features):<20}{tuple(features[0].shape)!s:<30}")
+        silent = [key for key in self.hooks if key not in fired]
+        if silent:
+            lines += [_RULE, "Hooks Registered but Not Triggered Yet:", *(f"- {key}" for key in silent)]
+        return "\n".join([*lines, _RULE])
+
+    def _path_of(self, name: str | None, layer: nn.Module | None) -> str:
+        if layer is None and name is None:
+            raise ValueError("either layer_name or layer must be given")
+        if layer is None:
+            try:
+                self.model.get_submodule(str(name))
+            except AttributeError as error:
+                known = [path for path, _ in walk(self.model)]
+                raise ValueError(f"layer {name!r} not found in the model; {nearest(str(name), known)}") from error
+            return str(name)
+        if layer not in self._paths:
+            self._paths = {module: path for path, module in walk(self.model)}
+        if layer not in self._paths:
+            raise ValueError(f"layer {type(layer).__name__} is not part of the model; pass one of its modules")
+        return self._paths[layer]
+
+    def _new_session(self) -> Session:
+        return Session(self.model, scope="all", detach_on_error=False, on_silent="ignore").attach()
+
+    def _new_key(self, kind: str) -> str:
+        number = 0
+        while f"{kind}_{number}" in self.hooks:
+            number += 1
+        return f"{kind}_{number}"
+
+    def _require_key(self, key: str) -> None:
+        if not isinstance(key, str):
+            raise TypeError(f"key must be a string, not {key!r}")
+        if key not in self.hooks:
+            raise ValueError(f"no hook registered with key {key!r}; there are {', '.join(self.hooks) or 'none'}")
+
+
+class Handle:
+    """Takes one hook of a manager away."""
+
+    def __init__(self, session: Session, tap: Tap) -> None:
+        self._session = weakref.ref(session)
+        self._tap = tap
+
+    def remove(self) -> None:
+        """Take the hook away; once is enough, twice is harmless."""
+        session = self._session()
+        if session is not None and self._tap in session.taps:
+            session.remove(self._tap)
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+
+class Features(Sink):
+    """Appends what one layer returns to a list, and keeps that short."""
+
+    def __init__(
+        self,
+        key: str,
+        features: list[Tensor],
+        max_size: int,
+        custom_hook: CustomHook | None,
+        output_transform: OutputTransform | None,
+    ) -> None:
+        self.key = key
+        self.features = features
+        self.max_size = max_size
+        self.custom_hook = custom_hook
+        self.output_transform = output_transform
+
+    def receive(self, event: Event) -> None:
+        """Keep what is wanted of one call."""
+        self._keep(event.module, event.args, event.live)
+
+    def bind(self, tap: Tap, site: Site, module: nn.Module, scope: Scope) -> Act:
+        """The same without the cost of an event."""
+        return lambda pass_, call, value, args: self._keep(module, args, value)
+
+    def _keep(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self.custom_hook is not None:
+            if isinstance(args, Unknown):
+                raise TapError(
+                    f"custom_hook of {self.key!r} needs the layer's input, which a compiled graph does not hand out;"
+                    " use output_transform, or torchhook.capture(model, ..., inputs=True)"
+                )
+            feature = self._custom(self.custom_hook(module, args, output))
+        else:
+            feature = self._transformed(self._first(output))
+        if feature is not None:
+            self.features.append(feature)
+            if self.max_size > 0:
+                del self.features[: -self.max_size]
+
+    def _custom(self, result: Any) -> Tensor | None:
+        if result is None:
+            return None
+        if not isinstance(result, Tensor):
+            self._warn(f"custom_hook returned a {type(result).__name__}, not a Tensor or None; it is not stored")
+            return None
+        return lazily_copied(result)
+
+    def _transformed(self, output: Tensor | None) -> Tensor | None:
+        if output is None:
+            return None
+        if self.output_transform is not None:
+            return self.output_transform(lazily_copied(output))
+        return frozen(output).cpu()  # waits for the device, for the sake of plain tensors in plain lists
+
+    def _first(self, output: Any) -> Tensor | None:
+        if isinstance(output, Tensor):
+            return output
+        if isinstance(output, (list, tuple)) and output and isinstance(output[0], Tensor):
+            self._warn("the output is a sequence; its first element is stored (custom_hook can choose)")
+            return output[0]
+        self._warn(f"the output is a {type(output).__name__}; nothing is stored (custom_hook can choose)")
+        return None
+
+    def _warn(self, what: str) -> None:
+        warnings.warn(f"{self.key!r}: {what}", stacklevel=2)
+
+
+def _require(value: Any, kind: type, argument: str) -> None:
+    if value is not None and not isinstance(value, kind):
+        raise TypeError(f"{argument} must be a {kind.__name__} or None, not {value!r}")

@@ -1,0 +1,340 @@
+"""Recording into memory, bounded: `Record` is the sink, `Ring` the store it writes to.
+
+A ring has a page for each pass, and on it an entry for each recorded value, in execution order.
+Beginning a page drops those that are too old, before the new pass needs the room.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from torchhook.captures.store import Entry, Store
+from torchhook.core.errors import BudgetError
+from torchhook.core.event import Event
+from torchhook.core.passes import Page, Pass, Scope
+from torchhook.core.shards import whole
+from torchhook.core.site import Site
+from torchhook.core.snapshot import Alias, Held, cloned, frozen, peek, read, weight
+from torchhook.core.tap import Act, Keep, Receive, Sink, Tap, require_count
+from torchhook.core.text import in_units
+from torchhook.core.transfer import Transfer, free_memory
+from torchhook.core.trees import Address, Arguments, mapped
+
+Copy = Literal["lazy", "reference", "clone"]
+
+
+class OutsidePage(Page):
+    """Calls that no pass contains come one by one: of each site the newest `limit` stay."""
+
+    __slots__ = ("limit",)
+
+    def __init__(self, number: int, limit: int) -> None:
+        super().__init__(number, outside=True, listed=True)
+        self.limit = limit
+
+    def append(self, entry: Any) -> None:
+        """Add `entry`, and drop the oldest of its site if that makes too many."""
+        super().append(entry)
+        same = [position for position, known in enumerate(self) if known[0] == entry[0]]
+        if len(same) > self.limit:
+            del self[same[0]]
+
+
+class Ring(Store):
+    """A bounded store in memory: a mapping of site to the recorded values, oldest first.
+
+    It keeps the newest `max_passes` passes and the newest `max_entries` values; the oldest make
+    room. `max_bytes` never evicts: the value that would exceed it raises `BudgetError` instead. With
+    no cap at all, the budget is half of the memory that is free.
+
+    >>> from torch import nn
+    >>> from torchhook import Record, Ring, Session, Tap
+    >>> ring, relu = Ring(max_entries=2), nn.ReLU()
+    >>> with Session(relu, [Tap("", Record(ring))]):
+    ...     for number in range(3):
+    ...         _ = relu(torch.tensor(number))
+    >>> ring[""]
+    [tensor(1), tensor(2)]
+    """
+
+    def __init__(
+        self, *, max_passes: int | None = None, max_entries: int | None = None, max_bytes: int | None = None
+    ) -> None:
+        caps = {"max_passes": max_passes, "max_entries": max_entries, "max_bytes": max_bytes}
+        for name, cap in caps.items():
+            if cap is not None:
+                require_count(cap, name)
+        if all(cap is None for cap in caps.values()):
+            max_bytes = free_memory(torch.device("cpu")) // 2
+        self.max_passes = max_passes
+        self.max_entries = max_entries
+        self.max_bytes = max_bytes
+        self._pages: deque[Page] = deque()
+        self._sites: dict[Site, int] = {}
+        self._passes = 0  # pages that are not outside
+        self._count = 0  # entries, where `put` puts them
+        self._at_most = 0  # bytes kept, an upper bound
+        self._lock = threading.RLock()  # for threads that share a session
+
+    def entries(self) -> Iterator[Entry]:
+        """All that is kept, in execution order, each value with its address."""
+        sites = list(self._sites)
+        for page in list(self._pages):
+            calls: dict[int, int] = {}
+            for item in list(page):
+                site, call, value = item if isinstance(item, tuple) else (item.site, None, item.value)
+                calls[site] = calls.get(site, -1) + 1
+                number = calls[site] if call is None else call
+                yield Entry(page.number, sites[site], number, value, page.recomputed)
+
+    def clear(self) -> None:
+        """Forget all that is kept."""
+        with self._lock:
+            self._count = 0
+            for page in self._pages:
+                page.clear()
+
+    def page(self, number: int, outside: bool) -> Page:
+        """Begin the page of a pass, or of the calls outside after it, and drop those now too old."""
+        limit = self.max_passes
+        if limit is None:  # nothing makes room but what is put: an empty page need not be known
+            return Page(number, outside, listed=False)
+        page = OutsidePage(number, limit) if outside else Page(number, outside, listed=True)
+        self._pages.append(page)
+        if not outside:
+            self._passes += 1
+            while self._passes > limit:  # calls outside go with the pass before them
+                old = self._pages.popleft()
+                self._passes -= not old.outside
+                self._count -= len(old)
+        return page
+
+    def takes_anything(self) -> bool:
+        """Only passes make room here."""
+        return self.max_passes is not None and self.max_bytes is None and self.max_entries is None
+
+    def newest_page(self, number: int) -> Page:
+        """The page of pass `number`, begun now if it is a new one."""
+        if self._pages and self._pages[-1].number == number:
+            return self._pages[-1]
+        return self.page(number, outside=False)
+
+    def site_number(self, site: Site) -> int:
+        """The number that stands for `site` on the pages."""
+        return self._sites.setdefault(site, len(self._sites))
+
+    def put(self, page: Page, site: int, call: int, value: Any) -> None:
+        """Keep `value`, within the caps."""
+        with self._lock:
+            self.require_room(site, value)
+            if not page.listed:
+                page.listed = True
+                self._pages.append(page)
+                self._passes += not page.outside
+            before = len(page)
+            page.append((site, call, value))
+            self._count += len(page) - before
+            while self.max_entries is not None and self._count > self.max_entries:
+                self._drop_oldest()
+
+    def require_room(self, site: int, value: Any) -> None:
+        """Raise `BudgetError` unless `value` can be kept beside what is there."""
+        if self.max_bytes is None:
+            return
+        size = weight(value)
+        with self._lock:
+            if self._at_most + size > self.max_bytes:
+                self._at_most = self.nbytes  # what was evicted since had not been taken off
+                if self._at_most + size > self.max_bytes:
+                    raise self._budget_error(site, size)
+            self._at_most += size
+
+    def _drop_oldest(self) -> None:
+        while not self._pages[0]:
+            empty = self._pages.popleft()
+            empty.listed = False
+            self._passes -= not empty.outside
+        self._pages[0].popleft()
+        self._count -= 1
+
+    def _budget_error(self, site: int, size: int) -> BudgetError:
+        by_site: dict[Site, int] = {}
+        for entry in self.entries():
+            by_site[entry.site] = by_site.get(entry.site, 0) + weight(entry.value)
+        largest = sorted(by_site.items(), key=lambda item: -item[1])[:3]
+        taken = "; ".join(f"{in_units(held)} by the {place}" for place, held in largest) or "by nothing yet"
+        return BudgetError(
+            f"keeping {in_units(size)} more for the {list(self._sites)[site]} would exceed"
+            f" max_bytes={self.max_bytes} ({in_units(self._at_most)} are taken: {taken}); select fewer sites,"
+            " keep fewer passes, shrink values with transform= or dtype=, or raise max_bytes"
+        )
+
+
+class Gradients(Held):
+    """The gradients of one recorded value, leaf by leaf as they come; None where none came."""
+
+    __slots__ = ("__weakref__", "finish", "found", "shape")
+
+    def __init__(self, value: Any, finish: Callable[[Any], Any] | None = None) -> None:
+        self.found: list[Any] = []
+        self.shape = mapped(self._slot, value, others=False)
+        self.finish = finish  # a transform of the whole, which is there only when it is read
+
+    def _slot(self, _: Tensor) -> Slot:
+        self.found.append(None)
+        return Slot(len(self.found) - 1)
+
+    def peek(self) -> Any:
+        return mapped(lambda slot: peek(self.found[slot.number]), self.shape, kind=Slot)
+
+    def read(self) -> Any:
+        value = mapped(lambda slot: read(self.found[slot.number]), self.shape, kind=Slot)
+        return value if self.finish is None else self.finish(value)
+
+
+class Slot:
+    """Stands where a tensor was in the container."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class Record(Sink):
+    """Writes the values at its sites into a store, each as it flowed.
+
+    `copy` is ``"lazy"`` (copy on write), ``"clone"``, or ``"reference"``, which keeps the tensor itself
+    and raises on reading if it was overwritten since. `to` and `dtype` move and cast what is kept. Of a
+    sharded tensor the local shard is kept, or with `full` the whole.
+
+    >>> from torchhook import Record, Session, Tap
+    >>> model, record = nn.Sequential(nn.ReLU()), Record(dtype=torch.float16)
+    >>> with Session(model, [Tap("0", record)]):
+    ...     _ = model(torch.ones(2))
+    >>> record.store["0"]
+    [tensor([1., 1.], dtype=torch.float16)]
+    """
+
+    def __init__(
+        self,
+        store: Store | None = None,
+        *,
+        copy: Copy = "lazy",
+        to: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        full: bool = False,
+    ) -> None:
+        if store is not None and not isinstance(store, Store):
+            raise TypeError(f"store must be a Store such as Ring(...), not {store!r}")
+        if copy not in ("lazy", "reference", "clone"):
+            raise ValueError(f"copy must be 'lazy', 'reference' or 'clone', not {copy!r}")
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype, not {dtype!r}")
+        if copy == "reference" and (to is not None or dtype is not None):
+            raise ValueError("copy='reference' keeps the tensor itself: leave out to= and dtype=")
+        self.store: Store = Ring(max_passes=1) if store is None else store
+        self.copy = copy
+        self.full = full
+        self.transfer = None
+        if to is not None or dtype is not None:
+            self.transfer = Transfer(_device(to), dtype)
+        self.plain = copy == "lazy" and not full and self.transfer is None and self.store.takes_anything()
+
+    def receive(self, event: Event) -> None:
+        """Keep one event's value. (In a session, acts bound for each site do this without events.)"""
+        page = self.store.newest_page(event.pass_number)
+        self.store.put(page, self.store.site_number(event.site), event.call, event.value)
+
+    def bind(self, tap: Tap, site: Site, module: nn.Module, scope: Scope) -> Act:
+        """The act that records at one site."""
+        number = self.store.site_number(site)
+        position = scope.keep(self.store)
+        if self.plain and site.port == "output" and tap.transform is None:
+            return Keep(position, number, newest=self.store.max_passes == 1)
+        if self.copy == "reference" and tap.transform is not None:
+            raise ValueError("copy='reference' keeps the tensor itself: leave out transform=")
+        if site.port in ("grad_input", "grad_output"):
+            return self._gradients_act(tap, site, number, position)
+        keep = self._keeper(tap, site)
+        put = self.store.put
+
+        def record(pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> None:
+            put(pass_.pages[position], number, call, keep(value))
+
+        return record
+
+    def _gradients_act(self, tap: Tap, site: Site, number: int, position: int) -> Act:
+        keep_leaf, keep_part = self._keeper(tap, site), self._keeper(replace(tap, transform=None), site)
+        store = self.store
+
+        def finish(value: Any) -> Any:
+            return tap.transformed(value, site)
+
+        def record(pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> Receive:
+            is_leaf = isinstance(value, Tensor)
+            keep = keep_leaf if is_leaf else keep_part
+            gradients = Gradients(value, None if is_leaf or tap.transform is None else finish)
+            store.put(pass_.pages[position], number, call, gradients)
+            kept_gradients = weakref.ref(gradients)  # a graph that lives on must not keep evicted ones
+
+            def receive(leaf: int, address: Address, gradient: Tensor) -> None:
+                gradients = kept_gradients()
+                if gradients is not None:
+                    gradients.found[leaf] = None  # a second backward replaces the first
+                    kept = keep(gradient)
+                    store.require_room(number, kept)
+                    gradients.found[leaf] = kept
+
+            return receive
+
+        return record
+
+    def _keeper(self, tap: Tap, site: Site) -> Callable[[Any], Any]:
+        """From a live value to what is stored of it."""
+        if self.copy == "reference":
+            return lambda value: Alias(value, site)
+        # A parameter's memory must not move, as a copy on write would make it when it is next
+        # written to: captured graphs and other processes may point to it.
+        copied = cloned if self.copy == "clone" or site.port in ("param", "param_grad") else frozen
+        if self.full:
+            copied = whole
+        transfer = self.transfer
+        compact = tap.transform is not None or self.store.max_bytes is not None
+
+        def keep(value: Any) -> Any:
+            if tap.transform is not None and isinstance(value, Arguments):
+                value = value.unwrapped()
+            value = tap.transformed(mapped(copied, value), site)
+            if compact:
+                value = mapped(_compact, value)
+            return value if transfer is None else transfer(value)
+
+        return keep
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    """A small view must not keep the memory of what it was taken from."""
+    tensor = tensor.detach()
+    try:
+        is_small = tensor.untyped_storage().nbytes() > tensor.nbytes
+    except RuntimeError:  # sparse and the like have no storage
+        return tensor
+    return tensor.clone() if is_small else tensor
+
+
+def _device(to: Any) -> torch.device | None:
+    if to is None:
+        return None
+    try:
+        return torch.empty(0, device=to).device
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise ValueError(f"to={to!r} is no device that this machine has: {error}") from error

@@ -1,0 +1,109 @@
+"""Verbose execution: what a model calls, in order, a line a call."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import NamedTuple, TextIO
+
+from torch import nn
+
+from torchhook.core.event import Event
+from torchhook.core.selection import Query, Selector
+from torchhook.core.session import Session
+from torchhook.core.tap import Tap
+from torchhook.core.text import shape_of, table
+from torchhook.core.trees import leaves
+
+_MOST = 100_000  # calls that are kept
+
+
+class TracedCall(NamedTuple):
+    """One call of one module. The time is the host's: an accelerator may still be at work."""
+
+    path: str
+    kind: str
+    call: int
+    input: str
+    output: str
+    dtype: str
+    milliseconds: float
+
+
+class Trace:
+    """The calls of a model as they happen; see `torchhook.trace`."""
+
+    def __init__(self, model: nn.Module, queries: tuple[Query, ...], file: TextIO | None, quiet: bool) -> None:
+        log = Log(file, quiet)  # apart from this object: hooks that held it would keep it alive
+        where = Selector.union(queries)
+        self.calls = log.calls
+        self._session = Session(
+            model,
+            [Tap(where, log.begin, "input"), Tap(where, log.end)],
+            on_silent=None if queries else "ignore",  # what ran is what it tells
+        )
+
+    def attach(self) -> Trace:
+        """Begin to trace. (``with`` does this.)"""
+        self._session.attach()
+        return self
+
+    def detach(self) -> None:
+        """Take the hooks away; the calls stay. (The end of the ``with`` block does this.)"""
+        self._session.detach()
+
+    def __enter__(self) -> Trace:
+        return self.attach()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._session.__exit__(kind, error, trace)
+
+    def __repr__(self) -> str:
+        header = ("site", "module", *TracedCall._fields[2:])
+        return table(header, [[*call[:-1], f"{call.milliseconds:.3f}"] for call in self.calls])
+
+
+class Log:
+    """Pairs the beginnings and ends of calls, and prints them."""
+
+    def __init__(self, file: TextIO | None, quiet: bool) -> None:
+        self.file = file
+        self.quiet = quiet
+        self.calls: list[TracedCall] = []
+        self.pass_number = -1
+        self.under_way: dict[tuple[str, int, int], tuple[str, float]] = {}
+
+    def begin(self, event: Event) -> None:
+        """A call begins."""
+        if event.pass_number != self.pass_number:  # calls that raised never end
+            self.pass_number = event.pass_number
+            self.under_way.clear()
+        self.under_way[event.path, event.pass_number, event.call] = shape_of(event.live), time.perf_counter()
+
+    def end(self, event: Event) -> None:
+        """It returned."""
+        elapsed = time.perf_counter()
+        shape, began = self.under_way.pop((event.path, event.pass_number, event.call))
+        dtypes = dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for _, tensor in leaves(event.live))
+        call = TracedCall(
+            path=event.path,
+            kind=type(event.module).__name__,
+            call=event.call,
+            input=shape,
+            output=shape_of(event.live),
+            dtype="/".join(dtypes),
+            milliseconds=(elapsed - began) * 1e3,
+        )
+        self.calls.append(call)
+        del self.calls[:-_MOST]
+        if not self.quiet:
+            print(_line(call), file=self.file or sys.stdout)
+
+
+def _line(call: TracedCall) -> str:
+    again = f" (call {call.call})" if call.call else ""
+    what = f"{call.path}{again}: {call.kind}"
+    return f"{what:<36} {call.input} → {call.output}  {call.dtype}  {call.milliseconds:.3f} ms"

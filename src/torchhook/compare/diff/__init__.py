@@ -1,0 +1,1 @@
+"""`torchhook.diff`: the first module where two models part."""

@@ -1,0 +1,125 @@
+"""No silent miss: what was asked for and never came, and why.
+
+A site named by its exact path that did not fire, or a query none of whose sites did, is an error at the
+end of the scope. Other silent sites of a bulk query are listed with their reasons, and warned of. That
+no gradient reaches a place is an answer, not a miss: it is listed, and at most warned of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import nn
+
+from torchhook.core.call_wrapper import REMEDIES, graphs_so_far
+from torchhook.core.errors import SessionError, SilentError
+from torchhook.core.hooks import Point, unheard
+from torchhook.core.selection import Selector
+from torchhook.core.site import Site
+from torchhook.core.tap import Tap
+from torchhook.core.text import warn
+
+if TYPE_CHECKING:
+    from torchhook.core.session import Session
+
+OnSilent = Literal["raise", "warn", "ignore"]
+
+
+def refusal(modules: Iterable[nn.Module], targets: dict[int, Point]) -> None:
+    """Raise if one of `targets` (by id) is or lies inside of one of `modules` in which no hook fires."""
+    for point in targets.values():
+        if isinstance(point.target, torch.jit.ScriptModule):
+            kind = type(point.target).__name__
+            raise SessionError(
+                f"{point.path or 'the model'!r} is a {kind}, which takes no hooks (torch.jit runs none inside);"
+                " hook the module that it was made from"
+            )
+    for graph in (module for module in modules if isinstance(module, torch.fx.GraphModule)):
+        called = {str(node.target) for node in graph.graph.nodes if node.op == "call_module"}
+        for path, part in graph.named_modules():
+            if path and path not in called and id(part) in targets:
+                raise SessionError(
+                    f"{targets[id(part)].path!r} lies in a graph module that never calls it (torch.export writes all"
+                    " into one graph, where hooks cannot fire); hook the module that it was made from"
+                )
+
+
+def silences(session: Session) -> dict[Site, str]:
+    """The sites that saw nothing, each with the likely reason."""
+    silent = [(site, point) for point in unheard(session.points) for site in point.silent()]
+    return {site: _reason(session, site, point) for site, point in silent}
+
+
+def complaint(session: Session) -> None:
+    """Raise or warn of what was silent, as the session's ``on_silent`` says."""
+    silent, how = session.silent, session.on_silent
+    whole = {} if how == "ignore" else _whole_queries(session)
+    loud = {"raise": silent, "warn": {}, "ignore": {}}.get(how or "", {})
+    if how is None:
+        loud = {site: reason for site, reason in whole.items() if "grad" not in site.port}
+    if loud:
+        raise SilentError(f"{_told(loud)} (on_silent='warn' or 'ignore' makes this no error)")
+    rest = silent if how == "warn" else {s: r for s, r in silent.items() if "grad" not in s.port or s in whole}
+    if rest and how != "ignore":
+        warn(f"{_told(rest)} (.silent lists all)")
+
+
+def _whole_queries(session: Session) -> dict[Site, str]:
+    """The silent sites of exact paths, and of queries of which nothing fired."""
+    found: dict[Site, str] = {}
+    for tap in session.taps:
+        mine = [site for point in session.points for known, site, _ in point.bound if known is tap]
+        for part in Selector.of(tap.selector).parts or (Selector.union(()),):
+            asked = _asked(session, tap, part, mine)
+            silent = {site: session.silent[site] for site in asked if site in session.silent}
+            if len(silent) == len(asked):
+                found |= silent
+    return found
+
+
+def _asked(session: Session, tap: Tap, part: Selector, mine: list[Site]) -> list[Site]:
+    """The sites that one query of a tap asked for."""
+    if part.marks or not part.parts or tap.edits or "param" in tap.port:
+        return [] if part.marks else mine
+    paths = {session.aliases.get(path, path) for path in session.selected(part)}
+    return [site for site in mine if site.path in paths]
+
+
+def _told(silent: dict[Site, str]) -> str:
+    reasons: dict[str, list[Site]] = {}
+    for site, reason in silent.items():
+        reasons.setdefault(reason, []).append(site)
+    parts = []
+    for reason, sites in reasons.items():
+        more = f" and {len(sites) - 3} more" if len(sites) > 3 else ""
+        parts.append(f"the {', '.join(map(str, sites[:3]))}{more}: {reason}")
+    return f"nothing was seen at {'; at '.join(parts)}"
+
+
+def _reason(session: Session, site: Site, point: Point) -> str:
+    scope, module = session.scope, point.target
+    if "grad" in site.port:
+        return "no gradient came there: no backward ran inside the scope, or none flows through it"
+    if scope.last is None:
+        if scope.missed:
+            return f"it ran only {scope.missed}"
+        return f"the model did not run inside the scope, or its .forward() was called instead of it{_or_compiled()}"
+    if isinstance(module, nn.Module) and type(module).forward is nn.Module.forward:
+        return "it only holds other modules and is never called itself; select what is in it"
+    if scope.missed:
+        return f"it ran only {scope.missed}, or not at all"
+    if scope.cut:
+        return (
+            "another session's stop= ended the forward first; leave that stop= out, or, if both are at the same place,"
+            " open this session before that one"
+        )
+    return f"a branch not taken, or its .forward() or its weights used instead of calling it{_or_compiled()}"
+
+
+def _or_compiled() -> str:
+    """One more possible reason, if anything was compiled in this process."""
+    if not graphs_so_far():
+        return ""
+    return f", or ran in a graph that torch.export made or that was compiled before the tap came: then {REMEDIES}"

@@ -1,0 +1,53 @@
+"""A server for the application, in whatever process wants one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from contextlib import suppress
+from typing import Any
+
+from werkzeug.serving import make_server
+
+from torchhook.core.errors import RunError
+from torchhook.dashboard.app import create_app
+from torchhook.dashboard.guard import Guard
+from torchhook.dashboard.library import Library
+from torchhook.dashboard.pages import flow, layers, overview
+
+
+class Server:
+    """Serves runs until it is closed. Port 0: any that is free."""
+
+    def __init__(
+        self, path: str | os.PathLike[str], host: str = "127.0.0.1", port: int = 8787, token: str | None = None
+    ) -> None:
+        guard, library = Guard.for_host(host, token), Library(path)
+        app = create_app(library, guard)
+        threading.Thread(target=_read_ahead, args=(library,), name="torchhook-ahead", daemon=True).start()
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)  # not a line a request
+        try:
+            self._server: Any = make_server(host, port, app.server, threaded=True)
+        except SystemExit:  # it has said why
+            raise RunError(f"cannot listen on port {port} of {host}; --port 0 takes any that is free") from None
+        name = socket.gethostname() if host in ("0.0.0.0", "::") else host
+        shown = f"[{name}]" if ":" in name else name
+        self.address = f"http://{shown}:{self._server.server_port}/" + (f"?token={guard.token}" if guard.token else "")
+
+    def serve(self) -> None:
+        """Until it is closed, or interrupted."""
+        self._server.serve_forever()
+
+    def close(self) -> None:
+        """Let whoever serves end."""
+        self._server.shutdown()
+
+
+def _read_ahead(library: Library) -> None:
+    """Make pages of the newest run while the browser starts: to import plotly and to read a long run takes a while."""
+    for name in library.names()[:1]:
+        for page in (overview, layers, flow):
+            with suppress(Exception):  # what is wrong with a run, its page says
+                page.page(library.book(name))

@@ -1,1 +1,0 @@
-"""How `torchhook.diff` tells rounding from a mistake: run, match, hand values on, judge, tell."""

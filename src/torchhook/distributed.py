@@ -1,0 +1,5 @@
+"""Statistics of all ranks together."""
+
+from torchhook.stats.ranks import merge
+
+__all__ = ["merge"]

@@ -1,5 +1,0 @@
-"""Statistics of all ranks together."""
-
-from torchhook.distributed.merging import merge
-
-__all__ = ["merge"]

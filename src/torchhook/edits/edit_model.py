@@ -1,0 +1,235 @@
+"""Changing a model for a while: `edit`, `skip`, `clip_gradients`, and `arm` for models that are compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchhook.core.call_wrapper import Armed
+from torchhook.core.edit import Edit
+from torchhook.core.forward_patch import StandIn
+from torchhook.core.hooks import Removable, on_gradient
+from torchhook.core.selection import Query, require_module, select
+from torchhook.core.session import ScopeName, Session
+from torchhook.core.shards import is_sharded
+from torchhook.core.silent import OnSilent
+from torchhook.core.site import PORTS, Port
+from torchhook.core.tap import Tap
+from torchhook.edits import apply
+
+Change = Edit | Callable[[Any], Any]
+
+
+def edit(
+    model: nn.Module,
+    edits: Mapping[Any, Change],
+    *,
+    port: Port = "output",
+    scope: ScopeName = "thread",
+    on_silent: OnSilent | None = None,
+    group: str | None = None,
+) -> Session:
+    """Change what flows at some places of `model`, inside the block.
+
+    `edits` says where and how: a query (or a pair of a query and a port) and an edit of `torchhook.edits`, or
+    any function of the value. Ports are ``output``, ``input``, ``grad_output``, ``grad_input`` and
+    ``param_grad``. Several edits at one site act in the order of the mapping, several sessions in the order in
+    which they were opened: a capture that is opened later sees what the edit made of it. Where a checkpoint
+    computes again in the backward, that has to run inside the block, too.
+
+    >>> from torchhook import edit, edits
+    >>> model = nn.Sequential(nn.Identity(), nn.ReLU())
+    >>> with edit(model, {"0": torch.neg, nn.ReLU: edits.scale(2.0)}):
+    ...     model(torch.tensor([-1.0, 1.0]))
+    tensor([2., 0.])
+    """
+    if not isinstance(edits, Mapping):
+        raise TypeError(f"edits must be a mapping of query to edit, not {edits!r:.80}")
+    if not edits:
+        raise ValueError("edits is empty: say where and how, as in {'layer3': torchhook.edits.zero}")
+    taps = []
+    for place, change in edits.items():
+        query, where = _place(place, port)
+        if not isinstance(change, Edit) and (not callable(change) or isinstance(change, type)):
+            raise TypeError(f"the edit for {query!r} must be an Edit or a function of the value, not {change!r:.80}")
+        taps.append(Tap(query, change if isinstance(change, Edit) else apply(change), where, group=group))
+    return Session(model, taps, scope=scope, on_silent=on_silent)
+
+
+def _place(place: Any, port: Port) -> tuple[Any, Port]:
+    """The query and the port that a key of the mapping says."""
+    if not isinstance(place, tuple):
+        return place, port
+    if len(place) != 2 or place[1] not in PORTS:
+        raise ValueError(f"a key is a query or a pair of a query and a port ({', '.join(PORTS)}), not {place!r}")
+    return place
+
+
+class Skip:
+    """Some modules of a model left out; see `torchhook.skip`."""
+
+    def __init__(self, modules: list[nn.Module], returns: Callable[[Any], Any] | None) -> None:
+        self._modules = modules
+        self._returns = returns
+        self._standins: list[StandIn] = []
+
+    def attach(self) -> Skip:
+        """Leave them out from now on. (``with`` does this.)"""
+        if not self._standins:
+            self._standins = [StandIn(module, self._identity) for module in self._modules]
+        return self
+
+    def detach(self) -> None:
+        """Let them run again. (The end of the ``with`` block does this.)"""
+        for standin in self._standins:
+            standin.remove()
+        self._standins.clear()
+
+    def __enter__(self) -> Skip:
+        return self.attach()
+
+    def __exit__(self, *error: object) -> None:
+        self.detach()
+
+    def _identity(self, *args: Any, **kwargs: Any) -> Any:
+        first = args[0] if args else next(iter(kwargs.values()))
+        return first if self._returns is None else self._returns(first)
+
+
+def skip(model: nn.Module, *queries: Query, returns: Callable[[Any], Any] | None = None) -> Skip:
+    """Run `model` without the selected modules, inside the block: each returns its first input.
+
+    Taps there still see it. `returns` makes of the input what the module would have returned, where that is
+    not a plain tensor: ``returns=lambda x: (x, None)``.
+
+    >>> from torchhook import skip
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    >>> with skip(model, "0"):
+    ...     model(torch.tensor([-1.0, 1.0]))
+    tensor([0., 1.])
+    """
+    if not queries:
+        raise ValueError("skip needs a query: which modules to leave out")
+    modules = select(model, *queries)
+    for path, module in modules.items() if returns is None else ():
+        returned = str(getattr(type(module).forward, "__annotations__", {}).get("return", "")).lower()
+        if isinstance(module, nn.RNNBase) or returned.startswith(("tuple", "typing.tuple")):
+            raise ValueError(
+                f"{path!r}, a {type(module).__name__}, returns a tuple, which its input is not; say what to return,"
+                " as in returns=lambda x: (x, None)"
+            )
+    return Skip(list(dict.fromkeys(modules.values())), returns)
+
+
+class ClipGradients:
+    """Hooks that clip gradients, and how often they had to; see `torchhook.clip_gradients`."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter], limit: float, by_norm: bool) -> None:
+        self.limit = limit
+        self.by_norm = by_norm
+        self._counts: dict[str, Tensor] = {}
+        self._handles: list[Removable] = []
+        for path, parameter in parameters.items():
+            self._counts[path] = torch.zeros((), dtype=torch.int64, device=parameter.device)
+            self._handles.append(on_gradient(parameter, Clip(self._counts[path], limit, by_norm)))
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many gradients were clipped, by parameter."""
+        return {path: int(count) for path, count in self._counts.items()}
+
+    @property
+    def clipped(self) -> int:
+        """How many gradients were clipped in all."""
+        return sum(self.counts.values())
+
+    def remove(self) -> None:
+        """Clip no more. (The end of a ``with`` block does this.)"""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def __enter__(self) -> ClipGradients:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        limit = f"{'norm' if self.by_norm else 'value'}={self.limit}"
+        return f"ClipGradients({limit}): {self.clipped} gradients of {len(self._counts)} parameters clipped"
+
+
+class Clip:
+    """On a parameter: clips its gradient, and counts on the device, which nobody waits for."""
+
+    __torch_unserializable__ = True  # torch.save of the model need not warn
+
+    def __init__(self, count: Tensor, limit: float, by_norm: bool) -> None:
+        self.count = count
+        self.limit = limit
+        self.by_norm = by_norm
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        clipped: Tensor
+        if self.by_norm:
+            length = torch.linalg.vector_norm(gradient)
+            clipped = gradient * (self.limit / length).clamp(max=1.0).to(gradient.dtype)
+        else:
+            clipped = gradient.clamp(-self.limit, self.limit)
+        self.count += (clipped != gradient).any()
+        return clipped
+
+
+def clip_gradients(
+    model: nn.Module, *queries: Query, value: float | None = None, norm: float | None = None
+) -> ClipGradients:
+    """Clip the gradients of the selected modules' parameters (none: all) as they are made.
+
+    By `value`, each number lies within ±`value`; by `norm`, each parameter's gradient has at most that L2
+    norm. (For the norm of all together there is ``torch.nn.utils.clip_grad_norm_``.) It holds from now on,
+    for good, or to the end of a ``with`` block. ``.clipped`` and ``.counts`` say what it did.
+
+    >>> from torchhook import clip_gradients
+    >>> model = nn.Linear(1, 1)
+    >>> with clip_gradients(model, value=0.5) as clip:
+    ...     model(torch.full((1, 1), 100.0)).sum().backward()
+    >>> model.weight.grad.item(), clip.counts
+    (0.5, {'weight': 1, 'bias': 1})
+    """
+    require_module(model)
+    limits = [limit for limit in (value, norm) if limit is not None]
+    if len(limits) != 1 or not limits[0] > 0:
+        raise ValueError(f"give value= or norm=, a positive number; got value={value!r}, norm={norm!r}")
+    modules = select(model, *queries) if queries else {"": model}
+    parameters: dict[str, nn.Parameter] = {}
+    for path, module in modules.items():
+        for name, parameter in module.named_parameters(path):
+            if parameter.requires_grad and not any(parameter is known for known in parameters.values()):
+                parameters[name] = parameter
+    if not parameters:
+        raise ValueError("nothing selected has parameters that require gradients")
+    if any(is_sharded(parameter) for parameter in parameters.values()):
+        raise ValueError(
+            "the gradients of sharded parameters are made outside of autograd, where no hook sees them; use"
+            " torch.nn.utils.clip_grad_norm_ after the backward"
+        )
+    return ClipGradients(parameters, limits[0], by_norm=norm is not None)
+
+
+def arm(model: nn.Module) -> Armed:
+    """Prepare `model`, before it is compiled, for taps that come afterwards.
+
+    A graph that was compiled notices hooks only where it saw some before. Each attaching then compiles once
+    more, and after the taps are gone the first graph is used again. Returns a handle: ``.remove()`` disarms.
+
+    >>> from torchhook import arm
+    >>> model = nn.Sequential(nn.Linear(2, 2))
+    >>> handle = arm(model)
+    >>> handle.remove()
+    """
+    require_module(model)
+    return Armed(model)

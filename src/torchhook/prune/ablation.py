@@ -1,0 +1,89 @@
+"""`sensitivity`: how much the model needs each of its layers, by taking one after the other away."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any, Literal, TextIO
+
+from torch import nn
+
+from torchhook.compare.features import as_before, length_of, require_loader
+from torchhook.core.batch import Batch, on_device
+from torchhook.core.model_state import buffers_kept
+from torchhook.core.progress import shown
+from torchhook.core.selection import Query, require_module, unwrapped
+from torchhook.edits import ablate
+from torchhook.edits.sweep import Row, Sweep, sweep
+from torchhook.explain.cam_layer import running
+from torchhook.prune.score_points import outlets, samples_of
+
+
+def sensitivity(
+    model: nn.Module,
+    loader: Iterable[Any],
+    metric: Callable[[Any, Any], Any],
+    *,
+    layers: Query | Iterable[Query] | None = None,
+    with_: Literal["zero", "mean"] = "zero",
+    progress: TextIO | None = sys.stderr,
+) -> Sweep:
+    """What becomes of `metric` without each layer in turn; the layer that matters most comes first.
+
+    What a layer gives is replaced, all of its channels, and the metric is a mean over the batches of `loader`, each by
+    its number of samples. The model is in eval mode for the time. `torchhook.plot.sweep` draws what comes back.
+
+    Args:
+        loader: Gives batches: tuples whose last is the target, tensors, or mappings, which are keyword arguments.
+        metric: A number from output and target, such as a loss, which is a mean over the batch.
+        layers: Queries for some of the convolutions and linear layers; None means all.
+        with_: What takes the place of a channel: ``"zero"``, or its ``"mean"`` over batch and positions.
+        progress: Where to show it; only a terminal does.
+
+    >>> import torch
+    >>> from torchhook.prune.ablation import sensitivity
+    >>> model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    >>> with torch.no_grad():
+    ...     _ = model[0].weight.copy_(torch.eye(2)), model[1].weight.copy_(torch.eye(2))
+    >>> x = torch.ones(4, 2)
+    >>> [(row.site.path, row.change) for row in sensitivity(model, [(x, x)], nn.functional.mse_loss)]
+    [('0', 1.0), ('1', 1.0)]
+    """
+    require_module(model)
+    require_loader(loader, "loader")
+    if with_ not in ("zero", "mean"):
+        raise ValueError(f"with_ must be 'zero' or 'mean', not {with_!r}")
+    edit = ablate(channels=slice(None), with_=with_)
+    sweeps: list[tuple[int, Sweep]] = []
+    model = unwrapped(model)
+    with as_before(model), buffers_kept(model), running(model):
+        batches = iter(loader)
+        first = next(batches, _NOTHING)
+        if first is _NOTHING:
+            raise ValueError("loader gave no batch")
+        paths = list(outlets(model, Batch.of(on_device(first, model)), layers).layers)
+        for data in shown(chain([first], batches), length_of(loader), "sensitivity", progress):
+            batch = Batch.of(on_device(data, model))
+            x = batch.arguments.args or batch.arguments.kwargs
+            found = sweep(model, x, paths, edit, _of_output(metric, batch.target), progress=None)
+            sweeps.append((samples_of(batch), found))
+    return _mean(sweeps)
+
+
+def _of_output(metric: Callable[[Any, Any], Any], target: Any) -> Callable[[Any], Any]:
+    return lambda output: metric(output, target)
+
+
+def _mean(sweeps: list[tuple[int, Sweep]]) -> Sweep:
+    """The sweeps of all batches as one, the rows that change most first."""
+    total = sum(count for count, _ in sweeps)
+    baseline = sum(count * found.baseline for count, found in sweeps) / total
+    rows = []
+    for number, row in enumerate(sweeps[0][1]):
+        value = sum(count * found[number].value for count, found in sweeps) / total
+        rows.append(Row(row.site, value, value - baseline, None))
+    return Sweep(sorted(rows, key=lambda row: -abs(row.change)), baseline, None)
+
+
+_NOTHING = object()

@@ -1,0 +1,93 @@
+"""One root cause: consequences are folded under what explains them, in the order of steps and of execution."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torchhook.core.findings import Finding, Severity
+from torchhook.rules.rule import Phase, Rule
+
+
+def folded(found: Mapping[Rule, Sequence[Finding]], order: Mapping[str, int]) -> tuple[Finding, ...]:
+    """The root causes among what rules found, worst first, with all that they explain as their `affected`."""
+    first = {rule: _root(rule, findings, order) for rule, findings in found.items() if findings}
+    causes = {rule: [cause for cause in first if _is_cause(cause, rule, first, order)] for rule in first}
+    left, roots = set(first), []
+    while left:
+        reached = {rule: _reached(rule, causes, left) for rule in left}
+        # Nothing causes a source, but what it causes itself: some may cause each other in a circle.
+        sources = [rule for rule in left if all(cause in reached[rule] for cause in left if rule in reached[cause])]
+        root = min(sources, key=lambda rule: _rank(first[rule]))
+        explained = reached[root]
+        left -= {root, *explained}
+        roots.append(_over(first[root], [first[rule] for rule in explained]))
+    return tuple(sorted(roots, key=_rank))
+
+
+def _reached(root: Rule, causes: Mapping[Rule, Sequence[Rule]], left: set[Rule]) -> list[Rule]:
+    """What of `left` a cause explains, at once or by way of others, in the order of their codes."""
+    found = {root}
+    while more := {rule for rule in left - found if found & set(causes[rule])}:
+        found |= more
+    return sorted(found - {root}, key=lambda rule: rule.code)
+
+
+def _root(rule: Rule, findings: Sequence[Finding], order: Mapping[str, int]) -> Finding:
+    """The first of one rule's findings, with the others under it."""
+
+    def key(finding: Finding) -> tuple[int, int, int]:
+        place, _ = _place(finding, order)
+        step = -1 if finding.step is None else finding.step
+        return -finding.severity.rank, step, -place if rule.backward else place
+
+    first, *others = sorted(findings, key=key)
+    return replace(first, affected=(*first.affected, *others))
+
+
+def _is_cause(cause: Rule, rule: Rule, first: Mapping[Rule, Finding], order: Mapping[str, int]) -> bool:
+    """Whether one rule's finding explains another's; of two that may explain each other, what runs first does."""
+    early, late = first[cause], first[rule]
+    if not _may_cause(cause, early, rule, late):
+        return False
+    return not _may_cause(rule, late, cause, early) or _place(early, order) < _place(late, order)
+
+
+def _may_cause(cause: Rule, early: Finding, consequence: Rule, late: Finding) -> bool:
+    """Whether one finding may explain another: by its rule, its steps, and as much as it is a warning itself."""
+    if cause is consequence or not consequence.code.startswith(cause.causes(early)):
+        return False
+    if early.severity == Severity.INFO and late.severity > Severity.INFO:
+        return False
+    first, second = _when(cause, early), _when(consequence, late)
+    return first is None or second is None or first <= second
+
+
+def _when(rule: Rule, finding: Finding) -> tuple[int, int] | None:
+    """The step and phase of a finding, if that is known; what a model at rest shows was there before the first."""
+    if finding.step is None:
+        return (-1, rule.phase) if rule.phase == Phase.REST else None
+    return finding.step, rule.phase
+
+
+def _place(finding: Finding, order: Mapping[str, int]) -> tuple[int, str]:
+    """Where in the order of execution a finding is: that of its site, or of the first thing inside of it."""
+    if finding.site in order:
+        return order[finding.site], finding.code
+    inside = [place for path, place in order.items() if path.startswith(f"{finding.site}.")]
+    return min(inside, default=len(order)) if finding.site else -1, finding.code
+
+
+def _over(cause: Finding, consequences: Sequence[Finding]) -> Finding:
+    """A cause with its consequences: as bad as the worst of them."""
+    every = [part for finding in consequences for part in (replace(finding, affected=()), *finding.affected)]
+    worst = max((cause.severity, *(finding.severity for finding in every)), key=lambda severity: severity.rank)
+    return replace(cause, severity=worst, affected=(*cause.affected, *every))
+
+
+def _step(finding: Finding) -> int:
+    return -1 if finding.step is None else finding.step
+
+
+def _rank(finding: Finding) -> tuple[int, int, str]:
+    return -finding.severity.rank, _step(finding), finding.code

@@ -1,0 +1,207 @@
+"""`check`: from statistics to a report. Pure: it looks at nothing but what it is given."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from torchhook.core.findings import Finding, Report, Severity
+from torchhook.rules.causes import folded
+from torchhook.rules.history import History, finite, joined
+from torchhook.rules.kinds import kind_of
+from torchhook.rules.registry import Choice, chosen
+from torchhook.stats.reading import Place, Reading, Snapshot
+from torchhook.stats.result import Stats
+from torchhook.stats.stat import unlike
+
+_SHORTLY = 10  # steps
+_LATE = 0.5  # of the windows, which the numbers by place are of
+
+BROKEN = "TH000"
+"""The code of what this library itself failed at."""
+
+
+def check(
+    stats: Stats | Snapshot | History,
+    rules: Iterable[Choice] | None = None,
+    *,
+    ignore: Sequence[Choice] = (),
+    per_module: Mapping[str, Sequence[str]] | None = None,
+    fail_on: str = "error",
+    model: str = "model",
+) -> Report:
+    """What is wrong, by what was measured.
+
+    Args:
+        stats: What `measure` gave, or one of its snapshots. Rules that need more than was measured are skipped, and
+            the report says which and why.
+        rules: Codes, beginnings of codes (``"TH2"``), names, or `Rule` objects; all, if not given.
+        ignore: Those not to apply.
+        per_module: Codes to ignore at the modules that a glob names: ``{"head.*": ["TH201"]}``.
+        fail_on: How bad a finding makes the report fail: ``"info"``, ``"warning"`` or ``"error"``.
+        model: Its name, for the headline.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from torchhook import check, measure
+    >>> net = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 2))
+    >>> _ = nn.init.constant_(net[0].bias, -100)
+    >>> with measure(net, by="channel") as stats:
+    ...     _ = net(torch.randn(1000, 4))
+    >>> print(check(stats, ["TH201"]).findings[0])
+    TH201 error: 1, step 0: 100 % of the units never fire
+    """
+    history = _history(stats)
+    found, skipped = {}, {}
+    applied = chosen(rules, ignore)
+    exempt = {glob: [rule.code for rule in chosen(codes)] for glob, codes in (per_module or {}).items()}
+    broken: list[Finding] = []
+    for rule in applied:
+        try:
+            reason = rule.missing(history)
+            if reason:
+                skipped[rule.code] = reason
+            else:
+                found[rule] = [finding for finding in rule.find(history) if not _is_ignored(finding, exempt)]
+        except Exception as error:  # noqa: PERF203 (each by itself)
+            skipped[rule.code] = f"raised {type(error).__name__}: {error}"
+            broken.append(failed(f"rule {rule.code}", f"{type(error).__name__}: {error}"))
+    broken += [
+        failed(f"{name} of the {port} of {path!r}", reason)
+        for (path, port), name, reason in _missing(history)
+        if not unlike(reason)
+    ][:1]
+    return Report(
+        findings=(*(_completed(finding, history) for finding in folded(found, history.order)), *broken),
+        model=model,
+        fail_on=Severity(fail_on),
+        checked=tuple(rule.code for rule in found),
+        skipped=skipped,
+        layers=layers_of(history.whole(_LATE)),
+        losses=dict(history.losses),
+        notes=tuple(_unjudged(history)),
+        span=_span(history) if history is stats else None,  # of one measurement, nobody knows where it began
+    )
+
+
+def failed(what: str, reason: str) -> Finding:
+    """That this library itself failed at something, as a finding: it must not stop what it looks at."""
+    said = f"{what} raised {reason}"
+    return Finding(
+        BROKEN, Severity.INFO, said, hint="This is a fault of torchhook or of a rule of yours, not of the model."
+    )
+
+
+def layers_of(snapshot: Snapshot) -> tuple[dict[str, Any], ...]:
+    """The numbers by place, for tables and plots."""
+    layers: dict[str, dict[str, Any]] = {}
+    for path, port in snapshot.rows:
+        reading = snapshot[path, port]
+        if "moments" in reading and (entry := _ENTRIES.get(port.partition("[")[0])):
+            kind = "module" if reading.module_class else "parameter"
+            layer = layers.setdefault(path, {"site": path, "kind": kind})
+            for name, value in entry(reading).items():
+                layer.setdefault(name, value)
+    return tuple(layers.values())
+
+
+def _history(stats: Stats | Snapshot | History) -> History:
+    if isinstance(stats, History):
+        return stats
+    if isinstance(stats, Stats):
+        step, snapshot = stats.step, stats.snapshot()
+    elif isinstance(stats, Snapshot):
+        step, snapshot = 0, stats
+    else:
+        raise TypeError(f"stats must be what measure() gave, or a snapshot of it, not {stats!r:.80}")
+    history = History()
+    history.add(step, joined([snapshot]))
+    return history
+
+
+def _span(history: History) -> tuple[int, int] | None:
+    """The first and the last of the steps that the numbers by place are of."""
+    steps = [window.step for window in history.windows]
+    return (steps[math.floor(len(steps) * (1 - _LATE))], steps[-1]) if steps else None
+
+
+def _missing(history: History) -> Iterator[tuple[Place, str, str]]:
+    """Each statistic that is not there though it was wanted: of which place, its name, and why."""
+    for place, row in history.whole().rows.items():
+        for name, reason in row.failed.items():
+            yield place, name, reason
+
+
+def _unjudged(history: History) -> Iterator[str]:
+    """A note on the places that are given now these units, now those."""
+    places = {place: said for place, _, reason in _missing(history) if (said := unlike(reason))}
+    if places:
+        (path, port), said = next(iter(places.items()))
+        more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+        yield f"the units of the {port} of {path!r}{more} were not judged: {said}"
+
+
+def _completed(finding: Finding, history: History) -> Finding:
+    """A finding with what is known besides: the class of its module, and what the learning rate did before."""
+    labels = {path: row.label for (path, _), row in history.whole().rows.items() if row.label}
+    if finding.site in labels:
+        finding = replace(finding, evidence={"module": labels[finding.site], **finding.evidence})
+    return _after_rise(finding, history.rates)
+
+
+def _after_rise(finding: Finding, rates: Mapping[int, float]) -> Finding:
+    """The finding, and that the learning rate went up shortly before, if it did."""
+    if finding.step is None:
+        return finding
+    for before, step in pairwise(step for step in rates if finding.step - _SHORTLY <= step <= finding.step):
+        if rates[step] > 1.5 * rates[before] > 0:
+            said = f"{finding.message}, after the learning rate went from {rates[before]:.2g} to {rates[step]:.2g}"
+            return replace(finding, message=said, evidence={**finding.evidence, "rate_rose_at": step})
+    return finding
+
+
+def _is_ignored(finding: Finding, per_module: Mapping[str, Sequence[str]]) -> bool:
+    return any(
+        fnmatch.fnmatchcase(finding.site, pattern) and finding.code in codes for pattern, codes in per_module.items()
+    )
+
+
+def _of_output(reading: Reading) -> dict[str, Any]:
+    said = reading["moments"]
+    label = reading.module_class
+    return {
+        "module": label,
+        "role": kind_of(label),
+        "mean": said.mean,
+        "std": _spread(reading),
+        "zero_fraction": said.zero_fraction,
+    }
+
+
+def _spread(reading: Reading) -> float:
+    """The deviation over samples, as a mean over units where those are known: else biases would hide a dead signal."""
+    known = finite(reading["channels"].std.tolist()) if "channels" in reading else []
+    return sum(known) / len(known) if known else float(reading["moments"].std)
+
+
+def _rms(reading: Reading) -> float:
+    said = reading["moments"]
+    return math.nan if said.nonfinite else float(said.l2 / max(said.count, 1) ** 0.5)
+
+
+def _mean(reading: Reading) -> float:
+    said = reading["moments"]
+    return math.nan if said.nonfinite else float(said.mean)
+
+
+_ENTRIES: dict[str, Callable[[Reading], dict[str, Any]]] = {
+    "output": _of_output,
+    "grad_output": lambda reading: {"grad_norm": _rms(reading)},
+    "param_grad_norm": lambda reading: {"grad_norm": _mean(reading)},
+    "param_norm": lambda reading: {"norm": _mean(reading)},
+    "update_ratio": lambda reading: {"update_ratio": reading["moments"].mean},
+}

@@ -1,0 +1,102 @@
+"""`diagnose`: an inspection of a model in three parts, and a report of what is wrong."""
+
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchhook.core.batch import Loss
+from torchhook.core.findings import Report
+from torchhook.core.selection import require_module
+from torchhook.rules.check import check
+from torchhook.rules.inspection import Inspection, Progress
+from torchhook.rules.registry import Choice, chosen
+from torchhook.rules.rule import Phase
+
+PARTS = ("rest", "pass", "train")
+
+
+def diagnose(
+    model: nn.Module,
+    data: Any,
+    loss: Loss | None = None,
+    optimizer: Any = None,
+    steps: int = 100,
+    *,
+    parts: Sequence[str] = PARTS,
+    rules: Iterable[Choice] | None = None,
+    ignore: Sequence[Choice] = (),
+    per_module: Mapping[str, Sequence[str]] | None = None,
+    fail_on: str = "error",
+    progress: Progress | None = None,
+) -> Report:
+    """Inspect `model`: at rest, in a forward and backward, and in a short training of a copy of it.
+
+    The model, the optimizer and the state of the random number generators are as before afterwards.
+
+    Args:
+        data: Batches: a DataLoader, a list, or a single batch. A tuple is inputs and, last, the target; a dict is
+            keywords for the model; a tensor is the input. They are moved to the device of the model, and repeated if
+            there are fewer than `steps`.
+        loss: From output and target (for a dict or tensor: the batch) to a number. Without one it is the ``loss`` that
+            the output has, cross entropy if the targets are classes, the mean square if they look like the outputs.
+        optimizer: The one that trains the model; a copy of it trains the copy. Without one, AdamW does, and rules about
+            the optimizer are skipped.
+        steps: How many to train for.
+        parts: Which of ``"rest"`` (weights, buffers, batch norms, optimizer), ``"pass"`` (a forward and backward of
+            some batches) and ``"train"`` to do.
+        rules, ignore, per_module, fail_on: As for `check`.
+
+    >>> import torch.nn.functional as F
+    >>> from torchhook import diagnose
+    >>> _ = torch.manual_seed(0)
+    >>> model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 2))
+    >>> data = [(x, (x.sum(1) > 0).long()) for x in torch.randn(10, 64, 8)]
+    >>> optimizer = torch.optim.AdamW(model[:2].parameters(), lr=3e-3)
+    >>> report = diagnose(model, data, F.cross_entropy, optimizer)
+    >>> print(report.findings[0])
+    TH503 error: 2: the optimizer does not have it: weight, bias
+    """
+    require_module(model)
+    if isinstance(parts, str) or any(part not in PARTS for part in parts):
+        raise ValueError(f"parts must be some of {PARTS}, not {parts!r}")
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+        raise ValueError(f"steps must be a whole number from 0, not {steps!r}")
+    if loss is not None and not callable(loss):
+        raise TypeError(f"loss must be callable on output and target, not {loss!r}")
+    if not isinstance(data, Iterable):
+        raise TypeError(f"data must be batches, or one batch, not {data!r:.80}")
+    applied = [rule for rule in chosen(rules, ignore) if "rest" in parts or rule.phase != Phase.REST]
+    inspection = Inspection(model, data, loss, optimizer, applied, progress or _silent)
+    with _as_before(model):
+        inspection.run(steps if "train" in parts else 0, "pass" in parts)
+    report = check(inspection.history, applied, per_module=per_module, fail_on=fail_on, model=type(model).__name__)
+    return replace(report, notes=(*inspection.notes, *report.notes))
+
+
+@contextmanager
+def _as_before(model: nn.Module) -> Iterator[None]:
+    """Compute with gradients, and put every random number generator back to where it was."""
+    numpy: Any = sys.modules.get("numpy")
+    states = random.getstate(), numpy.random.get_state() if numpy else None
+    devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
+    try:
+        with torch.random.fork_rng(devices=sorted(devices)), warnings.catch_warnings(), torch.enable_grad():
+            warnings.filterwarnings("ignore", "a tap lies inside")  # it does for the sake of the copy alone
+            yield
+    finally:
+        random.setstate(states[0])
+        if numpy:
+            numpy.random.set_state(states[1])
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    """Tell nobody."""

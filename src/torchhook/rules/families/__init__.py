@@ -1,0 +1,1 @@
+"""The rules themselves, one family a file."""

@@ -1,0 +1,218 @@
+"""TH2: units that do not take part: dead, dormant, saturated, or saying the same whatever they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import Tensor
+
+from torchhook.core.findings import Finding, Severity
+from torchhook.rules.history import History, finite, last_of, plain, readings, samples
+from torchhook.rules.kinds import ACTIVATIONS, NORMS, kind_of
+from torchhook.rules.registry import register
+from torchhook.rules.rule import Need, Rule
+from torchhook.stats.channels import Units
+from torchhook.stats.reading import Reading, Snapshot
+
+_LAYERS = ("weight", *sorted(NORMS), *sorted(ACTIVATIONS))
+_GIVEN = (Need("input", "channels", ("weight",)), Need("input", "moments", ("weight",)))
+_STUCK = ("TH202", "TH204", "TH301", "TH401", "TH404", "TH502", "TH601", "TH603", "TH701", "TH801")
+
+
+@register
+class DeadUnits(Rule):
+    """Units of a ReLU that are positive on less than 0.1 % of positions, on at least 200 of them.
+
+    A quarter of a layer's units is worth knowing, 65 % are a warning (60 % if they did fire at first), 80 % an error.
+    A ReLU that is called as a function counts too: units of the layer before it that are never positive, and zero for
+    the layer after it. The share of zeros says nothing: a healthy ResNet has 40 % zeros and no dead unit.
+    """
+
+    code, name = "TH201", "dead-units"
+    needs = (Need("output", "channels", _LAYERS),)
+    uses = (Need("output"), *_GIVEN)
+    explains = _STUCK
+    hint = (
+        "These units learn nothing any more. Lower the learning rate or the weight decay of the layer before,"
+        " look for a large negative bias, or use LeakyReLU or GELU."
+    )
+    wrong = "Experts and adapters that these inputs do not use; pruned networks; few or similar samples."
+    active, least = 0.001, 200
+    info, lost, warning, error = 0.25, 0.6, 0.65, 0.8
+
+    def find(self, history: History) -> Iterator[Finding]:
+        half, quarter = history.whole(0.5), history.whole(0.25)  # which may have too few samples
+        for site, dead in {**self._dead(half), **self._dead(quarter)}.items():
+            share = float(dead.double().mean())
+            if share >= self.info and len(dead) >= 8:
+                step = _since(history, site, dead, self.active)
+                said = f"{100 * share:.0f} % of the units never fire"
+                severity = self._severity(share, step is not None and step > history.first_step)
+                yield self.finding(said, site, step, severity, dead=int(dead.sum()), units=len(dead))
+
+    def _dead(self, window: Snapshot) -> dict[str, Tensor]:
+        return {**self._modules(window), **self._functions(window)}
+
+    def _severity(self, share: float, have_fired: bool) -> Severity:
+        if share >= self.error:
+            return Severity.ERROR
+        return Severity.WARNING if share >= (self.lost if have_fired else self.warning) else Severity.INFO
+
+    def _modules(self, window: Snapshot) -> dict[str, Tensor]:
+        """Dead units of rectifiers that are modules."""
+        found = {}
+        for reading in readings(window, "output", "channels", "rectifier"):
+            units: Units = reading["channels"]
+            if samples(reading) >= self.least:
+                found[reading.path] = units.active_fraction < self.active
+        return found
+
+    def _functions(self, window: Snapshot) -> dict[str, Tensor]:
+        """Dead units of rectifiers that are functions between two modules."""
+        found = {}
+        for pair in _pairs(window):
+            if pair.samples >= self.least and pair.least >= 0:
+                dead = (pair.before.active_fraction < self.active) & (pair.given < 1e-12)
+                found[pair.path] = dead
+        return found
+
+
+class _Pair(NamedTuple):
+    """A layer, and what of its units the next layer is given."""
+
+    path: str
+    samples: int
+    before: Units
+    given: Tensor  # the mean absolute of each unit, as the next layer sees it
+    least: float  # the smallest value that it is given
+
+
+def _pairs(window: Snapshot) -> Iterator[_Pair]:
+    """Layers that are followed, in the order of execution, by one that takes a number of values for each unit."""
+    before, between = None, None  # the last that has weights, or a norm; and the activation since then
+    rows = {place: window[place] for place, row in window.rows.items() if row.label}
+    for (path, port), reading in rows.items():
+        if port != "output" or "channels" not in reading:
+            continue
+        if kind_of(reading.module_class) in ACTIVATIONS:
+            between = reading
+            continue
+        after = rows.get((path, "input"))
+        if before is not None and after is not None and "channels" in after and not _is_its_own(between, before):
+            units: Units = before["channels"]
+            given: Tensor = after["channels"].abs_mean
+            if len(given) % len(units.mean) == 0:
+                given = given.view(len(units.mean), -1).amax(1)
+                least = after["moments"].min if "moments" in after else 0.0
+                yield _Pair(before.path, samples(before), units, given, least)
+        before, between = reading, None
+
+
+def _is_its_own(activation: Reading | None, layer: Reading) -> bool:
+    """Whether an activation is a module that nobody but a layer uses: then its own outputs tell."""
+    return activation is not None and samples(activation) == samples(layer)
+
+
+@register
+class DormantUnits(Rule):
+    """Units whose mean absolute output is below a fortieth of the layer's mean, in more than two fifths of a layer.
+
+    Scale-free, so it sees what GELU and SiLU have instead of death, as modules or as functions before a layer with
+    weights. Not asked of ReLU, which has units that rarely fire in health too.
+    """
+
+    code, name = "TH202", "dormant-units"
+    needs = (Need("output", "channels", _LAYERS),)
+    uses = (Need("output"), *_GIVEN)
+    explains = ("TH204", "TH401", "TH502", "TH601", "TH801")
+    hint = (
+        "Much of the layer is idle: look at the initialisation and the learning rate of the layer before, or prune it."
+    )
+    wrong = "Gates that are meant to be closed; layers that were pruned; one-hot or sparse features."
+    tau, share, least = 0.025, 0.4, 256
+
+    def find(self, history: History) -> Iterator[Finding]:
+        window = history.whole(0.5)
+        sizes = {
+            reading.path: (reading["channels"].abs_mean, samples(reading))
+            for reading in readings(window, "output", "channels", "leaky")
+        }
+        for pair in _pairs(window):
+            if pair.least < 0:
+                sizes.setdefault(pair.path, (pair.given, pair.samples))
+        for site, (size, count) in sizes.items():
+            dormant = size <= self.tau * size.mean()
+            share = float(dormant.double().mean())
+            if count >= self.least and len(size) >= 4 and share > self.share and size.mean() > 0:
+                said = f"{100 * share:.0f} % of the units hardly say anything"
+                yield self.finding(said, site, dormant=int(dormant.sum()), units=len(size))
+
+
+@register
+class Saturated(Rule):
+    """Units of a sigmoid or tanh at the ends of their range (beyond 0.02 and 0.98, or ±0.97) on 60 % of positions.
+
+    Half of a layer's units is a warning, nine tenths an error. The last layer of a model may be sure of itself.
+    """
+
+    code, name = "TH203", "saturated"
+    needs = (Need("output", "saturation", ("sigmoid", "tanh")),)
+    uses = (Need("output"),)
+    explains = ("TH204", "TH301", "TH401", "TH404", "TH502", "TH601", "TH801")
+    hint = (
+        "No gradient passes. Make the weights of the layer before smaller, normalise its inputs, or use ReLU or GELU."
+    )
+    wrong = "Gates, which are open or closed by design; the last activation of a confident classifier."
+    part = 0.6
+    limits: tuple[float, float] = (0.5, 0.9)
+
+    def find(self, history: History) -> Iterator[Finding]:
+        window = history.whole(0.5)
+        last = history.order.get(last_of(history, "weight"), -1)
+        for reading in readings(window, "output", "saturation", "sigmoid", "tanh"):
+            part: Tensor = reading["saturation"]
+            share = float((part > self.part).double().mean())
+            if share >= self.limits[0] and history.order[reading.path] < last:
+                said = f"{100 * share:.0f} % of the units are saturated"
+                severity = "error" if share >= self.limits[1] else "warning"
+                yield self.finding(said, reading.path, None, severity, mean_part=plain(part.mean()))
+
+
+@register
+class ConstantOutput(Rule):
+    """All units of a layer vary by less than a millionth of their size: it says the same whatever it is given.
+
+    Judged after some training: layers that begin as zero on purpose (LoRA, residual branches) do not stay so.
+    """
+
+    code, name, severity = "TH204", "constant-output", Severity.ERROR
+    needs = (Need("output", "channels", _LAYERS),)
+    explains = ("TH202", "TH204", "TH401", "TH404", "TH502", "TH601", "TH801")
+    hint = "Nothing passes this layer: look for zero weights, a dead layer before it, or inputs that are all the same."
+    wrong = "Position embeddings and other inputs that are the same in every batch."
+    least = 5  # windows
+
+    def find(self, history: History) -> Iterator[Finding]:
+        if len(history.windows) < self.least:
+            return
+        for reading in readings(history.whole(0), "output", "channels", *_LAYERS):
+            units: Units = reading["channels"]
+            spread = finite(units.std.tolist())
+            if spread and max(spread) <= 1e-6 * max(float(units.abs_mean.max()), 1e-30) and samples(reading) > 1:
+                said = "it gives the same for every input"
+                yield self.finding(said, reading.path, spread=plain(max(spread)), size=plain(units.abs_mean.max()))
+
+
+def _since(history: History, site: str, dead: Tensor, active: float) -> int | None:
+    """The step since which most of the `dead` units have been so."""
+    since = None
+    for step, snapshot in reversed(history.windows):
+        rows = [place for place in snapshot.rows if place[0] == site and place[1].startswith("output")]
+        if not rows or "channels" not in (reading := snapshot[rows[0]]):
+            continue
+        fires = reading["channels"].active_fraction[dead] > active
+        if float(fires.double().mean()) > 0.5:
+            break
+        since = step
+    return since

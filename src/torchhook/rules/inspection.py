@@ -1,0 +1,185 @@
+"""One inspection: a copy of a model is run, and trained, and all that is seen goes into a history."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from itertools import islice
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchhook.core.batch import Batch, Loss, call, loss_of, on_device
+from torchhook.origins import Catch
+from torchhook.rules.history import History, Modes, settled
+from torchhook.rules.model_copy import twins_of
+from torchhook.rules.rest import at_rest
+from torchhook.rules.rule import Need, Rule
+from torchhook.rules.task import task_of
+from torchhook.rules.watch import Watch
+from torchhook.stats.optimizer.steps import unwrapped
+
+Progress = Callable[[str, int, int], None]
+"""Told of the progress: what is done, how much of it, of how much."""
+
+_THOROUGH = 8  # steps at the beginning and at the end in which everything is measured
+_SETTLING = 30  # batches after which the averages of batch norms are of the present weights
+_COMPARED = 12  # batches that are run in both modes
+_LOST = 3  # steps without a finite loss after which there is nothing more to see
+_MODES = (Need("output", "channels", ("dropout", "batchnorm")), Need("input", "channels", ("batchnorm",)))
+
+
+class Inspection:
+    """What is inspected, and the history that is written."""
+
+    def __init__(
+        self, model: nn.Module, data: Any, loss: Loss | None, optimizer: Any, rules: list[Rule], progress: Progress
+    ) -> None:
+        self.model = model
+        self.data = [data] if isinstance(data, (Tensor, tuple, Mapping)) else data
+        self.loss = loss
+        self.optimizer = None if optimizer is None else unwrapped(optimizer)
+        self.rules = rules
+        self.progress = progress
+        self.history = History(rest=at_rest(model, self.optimizer), own_optimizer=optimizer is not None)
+        self.notes: list[str] = []
+
+    def run(self, steps: int, look: bool) -> None:
+        """Train a copy for some steps; without any, `look` at a forward and backward of some batches."""
+        if not steps and not look:
+            return
+        if iter(self.data) is self.data:
+            self.data = list(islice(self.data, steps or _THOROUGH))
+        if next(self._batches(), None) is None:
+            raise ValueError("data has no batches")
+        twin, optimizer = twins_of(self.model, self.optimizer)
+        real = self._has_loss(twin)
+        trained = self._trained(twin, optimizer) if steps and real else None
+        self._watch(twin, trained, steps if trained is not None else _THOROUGH, real)
+        if real and twin.training and any("modes" in rule.facts for rule in self.rules):
+            self._compare_modes(twin)
+        if trained is not None:
+            self.history.after = at_rest(twin, trained)
+
+    def _has_loss(self, twin: nn.Module) -> bool:
+        """Whether there is a loss worth making smaller; asked of the first batch if nobody gave one."""
+        if self.loss is not None:
+            return True
+        buffers = {name: buffer.clone() for name, buffer in twin.named_buffers()}
+        batch = Batch.of(on_device(next(self._batches()), twin))
+        guess = loss_of(call(twin, batch), batch.target, None)
+        with torch.no_grad():
+            for name, buffer in twin.named_buffers():
+                buffer.copy_(buffers[name])
+        self.notes += [f"the loss is {guess.how}"] if guess.how else []
+        return guess.real
+
+    def _trained(self, twin: nn.Module, optimizer: Any) -> Any:
+        """The optimizer to train the copy with; None if there is nothing to train."""
+        parameters = [parameter for parameter in twin.parameters() if parameter.requires_grad]
+        if not parameters:
+            self.notes.append("no parameter requires a gradient: nothing was trained")
+            return None
+        if optimizer is None:
+            return self._own_optimizer(twin, parameters)
+        for group in optimizer.param_groups:
+            if group.get("lr") == 0 and group.get("initial_lr"):
+                group["lr"] = group["initial_lr"]
+                self.notes.append(f"a schedule has set the rate to 0: the copy was trained at {group['lr']:.2g}")
+        return optimizer
+
+    def _own_optimizer(self, twin: nn.Module, parameters: list[nn.Parameter]) -> Any:
+        """An optimizer for a copy whose user has given none; None if there is none that would do."""
+        if any(parameter.dtype == torch.float16 for parameter in parameters):
+            self.notes.append("no optimizer was given, and float16 weights need a careful one: nothing was trained")
+            return None
+        if any(getattr(module, "sparse", False) for module in twin.modules()):
+            self.notes.append("no optimizer was given: the copy was trained with SGD at a rate of 0.01")
+            return torch.optim.SGD(parameters, lr=0.01)  # which takes sparse gradients
+        self.notes.append("no optimizer was given: the copy was trained with AdamW at a rate of 1e-3")
+        return torch.optim.AdamW(parameters, lr=1e-3)
+
+    def _watch(self, twin: nn.Module, optimizer: Any, count: int, real: bool) -> None:
+        """Run the copy and write down what is seen."""
+        what = "looking" if optimizer is None else "training a copy"
+        lost = 0
+        with Watch(twin, self.rules, optimizer, self.history) as watch, Catch(twin, None, "record") as caught:
+            for step, data in enumerate(islice(self._batches(), count)):
+                watch.be_thorough(step < _THOROUGH or step >= count - _THOROUGH)
+                value = self._step(twin, optimizer, data, step)
+                watch.step(value if real else None)
+                self.progress(what, step + 1, count)
+                if caught.finding is not None and self.history.origin is None:
+                    self.history.origin = replace(caught.finding, step=step)
+                lost = 0 if math.isfinite(value) else lost + 1
+                if lost == _LOST:
+                    break
+
+    def _step(self, twin: nn.Module, optimizer: Any, data: Any, step: int) -> float:
+        """One step of the training; the loss."""
+        batch = Batch.of(on_device(data, twin))
+
+        def closure() -> Tensor:
+            twin.zero_grad(set_to_none=True)
+            output = call(twin, batch)
+            loss = loss_of(output, batch.target, self.loss).loss
+            if step == 0 and self.history.task is None:
+                self.history.task = task_of(output, batch.target, float(loss.detach()), self.loss)
+            if loss.requires_grad:
+                loss.backward()
+            return loss
+
+        if optimizer is not None and _wants_closure(optimizer):
+            return float(optimizer.step(closure))
+        loss = closure()
+        if optimizer is not None:
+            optimizer.step()
+        return float(loss.detach())
+
+    def _batches(self) -> Iterator[Any]:
+        """The data, again and again."""
+        while True:
+            empty = True
+            for batch in self.data:
+                empty = False
+                yield batch
+            if empty:
+                return
+
+    def _compare_modes(self, twin: nn.Module) -> None:
+        """Run the same batches in eval and in train mode, after batch norms have caught up with the weights."""
+        flags = {module: module.training for module in twin.modules()}
+        try:
+            with torch.no_grad():
+                for data in islice(self._batches(), _SETTLING):
+                    call(twin, Batch.of(on_device(data, twin)))
+                for module in flags:
+                    module.training = False
+                evaluated = self._run(twin)
+                for module, flag in flags.items():
+                    module.training = flag
+                trained = self._run(twin)
+        except Exception as error:  # of the user's: a loss that does not fit what the model gives in eval mode
+            self.notes.append(f"eval mode was not compared, for it raised {type(error).__name__}: {error}")
+            return
+        batches = tuple(settled(window.snapshot) for window in trained.windows)
+        losses = [fmean(seen.losses.values()) for seen in (trained, evaluated)]
+        self.history.modes = Modes(trained.whole(), batches, evaluated.whole(), *losses)
+
+    def _run(self, twin: nn.Module) -> History:
+        """What batch norms and dropouts do on some batches, and the losses."""
+        with Watch(twin, [], needs=_MODES) as watch:
+            for data in islice(self._batches(), _COMPARED):
+                batch = Batch.of(on_device(data, twin))
+                watch.step(loss_of(call(twin, batch), batch.target, self.loss).loss)
+        return watch.history
+
+
+def _wants_closure(optimizer: Any) -> bool:
+    """Whether the step of an optimizer cannot do without a closure, as that of LBFGS."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty

@@ -1,0 +1,171 @@
+"""A call run once more, op by op, to see where NaN and Inf begin in it.
+
+It runs on a twin of the module that shares only the memory of the parameters: no gradient, no running statistic and no
+hook of ours is touched.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from torchhook.core.shards import is_sharded
+from torchhook.core.trees import Address, Arguments, leaves, mapped
+from torchhook.rules.origin.calls import BAD, Call, Setting, buffers_before, used_buffers
+from torchhook.rules.origin.tracer import Operand, Step, Tracer, first, memory_of
+
+_FSDP = "_get_fsdp_state"  # what modules have that fully_shard made its own
+
+
+class Detached(TorchFunctionMode):
+    """Lets any tensor be copied, also one that is part of a graph."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__:
+            tensor, memo = args
+            return memo.setdefault(id(tensor), tensor.detach().clone())
+        return func(*args, **(kwargs or {}))
+
+
+class Shown(NamedTuple):
+    """What a replay showed: the op at fault, or what came in with it already; otherwise why it did not."""
+
+    step: Step | None = None
+    culprit: Operand | None = None
+    masked: bool = False  # nobody is, there are but masks
+    blank: bool = False  # it did not, but there is memory to which nothing was written
+    note: str = ""
+
+    @property
+    def told(self) -> bool:
+        """Whether it did."""
+        return self.step is not None or self.culprit is not None or self.masked
+
+
+def replay_call(call: Call, calls: list[Call], backward: bool = False) -> Shown:
+    """Run `call` once more, on a twin of its module; `calls` are all of its pass."""
+    try:
+        if reason := _refusal(call.module):
+            return Shown(note=f"not replayed: {reason}")
+        twin = twin_of(call.module)
+        fill(twin, buffers_before(call, calls))
+        pairs = zip(twin.modules(), call.module.modules(), strict=True)
+        originals = {id(module): original for module, original in pairs}
+        return show(twin, originals, call.arguments, call.wanted, call.setting, call.grads if backward else None)
+    except Exception as error:
+        return Shown(note=f"its replay raised {type(error).__name__}: {error}")
+
+
+def twin_of(module: nn.Module) -> nn.Module:
+    """A copy of `module`, its parameters in the same memory."""
+    with torch.inference_mode(False), Detached():
+        shared: dict[int, Any] = {}
+        for parameter in module.parameters():
+            shared[id(parameter)] = same = nn.Parameter(parameter.detach(), parameter.requires_grad)
+            vars(same).update(vars(parameter))  # what people write on them
+        return copy.deepcopy(module, shared)
+
+
+def state_of(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of `module`, by their names."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def fill(twin: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Give `twin` these values of parameters and buffers."""
+    own = state_of(twin)
+    for name, tensor in state.items():
+        own[name].data = tensor.clone()
+
+
+def show(
+    twin: nn.Module,
+    originals: Mapping[int, nn.Module],
+    arguments: Arguments,
+    wanted: list[bool],
+    setting: Setting,
+    grads: Mapping[Address, Tensor] | None,
+) -> Shown:
+    """Run `twin` under a tracer, and if there are `grads` its backward, too; see where NaN and Inf began."""
+    backward = grads is not None
+    with torch.inference_mode(setting.inference), Detached():
+        given = copy.deepcopy(arguments)
+    inputs: list[Tensor] = []
+    if backward:
+        with torch.enable_grad():  # a call without it is the first run of a reentrant checkpoint
+            given = mapped(_requiring(inputs, wanted if setting.grad else [True] * len(wanted)), given, faithful=True)
+    known = {memory_of(tensor): ("argument", _spelt(address)) for address, tensor in leaves(given)}
+    known |= {memory_of(tensor): ("parameter", name) for name, tensor in twin.named_parameters()}
+    for path, part in twin.named_modules():
+        for name, tensor in used_buffers(part).items():
+            known[memory_of(tensor)] = "buffer", f"{path}.{name}".strip(".")
+    tracer = Tracer(originals, known)
+    with tracer, _eager(), torch.autograd.set_detect_anomaly(backward, check_nan=False):
+        with setting._replace(grad=setting.grad or backward).restored():
+            result = twin(*given.args, **given.kwargs)
+        if grads is not None:
+            tracer.backward = True
+            result = _differentiated(result, grads, [*inputs, *twin.parameters()])
+    found = [seen for _, tensor in leaves(result) if (seen := tracer.seen(tensor)) and seen.bits]
+    if not found and any(memory_of(tensor) in tracer.blank for _, tensor in leaves(result)):
+        return Shown(blank=True)
+    return _judged(found, backward)
+
+
+def _judged(found: list[Operand], backward: bool) -> Shown:
+    """Where that began which is not finite in the end."""
+    bad = [seen for seen in found if backward or seen.bits & BAD]
+    if not found:
+        return Shown(note="its replay did not show it again")
+    if not bad:
+        computed = [seen.source.computed if seen.source else None for seen in found]
+        return Shown(masked=True) if None in computed else Shown(first(computed))
+    step = first([seen.source.cause for seen in bad if seen.source])
+    return Shown(step, bad[0] if step is None else step.culprit)
+
+
+def _differentiated(result: Any, grads: Mapping[Address, Tensor], wrt: list[Tensor]) -> list[Tensor | None]:
+    reached = [(tensor, grads[at]) for at, tensor in leaves(result) if at in grads and tensor.requires_grad]
+    outputs, gradients = zip(*reached, strict=True)
+    wrt = [tensor for tensor in wrt if tensor.requires_grad]
+    return list(torch.autograd.grad(outputs, wrt, gradients, allow_unused=True))
+
+
+def _requiring(inputs: list[Tensor], wanted: list[bool]) -> Callable[[Tensor], Tensor]:
+    """Makes arguments require gradients as they did; what the module is given are no leaves, it may overwrite them."""
+    flags = iter(wanted)
+
+    def require(tensor: Tensor) -> Tensor:
+        if not next(flags, False) or not tensor.is_floating_point():
+            return tensor
+        inputs.append(tensor.requires_grad_())
+        return tensor.clone()
+
+    return require
+
+
+def _refusal(module: nn.Module) -> str:
+    """Why `module` must not be run by this rank alone."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    together = any(isinstance(part, nn.SyncBatchNorm) or hasattr(part, _FSDP) for part in module.modules())
+    if (distributed and together) or any(map(is_sharded, module.parameters())):
+        return "all ranks compute it together, and a rank that does so alone would wait for ever"
+    return ""
+
+
+def _eager() -> AbstractContextManager[Any]:
+    """Nothing is compiled, or runs as it was compiled: there the ops have no lines."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+def _spelt(address: Address) -> str:
+    """The name of an argument: its place among the positional ones, or its keyword, and what leads on."""
+    (_, name), rest = address[:2], address[2:]
+    return str(name) + "".join(f"[{key!r}]" for key in rest)

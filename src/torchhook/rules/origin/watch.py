@@ -1,0 +1,324 @@
+"""Watching a model for NaN and Inf, a pass at a time.
+
+Of each call is kept what it was given, copied on write, and how what it returned is marked, and of the backward the
+gradients of what it returned. The marks are read at the end of the forward, and at the end of the backward what the
+optimizer will use; if that is not finite, it is searched where it began. All this goes when the next pass begins.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.autograd import Variable
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from torchhook.core.errors import NonfiniteError
+from torchhook.core.event import Event
+from torchhook.core.findings import Finding
+from torchhook.core.passes import Pass, Scope
+from torchhook.core.selection import Selector, walk
+from torchhook.core.session import Session
+from torchhook.core.site import Site
+from torchhook.core.snapshot import frozen, snapshot
+from torchhook.core.tap import Act, Receive, Sink, Tap, Unknown, at_once
+from torchhook.core.text import warn
+from torchhook.core.trees import Address, Arguments, leaves
+from torchhook.rules.origin.calls import (
+    BAD,
+    Call,
+    Setting,
+    are_finite,
+    bits_in,
+    generators,
+    marks,
+    merged,
+    read,
+    used_buffers,
+)
+from torchhook.rules.origin.files import save_call
+from torchhook.rules.origin.origin import Origin
+from torchhook.rules.origin.search import Arrival, Hit, in_backward, in_forward, in_unfinished
+
+OnFound = Literal["raise", "warn", "record"]
+
+_MOST = 100_000  # calls that are kept: a forward that raised outside of any pass never ends
+
+
+class Watch(Sink):
+    """What the hooks tell, and what was found. (Apart from `Catch`, which the hooks must not keep alive.)"""
+
+    def __init__(self, model: nn.Module, save: Path | None, on_found: OnFound) -> None:
+        self.model = model
+        self.save = save
+        self.on_found = on_found
+        self.origin: Origin | None = None
+        self.finding: Finding | None = None
+        self.file: Path | None = None
+        self.over = False
+        self.seen = False  # whether anything ran
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._generators: dict[str, torch.Generator] = {}
+        self._open: list[Call] = []
+        self._calls: dict[tuple[str, int, int], Call] = {}  # those that ended, in this order
+        self._arrived: list[Arrival] = []  # gradients that were not looked at yet
+        self._looked_at: list[Arrival] = []  # those of outputs that were
+        self._masking: set[str] = set()
+        self._clock = count(1)
+
+    def taps(self) -> list[Tap]:
+        """What has to be seen: every call, and all gradients."""
+        parts = any(path and _is_called(path, module) for path, module in walk(self.model))
+        where = Selector.union(("", _is_called) if parts else ("",))
+        everywhere = [Tap(where, self, "input"), Tap(where, self, "output"), Tap(where, self, "grad_output")]
+        # At the port grad_input, a tensor that is given twice becomes two: not where it can be helped.
+        return [*everywhere, Tap("", self, "grad_input"), Tap("", self, "param_grad")]
+
+    def receive(self, event: Event) -> None:
+        """Never called: what is bound for each site does it without events."""
+        raise NotImplementedError
+
+    def bind(self, tap: Tap, site: Site, module: nn.Module, scope: Scope) -> Act:
+        """What to do at one site."""
+
+        def begin(pass_: Pass, number: int, value: Arguments, args: tuple[Any, ...]) -> None:
+            self._safely(self._begin, (site.path, number, pass_.number), module, value, args)
+
+        @at_once
+        def end(pass_: Pass, number: int, value: Any, args: tuple[Any, ...]) -> None:
+            self._safely(self._end, (site.path, number, pass_.number), value)
+
+        def ask(pass_: Pass, number: int, value: Any, args: tuple[Any, ...]) -> Receive | None:
+            if self.over:
+                return None
+            place = site.path, number, pass_.number
+            known = next((call for call in self._open[-1:] if call.place == place), self._calls.get(place))
+            call = _nobody if known is None else weakref.ref(known)  # a graph that lives on must not keep it
+
+            def receive(leaf: int, address: Address, gradient: Tensor) -> None:
+                self._safely(self._arrive, site, place, call(), address, gradient)
+
+            return receive
+
+        def arrive(pass_: Pass, number: int, value: Tensor, args: tuple[Any, ...]) -> None:
+            self._safely(self._arrive, site, (site.path, number, pass_.number), None, (), value)
+
+        by_port: dict[str, Act] = {"input": begin, "output": end, "param_grad": arrive}
+        return by_port.get(site.port, ask)
+
+    def start(self, session: Session) -> None:
+        """Watch from now on, as a session tells."""
+        self._parameters = session.parameters(Selector.of(""))
+        self._generators = generators({tensor.device for tensor in (*self.model.parameters(), *self.model.buffers())})
+
+    def stop(self) -> None:
+        """Watch no more."""
+        self.over = True
+        self._forget()
+
+    def explain(self, error: Exception) -> None:
+        """Note on an error of the user's that the forward which raised it had made NaN or Inf, if it had."""
+        self._safely(self._explain, error)
+
+    def _explain(self, error: Exception) -> None:
+        calls = list(self._calls.values())
+        if not self._open or not calls:
+            return
+        self._read(calls)
+        hit = in_unfinished(calls) if calls[-1].bits & BAD else None
+        if hit is not None:
+            self._note(hit)
+            if hasattr(error, "add_note"):
+                error.add_note(f"(torchhook.catch_nonfinite: {hit.origin.message()})")
+
+    def _safely(self, look: Callable[..., None], *what: Any) -> None:
+        """To be watched must not stop a training: an error of our own ends the watching, and no more."""
+        if self.over:
+            return
+        try:
+            look(*what)
+        except NonfiniteError:
+            raise
+        except Exception as error:
+            self.stop()
+            warn(f"NaN and Inf are no longer watched for, for that raised {type(error).__name__}: {error}")
+
+    def _begin(self, place: tuple[str, int, int], module: nn.Module, value: Arguments, args: tuple[Any, ...]) -> None:
+        self.seen = True
+        is_stale = bool(self._open) and self._open[0].pass_number != place[2]  # that forward raised
+        if is_stale or not self._open or len(self._calls) > _MOST:
+            self._forget()
+        parent = self._open[-1] if self._open else None
+        setting, begun = Setting.now(self._generators), next(self._clock)
+        wanted = [tensor.requires_grad for _, tensor in leaves(value)]
+        buffers = {name: frozen(buffer) for name, buffer in used_buffers(module).items()}
+        compiled = isinstance(args, Unknown)
+        self._open.append(Call(*place, module, parent, setting, begun, snapshot(value), wanted, buffers, compiled))
+
+    def _end(self, place: tuple[str, int, int], value: Any) -> None:
+        while self._open:
+            call = self._open.pop()  # calls inside that raised never ended
+            if call.place == place:
+                break
+        else:
+            return
+        call.marks, call.ended = marks(value), next(self._clock)
+        self._calls[place] = call
+        if not self._open:
+            self._conclude(call)
+
+    def _conclude(self, top: Call) -> None:
+        """The forward is over: read what `top` returned, and the rest only if that is broken."""
+        if not merged(read(top.marks)):
+            return
+        calls = list(self._calls.values())
+        self._read(calls)
+        hit = in_forward(calls, top, self._masking)
+        if hit is not None:
+            self._tell(hit)
+
+    def _arrive(
+        self, site: Site, place: tuple[str, int, int], call: Call | None, address: Address, gradient: Tensor
+    ) -> None:
+        if not self._arrived:
+            Variable._execution_engine.queue_callback(lambda: self._safely(self._conclude_backward))
+        # That of a parameter is looked at before anybody writes to it, and must stay where it is.
+        kept = gradient.detach() if site.port == "param_grad" else frozen(gradient)
+        self._arrived.append(Arrival(site.port, *place, call, kept))
+        if call is not None and site.port == "grad_output":
+            call.grads[address] = kept
+
+    def _conclude_backward(self) -> None:
+        """The backward is over, and the parameters are as they were in it."""
+        arrived, self._arrived = self._arrived, []
+        earlier = list(self._looked_at)  # FSDP hands in the gradients of parameters when all is over
+        self._looked_at += [arrival for arrival in arrived if arrival.port == "grad_output"]
+        if are_finite([arrival.gradient for arrival in arrived if arrival.leaves_model]):
+            return
+        broken = [(known, bits) for known in earlier + arrived if (bits := bits_in(known.gradient))]
+        if broken and not _is_scaled():
+            self._tell(in_backward(broken, list(self._calls.values()), self._parameters))
+
+    def _read(self, calls: list[Call]) -> None:
+        bits = iter(read([mark for call in calls for mark in call.marks]))
+        for call in calls:
+            call.bits = merged(next(bits) for _ in call.marks)
+
+    def _tell(self, hit: Hit) -> None:
+        self._note(hit)
+        text = self._story()
+        if self.on_found == "raise":
+            raise NonfiniteError(text)
+        if self.on_found == "warn":
+            warn(text)
+
+    def _note(self, hit: Hit) -> None:
+        self.origin, self.finding = hit.origin, hit.origin.finding(hit.affected)
+        if self.save is not None and hit.call is not None:
+            calls = list(self._calls.values())
+            self.file, self.finding = save_call(self.save, hit.call, calls, self.origin, self.finding)
+        self.stop()
+
+    def _story(self) -> str:
+        finding, origin = self.finding, self.origin
+        assert finding is not None and origin is not None
+        lines = [origin.message(), *finding.message.split("\n")[1:]]  # which are about the file
+        lines += [f"  passed on by {len(finding.affected)} later calls"] if finding.affected else []
+        lines += [finding.hint] if finding.hint else []
+        return "\n".join(lines)
+
+    def _forget(self) -> None:
+        for kept in (self._open, self._calls, self._arrived, self._looked_at):
+            kept.clear()
+
+
+class Catch:
+    """A model that is watched for NaN and Inf; see `torchhook.catch_nonfinite`."""
+
+    def __init__(self, model: nn.Module, save: Path | None, on_found: OnFound) -> None:
+        if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
+            raise ValueError("DataParallel runs copies of the model in threads; watch its .module, on one device")
+        self._watch = Watch(model, save, on_found)
+        self._session = Session(model, self._watch.taps(), on_silent="ignore", detach_on_error=False)
+
+    @property
+    def origin(self) -> Origin | None:
+        """Where the first NaN or Inf began, if there was one."""
+        return self._watch.origin
+
+    @property
+    def finding(self) -> Finding | None:
+        """The same with all that passed it on."""
+        return self._watch.finding
+
+    @property
+    def file(self) -> Path | None:
+        """Where the call was saved."""
+        return self._watch.file
+
+    def attach(self) -> Catch:
+        """Begin to watch. (``with`` does this.)"""
+        self._session.attach()
+        self._watch.start(self._session)
+        return self
+
+    def detach(self) -> None:
+        """Take the hooks away. (The end of the ``with`` block does this.)"""
+        self._session.detach()
+        if not self._watch.seen:
+            warn(f"nothing was watched for NaN: {self._session.silent.get(Site(''), 'nothing ran')}")
+        self._watch.stop()
+
+    def __enter__(self) -> Catch:
+        return self.attach()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.detach()
+            return
+        self._session.abandon()
+        if isinstance(error, Exception):
+            self._watch.explain(error)
+        self._watch.stop()
+
+    def __repr__(self) -> str:
+        return f"Catch({type(self._watch.model).__name__}): {self.finding or 'nothing found'}"
+
+
+def origin_of(model: nn.Module, run: Callable[[], object]) -> Finding | None:
+    """Where the first NaN or Inf began while `run` ran `model`, and perhaps its backward; None if there was none.
+
+    >>> from torchhook.origins import origin_of
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Softmax(1))
+    >>> finding = origin_of(model, lambda: model(torch.full((1, 2), torch.inf)))
+    >>> finding.code, finding.evidence["came_with"]
+    ('TH101', 'the argument 0')
+    """
+    with Catch(model, None, "record") as caught:
+        run()
+    return caught.finding
+
+
+def _nobody() -> None:
+    return None
+
+
+def _is_called(path: str, module: nn.Module) -> bool:
+    """Whether hooks on `module` tell anything. Attention uses the weights of its last layer without calling it."""
+    return not isinstance(module, (torch.jit.ScriptModule, NonDynamicallyQuantizableLinear))
+
+
+def _is_scaled() -> bool:
+    """Whether a GradScaler is at work, which lets gradients overflow until it knows the scale."""
+    scalers = [known for known in gc.get_objects() if issubclass(type(known), GradScaler)]
+    return any(s.is_enabled() and s._scale is not None and s._scale.item() >= 1 for s in scalers)

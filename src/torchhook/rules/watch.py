@@ -1,0 +1,291 @@
+"""A `Watch` sits beside a training and measures, step by step, what the chosen rules need.
+
+What it measures comes at three prices. Moments of outputs and gradients are measured in every step that the clock
+measures. Statistics of units, histograms, inputs and updates too; but where there is a clock `seldom`, in its steps
+alone. Covariances and attention are dearer still, and measured while the watch is `thorough`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parameter import is_lazy
+
+from torchhook.core.call_wrapper import compiled_among, graphs_so_far
+from torchhook.core.event import Event
+from torchhook.core.selection import Selector, walk
+from torchhook.core.session import ScopeName, Session
+from torchhook.core.site import Port, Site
+from torchhook.core.tap import Tap
+from torchhook.rules.attention import Attending
+from torchhook.rules.history import History, joined
+from torchhook.rules.kinds import kind_of
+from torchhook.rules.rest import Rest, at_rest
+from torchhook.rules.rule import Need, Rule
+from torchhook.stats import Attention, Covariance, Moments, Stat, named
+from torchhook.stats.clock import Clock
+from torchhook.stats.optimizer.steps import Steps
+from torchhook.stats.reading import FLAGS, Snapshot
+from torchhook.stats.reduce import Reduce
+
+_HEAVY: dict[str, Stat] = {"covariance": Covariance(), "attention": Attention()}
+_MODULES: dict[str, Port] = {"input": "input", "output": "output", "grad_output": "grad_output"}
+
+
+class Watch:
+    """Measures what `rules` need, and ends a window at every `step`, or whenever one is taken.
+
+    >>> import torch
+    >>> from torchhook.rules import chosen
+    >>> model = nn.Sequential(nn.Linear(2, 4), nn.ReLU())
+    >>> with Watch(model, chosen(["TH101"])) as watch:
+    ...     for _ in range(3):
+    ...         model(torch.ones(1, 2)).sum().backward()
+    ...         watch.step(loss=0.5)
+    >>> watch.history.losses, list(watch.history.whole())
+    ({0: 0.5, 1: 0.5, 2: 0.5}, [('0', 'output'), ('1', 'output')])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rules: Iterable[Rule],
+        optimizer: Any = None,
+        history: History | None = None,
+        needs: Iterable[Need] = (),
+        clock: Clock | None = None,
+        seldom: Clock | None = None,
+        scope: ScopeName = "thread",
+        widest: int = 512,
+        detours: bool = True,
+        on_fault: Callable[[Exception], None] | None = None,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.history = history or History(rest=at_rest(model, optimizer), own_optimizer=optimizer is not None)
+        self.steps = 0
+        self.is_thorough = False
+        self._needs = {*needs, *(need for rule in rules for need in (*rule.needs, *rule.uses))}
+        self.clock = clock or Clock(by_passes=optimizer is None)
+        self.seldom = seldom or self.clock
+        self._scope = scope
+        self._on_fault = on_fault  # what a tap raises goes here, and not to whoever called the model
+        self._widest = widest  # units of which a covariance is not too large
+        # Whether attention may be looked into: it is then computed otherwise, not to the last bit, and by a mode that a
+        # forward which raises would leave behind among those of others.
+        self._detours = detours
+        self._graphs = graphs_so_far()  # more than these may be of this model
+        self._always = ExitStack()
+        self._thorough = ExitStack()
+        self._attention = ExitStack()
+        self._steps: Steps | None = None
+        self._reduces: list[Reduce] = []
+        self._heavy: list[Reduce] = []
+        self._ended = {clock: clock.ended for clock in (self.clock, self.seldom)}  # when the last window was taken
+
+    def __enter__(self) -> Watch:
+        stepped = {FLAGS[need.port] for need in self._needs if FLAGS.get(need.port) in _STEPPED}
+        seldom = {need for need in self._needs if self.seldom is not self.clock and _is_seldom(need)}
+        taps = [*self._sites(self._needs - seldom, self.clock), *self._sites(seldom, self.seldom)]
+        if stepped and self.optimizer is not None and self._is_ours():
+            flags = {flag: flag in stepped for flag in _STEPPED}
+            own = self._reduce(self.clock)
+            self._steps = Steps(self.optimizer, own, Selector.of(""), **flags, norms_alone=True, seldom=self.seldom)
+            taps += self._steps.taps(None)
+        elif "param_grads" in stepped and any(parameter.requires_grad for parameter in self.model.parameters()):
+            taps.append(Tap("", self._reduce(self.clock), "param_grad"))
+        with ExitStack() as opened:
+            session = self._session(taps).attach()
+            opened.callback(session.abandon)
+            if self._steps is not None:
+                opened.callback(self._steps.detach)
+                self._steps.attach(session)
+            self._always = opened.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._always:
+            self.be_thorough(False)
+
+    def be_thorough(self, wanted: bool) -> None:
+        """Measure, or no longer measure, what is too dear for every step: all of it goes into one window."""
+        if wanted == self.is_thorough:
+            return
+        if wanted:
+            self.begin_thorough()
+        elif self.history.windows:
+            step, window = self.history.windows.pop()
+            self.history.add(step, joined([window, self.end_thorough()]))
+        else:
+            self.end_thorough()
+
+    def begin_thorough(self) -> None:
+        """Measure what is dear from now on. Not in compiled models: they would have to be compiled again."""
+        self.is_thorough = True
+        if compiled_among(self.model.modules()) or graphs_so_far() > self._graphs:
+            return
+        taps = self._sites(self._needs, self.clock, heavy=True)
+        self._thorough.callback(self._session(taps).attach().abandon)
+        if self._detours and any(need.port == "attention" for need in self._needs):
+            self._attend()
+
+    def end_thorough(self) -> Snapshot:
+        """No longer; what was seen."""
+        heavy = list(self._heavy)
+        self.forget_thorough()
+        return joined(reduce.snapshot() for reduce in heavy)
+
+    def forget_thorough(self) -> None:
+        """No longer, whatever was seen."""
+        self.is_thorough = False
+        self._attention.close()
+        self._thorough.close()
+        self._heavy.clear()
+
+    def step(self, loss: Tensor | float | None = None) -> None:
+        """A step of the training is over, and its window with it."""
+        self.history.add(self.steps, self._taken(self._reduces), None if loss is None else float(loss))
+        self.history.scaled |= self.is_scaled
+        if self.optimizer is not None:
+            self.history.rates[self.steps] = self.rate() or 0.0
+        self.steps += 1
+        self._attention.close()  # one step tells enough
+
+    def window(self) -> Snapshot:
+        """What was measured since the last window, to read whenever; it does not wait for the device."""
+        new = {clock for clock, ended in self._ended.items() if clock.ended > ended}
+        self._ended = {clock: clock.ended for clock in self._ended}
+        return self._taken([reduce for reduce in self._reduces if reduce.clock in new])
+
+    def count_step(self) -> None:
+        """A step is over, if nobody else has counted it: the optimizer has, if it is looked at."""
+        if self._steps is None:
+            self.clock.advance()
+
+    def rate(self) -> float | None:
+        """The largest learning rate; None if there is none, or only the device knows."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        rates = [group["lr"] for group in groups if group.get("lr") is not None]
+        known = [float(rate) for rate in rates if not (isinstance(rate, Tensor) and rate.device.type != "cpu")]
+        return max(known, default=None)
+
+    def unscaled(self, loss: Tensor) -> Tensor:
+        """A loss as it was before a GradScaler multiplied it."""
+        return loss if self._steps is None else self._steps.unscaled(loss)
+
+    def rest(self) -> Rest:
+        """What the model is like now; without its optimizer, if that is gone."""
+        try:
+            return at_rest(self.model, self.optimizer)
+        except ReferenceError:
+            return at_rest(self.model)
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether a GradScaler looks for its scale."""
+        return self._steps is not None and self._steps.scaler is not None
+
+    def _taken(self, reduces: list[Reduce]) -> Snapshot:
+        window = joined(reduce.snapshot() for reduce in reduces)
+        for reduce in reduces:
+            reduce.reset()
+        return window
+
+    def _sites(self, needs: Iterable[Need], clock: Clock, heavy: bool = False) -> list[Tap]:
+        """What has to be seen of modules."""
+        taps = []
+        for (port, kinds), stats in _grouped(needs, heavy).items():
+            test = _of_kinds(kinds, self._widest if heavy else None, self._detours)
+            paths = [path for path, module in walk(self.model) if test(path, module)]
+            if paths:  # the model itself is found by its name alone
+                where = Selector.of(test if any(paths) else "")
+                taps.append(Tap(where, self._reduce(clock, *stats, heavy=heavy), port))
+        return taps
+
+    def _is_ours(self) -> bool:
+        """Whether the optimizer trains anything of the model."""
+        own = {id(parameter) for parameter in self.model.parameters()}
+        return any(id(p) in own for group in self.optimizer.param_groups for p in group["params"])
+
+    def _session(self, taps: list[Tap]) -> Session:
+        when = None if self.clock.by_passes else self.clock  # which has to see passes to count them
+        return Session(self.model, taps, scope=self._scope, on_silent="ignore", on_fault=self._on_fault, when=when)
+
+    def _reduce(self, clock: Clock, *stats: Stat, heavy: bool = False) -> Reduce:
+        reduce = Reduce(*stats, clock=clock)
+        (self._heavy if heavy else self._reduces).append(reduce)
+        return reduce
+
+    def _attend(self) -> None:
+        """Look at attention until the step ends."""
+        reduce = self._reduce(self.clock, _HEAVY["attention"], heavy=True)
+        running: list[tuple[str, nn.Module]] = []  # the modules inside of which we are
+
+        def enter(event: Event) -> None:
+            running.append((event.path, event.module))
+
+        def leave(event: Event) -> None:
+            running.pop()
+
+        def tell(logits: Tensor) -> None:
+            path, module = running[-1] if running else ("", self.model)
+            reduce.cell(Site(path, "attention"), module).update(logits)  # type: ignore[arg-type]  # a place, not a port
+
+        def is_part(path: str, module: nn.Module) -> bool:
+            return bool(path)
+
+        everything = Selector.union(["", *([is_part] if any(is_part(*place) for place in walk(self.model)) else [])])
+        taps = [Tap(everything, enter, "input"), Tap(everything, leave, "output")]
+        self._attention.callback(self._session(taps).attach().abandon)
+        self._attention.enter_context(Attending(tell))
+
+
+_STEPPED = ("params", "param_grads", "updates")
+
+
+def _is_seldom(need: Need) -> bool:
+    """Whether a statistic is too dear for every measured step."""
+    return need.stat != Moments.name or need.port == "input"
+
+
+def _grouped(needs: Iterable[Need], heavy: bool) -> dict[tuple[Port, frozenset[str]], list[Stat]]:
+    """The statistics to collect at each port of modules, by the kinds of those; no kinds: of every leaf."""
+    kinds_of: dict[tuple[Port, str], list[tuple[str, ...]]] = {}
+    for need in needs:
+        if need.port in _MODULES and (need.stat in _HEAVY) == heavy:
+            kinds_of.setdefault((_MODULES[need.port], need.stat), []).append(need.kinds)
+    groups: dict[tuple[Port, frozenset[str]], list[Stat]] = {}
+    for (port, stat), kinds in sorted(kinds_of.items()):
+        wanted = frozenset(kind for one in kinds for kind in one) if all(kinds) else frozenset[str]()
+        groups.setdefault((port, wanted), []).append(_HEAVY.get(stat) or named(stat))
+    leaves_first = sorted(groups, key=lambda group: (bool(group[1]), group[0] != "output"))  # they give the order
+    return {group: groups[group] for group in leaves_first}
+
+
+def _of_kinds(kinds: frozenset[str], widest: int | None, detours: bool) -> Callable[[str, nn.Module], bool]:
+    """Whether a module is a leaf of one of some kinds, and not too wide."""
+
+    def test(path: str, module: nn.Module) -> bool:
+        is_wanted = not kinds or kind_of(type(module).__name__) in kinds
+        return is_wanted and is_leaf(module, detours) and (widest is None or _width(module) <= widest)
+
+    return test
+
+
+def is_leaf(module: nn.Module, detours: bool) -> bool:
+    """Whether nothing is called inside; without `detours`, attention does not call its own projection."""
+    if not detours and isinstance(module, (nn.MultiheadAttention, NonDynamicallyQuantizableLinear)):
+        return isinstance(module, nn.MultiheadAttention)
+    return next(module.children(), None) is None
+
+
+def _width(module: nn.Module) -> int:
+    weight = getattr(module, "weight", None)
+    return 0 if weight is None or is_lazy(weight) else max(getattr(weight, "shape", ())[:2], default=0)

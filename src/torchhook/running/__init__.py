@@ -1,1 +1,0 @@
-"""A script that is watched from outside, as a profiler runs it."""

@@ -1,1 +1,0 @@
-"""Where events go: into memory."""

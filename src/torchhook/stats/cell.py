@@ -1,0 +1,98 @@
+"""Where the values of one tensor of the model are added up, however often it comes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from torchhook.core.text import warn
+from torchhook.stats.reading import Row
+from torchhook.stats.shelf import Block, Shelf
+from torchhook.stats.stat import Stat, UnlikeError, counted
+
+making = threading.RLock()  # cells and their states are made one at a time
+
+
+class Cell:
+    """The statistics of one tensor at one place, with a state for each device that it was seen on.
+
+    A statistic that raises is given up there, with a warning: to be measured must not stop a training. One that there
+    cannot be of what comes is given up without: whoever reads it is told.
+    """
+
+    __slots__ = ("_device", "_lock", "_pairs", "failed", "label", "name", "note", "places", "seen", "shelf", "stats")
+
+    def __init__(self, shelf: Shelf, stats: Iterable[Stat], name: str, label: str = "", note: str = "") -> None:
+        self.shelf = shelf
+        self.stats = tuple(stats)
+        self.name = name
+        self.label = label  # the class of the module
+        self.note = note  # what exactly is measured
+        self.seen = False
+        self.failed: dict[str, str] = {}  # why statistics are missing
+        self.places: dict[torch.device, dict[str, tuple[Block, int]]] = {}  # of the states, by their keys
+        self._lock = threading.Lock()  # for threads that share a session
+        self._device: torch.device | None = None
+        self._pairs: list[tuple[Stat, Tensor]] = []
+
+    def update(self, x: Tensor) -> None:
+        """Add the values in `x`."""
+        if not _is_plain(x):
+            x = counted(x)
+        with self._lock:
+            if x.device != self._device:
+                self.turn_to(x)
+            self.seen = True
+            for stat, state in self._pairs:
+                try:
+                    if stat.update(state, x) is not None:  # as one who writes his own may do
+                        raise TypeError("update returned something; it has to write into the state instead")
+                except Exception as error:  # noqa: PERF203 (each by itself)
+                    self._give_up(stat, error)
+
+    def turn_to(self, x: Tensor) -> None:
+        """Use the states for the device of `x`, made now if there are none."""
+        with making:
+            places = self.places.setdefault(x.device, {})
+            for stat in self.stats:
+                if stat.key not in places:
+                    try:
+                        places[stat.key] = self.shelf.place(stat, x)
+                    except Exception as error:
+                        self._give_up(stat, error)
+            by_key = {stat.key: stat for stat in self.stats}  # some share their state
+            found = [(stat, *places[key]) for key, stat in by_key.items()]
+            self._pairs = [(stat, block.states[number]) for stat, block, number in found]
+            self._device = x.device
+
+    def row(self, readers: dict[Block, Callable[[], tuple[Tensor, ...]]]) -> Row:
+        """What can be read of it."""
+        states: dict[str, list[Callable[[], Tensor]]] = {stat.key: [] for stat in self.stats}
+        for places in self.places.values():
+            for key in states:
+                block, number = places[key]
+                states[key].append(partial(_nth, readers[block], number))
+        return Row(self.stats, self.label, self.note, states, self.failed)
+
+    def _give_up(self, stat: Stat, error: Exception) -> None:
+        reason = f"{type(error).__name__}: {error}"
+        given_up = [known.name for known in self.stats if known.key == stat.key]
+        self.stats = tuple(known for known in self.stats if known.key != stat.key)
+        self._pairs = [pair for pair in self._pairs if pair[0].key != stat.key]
+        self.failed = {**self.failed, **dict.fromkeys(given_up, reason)}
+        if not isinstance(error, UnlikeError):
+            warn(f"{stat.name!r} is not collected of {self.name}, for it raised {reason:.300}")
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether `x` is as `counted` would make it; ask it of whole numbers."""
+    is_dense = x.layout is torch.strided and not x.is_nested and not x.is_neg()
+    return type(x) is Tensor and not x.requires_grad and x.is_floating_point() and is_dense
+
+
+def _nth(read: Callable[[], tuple[Tensor, ...]], number: int) -> Tensor:
+    return read()[number]

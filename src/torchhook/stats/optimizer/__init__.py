@@ -1,0 +1,1 @@
+"""What an optimizer does to parameters: their values, gradients and updates."""

@@ -1,0 +1,104 @@
+"""Gradients of a whole step, before clipping.
+
+A gradient is measured whenever a backward has accumulated it, into a draft that the next micro-batch replaces. When the
+optimizer steps, the draft is of the whole step, and is added to what is known.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from torchhook.core.event import Event
+from torchhook.core.passes import Pass, Scope
+from torchhook.core.site import Site
+from torchhook.core.tap import Act, Sink, Tap, at_once
+from torchhook.stats import Moments, Stat
+from torchhook.stats.cell import Cell
+from torchhook.stats.optimizer.notes import NOTES
+from torchhook.stats.shelf import Block, Shelf
+from torchhook.stats.stat import counted
+
+if TYPE_CHECKING:
+    from torchhook.stats.optimizer.steps import Steps
+
+
+class Drafts(Sink):
+    """Measures gradients as they accumulate, each time anew, until the step says that they are whole."""
+
+    def __init__(self, steps: Steps) -> None:
+        self.steps = steps
+        self.shelf = Shelf()
+        self.whole = Shelf()
+        self.cells: dict[str, tuple[Cell, Cell]] = {}  # by path: the draft, and what is whole
+
+    def add(self, path: str, parameter: Tensor, stats: list[Stat]) -> Cell:
+        """A parameter more."""
+        name = f"the param_grad of {path!r}"
+        both = Cell(self.shelf, stats, name), Cell(self.whole, stats, name, note=NOTES["param_grad"])
+        self._place(*both, parameter)
+        self.cells[path] = both
+        return both[1]
+
+    def receive(self, event: Event) -> None:
+        """Measure one gradient. (In a session, acts bound for each site do this without events.)"""
+        self.measure(event.path, event.value)
+
+    def bind(self, tap: Tap, site: Site, module: nn.Module, scope: Scope) -> Act:
+        """The act that measures the gradient of one parameter."""
+
+        def see(pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> None:
+            self.measure(site.path, value)
+
+        return at_once(see)
+
+    def measure(self, path: str, gradient: Tensor) -> None:
+        """The gradient of the parameter at `path` is this now."""
+        if not self.steps.reduce.clock.active:
+            return
+        draft, whole = self.cells[path]
+        if gradient.device not in draft.places:  # the model was moved
+            self._place(draft, whole, gradient)
+        if draft.seen:  # by an earlier micro-batch, whose part is in this gradient, too
+            self._forget(draft)
+        draft.update(self.steps.unscaled(gradient))
+        if draft.failed:
+            whole.stats, whole.failed = draft.stats, draft.failed
+
+    def finish(self, keep: bool) -> dict[str, Tensor]:
+        """The gradients are whole; their norms, as far as moments are collected. Without `keep`, forget them."""
+        norms = self._norms() if keep else {}
+        for path, (draft, whole) in self.cells.items():
+            if draft.seen and self.steps.parameters[path].grad is None:  # thrown away since
+                self._forget(draft)
+                norms.pop(path, None)
+            whole.seen = whole.seen or (keep and draft.seen)
+            draft.seen = False
+        for block, final in zip(self.shelf, self.whole, strict=True):
+            if keep:
+                final.add(block.states)
+            block.reset()
+        return norms
+
+    def _norms(self) -> dict[str, Tensor]:
+        rows: dict[Block, Tensor] = {}
+        for block in self.shelf:
+            if block.stat.key == Moments.name:
+                moments = block.stat.settle(block.states[: block.used])
+                count, nan, posinf, neginf, _, mean, _, m2, *_ = moments.unbind(1)
+                rows[block] = (m2 + (count - nan - posinf - neginf) * mean * mean).sqrt()
+        seen = {path: draft for path, (draft, _) in self.cells.items() if draft.seen}
+        places = {path: list(draft.places.values())[-1].get(Moments.name) for path, draft in seen.items()}
+        return {path: rows[place[0]][place[1]] for path, place in places.items() if place is not None}
+
+    def _forget(self, draft: Cell) -> None:
+        for places in draft.places.values():
+            for block, number in places.values():
+                block.states[number].copy_(block.empty)
+        draft.seen = False
+
+    def _place(self, draft: Cell, whole: Cell, x: Tensor) -> None:
+        """Both get their states at once, so that those lie in the same places."""
+        draft.turn_to(counted(x))
+        whole.turn_to(counted(x))

@@ -1,0 +1,87 @@
+"""Statistics over steps: of norms and ratios, of which a parameter has one a step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchhook.stats import Moments
+from torchhook.stats.cell import Cell
+from torchhook.stats.kernels.plain import empty_moments, merged_moments, moments_of_each
+from torchhook.stats.optimizer.notes import NOTES
+from torchhook.stats.shelf import Block, Shelf
+
+
+class OverSteps(Moments):
+    """Moments of a number a step: too few for the rows of a kernel."""
+
+    def empty(self, x: Tensor) -> Tensor:
+        return empty_moments(x.device)
+
+
+_OVER = OverSteps()
+
+
+class Numbers:
+    """Statistics over steps of a number that each parameter has in a step."""
+
+    def __init__(self) -> None:
+        self.shelf = Shelf()
+        self.cells: dict[tuple[str, str], Cell] = {}
+
+    def cell(self, path: str, port: str) -> Cell:
+        """Where the numbers of one parameter are added up."""
+        found = self.cells.get((path, port))
+        if found is None:
+            found = self.cells[path, port] = Cell(self.shelf, [_OVER], f"the {port} of {path!r}", note=NOTES[port])
+        return found
+
+    def measure(self, port: str, values: dict[str, Tensor]) -> None:
+        """Add those of one step, by path."""
+        by_block: dict[Block, dict[int, Tensor]] = {}
+        for path, value in values.items():
+            cell = self.cell(path, port)
+            if value.device not in cell.places:
+                cell.turn_to(value)
+            cell.seen = True
+            [(block, number)] = cell.places[value.device].values()
+            by_block.setdefault(block, {})[number] = value
+        for block, found in by_block.items():
+            for numbers in _runs(sorted(found)):
+                rows = moments_of_each(torch.stack([found[number] for number in numbers]))
+                states = block.states[numbers.start : numbers.stop]
+                states.copy_(merged_moments(torch.stack([states, rows])))
+
+
+def norms_of(tensors: dict[str, Tensor], quick: bool = False) -> dict[str, Tensor]:
+    """The norm of each, all in one go, in double precision.
+
+    If it has to be `quick`, on the CPU, where that is slow, in single precision as far as that can hold it.
+
+    >>> {name: round(float(norm)) for name, norm in norms_of({"a": torch.ones(4), "b": torch.zeros(4)}).items()}
+    {'a': 2, 'b': 0}
+    """
+    values = list(tensors.values())
+    if not values or not quick or any(x.device.type != "cpu" for x in values):
+        return dict(zip(tensors, torch._foreach_norm(values, 2, torch.float64) if values else (), strict=True))
+    norms = torch.stack([norm.double() for norm in torch._foreach_norm(values, 2)])
+    held = ((norms > 1e-15) & (norms < 1e15)).tolist()  # squares are neither too small nor too large
+    return {
+        path: norm if ok else torch.linalg.vector_norm(tensors[path], dtype=torch.float64)
+        for path, norm, ok in zip(tensors, norms, held, strict=True)
+    }
+
+
+def _runs(numbers: list[int]) -> list[range]:
+    """Numbers in order as ranges without gaps.
+
+    >>> _runs([0, 1, 2, 5])
+    [range(0, 3), range(5, 6)]
+    """
+    runs: list[range] = []
+    for number in numbers:
+        if runs and runs[-1].stop == number:
+            runs[-1] = range(runs[-1].start, number + 1)
+        else:
+            runs.append(range(number, number + 1))
+    return runs

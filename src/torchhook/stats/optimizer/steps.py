@@ -1,0 +1,217 @@
+"""Looking at parameters before and after each step of an optimizer."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from torchhook.core.hooks import Removable, on_step
+from torchhook.core.selection import Selector
+from torchhook.core.session import Session
+from torchhook.core.site import Site
+from torchhook.core.tap import Tap
+from torchhook.core.text import warn
+from torchhook.stats.cell import Cell
+from torchhook.stats.clock import Clock
+from torchhook.stats.optimizer.drafts import Drafts
+from torchhook.stats.optimizer.notes import NOTES
+from torchhook.stats.optimizer.numbers import Numbers, norms_of
+from torchhook.stats.optimizer.scaling import only_scaler, scaler_that_steps
+from torchhook.stats.reduce import Reduce
+from torchhook.stats.stat import counted
+
+
+class Steps:
+    """Measures around the steps of one optimizer.
+
+    With `norms_alone`, of the gradients that it is given and of its updates nothing but the norms are measured, and the
+    latter in those steps alone that the clock `seldom` measures.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        reduce: Reduce,
+        selector: Selector,
+        *,
+        params: bool,
+        param_grads: bool,
+        updates: bool,
+        norms_alone: bool = False,
+        seldom: Clock | None = None,
+    ) -> None:
+        self.optimizer = unwrapped(optimizer)
+        self.reduce = reduce
+        self.selector = selector
+        self.params, self.param_grads, self.updates = params, param_grads, updates
+        self.norms_alone = norms_alone
+        self.seldom = seldom or reduce.clock
+        self.drafts = Drafts(self)
+        self.numbers = Numbers()
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.before: dict[str, Tensor] = {}  # the values of parameters before the step
+        self.scaler: GradScaler | None = None  # which multiplies the loss
+        self.knows_scaler = False
+        self.in_closure = False  # whether the gradients come during the step
+        self.depth = 0  # of steps inside of steps: a class may call its parent's
+        self._handles: list[Removable] = []
+
+    def taps(self, group: str | None) -> list[Tap]:
+        """What has to be seen while the model runs."""
+        return [Tap(self.selector, self.drafts, "param_grad", group=group)] if self.param_grads else []
+
+    def attach(self, session: Session) -> None:
+        """Begin, on the model of an attached session."""
+        self.parameters = session.parameters(self.selector)
+        wanted = self.params or self.param_grads or self.updates
+        if wanted and not self.parameters:
+            raise ValueError(f"nothing that {self.selector.label} selects has parameters")
+        if wanted and not self._stepped():
+            raise ValueError("optimizer holds none of the parameters of what is measured; pass the one that trains it")
+        for path, parameter in self.parameters.items():  # cells in the order in which they are to be read
+            if wanted and is_lazy(parameter):
+                raise ValueError(f"{path!r} has no values yet; run the model once before its parameters are measured")
+            self._prepare(path, parameter)
+        self.reduce.shelves += [self.drafts.whole, self.numbers.shelf]
+        self._handles = on_step(self.optimizer, self.begin, self.end)
+
+    def detach(self) -> None:
+        """Leave the optimizer alone."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self.before, self.scaler = [], {}, None
+
+    def begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """The optimizer is about to step."""
+        self.depth = self.depth + 1 if self.depth and is_inside_a_step() else 1  # one that raised never ended
+        if self.depth == 1 and self.reduce.clock.active:
+            self.in_closure = kwargs.get("closure") is not None or any(map(callable, args[1:]))
+            self._guarded(self._look_before)
+
+    def end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """It has."""
+        self.depth -= 1
+        if self.depth == 0:
+            if self.reduce.clock.active:
+                self._guarded(self._look_after)
+            self.reduce.clock.advance()
+
+    def unscaled(self, gradient: Tensor) -> Tensor:
+        """`gradient` without the scale of the loss."""
+        if not self.knows_scaler:
+            self.scaler, self.knows_scaler = only_scaler(), True
+        if self.scaler is None or self.scaler._scale is None:
+            return gradient
+        return gradient / self.scaler._scale.to(gradient.device)
+
+    def _guarded(self, look: Callable[[], None]) -> None:
+        """To be looked at must not stop a training."""
+        try:
+            with torch.no_grad():
+                look()
+        except Exception as error:
+            self.params = self.param_grads = self.updates = False
+            self.before = {}
+            warn(f"what the optimizer does is no longer measured, for that raised {type(error).__name__}: {error}")
+
+    def _look_before(self) -> None:
+        if self.params:
+            for path, parameter in self.parameters.items():
+                self._cell(path, "param").update(parameter)
+        if self.updates and self.seldom.active:
+            self.before = {path: counted(parameter).clone() for path, parameter in self._stepped().items()}
+        if self.param_grads and not self.in_closure:
+            self._look_at_gradients()
+
+    def _look_after(self) -> None:
+        if self.param_grads and self.in_closure:
+            self._look_at_gradients()
+        if self.before:
+            norms = self._norms(self.before)
+            updates, self.before = self.before, {}
+            now = [counted(self.parameters[path]) for path in updates]
+            if self.norms_alone:  # which are the same backwards
+                torch._foreach_sub_(list(updates.values()), now)
+            else:
+                torch._foreach_neg_(list(updates.values()))
+                torch._foreach_add_(list(updates.values()), now)
+                for path, update in updates.items():
+                    self._cell(path, "update").update(update)
+            changes = self._norms(updates)
+            self.numbers.measure("param_norm", norms)
+            self.numbers.measure("update_norm", changes)
+            self.numbers.measure("update_ratio", {path: changes[path] / norms[path] for path in norms})
+
+    def _look_at_gradients(self) -> None:
+        scaler = scaler_that_steps()
+        norms = self.drafts.finish(keep=scaler is self.scaler)  # or they were taken for scaled otherwise than they are
+        self.numbers.measure("param_grad_norm", norms)
+        self.scaler, self.knows_scaler = scaler, True
+        left = getattr(self.optimizer, "grad_scale", None)  # a fused optimizer takes the scale off itself
+        found = {path: counted(p.grad) for path, p in self._stepped().items() if p.grad is not None}
+        found = {path: gradient if left is None else gradient / left for path, gradient in found.items()}
+        if not self.norms_alone:
+            for path, gradient in found.items():
+                self._cell(path, "step_grad").update(gradient)
+        self.numbers.measure("step_grad_norm", self._norms(found))
+
+    def _norms(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return norms_of(tensors, quick=self.norms_alone)
+
+    def _stepped(self) -> dict[str, nn.Parameter]:
+        """The parameters that the optimizer has now."""
+        own = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+        return {path: parameter for path, parameter in self.parameters.items() if id(parameter) in own}
+
+    def _prepare(self, path: str, parameter: nn.Parameter) -> None:
+        cells = self.reduce.cells
+        if self.params:
+            self._cell(path, "param")
+        if self.param_grads and parameter.requires_grad:
+            stats = [stat.bound(None) for stat in self.reduce.stats]
+            cells[path, "param_grad"] = self.drafts.add(path, parameter, stats)
+            cells[path, "param_grad_norm"] = self.numbers.cell(path, "param_grad_norm")
+            if not self.norms_alone:
+                self._cell(path, "step_grad")
+            cells[path, "step_grad_norm"] = self.numbers.cell(path, "step_grad_norm")
+        if self.updates:
+            if not self.norms_alone:
+                self._cell(path, "update")
+            for port in ("param_norm", "update_norm", "update_ratio"):
+                cells[path, port] = self.numbers.cell(path, port)
+
+    def _cell(self, path: str, port: Any) -> Cell:
+        cell = self.reduce.cell(Site(path, port), None)
+        cell.note = NOTES[port]
+        return cell
+
+
+def is_inside_a_step() -> bool:
+    """Whether the step that begins is part of another one."""
+    frame: FrameType | None = sys._getframe(1)
+    steps = 0
+    while frame is not None:
+        steps += frame.f_code is _STEP
+        frame = frame.f_back
+    return steps > 1
+
+
+_STEP = Optimizer.profile_hook_step(lambda: None).__code__  # what torch puts around the step of every optimizer
+
+
+def unwrapped(optimizer: Any) -> Optimizer:
+    """The optimizer of torch inside of what others put around it."""
+    inside = optimizer
+    for _ in range(8):
+        if isinstance(inside, Optimizer) and not isinstance(getattr(inside, "optimizer", None), Optimizer):
+            return inside
+        inside = getattr(inside, "optimizer", None)
+    raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {optimizer!r:.80}")

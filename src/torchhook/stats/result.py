@@ -1,0 +1,136 @@
+"""What `measure` gives back: statistics that grow while the model runs, and can be read at any time."""
+
+from __future__ import annotations
+
+import html
+import weakref
+from collections.abc import ItemsView, Iterator, Mapping, ValuesView
+from types import TracebackType
+from typing import Any
+
+from torchhook.core.errors import SessionError
+from torchhook.core.session import Session
+from torchhook.core.text import warn
+from torchhook.stats.optimizer.steps import Steps
+from torchhook.stats.reading import Place, Reading, Snapshot
+from torchhook.stats.reduce import Reduce
+
+
+class Stats(Mapping[Any, Reading]):
+    """Statistics of some places of a model; see `torchhook.measure`."""
+
+    def __init__(self, session: Session, reduce: Reduce, steps: Steps | None) -> None:
+        self._session = session
+        self._reduce = reduce
+        self._steps = steps
+        self._final: Snapshot | None = None
+
+    def attach(self) -> Stats:
+        """Begin to measure. (``with`` does this.)"""
+        self._session.attach()
+        if self._steps is not None:
+            try:
+                self._steps.attach(self._session)
+            except BaseException:
+                self._steps.detach()
+                self._session.abandon()
+                raise
+            weakref.finalize(self, self._steps.detach).atexit = False  # if nobody says that it is over
+        return self
+
+    def detach(self) -> None:
+        """Take the hooks away; what was measured stays. (The end of the ``with`` block does this.)"""
+        self._leave_optimizer()
+        self._session.detach()
+        if self._steps is not None and not self.step and self._session.on_silent != "ignore":
+            warn("the optimizer made no step while it was measured: all passes count as one step, of no update")
+
+    def __enter__(self) -> Stats:
+        return self.attach()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.detach()
+        else:  # another error is on its way
+            self._leave_optimizer()
+            self._session.abandon()
+
+    @property
+    def step(self) -> int:
+        """The number of the step under way, from 0: of the optimizer where one is known, else of the pass."""
+        return max(self._reduce.clock.step, 0)
+
+    @property
+    def silent(self) -> dict[str, str]:
+        """The sites at which nothing was seen, by path, each with the likely reason; known at the end."""
+        return {site.path: reason for site, reason in reversed(self._session.silent.items())}
+
+    def snapshot(self) -> Snapshot:
+        """What was measured since the beginning or the last `reset`, as plain data that no longer changes.
+
+        It does not wait for the device; reading does.
+
+        >>> import torch
+        >>> from torch import nn
+        >>> from torchhook import measure
+        >>> model, windows = nn.Sequential(nn.ReLU()), []
+        >>> with measure(model) as stats:
+        ...     for value in (1.0, 2.0):
+        ...         _ = model(torch.tensor([value]))
+        ...         windows.append(stats.snapshot())
+        ...         stats.reset()
+        >>> [window["0"].mean for window in windows]
+        [1.0, 2.0]
+        """
+        if self._session.state == "new":
+            raise SessionError("nothing is measured yet: use it in a with block, or call attach()")
+        if self._final is None:
+            snapshot = self._reduce.snapshot()
+            snapshot.aliases = self._session.aliases
+            snapshot.asked = frozenset(tap.port for tap in self._session.taps)
+            if self._session.state != "detached":
+                return snapshot
+            self._final = snapshot
+        return self._final
+
+    def reset(self) -> None:
+        """Forget what was measured, and go on: the next window begins."""
+        self._final = None
+        self._reduce.reset()
+
+    def table(self, kind: str | None = None) -> Any:
+        """A row for each place, in execution order: a DataFrame of pandas or polars if installed, else a list of dicts.
+
+        `kind` may be ``"pandas"``, ``"polars"`` or ``"list"``.
+        """
+        return self.snapshot().table(kind)
+
+    def __getitem__(self, place: str | Place) -> Reading:
+        return self.snapshot()[place]
+
+    def __iter__(self) -> Iterator[Place]:
+        return iter(self.snapshot())
+
+    def __len__(self) -> int:
+        return 0 if self._session.state == "new" else len(self.snapshot())
+
+    def items(self) -> ItemsView[Any, Reading]:
+        """Places and readings of one moment."""
+        return self.snapshot().items()
+
+    def values(self) -> ValuesView[Reading]:
+        """Readings of one moment."""
+        return self.snapshot().values()
+
+    def __repr__(self) -> str:
+        said = ": not attached yet" if self._session.state == "new" else f"\n{self.snapshot()!r}"
+        return f"Stats of {type(self._session.model).__name__}{said}"
+
+    def _repr_html_(self) -> str:
+        return html.escape(repr(self)) if self._session.state == "new" else self.snapshot()._repr_html_()
+
+    def _leave_optimizer(self) -> None:
+        if self._steps is not None:
+            self._steps.detach()

@@ -1,1 +1,0 @@
-"""What an optimizer does to parameters: their values, the gradients it is given, the updates it makes."""

@@ -1,0 +1,1 @@
+"""Watch a training and keep its run: the monitor, the launcher, runs on disk, logs."""

@@ -1,0 +1,105 @@
+"""Checking a training while it goes on, without taking more than a small part of its time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+import torch
+
+from torchhook.core.findings import Finding, Report, Severity
+from torchhook.rules.history import History
+from torchhook.stats import Covariance, Moments
+from torchhook.stats.kernels.plain import FIELDS
+from torchhook.stats.reading import Snapshot
+
+_WINDOWS = 128  # that are kept: of older ones, every second is forgotten again and again
+_SHARE = 0.005  # of the time, to check in
+_FIRST = 8  # windows before which only what is not finite is worth a look
+_MORE = 1.25  # times the windows of the last check: rules judge the last quarter, and would see little new before
+_AT_ONCE = "TH1"
+
+
+class Judge:
+    """Keeps the history of a training, and says when and what is found in it.
+
+    Each finding is told once, by its code and place, and only if it holds for two checks, for much passes that is seen
+    when a training has just begun; what is not finite is told at once, and so is what explains it. Those that no longer
+    hold in the end are notes of the report. If it is `prompt`, for somebody waits to be told, it also looks whenever
+    there are a quarter more windows, whatever that takes: about 20 times until there are 1000, and 10 times more until
+    there are 10 000.
+    """
+
+    def __init__(self, history: History, check: Callable[[History], Report], prompt: bool = False) -> None:
+        self.history = history
+        self.report: Report | None = None
+        self.seen: dict[tuple[str, str], Finding] = {}
+        self._check = check
+        self._prompt = prompt
+        self._begun = time.monotonic()
+        self._spent = self._last = 0.0  # seconds in all checks, and in the last
+        self._windows = self._looked = 0  # until now, and until the last check
+        self._finite = True
+
+    def add(
+        self, step: int, snapshot: Snapshot, losses: Mapping[int, float], rates: Mapping[int, float]
+    ) -> list[Finding] | None:
+        """A window more; what is found now that was not before, or None if this is not the time to look."""
+        if snapshot:
+            self.history.add(step, snapshot)
+        self.history.losses.update(losses)
+        self.history.rates.update(rates)
+        self.history.thin(_WINDOWS, keep={finding.step for finding in self.seen.values() if finding.step is not None})
+        self.history.drop(Covariance.name, most=2)
+        self._windows += 1
+        is_finite = _is_finite(snapshot) and all(map(math.isfinite, losses.values()))
+        return self.check() if self._is_time(is_finite) else None
+
+    def check(self, last: bool = False) -> list[Finding]:
+        """What is found now that was not before; the `last` time, all of it."""
+        begun, self._looked = time.monotonic(), self._windows
+        report = self._check(self.history)
+        standing = {(found.code, found.site): found for found in report.findings}
+        before = {(found.code, found.site) for found in self.report.findings} if self.report else set()
+        new = {
+            key: found
+            for key, found in standing.items()
+            if key not in self.seen and (key in before or last or _is_urgent(found))
+        }
+        self.seen.update(new)
+        self.report = replace(report, notes=(*report.notes, *self._gone(report)))
+        self._last = time.monotonic() - begun
+        self._spent += self._last
+        return list(new.values())
+
+    def _is_time(self, is_finite: bool) -> bool:
+        """After the first windows, when something is not finite any more, and then if it takes little or is awaited."""
+        was_finite, self._finite = self._finite, is_finite
+        if was_finite and not is_finite:
+            return True
+        elapsed = time.monotonic() - self._begun
+        has_time = self._spent + self._last < _SHARE * elapsed
+        has_grown = self._prompt and self._windows >= _MORE * self._looked
+        return self._windows == _FIRST or (self._windows > _FIRST and (has_time or has_grown))
+
+    def _gone(self, report: Report) -> Iterator[str]:
+        standing = {(found.code, found.site) for top in report.findings for found in (top, *top.affected)}
+        for key, found in self.seen.items():
+            if key not in standing and found.severity >= Severity.WARNING:
+                yield f"no longer so: {found}"
+
+
+def _is_urgent(finding: Finding) -> bool:
+    """Whether it is, or explains, that something is not finite."""
+    return any(found.code.startswith(_AT_ONCE) for found in (finding, *finding.affected))
+
+
+def _is_finite(snapshot: Snapshot) -> bool:
+    """Whether all values are; by the moments."""
+    states = [read() for row in snapshot.rows.values() for read in row.states.get(Moments.name, ())]
+    return not states or not bool(torch.stack(states)[:, _NOT_FINITE].any())
+
+
+_NOT_FINITE = [FIELDS.index(name) for name in ("nan", "posinf")]  # masks are made of -Inf

@@ -1,0 +1,1 @@
+"""`torchhook run`: start a script, find its model and optimizer, watch them."""

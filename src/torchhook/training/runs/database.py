@@ -1,0 +1,242 @@
+"""A run that is open for writing. What fails here raises; it is `RunLog` that lets no training suffer from it."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torchhook.core.errors import RunError
+from torchhook.core.findings import Finding, Report
+from torchhook.render.to_json import json as report_json
+from torchhook.stats.downsample import measured_at, thinned
+from torchhook.stats.reading import Place, Row
+from torchhook.training.logs import Entry
+from torchhook.training.runs.groups import Group, settings_of, text
+from torchhook.training.runs.owners import this_process
+from torchhook.training.runs.schema import APPLICATION, VERSION, can_log_ahead, create
+
+_PATIENCE = 1.0  # seconds, for others who write or read
+_AT_ONCE = 50  # steps that are deleted in one transaction: the log of it stays small
+
+
+class Known(NamedTuple):
+    """A place that is in the tables."""
+
+    id: int
+    stats: dict[str, Any]
+    failed: dict[str, str]
+
+
+class Database:
+    """The tables of one run, made if there are none; `log_bytes` is how long SQLite's write-ahead log may become."""
+
+    def __init__(self, file: Path, log_bytes: int) -> None:
+        self.file = file
+        self.log_bytes = log_bytes
+        if not file.exists():
+            create(file)
+        self._db = sqlite3.connect(file, timeout=_PATIENCE, isolation_level=None, check_same_thread=False)
+        try:
+            self._prepare()
+        except BaseException:
+            self._db.close()
+            raise
+
+    def _prepare(self) -> None:
+        version = self._number("PRAGMA user_version")
+        if self._number("PRAGMA application_id") != APPLICATION or version > VERSION:
+            raise RunError(f"{str(self.file)!r} is no run that can be written to: it is of another program, or newer")
+        pages = self.log_bytes // (2 * self._number("PRAGMA page_size"))
+        if self._db.execute("PRAGMA journal_mode").fetchone() != ("wal",):  # it had ended, or there can be none
+            # A journal that persists tells readers that somebody writes.
+            self._db.execute(f"PRAGMA journal_mode = {'WAL' if can_log_ahead(self.file) else 'PERSIST'}")
+        self._db.execute("PRAGMA synchronous = NORMAL")
+        self._db.execute(f"PRAGMA wal_autocheckpoint = {max(1, min(1000, pages))}")
+        self._db.execute(f"PRAGMA journal_size_limit = {self.log_bytes}")
+        self._db.execute("PRAGMA secure_delete = OFF")  # some systems write zeros over all that is deleted
+        self._places = {
+            (path, port): Known(id_, json.loads(stats), json.loads(failed))
+            for id_, path, port, stats, failed in self._db.execute("SELECT id, path, port, stats, failed FROM places")
+        }
+        self._read_layouts()
+        self._losses = self._number("SELECT count(*) FROM losses")
+
+    def begin(self, about: Mapping[str, Any]) -> None:
+        """This process writes the run from now on."""
+        self.tell(about)
+        with self._transaction() as db:
+            db.execute("UPDATE life SET state = 'running', ended = NULL, owner = ?", (_json(this_process()),))
+
+    def tell(self, about: Mapping[str, Any]) -> None:
+        """What there is to know of the whole run."""
+        with self._transaction() as db:
+            rows = [(text(str(key)), _json(value)) for key, value in about.items()]
+            db.executemany("INSERT OR REPLACE INTO about VALUES (?, ?)", rows)
+
+    def add(self, entry: Entry, groups: Iterable[Group]) -> None:
+        """A measured step, whose states are these."""
+        with self._transaction() as db:
+            db.execute("DELETE FROM states WHERE step = ?", (entry.step,))
+            if entry.snapshot:  # else there are losses alone
+                db.execute("INSERT OR REPLACE INTO windows VALUES (?, ?, ?)", (entry.step, entry.time, entry.rate))
+            db.executemany("INSERT OR REPLACE INTO losses VALUES (?, ?)", entry.losses.items())
+            for place, row in entry.snapshot.rows.items():
+                self._know(place, row)
+            rows = [(entry.step, self._layout(group), group.data) for group in groups]
+            db.executemany("INSERT INTO states VALUES (?, ?, ?)", rows)
+        self._losses += len(entry.losses)
+
+    def add_sample(self, step: int, path: str, file: Path, low: float, high: float) -> None:
+        """A picture that lies beside the tables."""
+        with self._transaction() as db:
+            row = step, text(path), file.name, file.stat().st_size, low, high
+            db.execute("INSERT OR REPLACE INTO samples VALUES (?, ?, ?, ?, ?, ?)", row)
+
+    def find(self, finding: Finding, seen: int) -> None:
+        """Something was found, when the run was at step `seen`."""
+        with self._transaction() as db:
+            row = text(finding.code), text(finding.site), finding.step, seen, _told(Report((finding,)))
+            db.execute("INSERT OR REPLACE INTO findings VALUES (?, ?, ?, ?, ?)", row)
+
+    def keep(self, report: Report, step: int) -> None:
+        """The report as of a step; the losses are here already."""
+        with self._transaction() as db:
+            db.execute("INSERT OR REPLACE INTO report VALUES (0, ?, ?)", (step, _told(replace(report, losses={}))))
+
+    def end(self, state: str) -> None:
+        """The training is over: what remains is one plain file, unless somebody is reading."""
+        with self._transaction() as db:
+            db.execute("UPDATE life SET state = ?, ended = ?", (state, time.time()))
+        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        self._db.execute("PRAGMA busy_timeout = 0")
+        with suppress(sqlite3.OperationalError):  # who reads must not lose what he reads
+            self._db.execute("PRAGMA journal_mode = DELETE")
+        self.close()
+
+    def thin(self, most_bytes: int, most_losses: int) -> None:
+        """Do without some of the older steps if the tables have become too large."""
+        if self._losses > most_losses:
+            steps = self._steps("losses")
+            gone = thinned(steps) if len(steps) > most_losses else []
+            self._delete(gone, "losses")
+            self._losses = len(steps) - len(gone)
+        if self._used() > most_bytes:
+            while self._used() > 0.9 * most_bytes and self._thin_windows():
+                pass
+            with self._transaction() as db:
+                db.execute("DELETE FROM layouts WHERE id NOT IN (SELECT layout FROM states)")
+            self._read_layouts()
+        self._shorten_log()
+
+    def thin_samples(self, most_bytes: int, most_files: int) -> list[str]:
+        """The same for pictures: those that are no longer named, to be deleted."""
+        sizes = self._db.execute("SELECT step, count(*), sum(size) FROM samples GROUP BY step ORDER BY step").fetchall()
+        gone: list[int] = []
+        while sizes and (sum(size for _, _, size in sizes) > most_bytes or sum(n for _, n, _ in sizes) > most_files):
+            steps = [step for step, _, _ in sizes]
+            some = thinned(steps) or steps[:1]
+            gone += some
+            sizes = [row for row in sizes if row[0] not in some]
+        files = [
+            str(file)
+            for step in gone
+            for (file,) in self._db.execute("SELECT file FROM samples WHERE step = ?", (step,))
+        ]
+        if gone:
+            self._delete(gone, "samples")
+        return files
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._db.close()
+
+    def _thin_windows(self) -> bool:
+        """Whether there was something to do without."""
+        steps = self._steps("windows")
+        named = [step for (step,) in self._db.execute("SELECT step FROM findings WHERE step IS NOT NULL")]
+        gone = thinned(steps, measured_at(steps, named)) or thinned(steps)
+        self._delete(gone, "windows", "states")
+        return bool(gone)
+
+    def _delete(self, steps: Sequence[int], *tables: str) -> None:
+        remaining = iter(steps)
+        while some := [(step,) for step in islice(remaining, _AT_ONCE)]:
+            with self._transaction() as db:
+                for table in tables:
+                    db.executemany(f"DELETE FROM {table} WHERE step = ?", some)
+
+    def _shorten_log(self) -> None:
+        """Where readers come and go without a pause, the write-ahead log would grow: wait for them once."""
+        log = self.file.with_name(f"{self.file.name}-wal")
+        if log.exists() and log.stat().st_size > self.log_bytes:
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+
+    def _know(self, place: Place, row: Row) -> None:
+        """Write down what is new about a place."""
+        known = self._places.get(place)
+        if known and all(stat.name in known.stats for stat in row.stats) and row.failed.keys() <= known.failed.keys():
+            return
+        path, port = map(text, place)
+        known = known or self._places.get((path, port), Known(0, {}, {}))
+        stats = {**known.stats, **{stat.name: settings_of(stat) for stat in row.stats}}
+        failed = {**known.failed, **row.failed}
+        added = self._db.execute(
+            "INSERT INTO places (path, port, label, note, stats, failed) VALUES (?, ?, ?, ?, ?, ?)"
+            " ON CONFLICT (path, port) DO UPDATE SET stats = excluded.stats, failed = excluded.failed",
+            (path, port, text(row.label), text(row.note), _json(stats), _json(failed)),
+        )
+        self._places[place] = Known(known.id or int(added.lastrowid or 0), stats, failed)
+
+    def _layout(self, group: Group) -> int:
+        ids = [self._places[place].id for place in group.places]
+        key = text(group.key), text(group.port), json.dumps(group.shape), json.dumps(ids)
+        if key not in self._layouts:
+            added = self._db.execute("INSERT INTO layouts (stat, port, shape, places) VALUES (?, ?, ?, ?)", key)
+            self._layouts[key] = int(added.lastrowid or 0)
+        return self._layouts[key]
+
+    def _read_layouts(self) -> None:
+        rows = self._db.execute("SELECT id, stat, port, shape, places FROM layouts")
+        self._layouts: dict[tuple[str, ...], int] = {tuple(key): id_ for id_, *key in rows}
+
+    def _used(self) -> int:
+        """Bytes of the pages that hold something; freed ones are used again."""
+        pages = self._number("PRAGMA page_count") - self._number("PRAGMA freelist_count")
+        return pages * self._number("PRAGMA page_size")
+
+    def _steps(self, table: str) -> list[int]:
+        return [step for (step,) in self._db.execute(f"SELECT step FROM {table} ORDER BY step")]
+
+    def _number(self, query: str) -> int:
+        (number,) = self._db.execute(query).fetchone()
+        return int(number)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield self._db
+            self._db.execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
+
+
+def _json(value: Any) -> str:
+    """As JSON; what that cannot say, in words."""
+    try:
+        return json.dumps(value, default=str)
+    except (TypeError, ValueError, RecursionError):
+        return json.dumps(repr(value))
+
+
+def _told(report: Report) -> str:
+    return text(report_json(report))

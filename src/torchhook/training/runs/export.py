@@ -1,0 +1,101 @@
+"""A run as a Parquet file: one long table, for pandas, polars, DuckDB and the like."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchhook.stats.reading import Place, Row
+from torchhook.training.runs.fields import WIDTH, field_of
+from torchhook.training.runs.queries import Block
+from torchhook.training.runs.run import Run
+
+NUMBERS = ("mean", "std", "min", "max", "l2", "abs_mean", "zero_fraction")
+COUNTS = ("count", "nonfinite")
+_NAMES = ("path", "port", "module")
+_AT_STEP = ("loss", "rate")
+
+
+def export_parquet(run: Run, file: str | os.PathLike[str]) -> int:
+    """Write the moments of all places and steps, with the loss and the learning rate, to a file; how many rows.
+
+        export_parquet(Run("runs/latest"), "run.parquet")
+        pandas.read_parquet("run.parquet").pivot_table("std", "step", "path")
+
+    A few hundred steps are in memory at a time. Where nothing finite was seen, numbers are NaN; where the loss or the
+    rate of a step is not known, they are null.
+    """
+    path = Path(file)
+    parquet = _pyarrow("pyarrow.parquet")
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    rows = 0
+    try:
+        with parquet.ParquetWriter(draft, _schema()) as writer:
+            for table in _tables(run):
+                writer.write_table(table)
+                rows += table.num_rows
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    return rows
+
+
+def _tables(run: Run) -> Iterator[Any]:
+    losses, rates, known = run.losses, run.rates, run.places
+    for block in run.blocks():
+        if block.states.shape[2:] == (WIDTH,):
+            yield _table(block, known, losses, rates)
+
+
+def _table(block: Block, known: Mapping[Place, Row], losses: Mapping[int, float], rates: Mapping[int, float]) -> Any:
+    """Of each step all places, then the next step."""
+    arrow = _pyarrow("pyarrow")
+    steps, places = len(block.steps), len(block.places)
+    labels = [known[place].label for place in block.places]
+    names = *zip(*block.places, strict=True), labels
+    of_place = arrow.array(list(range(places)) * steps, arrow.int32())
+    columns = {"step": _column(torch.tensor(block.steps).repeat_interleave(places), arrow.int64())}
+    for name, values in zip(_NAMES, names, strict=True):
+        columns[name] = arrow.DictionaryArray.from_arrays(of_place, arrow.array(values, arrow.string()))
+    for name in COUNTS:
+        columns[name] = _column(field_of(block.states, name).nan_to_num().long().reshape(-1), arrow.int64())
+    for name in NUMBERS:
+        columns[name] = _column(field_of(block.states, name).reshape(-1), arrow.float64())
+    for name, by_step in zip(_AT_STEP, (losses, rates), strict=True):
+        values = [by_step.get(step) for step in block.steps for _ in range(places)]
+        columns[name] = arrow.array(values, arrow.float64())
+    return arrow.table(columns, _schema())
+
+
+def _schema() -> Any:
+    arrow = _pyarrow("pyarrow")
+    name = arrow.dictionary(arrow.int32(), arrow.string())
+    return arrow.schema(
+        [
+            ("step", arrow.int64()),
+            *((column, name) for column in _NAMES),
+            *((column, arrow.int64()) for column in COUNTS),
+            *((column, arrow.float64()) for column in (*NUMBERS, *_AT_STEP)),
+        ]
+    )
+
+
+def _column(values: Tensor, kind: Any) -> Any:
+    """A tensor as a column, without numpy."""
+    arrow, values = _pyarrow("pyarrow"), values.contiguous()
+    data = ctypes.string_at(values.data_ptr(), values.nbytes)
+    return arrow.Array.from_buffers(kind, len(values), [None, arrow.py_buffer(data)])
+
+
+def _pyarrow(module: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ImportError('to export a run needs pyarrow: pip install "torchhook[parquet]"') from error

@@ -1,0 +1,77 @@
+"""Between a snapshot and what is stored: states of equal shape side by side, and the facts about each place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchhook.stats import Covariance, Stat, named
+from torchhook.stats.reading import Place, Reading, Row, Snapshot
+from torchhook.training.runs.blobs import packed
+
+
+class Group(NamedTuple):
+    """The states of one statistic at one port that have one shape: of which places, and the numbers."""
+
+    key: str
+    port: str
+    shape: tuple[int, ...]
+    places: tuple[Place, ...]
+    data: bytes
+
+
+def grouped(snapshot: Snapshot) -> Iterator[Group]:
+    """The states of a snapshot, in a few groups; without covariances, which are larger than all the others together."""
+    together: dict[tuple[str, str, tuple[int, ...]], dict[Place, Tensor]] = {}
+    for place, row in snapshot.rows.items():
+        for key in {stat.key: None for stat in row.stats}:
+            reads = row.states.get(key, ())
+            if reads and key != Covariance.name:
+                state = reads[0]() if len(reads) == 1 else Reading(place, row).state(key)
+                kind = key, place[1].partition("[")[0], tuple(state.shape)
+                together.setdefault(kind, {})[place] = state
+    for kind, states in together.items():
+        yield Group(*kind, tuple(states), packed(torch.stack(list(states.values()))))
+
+
+def settings_of(stat: Stat) -> dict[str, Any]:
+    """Those that are numbers; the statistics of this library have no others."""
+    return {name: value for name, value in vars(stat).items() if name[0] != "_" and _is_plain(value)}
+
+
+@lru_cache(4096)  # most places of a model are alike
+def row_of(label: str, note: str, stats: str, failed: str) -> Row:
+    """A row without states, of the statistics that are known here: those that users wrote are left out."""
+    known = [stat for name, settings in json.loads(stats).items() if (stat := _known(name, settings)) is not None]
+    return Row(tuple(known), label, note, {}, json.loads(failed))
+
+
+def text(name: str) -> str:
+    """A name as SQLite can keep it: half of a character is written out.
+
+    >>> text("fc\\ud800")
+    'fc\\\\ud800'
+    """
+    return name.encode(errors="backslashreplace").decode()
+
+
+def _known(name: str, settings: Mapping[str, Any]) -> Stat | None:
+    try:
+        stat = named(name)
+    except ValueError:
+        return None
+    for setting in vars(stat).keys() & settings.keys():
+        value = settings[setting]
+        setattr(stat, setting, tuple(value) if isinstance(value, list) else value)
+    return stat
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (int, float))

@@ -1,0 +1,133 @@
+"""What is read of a run, each a function of an open connection: the places, a window, many windows as tensors."""
+
+from __future__ import annotations
+
+import json
+import math
+import sqlite3
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchhook.stats.downsample import spread
+from torchhook.stats.moments import Moments
+from torchhook.stats.reading import Place, Row, Snapshot
+from torchhook.training.runs.blobs import unpacked
+from torchhook.training.runs.fields import WIDTH, field_of
+from torchhook.training.runs.groups import row_of
+
+AT_ONCE = 128  # windows that are unpacked together
+_STATES = "states CROSS JOIN layouts ON layouts.id = states.layout"  # in this order: there may be many layouts
+
+
+class Series(NamedTuple):
+    """A number of many places by step: `values` are paths × steps, NaN where nothing was seen."""
+
+    steps: list[int]
+    paths: list[str]
+    values: Tensor
+
+
+class Block(NamedTuple):
+    """The states of one statistic, of the same places, in some steps: steps × places × shape."""
+
+    steps: list[int]
+    places: list[Place]
+    states: Tensor
+
+
+def places(db: sqlite3.Connection) -> dict[int, tuple[Place, Row]]:
+    """Every place by its number, with a row that has no states."""
+    rows = db.execute("SELECT id, path, port, label, note, stats, failed FROM places ORDER BY id")
+    return {id_: ((path, port), row_of(*facts)) for id_, path, port, *facts in rows}
+
+
+def steps(db: sqlite3.Connection) -> list[int]:
+    """The measured steps."""
+    return [step for (step,) in db.execute("SELECT step FROM windows ORDER BY step")]
+
+
+def steps_with(db: sqlite3.Connection, stat: str) -> list[int]:
+    """The measured steps that have a statistic."""
+    layouts = "SELECT id FROM layouts WHERE stat = ?"
+    query = f"SELECT DISTINCT step FROM states WHERE layout IN ({layouts}) ORDER BY step"
+    return [step for (step,) in db.execute(query, (stat,))]
+
+
+def chosen(steps: Sequence[int], most: int | None) -> list[int]:
+    """At most so many steps, evenly spread, the first and the last among them."""
+    if most is not None and most < 2:
+        raise ValueError(f"most must be at least 2, or None for all, not {most!r}")
+    if most is None or len(steps) <= most:
+        return list(steps)
+    return [*spread(steps[:-1], most - 1), steps[-1]]
+
+
+def window(db: sqlite3.Connection, step: int) -> Snapshot | None:
+    """What was measured in a step; None if nothing was."""
+    if db.execute("SELECT step FROM windows WHERE step = ?", (step,)).fetchone() is None:
+        return None
+    states: dict[int, dict[str, list[Callable[[], Tensor]]]] = {}
+    query = f"SELECT stat, shape, places, data FROM {_STATES} WHERE step = ?"
+    for stat, shape, ids, data in db.execute(query, (step,)):
+        numbers = json.loads(ids)
+        found = unpacked([data], len(numbers), json.loads(shape))[0]
+        for position, number in enumerate(numbers):
+            states.setdefault(number, {})[stat] = [partial(_nth, found, position)]
+    known = places(db)
+    return Snapshot({known[number][0]: _filled(known[number][1], states[number]) for number in sorted(states)})
+
+
+def blocks(db: sqlite3.Connection, steps: Iterable[int], stat: str, port: str | None = None) -> list[Block]:
+    """The states of a statistic in some steps, of a port or all, together as far as they are of the same places."""
+    names = {number: place for number, (place, _) in places(db).items()}
+    together: dict[int, dict[int, bytes]] = {}  # by layout and step
+    query = f"SELECT layout, data FROM {_STATES} WHERE step = ? AND stat = ? AND port = ifnull(?, port)"
+    for step in steps:
+        for layout, data in db.execute(query, (step, stat, port)):
+            together.setdefault(layout, {})[step] = data
+    found = []
+    for layout, blobs in together.items():
+        shape, ids = map(json.loads, db.execute("SELECT shape, places FROM layouts WHERE id = ?", (layout,)).fetchone())
+        states = unpacked(list(blobs.values()), len(ids), shape)
+        found.append(Block(list(blobs), [names[number] for number in ids], states))
+    return found
+
+
+def series(db: sqlite3.Connection, field: str, port: str, most: int | None, after: int | None = None) -> Series:
+    """A field of the moments at a port."""
+    wanted = _at_port((place for place, _ in places(db).values()), port)
+    taken = chosen([step for step in steps(db) if after is None or step > after], most)
+    rows = {place: number for number, place in enumerate(wanted)}
+    columns = {step: number for number, step in enumerate(taken)}
+    values = torch.full((len(rows), len(columns)), math.nan, dtype=torch.float64)
+    for first in range(0, len(taken), AT_ONCE):
+        for block in blocks(db, taken[first : first + AT_ONCE], Moments.name, port):
+            here = [number for number, place in enumerate(block.places) if place in rows]
+            if here and block.states.shape[2:] == (WIDTH,):
+                row = torch.tensor([rows[block.places[number]] for number in here])
+                column = torch.tensor([columns[step] for step in block.steps])
+                values[row[:, None], column] = field_of(block.states[:, here], field).T
+    return Series(taken, [path for path, _ in wanted], values)
+
+
+def _filled(row: Row, states: dict[str, list[Callable[[], Tensor]]]) -> Row:
+    """A row with those of its states that are known here."""
+    stats = tuple(stat for stat in row.stats if stat.key in states)
+    return row._replace(stats=stats, states={stat.key: states[stat.key] for stat in stats})
+
+
+def _at_port(places: Iterable[Place], port: str) -> list[Place]:
+    """One place a path: the value at the port, or the first tensor in it."""
+    found: dict[str, Place] = {}
+    for path, known in places:
+        if known == port or (known.startswith(f"{port}[") and path not in found):
+            found[path] = path, known
+    return list(found.values())
+
+
+def _nth(states: Tensor, number: int) -> Tensor:
+    return states[number]

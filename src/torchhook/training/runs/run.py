@@ -1,0 +1,261 @@
+"""`Run`: what a watched training wrote to disk, to be read while it goes on and afterwards."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from torchhook.core.errors import NotRecordedError
+from torchhook.core.findings import Finding, Report
+from torchhook.core.text import in_units
+from torchhook.render.to_json import from_json
+from torchhook.render.words import printable
+from torchhook.rules.history import History, Window
+from torchhook.stats.moments import Moments
+from torchhook.stats.reading import Place, Row, Snapshot
+from torchhook.training.runs import queries
+from torchhook.training.runs.fields import require_field
+from torchhook.training.runs.location import Source, located
+from torchhook.training.runs.owners import is_gone
+from torchhook.training.runs.queries import AT_ONCE, Block, Series, chosen
+from torchhook.training.runs.schema import BESIDE, FILE, SAMPLES
+
+
+class Sample(NamedTuple):
+    """A picture of feature maps, and what its values lie between."""
+
+    step: int
+    path: str
+    file: Path
+    low: float
+    high: float
+
+
+class Run:
+    """A run in a folder, which may be named by its file, too; it is read as it is now, whenever it is asked.
+
+    Nothing in it is executed, and nothing there is created or changed. Any number of processes and threads may read
+    while one writes.
+
+    >>> import tempfile
+    >>> import torch
+    >>> from torchhook import Reduce, Site, check
+    >>> from torchhook.training.logs import Entry
+    >>> from torchhook.training.runs import RunLog
+    >>> folder, reduce = tempfile.mkdtemp(), Reduce("moments")
+    >>> log = RunLog(folder)
+    >>> log.begin({"model": "Net"})
+    >>> for step in range(3):
+    ...     reduce.cell(Site("fc"), torch.nn.Linear(1, 1)).update(torch.full((4,), float(step)))
+    ...     log.write(Entry(step, 0.0, reduce.snapshot(), losses={step: 1 / (step + 1)}))
+    ...     reduce.reset()
+    >>> with Run(folder) as run:
+    ...     print(run.state, run.steps, run.window(2)["fc"].mean)
+    ...     print(run.series("mean").values)
+    ...     print(check(run.history(), model=run.model))
+    running [0, 1, 2] 2.0
+    tensor([[0., 1., 2.]], dtype=torch.float64)
+    Net: nothing found
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._source = Source(located(Path(path)))
+        self.folder = self._source.file.parent
+        self._life()
+
+    def close(self) -> None:
+        """Let go of the file. (The end of the ``with`` block does this.)"""
+        self._source.close()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """The names, versions and settings that the training began with, and how layers are joined."""
+        return self._source.read(
+            lambda db: {key: json.loads(value) for key, value in db.execute("SELECT key, value FROM about")}
+        )
+
+    @property
+    def wires(self) -> list[tuple[str, str]]:
+        """Pairs of layers, of which the second is given what comes of the first."""
+        return [(str(source), str(path)) for source, path in self.about.get("wires", ())]
+
+    @property
+    def model(self) -> str:
+        """The name of the model."""
+        return str(self.about.get("model", "model"))
+
+    @property
+    def state(self) -> str:
+        """``"running"``, ``"ended"``, ``"failed"`` or ``"interrupted"``; or ``"killed"``: who wrote it is gone.
+
+        That can be seen only on the machine where it was written.
+        """
+        life = self._life()
+        return "killed" if life["state"] == "running" and is_gone(json.loads(life["owner"])) else str(life["state"])
+
+    @property
+    def started(self) -> float:
+        """When it began, in seconds since 1970."""
+        return float(self._life()["started"])
+
+    @property
+    def ended(self) -> float | None:
+        """When it ended; None if it goes on, or was killed."""
+        ended = self._life()["ended"]
+        return None if ended is None else float(ended)
+
+    @property
+    def places(self) -> dict[Place, Row]:
+        """What was measured, and what of it: places as of `Snapshot.rows`, without the numbers."""
+        return self._source.read(lambda db: dict(queries.places(db).values()))
+
+    @property
+    def times(self) -> dict[int, float]:
+        """When each measured step was, in seconds since 1970."""
+        return dict(self._rows("SELECT step, time FROM windows ORDER BY step"))
+
+    @property
+    def steps(self) -> list[int]:
+        """The measured steps that are still there: of a long training, old ones are thinned out."""
+        return self._source.read(queries.steps)
+
+    def steps_with(self, stat: str) -> list[int]:
+        """Those in which a statistic was measured somewhere: what is dear is measured more seldom."""
+        return self._source.read(partial(queries.steps_with, stat=stat))
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """The losses, by step."""
+        return {step: _number(loss) for step, loss in self._rows("SELECT step, loss FROM losses ORDER BY step")}
+
+    def losses_after(self, step: int) -> dict[int, float]:
+        """The losses of later steps."""
+        query = f"SELECT step, loss FROM losses WHERE step > {step:d} ORDER BY step"
+        return {step: _number(loss) for step, loss in self._rows(query)}
+
+    @property
+    def rates(self) -> dict[int, float]:
+        """The largest learning rate, by measured step."""
+        return dict(self._rows("SELECT step, rate FROM windows WHERE rate IS NOT NULL ORDER BY step"))
+
+    @property
+    def findings(self) -> list[Finding]:
+        """All that was found while it ran, in that order."""
+        return self._source.read(
+            lambda db: [
+                finding
+                for (data,) in db.execute("SELECT data FROM findings ORDER BY seen, rowid")
+                for finding in from_json(data).findings
+            ]
+        )
+
+    @property
+    def report(self) -> Report | None:
+        """The report as of the last check; None if there was none."""
+        report = self._source.read(
+            lambda db: next((from_json(data) for (data,) in db.execute("SELECT data FROM report")), None)
+        )
+        return report and replace(report, losses=self.losses)
+
+    @property
+    def samples(self) -> list[Sample]:
+        """Pictures of feature maps."""
+        rows = self._rows("SELECT step, path, file, low, high FROM samples ORDER BY step, rowid")
+        folder = self.folder / SAMPLES
+        return [
+            Sample(step, path, folder / Path(file).name, _number(low), _number(high))
+            for step, path, file, low, high in rows
+        ]
+
+    @property
+    def size(self) -> int:
+        """How many bytes it takes, with its samples."""
+        files = [self.folder / f"{FILE}{suffix}" for suffix in ("", *BESIDE)]
+        return sum(map(_size, (*files, *(self.folder / SAMPLES).glob("*.png"))))
+
+    def window(self, step: int) -> Snapshot:
+        """What was measured in a step."""
+        found = self._source.read(partial(queries.window, step=step))
+        if found is None:
+            near = min(self.steps, key=lambda known: abs(known - step), default=None)
+            said = "nothing was" if near is None else f"{near} is the nearest that was"
+            raise NotRecordedError(f"step {step} was not measured, or was thinned out since; {said}")
+        return found
+
+    def windows(self, most: int | None = None) -> Iterator[Window]:
+        """What was measured, step by step; of more than `most` steps some, evenly spread."""
+        for step in chosen(self.steps, most):
+            snapshot = self._source.read(partial(queries.window, step=step))
+            if snapshot is not None:  # it was not thinned out meanwhile
+                yield Window(step, snapshot)
+
+    def history(self, most: int | None = 128) -> History:
+        """What rules read: ``check(run.history())`` says what is wrong, by at most so many steps."""
+        return History(windows=list(self.windows(most)), losses=self.losses, rates=self.rates)
+
+    def series(self, field: str, port: str = "output", most: int | None = 1000, *, after: int | None = None) -> Series:
+        """A field of the moments (``"mean"``, ``"std"``, ``"l2"``, ``"zero_fraction"``, …) at a port, by path and step.
+
+        Of a value that is not a single tensor, it is of the first. Of more than `most` steps, some are taken; with
+        `after`, of the later ones.
+        """
+        require_field(field)
+        chosen((), most)
+        return self._source.read(partial(queries.series, field=field, port=port, most=most, after=after))
+
+    def blocks(self, stat: str = Moments.name, most: int | None = None) -> Iterator[Block]:
+        """The states of a statistic as tensors, some steps at a time: for who wants all of them."""
+        steps = chosen(self.steps, most)
+        for first in range(0, len(steps), AT_ONCE):
+            some = steps[first : first + AT_ONCE]
+            yield from self._source.read(partial(queries.blocks, steps=some, stat=stat))
+
+    def __repr__(self) -> str:
+        return f"Run({printable(str(self.folder))!r}: {self._told()})"
+
+    def _repr_html_(self) -> str:
+        found = "".join(f"<li>{html.escape(printable(str(finding)))}</li>" for finding in self.findings)
+        return f"<p><b>{html.escape(printable(str(self.folder)))}</b>: {html.escape(self._told())}</p><ul>{found}</ul>"
+
+    def _told(self) -> str:
+        steps, findings = self.steps, len(self.findings)
+        until = f" until {steps[-1]}" if steps else ""
+        return (
+            f"{printable(self.model)}, {printable(self.state)}, {len(steps):,} measured steps{until},"
+            f" {findings} finding{'' if findings == 1 else 's'}, {in_units(self.size)}"
+        )
+
+    def _life(self) -> dict[str, Any]:
+        columns = "state", "started", "ended", "owner"
+        query = f"SELECT {', '.join(columns)} FROM life"
+        return self._source.read(lambda db: dict(zip(columns, db.execute(query).fetchone(), strict=True)))
+
+    def _rows(self, query: str) -> list[tuple[Any, ...]]:
+        return self._source.read(lambda db: db.execute(query).fetchall())
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError:  # it may be gone by now
+        return 0

@@ -1,0 +1,177 @@
+"""`RunLog`: the log that writes a run to disk, and whose troubles with the disk are never the training's."""
+
+from __future__ import annotations
+
+import math
+import os
+import sqlite3
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from torchhook.core.errors import RunError
+from torchhook.core.findings import Finding, Report
+from torchhook.core.text import in_units, warn
+from torchhook.training.logs import Entry, Log
+from torchhook.training.runs.database import Database
+from torchhook.training.runs.groups import Group, grouped
+from torchhook.training.runs.images import png
+from torchhook.training.runs.schema import FILE, SAMPLES
+
+_MOST_LOSSES = 200_000
+_MOST_SAMPLES = 200
+
+
+class RunLog(Log):
+    """Writes a run into `folder`, which is made if need be; a run that is there already is continued.
+
+    `max_mb` is how much the folder may hold, in MiB: three quarters of it statistics, an eighth what SQLite has not put
+    there yet, an eighth samples of feature maps. Beyond that, older steps are thinned out evenly; the newest quarter,
+    the first one and those that findings name are kept as long as there are others. Losses are kept of 200,000 steps,
+    and 200 samples. (Only who reads for long without a pause can make it more, until he has read.)
+
+    After a crash of the process, all that was written is there; after one of the machine, all but the last seconds.
+    What cannot be written, as the disk is full or the folder read-only, is lost with a warning, and the next is tried.
+
+    >>> import tempfile
+    >>> from torchhook.core.findings import Report
+    >>> from torchhook.training.runs import Run
+    >>> from torchhook.stats.reading import Snapshot
+    >>> log = RunLog(Path(tempfile.mkdtemp()) / "net")
+    >>> log.begin({"model": "Net"})
+    >>> log.write(Entry(0, 0.0, Snapshot({}), losses={0: 0.7}))
+    >>> log.end(Report(model="Net"), "ended")
+    >>> with Run(log.folder) as run:
+    ...     run.model, run.state, run.losses
+    ('Net', 'ended', {0: 0.7})
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], max_mb: float = 256) -> None:
+        if isinstance(max_mb, bool) or not isinstance(max_mb, (int, float)) or not 1 <= max_mb < math.inf:
+            raise ValueError(f"max_mb must be a number of at least 1, not {max_mb!r}")
+        self.folder = Path(folder)
+        eighth = int(max_mb * 2**20) // 8
+        self._most_bytes, self._most_log, self._most_samples = 6 * eighth, eighth, eighth
+        self._about: Mapping[str, Any] = {}
+        self._database: Database | None = None
+        self._is_open = True
+        self._step = 0
+        self._told: set[str] = set()
+
+    def begin(self, about: Mapping[str, Any]) -> None:
+        """Make the folder and the file."""
+        self._about = dict(about)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            self._is_open = False
+            warn(f"no run is recorded, for {str(self.folder)!r} cannot be made ({error}); the training goes on")
+            return
+        self._do("the run", lambda database: None)
+
+    def write(self, entry: Entry) -> None:
+        """Write a measured step, and make room for the next."""
+        self._step = entry.step
+        what = f"what was measured in step {entry.step}"
+        groups = self._fitting(grouped(entry.snapshot))
+        self._do(what, lambda database: database.add(entry, groups))
+        if entry.maps:
+            self._do(f"the samples of step {entry.step}", lambda database: self._draw(database, entry))
+        if entry.wires:
+            self._do("how the layers are joined", lambda database: database.tell({"wires": list(entry.wires)}))
+        losses = min(_MOST_LOSSES, self._most_bytes // 256)
+        self._do(what, lambda database: database.thin(self._most_bytes, losses))
+
+    def found(self, finding: Finding) -> None:
+        """Write a finding; one of the same code and place is replaced."""
+        self._do(f"the finding {finding.code}", lambda database: database.find(finding, self._step))
+
+    def keep(self, report: Report, step: int) -> None:
+        """Write the report as of a step; the one before is replaced."""
+        self._do("the report", lambda database: database.keep(report, step))
+
+    def end(self, report: Report, state: str) -> None:
+        """Write the report and how it ended, and leave one plain file."""
+        self.keep(report, self._step)
+        self._do("the end", lambda database: database.end(state))
+        self._is_open = False
+        self._close()
+
+    def _do(self, what: str, work: Callable[[Database], None]) -> None:
+        """Work on the database, whatever comes; `what` is lost if it fails, and the next is tried with a fresh one."""
+        if not self._is_open:
+            return
+        try:
+            work(self._opened())
+        except (sqlite3.Error, OSError, RunError) as error:
+            self._close()
+            self._warn(
+                "lost",
+                f"the run in {str(self.folder)!r} cannot be written ({error}): {what} is lost; the training goes on,"
+                " and so do the attempts to write",
+            )
+
+    def _opened(self) -> Database:
+        file = self.folder / FILE
+        if self._database is not None and not file.exists():
+            self._close()
+            self._warn("deleted", f"{str(file)!r} was deleted meanwhile: what was in it is lost, and it begins anew")
+        if self._database is None:
+            self._database = Database(file, self._most_log)
+            self._database.begin(self._about)
+        return self._database
+
+    def _close(self) -> None:
+        database, self._database = self._database, None
+        if database is not None:
+            with suppress(sqlite3.Error):
+                database.close()
+
+    def _fitting(self, groups: Iterable[Group]) -> list[Group]:
+        """Those that together take not too much of the room; the smallest first."""
+        fitting, room = [], self._most_bytes // 8
+        for group in sorted(groups, key=lambda group: len(group.data)):
+            room -= len(group.data)
+            if room >= 0:
+                fitting.append(group)
+            else:
+                self._warn(
+                    group.key,
+                    f"{group.key!r} of {len(group.places)} places takes {in_units(len(group.data))} a step, which is"
+                    f" not written to {str(self.folder)!r}; raise max_mb, or measure fewer places",
+                )
+        return fitting
+
+    def _draw(self, database: Database, entry: Entry) -> None:
+        folder = self.folder / SAMPLES
+        folder.mkdir(exist_ok=True)
+        for number, (path, maps) in enumerate(entry.maps.items()):
+            if maps.dim() == 3 and maps.numel():
+                file = folder / f"{entry.step:08}-{number}.png"
+                _replace(file, png(maps))
+                database.add_sample(entry.step, path, file, *_extremes(maps))
+        for name in database.thin_samples(self._most_samples, _MOST_SAMPLES):
+            (folder / Path(name).name).unlink(missing_ok=True)
+
+    def _warn(self, kind: str, message: str) -> None:
+        if kind not in self._told:
+            self._told.add(kind)
+            warn(message)
+
+
+def _extremes(maps: Tensor) -> tuple[float, float]:
+    finite = maps[maps.isfinite()].double()
+    return (float(finite.min()), float(finite.max())) if len(finite) else (math.nan, math.nan)
+
+
+def _replace(file: Path, data: bytes) -> None:
+    """Write beside it, then rename: a picture is whole, or not there."""
+    draft = file.with_name(f".{file.name}")
+    try:
+        draft.write_bytes(data)
+        draft.replace(file)
+    finally:
+        draft.unlink(missing_ok=True)

@@ -1,0 +1,90 @@
+"""How layers are joined: from which of them what a layer is given comes, as autograd's own graph tells.
+
+That graph knows of all that is computed between modules: of sums, concatenations and whatever else has no module.
+Where nothing is to be learnt there is none, and only a tensor that goes straight from layer to layer is followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from torchhook.core.event import Event, recomputing
+from torchhook.core.passes import Pass, Scope
+from torchhook.core.selection import Selector, walk
+from torchhook.core.site import Site
+from torchhook.core.tap import Act, Sink, Tap, at_once
+from torchhook.core.trees import leaves
+from torchhook.rules.watch import is_leaf
+
+_FAR = 10_000  # steps back in a graph, for what one layer is given
+
+
+class Wires(Sink):
+    """Notes, while it is attached, the `pairs` of layers of which the second is given what comes of the first.
+
+    >>> import torch
+    >>> from torchhook import Session
+    >>> wires, model = Wires(), nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    >>> with Session(model, wires.taps(model)):
+    ...     _ = model(torch.ones(1, 2))
+    >>> list(wires.pairs)
+    [('0', '1')]
+    """
+
+    def __init__(self) -> None:
+        self.pairs: dict[tuple[str, str], None] = {}
+        self._made_by: dict[Any, str] = {}  # the nodes of the graph, which they keep
+        self._given_by: Any = WeakTensorKeyDictionary()
+
+    def taps(self, model: nn.Module) -> list[Tap]:
+        """Where to look: at what goes into every leaf, and at what comes out."""
+        paths = [path for path, module in walk(model) if path and is_leaf(module, detours=False)]
+        return [Tap(Selector.union(paths), self, port) for port in ("input", "output")] if paths else []
+
+    def receive(self, event: Event) -> None:
+        """One event's value."""
+        self._see(event.site, event.live)
+
+    def bind(self, tap: Tap, site: Site, module: nn.Module, scope: Scope) -> Act:
+        """The act that looks at one side of a layer."""
+
+        def see(pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> None:
+            if not recomputing():
+                self._see(site, value)
+
+        return at_once(see)
+
+    def _see(self, site: Site, value: Any) -> None:
+        tensors = [tensor for _, tensor in leaves(value)]
+        if site.port == "input":
+            self.pairs |= {(source, site.path): None for tensor in tensors for source in self._sources(tensor)}
+            return
+        for tensor in tensors:
+            if tensor.grad_fn is None:
+                self._given_by[tensor] = site.path
+            else:
+                self._made_by[tensor.grad_fn] = site.path
+
+    def _sources(self, tensor: Tensor) -> Iterator[str]:
+        if tensor.grad_fn is None:
+            yield from _known(self._given_by.get(tensor))
+            return
+        waiting: list[Any] = [tensor.grad_fn]
+        seen: set[Any] = set()
+        while waiting and len(seen) < _FAR:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if node in self._made_by:
+                yield self._made_by[node]
+            else:
+                waiting += [before for before, _ in node.next_functions]
+
+
+def _known(path: str | None) -> Iterable[str]:
+    return () if path is None else (path,)

@@ -1,1 +1,0 @@
-"""Collecting, while a model trains, what the chosen rules need and no more."""

@@ -1,0 +1,595 @@
+"""What `torchhook run` finds out by itself: who trains what, by which loss, in which step; and what it leaves."""
+
+import copy
+import gc
+import os
+import socket
+import sys
+import threading
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.nn import functional as F
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+)
+
+from torchhook.core.errors import StopTraining
+from torchhook.training.launch import discovery
+from torchhook.training.launch.discovery import Discovery
+from torchhook.training.runs import Run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left():
+    """Whatever a test does, torch is as it was before."""
+    before = torch.autograd.backward, vars(torch.amp.GradScaler)["update"], hooks()
+    yield
+    assert (torch.autograd.backward, vars(torch.amp.GradScaler)["update"], hooks()) == before
+    assert not [known for known in warnings.filters if "global hooks" in str(known)]
+    assert not [thread for thread in threading.enumerate() if thread.name == "torchhook"]
+
+
+@pytest.fixture
+def found(tmp_path):
+    """A discovery, to be entered."""
+    return Discovery(every=4, to=tmp_path, name="script")
+
+
+def hooks():
+    """The global ones of torch."""
+    module = torch.nn.modules.module
+    before, after = module._global_forward_pre_hooks, module._global_forward_hooks
+    return [list(known) for known in (before, after, _global_optimizer_pre_hooks, _global_optimizer_post_hooks)]
+
+
+class First(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+class Second(First):
+    pass
+
+
+class Third(First):
+    pass
+
+
+def sgd(*models, lr=0.01):
+    return torch.optim.SGD([p for model in models for p in model.parameters()], lr)
+
+
+def train(model, optimizer, steps=20, x=None):
+    """A plain loop; its losses."""
+    losses = []
+    for _ in range(steps):
+        loss = model(torch.randn(16, 4) if x is None else x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def named(discovery_):
+    return [monitor.model_name for monitor in discovery_.watched]
+
+
+def measured(monitor):
+    """The measured steps of a run, and its losses."""
+    with Run(monitor.run) as run:
+        return [window.step for window in run.windows() if window.snapshot], run.losses
+
+
+# ------------------------------------------------------------ what is trained
+
+
+def test_a_plain_loop(found, tmp_path):
+    model = First()
+    optimizer = sgd(model)
+    with found:
+        losses = train(model, optimizer, 20)
+    [monitor] = found.watched
+    steps, told = measured(monitor)
+    assert steps == [1, 5, 9, 13, 17]  # in the first, which is 0, it is found
+    assert told == pytest.approx({step: loss for step, loss in enumerate(losses) if step})
+    assert monitor.steps == 20 and monitor.report.ok and found.is_main
+    with Run(monitor.run) as run:
+        assert (run.model, run.state, run.about["optimizer"]) == ("First", "ended", "SGD")
+        assert run.window(5)["0"].count == 128
+    assert monitor.run.name.startswith("script-")
+
+
+def test_nothing_is_trained(found, tmp_path):
+    model = First()
+    with found:
+        for _ in range(30):
+            model(torch.randn(16, 4)).sum().backward()
+    assert not found.watched and not list(tmp_path.iterdir())
+
+
+def test_the_outermost_is_the_model(found):
+    """Not the parts of it, nor the loss, which is a module too, nor who is called without gradients, nor a teacher."""
+    model, teacher, copied, criterion = First(), Second(), Third(), nn.MSELoss()
+    outer = nn.Sequential(nn.Identity(), model)
+    evaluated = nn.ModuleList([outer])
+    evaluated.forward = outer.forward
+    teacher.requires_grad_(False)
+    optimizer = sgd(model)
+    with found:
+        for _ in range(6):
+            x = torch.randn(16, 4)
+            with torch.no_grad():
+                copied(x)
+                evaluated(x)
+            optimizer.zero_grad()
+            criterion(outer(x), teacher(x)).backward()
+            optimizer.step()
+    [monitor] = found.watched
+    assert monitor.model_name == "Sequential"
+    assert {layer["site"] for layer in monitor.report.layers} >= {"1.0", "1.2.weight"}
+
+
+def test_a_copy_that_is_averaged_is_not_trained(found):
+    model = First()
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    optimizer = sgd(model)
+    with found:
+        for _ in range(6):
+            train(model, optimizer, 1)
+            averaged.update_parameters(model)
+            averaged(torch.randn(16, 4))
+    assert named(found) == ["First"]
+
+
+def test_a_wrapper_of_processes(found, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch puts its own there, for good
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    try:
+        model = First()
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        small = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
+        with found:
+            losses = train(wrapped, sgd(model), 6)
+            train(small, sgd(small), 6)
+        assert named(found) == ["First", "Linear"]
+        steps, told = measured(found.watched[0])
+        assert steps == [1, 5] and told == pytest.approx(dict(enumerate(losses[1:], 1)))
+        with Run(found.watched[0].run) as run:
+            assert run.window(1)["0"].count == 128 and ("0.weight", "param_grad_norm") in run.window(1)
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_two_models_that_are_trained_against_each_other(found):
+    """Each has a monitor, and the loss that was its own."""
+
+    class Generator(First):
+        pass
+
+    class Critic(nn.Linear):
+        pass
+
+    generator, critic = Generator(), Critic(2, 1)
+    makes, judges = sgd(generator), sgd(critic)
+    expected = {"Critic": [], "Generator": []}
+    with found:
+        for _ in range(12):
+            judges.zero_grad()
+            fake = generator(torch.randn(16, 4))
+            loss = critic(fake.detach()).mean() - critic(torch.randn(16, 2)).mean()
+            loss.backward()
+            judges.step()
+            expected["Critic"].append(loss.item())
+            makes.zero_grad()
+            loss = -critic(generator(torch.randn(16, 4))).mean()
+            loss.backward()
+            makes.step()
+            expected["Generator"].append(loss.item())
+    assert sorted(named(found)) == ["Critic", "Generator"]
+    for monitor in found.watched:
+        steps, told = measured(monitor)
+        assert told == pytest.approx({step: expected[monitor.model_name][step] for step in told})
+        assert set(told) >= set(range(2, 12)) and steps[0] in (1, 2)
+        assert monitor.steps == 12
+
+
+def test_parts_that_are_called_one_by_one(found):
+    backbone, head = First(), nn.Linear(2, 3)
+    optimizer = sgd(backbone, head)
+    with found:
+        for _ in range(6):
+            optimizer.zero_grad()
+            F.cross_entropy(head(backbone(torch.randn(16, 4)).relu()), torch.randint(3, (16,))).backward()
+            optimizer.step()
+    assert named(found) == ["First", "Linear"]  # in the order in which they were called
+    both = [measured(monitor) for monitor in found.watched]
+    assert both[0] == both[1] and both[0][0] == [1, 5]
+
+
+def test_layers_that_a_function_calls_are_no_models(found):
+    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(20))
+    layers[7] = nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 4))
+    optimizer = sgd(layers)
+    with found, pytest.warns(UserWarning, match="of the 20 modules that an optimizer trains"):
+        for _ in range(4):
+            x = torch.randn(8, 4)
+            for layer in layers:
+                x = layer(x)
+            optimizer.zero_grad()
+            x.square().mean().backward()
+            optimizer.step()
+    assert len(found.watched) == 8 and "Sequential" in named(found)
+
+
+def test_two_optimizers_by_turns_have_one_monitor(found):
+    model = First()
+    one, other = sgd(model[0]), torch.optim.Adam(model[2].parameters())
+    with found:
+        for _ in range(60):
+            one.zero_grad()
+            other.zero_grad()
+            model(torch.randn(16, 4)).square().mean().backward()
+            one.step()
+            other.step()
+    [monitor] = found.watched
+    assert monitor.steps == 60
+    with Run(monitor.run) as run:
+        assert run.about["optimizer"] == "SGD" and run.state == "ended"
+
+
+def test_an_optimizer_that_takes_the_place_of_another(found):
+    model = First()
+    first, second = sgd(model), torch.optim.Adam(model.parameters(), 1e-3)
+    with found:
+        train(model, first, 30)
+        losses = train(model, second, 60)
+    assert [monitor.steps for monitor in found.watched] == [30, 60]
+    with Run(found.watched[0].run) as before, Run(found.watched[1].run) as after:
+        assert (before.about["optimizer"], after.about["optimizer"]) == ("SGD", "Adam")
+        assert before.state == after.state == "ended"
+        assert after.losses == pytest.approx({step: losses[step] for step in after.losses}) and max(after.losses) == 59
+
+
+def test_a_model_that_is_trained_later(found):
+    first, second = First(), Second()
+    optimizers = sgd(first), sgd(second)
+    with found:
+        train(first, optimizers[0], 10)
+        losses = train(second, optimizers[1], 10)
+        train(first, optimizers[0], 3)
+    assert named(found) == ["First", "Second"] and [monitor.steps for monitor in found.watched] == [13, 10]
+    _, told = measured(found.watched[1])
+    assert told == pytest.approx({step: losses[step] for step in told}) and max(told) == 9
+    assert found.watched[1].run.name.startswith("script-Second-")
+
+
+def test_a_model_that_becomes_part_of_another(found):
+    """First it is trained with a decoder, then with a head."""
+
+    class Autoencoder(nn.Sequential):
+        pass
+
+    encoder = First()
+    autoencoder = Autoencoder(encoder, nn.Linear(2, 4))
+    with found:
+        train(autoencoder, sgd(autoencoder), 10)
+        classifier = nn.Sequential(encoder, nn.Linear(2, 2))
+        train(classifier, sgd(classifier), 10)
+    assert named(found) == ["Autoencoder", "Sequential"]
+    assert {layer["site"] for layer in found.watched[1].report.layers} >= {"0.0", "1", "1.weight"}
+
+
+def test_what_is_not_called_at_first(found):
+    """Nor does an optimizer of bare parameters find a model."""
+    model, scale = First(), nn.Parameter(torch.ones(3))
+    optimizer, bare = sgd(model), torch.optim.SGD([scale], 0.1)
+    with found:
+        for step in range(12):
+            optimizer.zero_grad()
+            loss = sum(p.square().sum() for p in model.parameters()) if step < 5 else model(torch.ones(2, 4)).mean()
+            loss.backward()
+            optimizer.step()
+            scale.sum().backward()
+            bare.step()
+        for _ in range(discovery._ATTEMPTS + 2):
+            bare.step()
+        assert not torch.nn.modules.module._global_forward_pre_hooks  # nobody looks any more
+    [monitor] = found.watched
+    assert monitor.steps == 12 and min(monitor.report.losses) == 6
+
+
+@pytest.mark.parametrize("how", ["wrapped", "in place", "function"])
+def test_compiled_models(found, how, nothing_compiled):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = First()
+
+        def forward(self, x):
+            return self.inner(x)
+
+    model = Net()
+    options = {"backend": "aot_eager", "fullgraph": True}
+    warnings.filterwarnings("error", category=UserWarning)  # until the end of the test
+    with found:
+        if how == "wrapped":
+            called = torch.compile(model, **options)
+        elif how == "in place":
+            called = model
+            model.compile(**options)
+        else:
+            called = torch.compile(lambda x: model(x), **options)
+        losses = train(called, sgd(model), discovery._ATTEMPTS + 5)
+    [monitor] = found.watched
+    assert monitor.model_name == "Net" and monitor.steps == len(losses)
+
+
+# ------------------------------------------------------------ losses and steps
+
+
+def test_micro_batches_are_summed_as_they_were_divided(found):
+    model = First()
+    optimizer = sgd(model)
+    expected = {}
+    with found:
+        for step in range(8):
+            optimizer.zero_grad()
+            parts = [model(torch.randn(16, 4)).square().mean() / 4 for _ in range(4)]
+            for part in parts:
+                part.backward()
+            optimizer.step()
+            expected[step] = sum(part.item() for part in parts)
+    steps, told = measured(found.watched[0])
+    assert steps == [1, 5] and told == pytest.approx({step: loss for step, loss in expected.items() if step})
+
+
+def test_a_scaler_is_taken_off_and_what_it_leaves_out_does_not_pile_up(found):
+    model = First()
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
+    taken = []
+    with found:
+        for step in range(16):
+            optimizer.zero_grad()
+            loss = model(torch.randn(16, 4)).square().mean()
+            scaler.scale(loss * (torch.inf if step in (2, 3, 9) else 1)).backward()
+            before = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            if scaler.get_scale() >= before:
+                taken.append(loss.item())
+    assert len(taken) == 13
+    steps, told = measured(found.watched[0])
+    assert steps == [1, 5, 9] and told == pytest.approx(dict(enumerate(taken[1:], 1)))
+    assert found.watched[0].report.ok
+
+
+def test_the_loss_of_a_closure_is_that_of_a_single_call(found):
+    model, x = First(), torch.randn(16, 4)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+    seen = []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        calls.append(loss.item())
+        return loss
+
+    with found:
+        for _ in range(6):
+            calls = []
+            optimizer.step(closure)
+            seen.append(calls)
+    _, told = measured(found.watched[0])
+    assert list(told) == [1, 2, 3, 4, 5]
+    assert all(any(told[step] == pytest.approx(loss) for loss in seen[step]) for step in told)
+
+
+def test_micro_batches_before_a_closure_are_part_of_the_step(found):
+    """As Lightning accumulates."""
+    model = First()
+    optimizer = sgd(model)
+    expected = {}
+
+    def part():
+        loss = model(torch.randn(16, 4)).square().mean() / 2
+        loss.backward()
+        parts.append(loss.item())
+        return loss
+
+    with found:
+        for step in range(6):
+            parts = []
+            optimizer.zero_grad()
+            part()
+            optimizer.step(part)
+            expected[step] = sum(parts)
+    assert measured(found.watched[0])[1] == pytest.approx({step: loss for step, loss in expected.items() if step})
+
+
+def test_a_step_that_calls_that_of_its_parent_is_one(found):
+    class Careful(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            return super().step(closure)
+
+    model = First()
+    sgd(model)  # from its first optimizer on, torch puts its own around the steps of a class
+    optimizer = Careful(model.parameters(), 0.01)
+    with found:
+        losses = train(model, optimizer, 10)
+    [monitor] = found.watched
+    steps, told = measured(monitor)
+    assert (steps, monitor.steps) == ([1, 5, 9], 10) and told == pytest.approx(dict(enumerate(losses[1:], 1)))
+
+
+def test_backwards_that_nobody_steps_after_do_not_pile_up(found, monkeypatch):
+    monkeypatch.setattr(discovery, "_BACKWARDS", 50)
+    limited = Discovery(to=found._options["to"][0])
+    model = First()
+    with limited:
+        for _ in range(200):
+            model(torch.randn(1, 4)).sum().backward()
+        assert len(limited._losses) == 50
+
+
+def test_training_is_the_same_to_the_last_bit(found):
+    def trained():
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.ReLU(), nn.Linear(8, 2))
+        train(model, torch.optim.AdamW(model.parameters(), 0.01), 30)
+        return {**copy.deepcopy(model.state_dict()), "random": torch.get_rng_state()}
+
+    plain = trained()
+    with found:
+        watched = trained()
+    assert found.watched and all(torch.equal(plain[name], watched[name]) for name in plain)
+
+
+# ------------------------------------------------------------ what is left, and what fails
+
+
+def test_what_nobody_trains_any_more_is_freed(found):
+    """A script may train one model after another, each of which fills the device."""
+    models = []
+    with found:
+        for _ in range(4):
+            model = Second()
+            optimizer = sgd(model)
+            models.append(weakref.ref(model))
+            train(model, optimizer, 6)
+            del model, optimizer
+            gc.collect()
+            assert [reference() is not None for reference in models[:-1]] == [False] * (len(models) - 1)
+    gc.collect()
+    assert models[-1]() is None
+    assert [monitor.steps for monitor in found.watched] == [6, 6, 6, 6]
+    assert all(monitor.report.ok and measured(monitor)[0][0] in (1, 2) for monitor in found.watched)
+    with Run(found.watched[0].run) as run:
+        assert run.state == "ended"
+
+
+def test_a_training_that_rests_for_long_is_over(found, monkeypatch):
+    monkeypatch.setattr(discovery, "_IDLE", 15)
+    first, second = First(), Second()
+    optimizers = sgd(first), sgd(second)
+    with found:
+        train(first, optimizers[0], 5)
+        train(second, optimizers[1], 20)
+        with Run(found.watched[0].run) as run:
+            assert run.state == "ended"
+        train(first, optimizers[0], 5)  # and may begin again
+    assert named(found) == ["First", "Second", "First"] and [monitor.steps for monitor in found.watched] == [5, 20, 10]
+
+
+@pytest.mark.parametrize(
+    "error, state", [(KeyboardInterrupt(), "interrupted"), (ValueError(), "failed"), (SystemExit(), "ended")]
+)
+def test_how_the_script_ended(found, error, state):
+    model = First()
+    optimizer = sgd(model)
+    with pytest.raises(type(error)), found:
+        train(model, optimizer, 6)
+        raise error
+    with Run(found.watched[0].run) as run:
+        assert run.state == state and list(run.losses) == [1, 2, 3, 4, 5]
+
+
+def test_a_finding_may_stop_the_script(tmp_path):
+    model = First()
+    optimizer = sgd(model)
+    with pytest.raises(StopTraining, match="TH10"):
+        with Discovery(every=1, to=tmp_path, on_finding="stop") as found:
+            train(model, optimizer, 3)
+            with torch.no_grad():
+                model[0].weight.fill_(torch.nan)
+            train(model, optimizer, 3000)
+    assert found.watched[0].steps < 3000
+
+
+@pytest.mark.parametrize("method", ["_stepped", "_note", "_backward", "_meet", "_find", "_watch"])
+@pytest.mark.filterwarnings("error")
+def test_a_fault_of_ours_does_not_stop_the_script(found, monkeypatch, method):
+    """Not where warnings are errors either, nor if there are others' hooks."""
+    model, others = First(), []
+    optimizer = sgd(model)
+    monkeypatch.setattr(Discovery, method, lambda *args, **kwargs: 1 / 0)
+    with found:
+        handles = [register_optimizer_step_post_hook(lambda *args: others.append(1)) for _ in range(2)]
+        try:
+            losses = train(model, optimizer, 10)
+        finally:
+            for handle in handles:
+                handle.remove()
+    assert len(losses) == 10 and len(others) == 20 and losses[-1] != losses[0]
+    assert not found.watched
+
+
+def test_a_model_that_cannot_be_watched_is_left_alone(found):
+    """It is said once, and others are watched all the same."""
+    odd, model = nn.Sequential(First(), nn.LazyLinear(2)), First()
+    with found, pytest.warns(UserWarning, match="a Sequential is not watched, for that raised ValueError") as told:
+        odd.forward = lambda x: odd[0](x)
+        train(odd, torch.optim.SGD(odd[0].parameters(), 0.01), 10)
+        train(model, sgd(model), 10)
+    assert named(found) == ["First"] and found.watched[0].steps == 10
+    assert len(told) == 1
+
+
+def test_a_fault_is_told_once(found, monkeypatch):
+    model = First()
+    optimizer = sgd(model)
+    monkeypatch.setattr(Discovery, "_meet", lambda *args: 1 / 0)
+    with found, pytest.warns(UserWarning, match="no longer sees what is trained, for that raised Zero") as told:
+        train(model, optimizer, 10)
+    assert len(told) == 1 and told[0].filename == __file__
+
+
+def test_a_forked_process_writes_nothing(found, tmp_path):
+    model = First()
+    optimizer = sgd(model)
+    with found:
+        train(model, optimizer, 3)
+        child = os.fork()
+        if not child:
+            try:
+                train(model, optimizer, 3)
+                train(other := Second(), sgd(other), 5)
+                os._exit(len(found.watched) - 1)
+            finally:
+                os._exit(9)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        train(model, optimizer, 3)
+    assert named(found) == ["First"] and found.watched[0].steps == 6
+    assert len([folder for folder in tmp_path.iterdir() if not folder.is_symlink()]) == 1
+
+
+def test_hooks_for_all_modules_are_there_for_a_step_alone(found):
+    known = torch.nn.modules.module._global_forward_pre_hooks
+    model = First()
+    optimizer = sgd(model)
+    with found:
+        assert len(known) == 1
+        train(model, optimizer, 1)
+        assert not known
+        late = sgd(model)
+        train(model, late, 1)
+        assert len(known) == 1
+        train(model, late, 1)
+        assert not known
+        train(model, once := sgd(Second()), 1)  # it never steps again
+        assert len(known) == 1
+        train(model, optimizer, discovery._PATIENCE)
+        assert not known and once.param_groups

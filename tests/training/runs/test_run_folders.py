@@ -1,0 +1,128 @@
+"""Folders of runs: new ones, those there are, and those that go."""
+
+import sqlite3
+import threading
+import time
+
+import pytest
+import torch
+from run_samples import written
+
+from torchhook import Report
+from torchhook.core.errors import RunError
+from torchhook.stats.reading import Snapshot
+from torchhook.training.logs import Entry
+from torchhook.training.runs import RunLog
+from torchhook.training.runs.folders import delete, find, new_folder, prunable, ranks
+from torchhook.training.runs.schema import FILE
+
+
+def run_in(folder, days_ago=0.0, state="ended"):
+    log = written(RunLog(folder), [0])
+    log.write(Entry(1, 0.0, Snapshot({}), maps={"conv": torch.rand(1, 2, 2)}))
+    if state:
+        log.end(Report(), state)
+    db = sqlite3.connect(folder / FILE)
+    db.execute("UPDATE life SET started = ?", (time.time() - 86400 * days_ago,))
+    db.commit()
+    db.close()
+    return folder
+
+
+def test_folders_have_names_of_their_own_even_if_made_at_once(tmp_path):
+    made = []
+    threads = [threading.Thread(target=lambda: made.append(new_folder(tmp_path / "runs", "net"))) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(made)) == 12 and all(folder.is_dir() for folder in made)
+
+
+@pytest.mark.parametrize(
+    ("name", "begins"),
+    [
+        ("Net", "Net-2"),
+        ("../../etc/passwd", "etc-passwd-2"),
+        ("<b>\n\0\ud800", "b-2"),
+        ("é", "run-2"),
+        ("", "run-2"),
+        (".", "run-2"),
+        ("x" * 500, "x" * 60 + "-2"),
+    ],
+)
+def test_any_name_makes_a_folder_right_there(tmp_path, name, begins):
+    folder = new_folder(tmp_path, name)
+    assert folder.parent == tmp_path and folder.is_dir() and folder.name.startswith(begins)
+
+
+def test_latest_leads_to_the_last_but_is_never_in_the_way(tmp_path):
+    first, second = new_folder(tmp_path, "a"), new_folder(tmp_path, "b")
+    assert (tmp_path / "latest").is_symlink() and (tmp_path / "latest").readlink().name == second.name
+    assert {path.name for path in tmp_path.iterdir()} == {first.name, second.name, "latest"}
+    (tmp_path / "other" / "latest").mkdir(parents=True)
+    assert new_folder(tmp_path / "other", "a").is_dir() and not (tmp_path / "other" / "latest").is_symlink()
+
+
+def test_where_there_are_no_links_there_is_none(tmp_path, monkeypatch):
+    monkeypatch.setattr("pathlib.Path.symlink_to", lambda *_, **__: (_ for _ in ()).throw(OSError("no links")))
+    assert new_folder(tmp_path, "net").is_dir() and len(list(tmp_path.iterdir())) == 1
+
+
+def test_runs_are_found_newest_first_without_ranks_links_and_strangers(tmp_path):
+    old, new = run_in(tmp_path / "z", days_ago=2), run_in(tmp_path / "a", days_ago=1)
+    run_in(tmp_path / "a" / "rank2")
+    run_in(tmp_path / "a" / "rank1")
+    run_in(tmp_path / "a" / "other")
+    (tmp_path / "stranger").mkdir()
+    (tmp_path / "latest").symlink_to("a")
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / FILE).write_text("no database")
+    assert find(tmp_path) == [broken, new, old]  # of what cannot be read, when the file was written is known
+    assert [below.name for below in ranks(new)] == ["rank1", "rank2"] and ranks(old) == []
+    with pytest.raises(RunError, match="there is no folder '.*nowhere'"):
+        find(tmp_path / "nowhere")
+
+
+def test_what_to_prune(tmp_path):
+    folders = {days: run_in(tmp_path / f"run{days}", days) for days in (1, 5, 10, 20)}
+    run_in(tmp_path / "running", days_ago=30, state=None)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / FILE).write_text("no database")
+    assert prunable(tmp_path, keep=1) == [folders[5], folders[10], folders[20]]
+    assert prunable(tmp_path, keep=0, older_than=7) == prunable(tmp_path, older_than=7) == [folders[10], folders[20]]
+    assert prunable(tmp_path, keep=3, older_than=7) == [folders[20]]
+    assert prunable(tmp_path, keep=9) == []
+    for wrong in ({}, {"keep": -1}, {"older_than": -1}):
+        with pytest.raises(ValueError, match="keep"):
+            prunable(tmp_path, **wrong)
+
+
+def test_a_run_is_deleted_with_its_ranks_and_samples(tmp_path):
+    folder = run_in(tmp_path / "run", state=None)
+    run_in(folder / "rank1")
+    (tmp_path / "latest").symlink_to("run")
+    assert delete(folder) is True
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_not_of_the_run_stays(tmp_path):
+    folder = run_in(tmp_path / "run")
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "00000000-0.png").write_text("somebody else's")
+    (folder / "model.pt").write_text("weights")
+    (folder / "samples" / "notes.txt").write_text("mine")
+    (folder / "checkpoints").mkdir()
+    elsewhere = run_in(tmp_path / "elsewhere")
+    (folder / "rank1").symlink_to(elsewhere)
+    assert delete(folder) is False and (elsewhere / FILE).exists()
+    assert {path.name for path in folder.iterdir()} == {"model.pt", "samples", "checkpoints", "rank1"}
+    assert [path.name for path in (folder / "samples").iterdir()] == ["notes.txt"]
+    linked = run_in(tmp_path / "linked")
+    for file in (linked / "samples").iterdir():
+        file.unlink()
+    (linked / "samples").rmdir()
+    (linked / "samples").symlink_to(tmp_path / "kept")
+    delete(linked)
+    assert (tmp_path / "kept" / "00000000-0.png").exists()
