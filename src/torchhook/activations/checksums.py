@@ -11,7 +11,7 @@ import torch
 from torchhook.activations.mapped import Part
 from torchhook.captures.appendable import PAGE, as_bytes, header
 from torchhook.core.errors import HarvestError
-from torchhook.core.progress import shown
+from torchhook.core.progress import track
 
 _PIECE = 8 * 2**20  # bytes at a time
 _UNREADABLE = -1  # which no checksum is
@@ -20,7 +20,7 @@ _UNREADABLE = -1  # which no checksum is
 def check(files: Sequence[Part], progress: TextIO | None) -> int:
     """Read all rows of `files`; how many bytes. A `HarvestError` names all that are broken."""
     pieces = sum(-(-part.rows // _rows(part)) for part in files)
-    found = dict(shown(_checksums(files), pieces, f"{_PIECE >> 20} MiB", progress))  # the last of a file is of all
+    found = dict(track(_checksums(files), pieces, f"{_PIECE >> 20} MiB", progress))  # the last of a file is of all
     broken = [part for part in files if found.get(part, 0) != part.crc32 or not _begins_right(part)]
     if broken:
         names = ", ".join(repr(str(part.path)) for part in broken)

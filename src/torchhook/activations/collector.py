@@ -17,13 +17,12 @@ from torch import Tensor, nn
 
 from torchhook.activations.batch_columns import PADDING, Parameters
 from torchhook.activations.rows import Positions, Rows, RowsName, chosen, positions_of, rows_of
-from torchhook.compare.features import as_before, queries_of
 from torchhook.core.batch import Batch, call, on_device
 from torchhook.core.errors import HarvestError
 from torchhook.core.event import Event
-from torchhook.core.model_state import evaluating
+from torchhook.core.model_state import evaluating, random_state_kept
 from torchhook.core.passes import Pass, Scope
-from torchhook.core.selection import Query, Selector, require_module
+from torchhook.core.selection import Query, Selector, queries_of, require_module
 from torchhook.core.session import Session
 from torchhook.core.silent import OnSilent
 from torchhook.core.site import Site
@@ -95,7 +94,7 @@ class Collector(Sink):
 
     def __enter__(self) -> Collector:
         with ExitStack() as opening:
-            opening.enter_context(as_before(self.model))
+            opening.enter_context(random_state_kept(self.model))
             opening.enter_context(evaluating(self.model))
             self._session.attach()
             self._open = opening.pop_all()

@@ -23,9 +23,8 @@ from torchhook.activations.rows import RowsName
 from torchhook.activations.sources import Read, Source, source_of
 from torchhook.activations.store import Activations
 from torchhook.activations.worker import Job, work
-from torchhook.compare.features import queries_of
 from torchhook.core.errors import HarvestError, SelectionError
-from torchhook.core.selection import Query, require_module
+from torchhook.core.selection import Query, queries_of, require_module
 from torchhook.core.tap import require_count
 from torchhook.core.text import warn
 

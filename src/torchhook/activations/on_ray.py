@@ -21,9 +21,8 @@ from torchhook.activations.resume import gap_of, gaps, joined, read
 from torchhook.activations.shard_writer import Amount
 from torchhook.activations.sources import Read, Source
 from torchhook.activations.worker import Job, work
-from torchhook.compare.features import queries_of
 from torchhook.core.errors import HarvestError
-from torchhook.core.selection import Query
+from torchhook.core.selection import Query, queries_of
 
 _REPEATS = 3  # how often the death of an actor is forgiven to one shard
 

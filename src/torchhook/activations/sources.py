@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from itertools import count, islice
@@ -21,10 +20,10 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from torchhook.activations.batch_columns import Parameters, batch_of_columns, batch_of_rows, tensor_of
 from torchhook.activations.fault_tolerant import Tolerant, collated, told
-from torchhook.core.batch import Batch
+from torchhook.core.batch import Batch, batch_count, samples_of
 from torchhook.core.errors import HarvestError
 from torchhook.core.tap import require_count
-from torchhook.core.trees import leaves, mapped
+from torchhook.core.trees import mapped
 
 _SIZE = 32  # samples in a batch, unless `batch_size` says otherwise
 _ONCE = "it can be read once; make it a list, or a class with __iter__, or pass resume=False"
@@ -84,22 +83,6 @@ def source_of(data: Any, batch_size: int | None, model: nn.Module, keep: Iterabl
     return _of_loader(data, parameters) if isinstance(data, DataLoader) else _of_batches(data, parameters)
 
 
-def length_of(data: Any) -> int:
-    """How many samples a batch has: the first dimension of most of its tensors, those of one dimension aside.
-
-    >>> import torch
-    >>> length_of({"scale": torch.ones(3), "x": torch.ones(40, 5)})
-    40
-    """
-    batch = Batch.of(data)
-    given = [leaf for _, leaf in leaves(batch.arguments) if leaf.dim()]
-    if not given:
-        raise HarvestError("it has no tensor with a dimension for the samples in it; make tensors of what it has")
-    lengths = Counter(len(leaf) for _, leaf in leaves((batch.arguments, batch.target)) if leaf.dim())
-    likely = [leaf for leaf in given if leaf.dim() > 1] or given
-    return max(map(len, likely), key=lengths.__getitem__)  # the first of those that are as likely
-
-
 class Rows(Source):
     """A tensor or an array whose rows are samples."""
 
@@ -156,7 +139,7 @@ class Stream(Source):
         self._data, self._parameters = data, parameters
         self._begun = False
         self.repeats, self.why_not = not why_not, why_not
-        self.batches = None if isinstance(getattr(data, "dataset", None), IterableDataset) else _length(data)
+        self.batches = None if isinstance(getattr(data, "dataset", None), IterableDataset) else batch_count(data)
         self.indexed = isinstance(data, (list, tuple))  # where those before cost nothing
         if self.indexed:
             self.samples = sum(len(read.ids) for read in self.read())
@@ -169,7 +152,7 @@ class Stream(Source):
         for number, batch in islice(_watched(self._data, 0), stop):
             try:
                 data = _fitted(batch, self._parameters)
-                ids = range(place, place + length_of(data))
+                ids = range(place, place + samples_of(Batch.of(data)).length)
             except HarvestError as error:
                 raise HarvestError(f"batch {number} of data: {error}") from error
             place = ids.stop
@@ -357,13 +340,6 @@ def _samples(dataset: Any) -> int:
     if not isinstance(dataset, Sized):
         raise TypeError(f"data: a {type(dataset).__name__} with indices must say how many it has: give it a __len__")
     return len(dataset)
-
-
-def _length(data: Any) -> int | None:
-    try:
-        return len(data) if isinstance(data, Sized) else None
-    except TypeError:  # a DataLoader of a stream
-        return None
 
 
 def _numbers(start: int, stop: int | None, batches: int) -> range:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from torchhook.core.model_state import state_kept
 from torchhook.core.tap import require_count
 
 
@@ -38,13 +39,8 @@ def compared(
     Buffers (a BatchNorm counts its batches) and random states are afterwards as before.
     """
     require_count(runs, "runs")
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        with torch.random.fork_rng():
-            return _timed(forward, hooked, runs)
-    finally:
-        for buffer, before in buffers:
-            buffer.copy_(before)
+    with state_kept(model):
+        return _timed(forward, hooked, runs)
 
 
 def _timed(forward: Callable[[], Any], hooked: Callable[[], AbstractContextManager[Any]], runs: int) -> Overhead:

@@ -13,9 +13,9 @@ import typer
 from torchhook.cli.loaders import Shape, data_of, loss_of, model_of, optimizer_of, split, wrong
 from torchhook.cli.options import RULES, Form, Ignore, Model, Reports, Select
 from torchhook.cli.outputs import Format, deliver, require_writable
-from torchhook.cli.progress import bar
 from torchhook.core.config import Config
 from torchhook.core.findings import Severity
+from torchhook.core.progress import progress_bar
 
 _BATCHES = 4
 _TASK = "What it is trained on"
@@ -95,7 +95,10 @@ def diagnose(
     require_writable(reports or ())
     config = Config.find(Path.cwd()).overruled(split(select), split(ignore), fail_on)
     # What the user's own code prints must not get between the lines that a program reads.
-    with bar("loading") as progress, nullcontext() if form == Format.TEXT else redirect_stdout(sys.stderr):
+    with (
+        progress_bar("loading", sys.stderr) as progress,
+        nullcontext() if form == Format.TEXT else redirect_stdout(sys.stderr),
+    ):
         from torchhook.rules import chosen
         from torchhook.rules.diagnose import diagnose as inspect
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import typer
 
 from torchhook import __version__
-from torchhook.cli.progress import bar
+from torchhook.core.progress import progress_bar
 from torchhook.render.words import printable
 
 Probes = Mapping[str, Callable[[], str]]
@@ -49,7 +49,7 @@ def doctor() -> None:
     typer.echo("```text")
     for probes in (_VERSIONS, _DEVICES, _extras()):
         typer.echo(f"{_told(probes)}\n")
-    with bar("compiling"):
+    with progress_bar("compiling", sys.stderr):
         compiled = _told(_compiling())
     typer.echo(f"{compiled}\n```")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +11,7 @@ import typer
 
 from torchhook.cli.loaders import model_of, wrong
 from torchhook.cli.options import Model
-from torchhook.cli.progress import bar
+from torchhook.core.progress import progress_bar
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -72,7 +73,7 @@ def explain(
     if not all(spread):
         raise wrong("--std", "colours are divided by it, so it cannot be 0")
     picture = _read(image)
-    with bar("loading"):
+    with progress_bar("loading", sys.stderr):
         import torch
 
         from torchhook import explain as methods
@@ -102,11 +103,11 @@ def _require_classes(net: nn.Module, batch: Tensor, method: Method) -> None:
 
     A principal component is of no class, so that anything will do.
     """
+    from torchhook.core.model_state import inference
     from torchhook.core.text import shape_of
-    from torchhook.explain.cam_layer import running
     from torchhook.explain.targets import logits_of
 
-    with running(net):
+    with inference(net):
         try:
             output = net(batch)
         except RuntimeError as error:

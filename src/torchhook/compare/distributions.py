@@ -16,13 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 import torch
 from torch import Tensor, nn
 
-from torchhook.captures.agreement.recorded_run import fitted, unchanged
-from torchhook.compare.features import length_of, queries_of, require_loader, require_sites, samples_of
-from torchhook.core.batch import Batch, call
+from torchhook.core.batch import Batch, batch_count, call, fitted, require_loader, samples_of
 from torchhook.core.findings import Report
-from torchhook.core.model_state import evaluating
-from torchhook.core.progress import shown
-from torchhook.core.selection import Query, require_module
+from torchhook.core.model_state import evaluating, state_kept
+from torchhook.core.progress import track
+from torchhook.core.selection import Query, queries_of, require_module, require_sites
 from torchhook.core.text import html_table, table
 from torchhook.core.trees import Arguments, leaves, mapped
 from torchhook.rules.check import check
@@ -228,7 +226,7 @@ def datasets(
     sides = {}
     for argument, loader in (("train_loader", train_loader), ("test_loader", test_loader)):
         require_loader(loader, argument)
-        batches = shown(loader, length_of(loader), argument, progress)
+        batches = track(loader, batch_count(loader), argument, progress)
         found = _measured(model, map(Batch.of, batches), sites)
         if not found:
             raise ValueError(f"{argument} gave no batch, or none that has a sample")
@@ -248,7 +246,7 @@ def _measured(model: nn.Module, batches: Iterable[Batch], sites: Sites) -> list[
     windows: list[Window] = []
     stats = measure(model, *queries_of(sites), stats=("moments", "histogram", "channels"), on_silent="ignore")
     least = count = 0  # samples of a window, and those since the last one
-    with unchanged(model), evaluating(model), torch.no_grad(), stats:
+    with state_kept(model), evaluating(model), torch.no_grad(), stats:
         for batch in batches:
             call(model, Batch(fitted(batch.arguments, model), None))
             count += _samples(batch)

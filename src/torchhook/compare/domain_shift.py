@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from torchhook.compare import distances
-from torchhook.compare.features import Gathering, Place, Pool, length_of, require_loader, require_pool, require_sites
-from torchhook.core.progress import shown
-from torchhook.core.selection import Query, require_module
+from torchhook.compare.features import Gathering, Place, Pool, require_pool
+from torchhook.core.batch import batch_count, require_loader
+from torchhook.core.progress import track
+from torchhook.core.selection import Query, require_module, require_sites
 from torchhook.core.tap import require_count
 from torchhook.core.text import html_table, table
 
@@ -203,7 +204,7 @@ def _features(
     """Where they are of, and the features of the samples of a loader: all, or so many drawn at random."""
     drawn: Drawn | None = None
     found: dict[Place, Tensor | str] = {}
-    for batch in shown(loader, length_of(loader), name, progress):
+    for batch in track(loader, batch_count(loader), name, progress):
         found.clear()
         gathering.run(batch, lambda place, rows: found.update({place: _kept(rows)}))
         place, rows = _chosen(found, call)

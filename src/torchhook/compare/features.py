@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import random
-import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from torchhook.captures.agreement.recorded_run import fitted
-from torchhook.core.batch import Batch, call
-from torchhook.core.errors import SelectionError
+from torchhook.core.batch import Batch, Samples, call, fitted, samples_of
 from torchhook.core.event import Event
-from torchhook.core.model_state import evaluating
+from torchhook.core.model_state import evaluating, random_state_kept
 from torchhook.core.passes import Pass, Scope
-from torchhook.core.selection import Query, Selector, require_module, select
+from torchhook.core.selection import Query, Selector, queries_of
 from torchhook.core.session import Session
 from torchhook.core.site import Site
 from torchhook.core.snapshot import frozen
@@ -41,13 +36,6 @@ class Place(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.path or 'the model'!r}" + (f" (call {self.call})" if self.call else "")
-
-
-class Samples(NamedTuple):
-    """How many samples a batch has, and which argument of the model says so."""
-
-    length: int
-    argument: str
 
 
 Take = Callable[[Place, "Tensor | str"], None]
@@ -76,7 +64,7 @@ class Gathering(Sink):
 
     def __enter__(self) -> Gathering:
         with ExitStack() as opening:
-            opening.enter_context(as_before(self.model))
+            opening.enter_context(random_state_kept(self.model))
             opening.enter_context(evaluating(self.model))
             self._session.attach()
             self._open = opening.pop_all()
@@ -122,21 +110,6 @@ class Gathering(Sink):
             self._take(place, rows_of(value, module, self._samples, self.pool))
 
 
-def samples_of(batch: Batch) -> Samples:
-    """As many as the arguments are long: of those that are more than a list of numbers, as most of the batch is.
-
-    >>> samples_of(Batch.of({"scale": torch.ones(3), "x": torch.ones(40, 5)}))
-    Samples(length=40, argument="'x'")
-    """
-    given = [(address, leaf) for address, leaf in leaves(batch.arguments) if leaf.dim()]
-    if not given:
-        raise ValueError("a batch of the loader has no tensor with a dimension for the samples in it")
-    lengths = Counter(len(leaf) for _, leaf in leaves((batch.arguments, batch.target)) if leaf.dim())
-    likely = [(address, leaf) for address, leaf in given if leaf.dim() > 1] or given
-    (_, *argument), found = max(likely, key=lambda one: lengths[len(one[1])])  # the first of those that are as likely
-    return Samples(len(found), ".".join(map(repr, argument)))
-
-
 def rows_of(value: Any, module: nn.Module, samples: Samples, pool: Pool) -> Tensor | str:
     """The features of the samples in what `module` gave, or the reason why there are none."""
     found = next((leaf for _, leaf in leaves(value) if leaf.is_floating_point()), None)
@@ -160,60 +133,7 @@ def rows_of(value: Any, module: nn.Module, samples: Samples, pool: Pool) -> Tens
     return rows if rows.is_floating_point() else rows.float()
 
 
-def queries_of(sites: Query | Iterable[Query] | None) -> Sequence[Query]:
-    """One query, several, or none, which means every leaf, as a list."""
-    if sites is None:
-        return []
-    many = isinstance(sites, Iterable) and not isinstance(sites, (str, nn.Module))
-    return list(sites) if many else [sites]  # type: ignore[arg-type, list-item]  # modules can be iterable, too
-
-
-def require_sites(model: nn.Module, sites: Query | Iterable[Query] | None, argument: str, hint: str = "") -> None:
-    """Raise unless `sites` are places of `model`, before anything runs."""
-    queries = queries_of(sites)
-    if sites is not None and not queries:
-        raise SelectionError(f"{argument} is empty: name at least one place of the model, or leave it out for all")
-    try:
-        select(model, *queries)
-    except SelectionError as error:
-        raise SelectionError(f"{argument}: {error}{hint}") from error
-
-
 def require_pool(pool: Any) -> None:
     """Raise unless `pool` is one of those there are."""
     if not (callable(pool) or pool in ("flatten", "mean")):
         raise ValueError(f"pool must be 'flatten', 'mean' or a function from an output to rows, not {pool!r}")
-
-
-def require_loader(loader: Any, argument: str) -> None:
-    """Raise unless `loader` can be looped over for batches."""
-    if isinstance(loader, Tensor) or not isinstance(loader, Iterable):
-        raise TypeError(
-            f"{argument} must give batches, as a DataLoader or a list of them does, and it is a"
-            f" {type(loader).__name__}; put the batch you have into a list"
-        )
-
-
-def length_of(loader: Iterable[Any]) -> int | None:
-    """How many batches there are, if that is known."""
-    try:
-        return len(loader) if isinstance(loader, Sized) else None
-    except TypeError:  # a DataLoader of a stream
-        return None
-
-
-@contextmanager
-def as_before(*models: nn.Module) -> Iterator[None]:
-    """Whatever draws random numbers meanwhile, every generator is then where it was."""
-    for model in models:
-        require_module(model)
-    numpy: Any = sys.modules.get("numpy")
-    states = random.getstate(), numpy.random.get_state() if numpy else None
-    devices = {p.device.index or 0 for model in models for p in model.parameters() if p.device.type == "cuda"}
-    try:
-        with torch.random.fork_rng(devices=sorted(devices)):
-            yield
-    finally:
-        random.setstate(states[0])
-        if numpy:
-            numpy.random.set_state(states[1])

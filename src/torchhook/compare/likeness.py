@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 import torch
 from torch import Tensor, nn
 
-from torchhook.compare.features import Gathering, Pool, length_of, require_loader, require_pool, require_sites
+from torchhook.compare.features import Gathering, Pool, require_pool
 from torchhook.compare.measures import MEASURES
 from torchhook.compare.pairwise import Side, Tally
-from torchhook.core.progress import shown
-from torchhook.core.selection import Query, require_module
+from torchhook.core.batch import batch_count, require_loader
+from torchhook.core.progress import track
+from torchhook.core.selection import Query, require_module, require_sites
 from torchhook.core.text import html_table, table, warn
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ def cka(
     with Gathering(a, sites, pool) as left, other as right:
         sides = [Side(gathering, name) for gathering, name in ((left, "a"), (right, "b")) if gathering is not None]
         tally = Tally(sides, by, debiased, max_bytes)
-        for batch in shown(loader, length_of(loader), by, progress):
+        for batch in track(loader, batch_count(loader), by, progress):
             tally.add(batch)
         if not tally.n:
             raise ValueError("loader gave no samples")

@@ -13,22 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchhook.captures.agreement.recorded_run import fitted, unchanged
 from torchhook.compare.auc import Estimate, auc_of, true_positives
-from torchhook.compare.features import (
-    Gathering,
-    Place,
-    Pool,
-    length_of,
-    require_loader,
-    require_pool,
-    require_sites,
-    samples_of,
-)
+from torchhook.compare.features import Gathering, Place, Pool, require_pool
 from torchhook.compare.sample_gradients import GHOSTS, Backward, Flow, backward, not_by_sample
-from torchhook.core.batch import Batch, Loss, main_tensor
-from torchhook.core.progress import shown
-from torchhook.core.selection import Query, require_module
+from torchhook.core.batch import Batch, Loss, batch_count, fitted, main_tensor, require_loader, samples_of
+from torchhook.core.model_state import state_kept
+from torchhook.core.progress import track
+from torchhook.core.selection import Query, require_module, require_sites
 from torchhook.core.tap import require_count
 from torchhook.core.text import html_table, shape_of, table
 from torchhook.core.trees import leaves, mapped
@@ -178,7 +169,7 @@ def leakage(
     draw = torch.Generator().manual_seed(0) if generator is None else generator
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(unchanged(model))
+        stack.enter_context(state_kept(model))
         gathering = stack.enter_context(Gathering(model, sites, pool))
         inside = Side(gathering, loss, shares=True).over(members, "members", max_samples, progress)
         outside = Side(gathering, loss, shares=False).over(non_members, "non_members", max_samples, progress)
@@ -233,7 +224,7 @@ class Side:
 
     def over(self, loader: Iterable[Any], argument: str, most: int, progress: TextIO | None) -> Side:
         """All batches, until there are `most` samples."""
-        for data in shown(loader, length_of(loader), argument, progress):
+        for data in track(loader, batch_count(loader), argument, progress):
             self._add(data, most - self.count)
             if self.count >= most:
                 break

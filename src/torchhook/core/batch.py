@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sized
 from typing import Any, NamedTuple
 
 import torch
@@ -40,10 +41,23 @@ class Batch(NamedTuple):
 
 
 def on_device(data: Any, model: nn.Module) -> Any:
-    """`data` where the model is; always a copy, for models may overwrite what they are given."""
-    first = next(model.parameters(), None)
-    device = first.device if first is not None else next((buffer.device for buffer in model.buffers()), None)
-    return mapped(Tensor.clone, data) if device is None else mapped(lambda tensor: tensor.to(device, copy=True), data)
+    """A copy of `data` on the model's device: models may overwrite what they are given, and gradients stay in it."""
+    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), None)
+
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
+
+    return mapped(moved, data)
+
+
+def fitted(value: Any, model: nn.Module) -> Any:
+    """A copy of `value` on the model's device, its floating-point tensors in the model's dtype."""
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+    return mapped(cast, on_device(value, model))
 
 
 def call(model: nn.Module, batch: Batch) -> Any:
@@ -90,6 +104,45 @@ def main_tensor(output: Any) -> Tensor:
         raise ValueError(f"the model returned a {type(output).__name__} without a tensor of numbers; pass loss=")
     assert isinstance(found, Tensor)
     return found
+
+
+class Samples(NamedTuple):
+    """How many samples a batch has, and which argument of the model says so."""
+
+    length: int
+    argument: str
+
+
+def samples_of(batch: Batch) -> Samples:
+    """As many as the arguments are long: of those that are more than a list of numbers, as most of the batch is.
+
+    >>> samples_of(Batch.of({"scale": torch.ones(3), "x": torch.ones(40, 5)}))
+    Samples(length=40, argument="'x'")
+    """
+    given = [(address, leaf) for address, leaf in leaves(batch.arguments) if leaf.dim()]
+    if not given:
+        raise ValueError("a batch of the loader has no tensor with a dimension for the samples in it")
+    lengths = Counter(len(leaf) for _, leaf in leaves((batch.arguments, batch.target)) if leaf.dim())
+    likely = [(address, leaf) for address, leaf in given if leaf.dim() > 1] or given
+    (_, *argument), found = max(likely, key=lambda one: lengths[len(one[1])])  # the first of those that are as likely
+    return Samples(len(found), ".".join(map(repr, argument)))
+
+
+def require_loader(loader: Any, argument: str) -> None:
+    """Raise unless `loader` can be looped over for batches."""
+    if isinstance(loader, Tensor) or not isinstance(loader, Iterable):
+        raise TypeError(
+            f"{argument} must give batches, as a DataLoader or a list of them does, and it is a"
+            f" {type(loader).__name__}; put the batch you have into a list"
+        )
+
+
+def batch_count(loader: Iterable[Any]) -> int | None:
+    """How many batches there are, if that is known."""
+    try:
+        return len(loader) if isinstance(loader, Sized) else None
+    except TypeError:  # a DataLoader of a stream
+        return None
 
 
 def _scalar(loss: Any) -> Tensor:

@@ -1,12 +1,17 @@
-"""A model as it is used, not as it is trained, for a while."""
+"""Run a model without leaving a trace: its modes, its buffers and the random numbers are put back afterwards."""
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
+
+from torchhook.core.selection import require_module
 
 
 def parts(model: nn.Module) -> list[nn.Module]:
@@ -47,7 +52,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Whatever a forward writes to the buffers of `model` inside the block, they are as they were after it.
+    """Restore the buffers of `model` after the block, whatever a forward writes to them.
 
     >>> model = nn.BatchNorm1d(2)
     >>> with buffers_kept(model):
@@ -67,4 +72,47 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for owner, name, buffer, value in buffers:
                 owner[name] = buffer
-                buffer.copy_(value)
+                if not torch.equal(buffer, value):  # an equal one keeps its version: a graph may hold it
+                    buffer.copy_(value)
+
+
+@contextmanager
+def random_state_kept(*models: nn.Module) -> Iterator[None]:
+    """Restore every random number generator after the block: Python's, NumPy's, torch's, and those of the GPUs in use.
+
+    >>> before = torch.get_rng_state()
+    >>> with random_state_kept():
+    ...     _ = torch.rand(3)
+    >>> torch.get_rng_state().equal(before)
+    True
+    """
+    numpy: Any = sys.modules.get("numpy")
+    states = random.getstate(), numpy.random.get_state() if numpy else None
+    devices = {p.device.index or 0 for model in models for p in model.parameters() if p.device.type == "cuda"}
+    try:
+        with torch.random.fork_rng(devices=sorted(devices)):
+            yield
+    finally:
+        random.setstate(states[0])
+        if numpy:
+            numpy.random.set_state(states[1])
+
+
+@contextmanager
+def state_kept(model: nn.Module) -> Iterator[None]:
+    """Restore the buffers of `model` and every random number generator after the block."""
+    with buffers_kept(model), random_state_kept(model):
+        yield
+
+
+@contextmanager
+def inference(model: nn.Module) -> Iterator[None]:
+    """Run `model` in eval mode, eagerly and without autograd, which may be switched on inside the block."""
+    require_module(model)
+    with ExitStack() as stack:
+        stack.enter_context(evaluating(model))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        if "torch._dynamo" in sys.modules:  # autograd cannot be switched on halfway through a compiled graph
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield

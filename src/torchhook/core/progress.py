@@ -1,38 +1,62 @@
-"""A line in the terminal that says how far a long loop is."""
+"""Progress of long work: a bar drawn by rich in a terminal, and silence everywhere else.
+
+Whatever takes long reports to a `Tell`. Without a terminal, or without rich, there is no bar and nothing is printed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TextIO, TypeVar
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Protocol, TextIO, TypeVar
 
 _T = TypeVar("_T")
-_WIDE = 30  # characters of the bar
 
 
-def shown(values: Iterable[_T], count: int | None, what: str, file: TextIO | None) -> Iterator[_T]:
-    """`values` as they come, with a line that says how many of `count` there were; only in a terminal.
+class Tell(Protocol):
+    """Reports progress: what is being done, how much of how much, and a remark behind the bar."""
 
-    Without `count`, which not everything that can be looped over knows, it says how many there were.
+    def __call__(self, what: str, done: int, total: int | None, note: str = "") -> None:
+        """Report."""
 
-    >>> list(shown("ab", 2, "letters", None))
+
+@contextmanager
+def progress_bar(first: str, file: TextIO | None) -> Iterator[Tell | None]:
+    """A bar in `file` while the block runs, or None if `file` is not a terminal; `first` is shown before any report.
+
+    >>> with progress_bar("loading", None) as tell:
+    ...     print(tell)
+    None
+    """
+    if file is None or not file.isatty() or find_spec("rich") is None:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(file=file)
+    if console.is_dumb_terminal:
+        yield None
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    note_column = TextColumn("{task.fields[note]}")
+    with Progress(*columns, note_column, console=console, transient=True) as progress:
+        task = progress.add_task(first, total=None, note="")
+
+        def tell(what: str, done: int, total: int | None, note: str = "") -> None:
+            progress.update(task, description=what, completed=done, total=total, note=note)
+
+        yield tell
+
+
+def track(values: Iterable[_T], total: int | None, what: str, file: TextIO | None) -> Iterator[_T]:
+    """`values` one by one, with a bar in `file` that says how many of `total` are done.
+
+    >>> list(track("ab", 2, "letters", None))
     ['a', 'b']
     """
-    shows = file is not None and file.isatty()
-    for number, value in enumerate(values, 1):
-        if shows:
-            print(f"\r{what} {bar(number, count)}", end="", file=file, flush=True)
-        yield value
-    if shows:
-        print(file=file)
-
-
-def bar(number: int, count: int | None) -> str:
-    """How many of how many, with a bar before it.
-
-    >>> bar(15, 30)
-    '███████████████░░░░░░░░░░░░░░░ 15/30'
-    """
-    if not count:
-        return f"{number:,}"
-    done = min(_WIDE, _WIDE * number // count)
-    return f"{'█' * done}{'░' * (_WIDE - done)} {number:,}/{count:,}"
+    with progress_bar(what, file) as tell:
+        for number, value in enumerate(values, 1):
+            yield value
+            if tell is not None:
+                tell(what, number, total)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias, Union
 
 from torch import nn
@@ -341,3 +341,22 @@ def _glob_token(token: str) -> str:
         body = token[1:-1].replace("\\", r"\\")
         return f"[^{body[1:]}]" if body.startswith("!") else f"[{body}]"
     return re.escape(token)
+
+
+def queries_of(sites: Query | Iterable[Query] | None) -> Sequence[Query]:
+    """One query, several, or none, which means every leaf, as a list."""
+    if sites is None:
+        return []
+    many = isinstance(sites, Iterable) and not isinstance(sites, (str, nn.Module))
+    return list(sites) if many else [sites]  # type: ignore[arg-type, list-item]  # modules can be iterable, too
+
+
+def require_sites(model: nn.Module, sites: Query | Iterable[Query] | None, argument: str, hint: str = "") -> None:
+    """Raise unless `sites` are places of `model`, before anything runs."""
+    queries = queries_of(sites)
+    if sites is not None and not queries:
+        raise SelectionError(f"{argument} is empty: name at least one place of the model, or leave it out for all")
+    try:
+        select(model, *queries)
+    except SelectionError as error:
+        raise SelectionError(f"{argument}: {error}{hint}") from error

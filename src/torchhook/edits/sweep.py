@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchhook.captures.capture import capture
 from torchhook.core.edit import Edit
 from torchhook.core.errors import SelectionError
-from torchhook.core.progress import shown
+from torchhook.core.progress import track
 from torchhook.core.selection import Query, Selector, require_module, select
 from torchhook.core.session import Session
 from torchhook.core.site import PORTS, Port, Site
@@ -130,7 +130,7 @@ def sweep(
             raise ValueError("edit is None, which means patching from source=, and there is none")
         made = change if isinstance(change, Edit) else apply(change)
         runs = _Runs(model, given, made, metric, output, batch)
-        values = list(shown(runs.over(places), len(places), "sweep", progress))
+        values = list(track(runs.over(places), len(places), "sweep", progress))
     rows = [Row(site, value, value - baseline, _share(value, baseline, clean_value)) for site, value in values]
     return Sweep(rows, baseline, clean_value)
 

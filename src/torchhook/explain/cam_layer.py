@@ -8,10 +8,9 @@ eval mode for the time, since batch statistics would mix the samples; nothing el
 from __future__ import annotations
 
 import copy
-import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -21,8 +20,8 @@ from torch.autograd.graph import Node
 from torchhook.core.edit import Edit
 from torchhook.core.errors import SelectionError
 from torchhook.core.event import Event
-from torchhook.core.model_state import evaluating, parts
-from torchhook.core.selection import Query, require_module, select, walk
+from torchhook.core.model_state import parts
+from torchhook.core.selection import Query, select, walk
 from torchhook.core.session import Session
 from torchhook.core.site import Site
 from torchhook.core.snapshot import frozen, lazily_copied
@@ -80,19 +79,6 @@ class Reached(NamedTuple):
                 " sees; name a layer between the input and what the target is made of, or pass layer=None"
             )
         return _precise(self.fold(found))
-
-
-@contextmanager
-def running(model: nn.Module) -> Iterator[None]:
-    """A model as it is run to be explained: in eval mode, eagerly, and without autograd until it is switched on."""
-    require_module(model)
-    with ExitStack() as stack:
-        stack.enter_context(evaluating(model))
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.no_grad())
-        if "torch._dynamo" in sys.modules:  # autograd cannot be switched on halfway through a compiled graph
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        yield
 
 
 def settle(

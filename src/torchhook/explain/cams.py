@@ -25,9 +25,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from torchhook.core.model_state import inference
 from torchhook.core.selection import Query
 from torchhook.core.trees import Arguments
-from torchhook.explain.cam_layer import Reached, reach, running, settle
+from torchhook.explain.cam_layer import Reached, reach, settle
 from torchhook.explain.heat import Heat
 from torchhook.explain.targets import Score, Target, at_hand
 from torchhook.explain.token_grid import Fold
@@ -70,7 +71,7 @@ def by_gradient(formula: Formula) -> Cam:
         fold: Fold | None = None,
     ) -> Heat:
         given, target = Arguments.of(x), at_hand(target)
-        with running(model):
+        with inference(model):
             reached = reach(model, given, settle(model, given, target, layer, call, fold), fold)
             score = Score.of(target, reached.output, reached.setting.samples)
             maps = formula(reached.maps, reached.gradient(score))
@@ -184,7 +185,7 @@ def eigen_cam(
     (eigen_cam of '0': 1×8×8, (2, 5))
     """
     given = Arguments.of(x)
-    with running(model):
+    with inference(model):
         place = settle(model, given, target, layer, call, fold, scored=False)
         reached = reach(model, given, place, fold, graph=False)
         maps = _principal(reached.maps)

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchhook.core.model_state import inference
 from torchhook.core.selection import require_module
 from torchhook.core.tap import require_count
 from torchhook.core.text import html_table, shape_of, table
 from torchhook.core.trees import Arguments, taken
-from torchhook.explain.cam_layer import running
 from torchhook.explain.heat import Heat
 from torchhook.explain.samples import Samples
 from torchhook.explain.targets import Score, Target, logits_of
@@ -188,7 +188,7 @@ def faithfulness(
     for name, count in (("steps", steps), ("randoms", randoms), ("batch", batch)):
         require_count(count, name)
     target = _target(maps, target)
-    with running(model):
+    with inference(model):
         output = model(*given.args, **given.kwargs)
         score = _score(target, output)
         samples = Samples.of(given).apart(lambda some: model(*some.args, **some.kwargs), score, output)

@@ -15,7 +15,7 @@ from torchhook.core.batch import Batch, call, main_tensor, on_device
 from torchhook.core.errors import SelectionError
 from torchhook.core.event import Event
 from torchhook.core.model_state import evaluating
-from torchhook.core.progress import shown
+from torchhook.core.progress import track
 from torchhook.core.selection import Query, require_module, select
 from torchhook.core.session import Session
 from torchhook.core.tap import Tap, require_count
@@ -186,7 +186,7 @@ def top_examples(
     watch = _Watch(next(iter(found)), dim, call)
     with torch.no_grad(), evaluating(model):
         count = len(loader) if isinstance(loader, Sized) else None
-        for data in shown(loader, count, "batches", progress):
+        for data in track(loader, count, "batches", progress):
             batch = Batch.of(on_device(data, model))
             best.add(watch.run(model, batch, stop), batch.arguments)
     if not best.samples:

@@ -15,11 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchhook.core.edit import Edit
+from torchhook.core.model_state import inference
 from torchhook.core.selection import Query
 from torchhook.core.session import Session
 from torchhook.core.tap import Tap, require_count
 from torchhook.core.trees import Arguments, put, taken
-from torchhook.explain.cam_layer import Reached, main_tensor, reach, running, settle
+from torchhook.explain.cam_layer import Reached, main_tensor, reach, settle
 from torchhook.explain.cams import heat_of, named_after, weighted
 from torchhook.explain.heat import Heat
 from torchhook.explain.samples import Samples
@@ -99,7 +100,7 @@ def _by_runs(weigh: Callable[[_Runs], Tensor]) -> BatchedCam:
         if batch is not None:
             require_count(batch, "batch")
         given, target = Arguments.of(x), at_hand(target)
-        with running(model):
+        with inference(model):
             reached = reach(model, given, settle(model, given, target, layer, call, fold), fold, graph=False)
             score = Score.of(target, reached.output, reached.setting.samples)
             maps = weighted(reached.maps, weigh(_Runs(model, given, reached, score, batch)))

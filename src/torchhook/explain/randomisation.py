@@ -12,19 +12,18 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from torchhook.core.model_state import inference, random_state_kept
 from torchhook.core.selection import Selector, require_module, select
 from torchhook.core.session import Session
 from torchhook.core.tap import Tap, require_count
 from torchhook.core.text import html_table, shape_of, table
 from torchhook.core.trees import Arguments
-from torchhook.explain.cam_layer import running
 from torchhook.explain.heat import Heat
 from torchhook.explain.targets import Score, Target
 
@@ -147,7 +146,7 @@ depend on what the model has learned.
     """
     require_module(model)
     require_count(steps, "steps")
-    with _forked(model):
+    with random_state_kept(model):
         first = method(model, x, target=target, **options)
         original = _maps(first)
         if not any(len(one.unique()) > 1 for one in original):
@@ -168,14 +167,6 @@ depend on what the model has learned.
     return Sanity(str(getattr(method, "__name__", None) or getattr(method, "func", method).__name__), found)
 
 
-@contextmanager
-def _forked(model: nn.Module) -> Iterator[None]:
-    """Random numbers are drawn, and nobody else notices."""
-    devices = {parameter.device.index or 0 for parameter in model.parameters() if parameter.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(devices)):
-        yield
-
-
 def _copy(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model)
@@ -192,7 +183,7 @@ def _settled(first: Any, model: nn.Module, x: Any, target: Target) -> Target:
     if isinstance(first, Heat):
         return [one for one in first.target if isinstance(one, int)] or None
     given = Arguments.of(x)
-    with running(model):
+    with inference(model):
         classes = Score.of(None, output := model(*given.args, **given.kwargs)).explained(len(output))
     return [one for one in classes if isinstance(one, int)]
 
@@ -204,7 +195,7 @@ def _from_the_output(model: nn.Module, x: Any) -> list[tuple[str, nn.Module]]:
     """
     given, begun = Arguments.of(x), [""]
     taps = [Tap(_EVERY, lambda event: begun.append(event.path), "input")] if model._modules else []
-    with running(model), warnings.catch_warnings():
+    with inference(model), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "a tap lies inside")  # of the copy, for this one run
         with Session(model, taps, on_silent="ignore"):
             model(*given.args, **given.kwargs)

@@ -9,15 +9,13 @@ from typing import Any, Literal, TextIO
 
 from torch import nn
 
-from torchhook.compare.features import as_before, length_of, require_loader
-from torchhook.core.batch import Batch, on_device
-from torchhook.core.model_state import buffers_kept
-from torchhook.core.progress import shown
+from torchhook.core.batch import Batch, batch_count, on_device, require_loader, samples_of
+from torchhook.core.model_state import buffers_kept, inference, random_state_kept
+from torchhook.core.progress import track
 from torchhook.core.selection import Query, require_module, unwrapped
 from torchhook.edits import ablate
 from torchhook.edits.sweep import Row, Sweep, sweep
-from torchhook.explain.cam_layer import running
-from torchhook.prune.score_points import outlets, samples_of
+from torchhook.prune.score_points import outlets
 
 
 def sensitivity(
@@ -57,17 +55,17 @@ def sensitivity(
     edit = ablate(channels=slice(None), with_=with_)
     sweeps: list[tuple[int, Sweep]] = []
     model = unwrapped(model)
-    with as_before(model), buffers_kept(model), running(model):
+    with random_state_kept(model), buffers_kept(model), inference(model):
         batches = iter(loader)
         first = next(batches, _NOTHING)
         if first is _NOTHING:
             raise ValueError("loader gave no batch")
         paths = list(outlets(model, Batch.of(on_device(first, model)), layers).layers)
-        for data in shown(chain([first], batches), length_of(loader), "sensitivity", progress):
+        for data in track(chain([first], batches), batch_count(loader), "sensitivity", progress):
             batch = Batch.of(on_device(data, model))
             x = batch.arguments.args or batch.arguments.kwargs
             found = sweep(model, x, paths, edit, _of_output(metric, batch.target), progress=None)
-            sweeps.append((samples_of(batch), found))
+            sweeps.append((samples_of(batch).length, found))
     return _mean(sweeps)
 
 

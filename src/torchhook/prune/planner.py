@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from torchhook.compare.features import as_before, queries_of
 from torchhook.core.batch import Batch, Loss, call, on_device
-from torchhook.core.model_state import evaluating
-from torchhook.core.selection import Query, select, unwrapped
+from torchhook.core.model_state import evaluating, random_state_kept
+from torchhook.core.selection import Query, queries_of, select, unwrapped
 from torchhook.core.text import html_table, table
 from torchhook.prune.dependencies import Graph, Group, copied
 from torchhook.prune.score_points import channels_of, inputs_of
@@ -108,7 +107,7 @@ def plan(
     """
     _require(importance, ratio, flops, ranking, combine, most)
     example = importance.x if x is None else x
-    with torch.inference_mode(False), as_before(importance.model):
+    with torch.inference_mode(False), random_state_kept(importance.model):
         model = copied(unwrapped(importance.model))
         batch = Batch.of(on_device(example, model))
         groups = list(Graph(model, batch).groups())

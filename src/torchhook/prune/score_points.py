@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchhook.core.batch import Batch, call
+from torchhook.core.batch import Batch, call, samples_of
 from torchhook.core.errors import SelectionError
 from torchhook.core.event import Event
 from torchhook.core.passes import Pass, Scope
@@ -287,17 +287,9 @@ def channel_dim(layer: nn.Module) -> int:
     return -1 if isinstance(layer, nn.Linear) else -1 - len(layer.kernel_size)  # type: ignore[arg-type]  # a tuple
 
 
-def samples_of(batch: Batch) -> int:
-    """How many samples there are in a batch."""
-    first = next((leaf for _, leaf in leaves(batch.arguments) if leaf.dim()), None)
-    if first is None:
-        raise ValueError("a batch of loader has no tensor with a dimension for the samples in it")
-    return len(first)
-
-
 def first_of(batch: Batch, count: int) -> Batch:
     """The first samples of a batch, without a target."""
-    size = samples_of(batch)
+    size = samples_of(batch).length
     return Batch(mapped(lambda x: x[:count] if x.dim() and len(x) == size else x, batch.arguments), None)
 
 

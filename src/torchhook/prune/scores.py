@@ -13,19 +13,17 @@ from typing import Any, Literal, TextIO
 import torch
 from torch import Tensor, nn
 
-from torchhook.compare.features import as_before, length_of, require_loader
-from torchhook.core.batch import Batch, Loss, call, loss_of, on_device
+from torchhook.core.batch import Batch, Loss, batch_count, call, loss_of, on_device, require_loader, samples_of
 from torchhook.core.edit import Edit
 from torchhook.core.event import Event
-from torchhook.core.model_state import buffers_kept
-from torchhook.core.progress import shown
+from torchhook.core.model_state import buffers_kept, inference, random_state_kept
+from torchhook.core.progress import track
 from torchhook.core.selection import Query, Selector, require_module, unwrapped
 from torchhook.core.session import Session
 from torchhook.core.site import Site
 from torchhook.core.tap import Sink, Tap
 from torchhook.core.text import html_table, shape_of, table
-from torchhook.explain.cam_layer import running
-from torchhook.prune.score_points import Outlets, Place, Trail, channel_dim, first_of, outlets, samples_of
+from torchhook.prune.score_points import Outlets, Place, Trail, channel_dim, first_of, outlets
 
 By = Literal["taylor", "fisher", "l1", "activation", "apoz", "wanda"]
 
@@ -140,7 +138,7 @@ def importance(
     if loss is not None and not callable(loss):
         raise TypeError(f"loss must be callable on output and target, not {loss!r}")
     whole, model = model, unwrapped(model)  # inside a compiled graph nobody sees which tensor is which
-    with as_before(model), buffers_kept(model), running(model):
+    with random_state_kept(model), buffers_kept(model), inference(model):
         batches = iter(loader)
         first = next(batches, _NOTHING)
         if first is _NOTHING:
@@ -149,9 +147,9 @@ def importance(
         scorer = _SCORERS[by](found)
         n = 0
         with Session(model, scorer.taps(), on_silent="ignore"):
-            for data in shown(chain([first], batches) if scorer.runs else [], length_of(loader), by, progress):
+            for data in track(chain([first], batches) if scorer.runs else [], batch_count(loader), by, progress):
                 batch = Batch.of(on_device(data, model))
-                count = samples_of(batch)
+                count = samples_of(batch).length
                 scorer.run(model, batch, loss, count)
                 n += count
     scored = {path: layer for path, layer in found.layers.items() if path not in scorer.left_out}

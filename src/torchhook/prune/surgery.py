@@ -13,17 +13,16 @@ from typing import Any, NamedTuple, TextIO
 import torch
 from torch import nn
 
-from torchhook.compare.features import as_before, length_of, require_loader
-from torchhook.core.batch import Batch, Loss, call, loss_of, on_device
-from torchhook.core.model_state import buffers_kept, evaluating
-from torchhook.core.progress import shown
+from torchhook.core.batch import Batch, Loss, batch_count, call, loss_of, on_device, require_loader, samples_of
+from torchhook.core.model_state import buffers_kept, evaluating, random_state_kept
+from torchhook.core.progress import track
 from torchhook.core.selection import require_module, unwrapped
 from torchhook.core.tap import require_count
 from torchhook.core.text import html_table, table
 from torchhook.core.trees import leaves
 from torchhook.prune.dependencies import Graph, copied, tracing
 from torchhook.prune.planner import Plan, flops_of
-from torchhook.prune.score_points import channels_of, samples_of
+from torchhook.prune.score_points import channels_of
 from torchhook.prune.scores import target_of
 from torchhook.prune.verification import verified
 
@@ -139,14 +138,14 @@ def apply(
         raise ValueError("x: there is no example input to trace the model with; pass a batch")
     bare = unwrapped(model)
     _require_same(bare, plan)
-    with as_before(bare), torch.inference_mode(False):
+    with random_state_kept(bare), torch.inference_mode(False):
         batch = Batch.of(on_device(example, bare))
         twin = copied(bare)
         _cut(twin, plan, batch)
         with buffers_kept(bare), buffers_kept(twin):
             _require_alike(bare, twin, batch)
             note = verified(bare, twin, plan, batch)
-            measured = (loader, length_of(loader)) if loader is not None else ([example], 1)
+            measured = (loader, batch_count(loader)) if loader is not None else ([example], 1)
             losses = _losses([bare, twin], measured, loss or plan.loss, progress)
             changes = _parameters(bare, twin), _flops(bare, twin, batch), _times(bare, twin, batch, runs)
         if inplace:
@@ -166,9 +165,9 @@ def _losses(
 ) -> Change | None:
     """The mean loss of each model; None if it can only be guessed that there is none."""
     totals, n = [0.0 for _ in models], 0
-    for data in shown(*measured, "loss", progress):
+    for data in track(*measured, "loss", progress):
         batch = Batch.of(on_device(data, models[0]))
-        count = samples_of(batch)
+        count = samples_of(batch).length
         n += count
         for number, model in enumerate(models):
             with torch.enable_grad(), evaluating(model):  # a guess without a loss asks for a gradient

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +13,7 @@ from torch import nn
 
 from torchhook.core.batch import Loss
 from torchhook.core.findings import Report
+from torchhook.core.model_state import random_state_kept
 from torchhook.core.selection import require_module
 from torchhook.rules.check import check
 from torchhook.rules.inspection import Inspection, Progress
@@ -85,17 +84,9 @@ def diagnose(
 @contextmanager
 def _as_before(model: nn.Module) -> Iterator[None]:
     """Compute with gradients, and put every random number generator back to where it was."""
-    numpy: Any = sys.modules.get("numpy")
-    states = random.getstate(), numpy.random.get_state() if numpy else None
-    devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
-    try:
-        with torch.random.fork_rng(devices=sorted(devices)), warnings.catch_warnings(), torch.enable_grad():
-            warnings.filterwarnings("ignore", "a tap lies inside")  # it does for the sake of the copy alone
-            yield
-    finally:
-        random.setstate(states[0])
-        if numpy:
-            numpy.random.set_state(states[1])
+    with random_state_kept(model), warnings.catch_warnings(), torch.enable_grad():
+        warnings.filterwarnings("ignore", "a tap lies inside")  # only in the copy
+        yield
 
 
 def _silent(what: str, done: int, total: int) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchhook.core.batch import Batch, Loss, call, loss_of, on_device
+from torchhook.core.model_state import buffers_kept
 from torchhook.origins import Catch
 from torchhook.rules.history import History, Modes, settled
 from torchhook.rules.model_copy import twins_of
@@ -69,12 +70,9 @@ class Inspection:
         """Whether there is a loss worth making smaller; asked of the first batch if nobody gave one."""
         if self.loss is not None:
             return True
-        buffers = {name: buffer.clone() for name, buffer in twin.named_buffers()}
         batch = Batch.of(on_device(next(self._batches()), twin))
-        guess = loss_of(call(twin, batch), batch.target, None)
-        with torch.no_grad():
-            for name, buffer in twin.named_buffers():
-                buffer.copy_(buffers[name])
+        with buffers_kept(twin):
+            guess = loss_of(call(twin, batch), batch.target, None)
         self.notes += [f"the loss is {guess.how}"] if guess.how else []
         return guess.real
 

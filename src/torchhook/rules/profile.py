@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from torchhook.core.batch import Batch, call, on_device
 from torchhook.core.findings import Report
+from torchhook.core.model_state import buffers_kept
 from torchhook.core.selection import Query, walk
 from torchhook.rules.check import check
 from torchhook.rules.history import History, finite, joined, settled
@@ -144,17 +145,12 @@ class Profile:
 
 def _measured(model: nn.Module, data: Iterable[Any], queries: Iterable[Query]) -> Iterator[Snapshot]:
     """What the outputs are like, batch by batch; buffers that a forward changes are put back."""
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    try:
-        with torch.no_grad(), measure(model, *queries, stats=("moments", "histogram"), on_silent="ignore") as stats:
-            for batch in data:
-                call(model, Batch.of(on_device(batch, model)))
-                yield settled(stats.snapshot())
-                stats.reset()
-    finally:
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                buffer.copy_(buffers[name])
+    measured = measure(model, *queries, stats=("moments", "histogram"), on_silent="ignore")
+    with buffers_kept(model), torch.no_grad(), measured as stats:
+        for batch in data:
+            call(model, Batch.of(on_device(batch, model)))
+            yield settled(stats.snapshot())
+            stats.reset()
 
 
 def known_of(whole: Reading, place: Place, windows: list[Snapshot]) -> Known:

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchhook.captures.agreement.recorded_run import Moment, Place, Recording, ToNumber, everywhere, fitted, run
+from torchhook.captures.agreement.recorded_run import Moment, Place, Recording, ToNumber, everywhere, run
 from torchhook.captures.agreement.rounding import comparable, floor, precision
-from torchhook.core.batch import Batch
+from torchhook.core.batch import Batch, fitted
 from torchhook.core.edit import Edit
 from torchhook.core.event import Event
 from torchhook.core.site import Site

@@ -6,8 +6,6 @@ begins where the first one did. No gradient is left in a parameter.
 
 from __future__ import annotations
 
-import random
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -17,10 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchhook.core.batch import Batch
+from torchhook.core.batch import Batch, fitted, on_device
 from torchhook.core.call_wrapper import compiled_among
 from torchhook.core.edit import Edit
 from torchhook.core.event import Event
+from torchhook.core.model_state import state_kept
 from torchhook.core.selection import Selector, plain, walk
 from torchhook.core.session import Session
 from torchhook.core.site import Site
@@ -140,7 +139,7 @@ def run(
     taken = Session(model, taps, on_silent="ignore")
     with unchanged(model), torch.set_grad_enabled(loss is not None), stance, taken:
         output = model(*given.args, **given.kwargs)
-        return {} if loss is None else _gradients(model, loss(output, _moved(batch.target, model)))
+        return {} if loss is None else _gradients(model, loss(output, on_device(batch.target, model)))
 
 
 def _gradients(model: nn.Module, loss: Tensor) -> dict[Place, Tensor]:
@@ -154,21 +153,6 @@ def _gradients(model: nn.Module, loss: Tensor) -> dict[Place, Tensor]:
     }
 
 
-def fitted(value: Any, model: nn.Module) -> Any:
-    """A copy of `value` on the device of the model, its numbers in the dtype of that."""
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
-
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-
-    return mapped(cast, _moved(value, model))
-
-
-def _moved(value: Any, model: nn.Module) -> Any:
-    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), None)
-    return mapped(lambda tensor: tensor.detach().to(device, copy=True), value)
-
-
 def is_compiled(model: nn.Module) -> bool:
     """Whether some of `model` is compiled by torch.compile."""
     return bool(compiled_among(model.modules()))
@@ -176,26 +160,7 @@ def is_compiled(model: nn.Module) -> bool:
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Undo what happens in the block to buffers of `model` and to the generators of random numbers."""
-    buffers = [
-        (module._buffers, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    numpy: Any = sys.modules.get("numpy")
-    states = random.getstate(), numpy.random.get_state() if numpy else None
-    devices = {tensor.device.index or 0 for tensor in model.parameters() if tensor.device.type == "cuda"}
-    try:
-        with torch.random.fork_rng(devices=sorted(devices)), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "a tap lies inside")  # for the time of the comparison
-            yield
-    finally:
-        random.setstate(states[0])
-        if numpy:
-            numpy.random.set_state(states[1])
-        with torch.no_grad():
-            for owner, name, buffer, value in buffers:
-                owner[name] = buffer
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)
+    """`state_kept`, without the warnings of taps inside compiled graphs: they are there for the comparison alone."""
+    with state_kept(model), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "a tap lies inside")
+        yield
