@@ -55,8 +55,9 @@ if TYPE_CHECKING:
     from torchhook.core.marks import mark
     from torchhook.core.selection import Selector, glob, marked, of_type, regex, select
     from torchhook.core.session import Session
+    from torchhook.core.sink import Sink
     from torchhook.core.site import Site
-    from torchhook.core.tap import Sink, Tap, every, first, sample
+    from torchhook.core.tap import Tap, every, first, sample
     from torchhook.edits.edit_model import arm, clip_gradients, edit, skip
     from torchhook.edits.sweep import Sweep, sweep
     from torchhook.rules.check import check
@@ -118,7 +119,7 @@ _NAMES = {
     "SessionError": "core.errors",
     "Severity": "core.findings",
     "SilentError": "core.errors",
-    "Sink": "core.tap",
+    "Sink": "core.sink",
     "Site": "core.site",
     "Snapshot": "stats.reading",
     "Stat": "stats",

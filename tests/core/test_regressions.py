@@ -420,7 +420,7 @@ def test_removing_many_taps_is_linear(monkeypatch):
     calls = []
     real = type(manager._session._points[id(net[0])]).unbind
     monkeypatch.setattr(
-        "torchhook.core.hooks.Point.unbind", lambda point, tap: (calls.append(point), real(point, tap))[1]
+        "torchhook.core.hooks.point.Point.unbind", lambda point, tap: (calls.append(point), real(point, tap))[1]
     )
     manager.clear_hooks()
     assert len(calls) == 300

@@ -180,7 +180,7 @@ def test_bad_input_names_the_argument_and_leaves_nothing():
         (ValueError, "scope", lambda: Session(model, scope="process")),
         (SelectionError, "nearest: '0'", lambda: Session(model, [Tap("1", print), Tap("9", print)]).attach()),
         (TypeError, "action", lambda: Tap("0", 3)),
-        (TypeError, "make one, Record", lambda: Tap("0", Record)),
+        (TypeError, "not a class: write Record", lambda: Tap("0", Record)),
         (ValueError, "port must be one of input, output", lambda: Tap("0", print, port="out")),
         (TypeError, "transform", lambda: Tap("0", print, transform=3)),
         (TypeError, "when", lambda: Tap("0", print, when=3)),

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.colors import LogNorm, SymLogNorm, to_rgba
-from runs import run_samples
+from training.runs import run_samples
 from still_samples import HOSTILE, chain, legend, measured, png, reading_of, resnet, rows
 from torch import nn
 

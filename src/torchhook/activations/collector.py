@@ -21,13 +21,13 @@ from torchhook.core.batch import Batch, call, on_device
 from torchhook.core.errors import HarvestError
 from torchhook.core.event import Event
 from torchhook.core.model_state import evaluating, random_state_kept
-from torchhook.core.passes import Pass, Scope
 from torchhook.core.selection import Query, Selector, queries_of, require_module
 from torchhook.core.session import Session
 from torchhook.core.silent import OnSilent
+from torchhook.core.sink import Sink
 from torchhook.core.site import Site
-from torchhook.core.snapshot import Held, snapshot
-from torchhook.core.tap import Act, Sink, Tap, at_once
+from torchhook.core.snapshot import Held
+from torchhook.core.tap import Tap
 from torchhook.core.transfer import Transfer, sent_home
 from torchhook.stats.kernels.plain import FIELDS
 from torchhook.stats.moments import Moments
@@ -79,6 +79,8 @@ class Collector(Sink):
     (torch.Size([4, 2]), torch.float16)
     """
 
+    lazy = True
+
     def __init__(self, model: nn.Module, wanted: Wanted, on_silent: OnSilent | None = None) -> None:
         require_module(model)
         self.model = model
@@ -122,19 +124,9 @@ class Collector(Sink):
             self._sent = None
 
     def receive(self, event: Event) -> None:
-        """Send off what one event has."""
+        """Send off one value."""
         if self._sent is not None:
-            self._take(event.site, event.call, event.value)
-
-    def bind(self, tap: Tap, site: Site, module: nn.Module, scope: Scope) -> Act:
-        """The act that does so at one site, without events."""
-
-        @at_once
-        def see(pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> None:
-            if self._sent is not None:
-                self._take(site, call, value if tap.transform is None else tap.transformed(snapshot(value), site))
-
-        return see
+            self._take(event.site, event.call, event.live if event.transform is None else event.value)
 
     def _take(self, site: Site, call: int, value: Any) -> None:
         assert self._sent is not None

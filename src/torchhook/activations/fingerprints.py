@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from torchhook.activations.sources import Read, Source
 from torchhook.core.selection import walk
 from torchhook.core.shards import local
+from torchhook.core.torch_internals import own_buffers, own_parameters
 from torchhook.core.trees import leaves
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -53,7 +54,7 @@ def model_fingerprint(model: nn.Module) -> str:
     seen: dict[int, tuple[str, Tensor]] = {}  # with the tensors: of one that is gone another may have the id
     for path, module in walk(model):
         lines.append(f"{path!r} {type(module).__qualname__} {_settings(module)}")
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        for name, tensor in (*own_parameters(module).items(), *own_buffers(module).items()):
             if tensor is None:
                 continue
             known, _ = seen.get(id(tensor), (None, None))

@@ -13,8 +13,9 @@ from torchhook.captures.result import Capture
 from torchhook.core.selection import Query, Selector, require_module
 from torchhook.core.session import ScopeName, Session
 from torchhook.core.silent import OnSilent
+from torchhook.core.sink import Sink
 from torchhook.core.site import Port
-from torchhook.core.tap import Sink, Tap, require_count
+from torchhook.core.tap import Tap, require_count
 from torchhook.core.transfer import free_memory
 from torchhook.core.trees import Arguments
 

@@ -12,6 +12,7 @@ from torchhook.core.selection import Query, Selector, select
 from torchhook.core.session import Session
 from torchhook.core.snapshot import lazily_copied
 from torchhook.core.tap import Tap
+from torchhook.core.torch_internals import version_of
 from torchhook.core.trees import mapped
 
 
@@ -63,8 +64,8 @@ class Feature:
     def __init__(self, live: Tensor) -> None:
         self.live = live
         self.copy = lazily_copied(live)
-        self.version = None if live.is_inference() else live._version
+        self.version = None if live.is_inference() else version_of(live)
 
     def get(self) -> Tensor:
         """The tensor, or, if it was overwritten since, the copy that was not."""
-        return self.live if self.version is not None and self.live._version == self.version else self.copy
+        return self.live if self.version is not None and version_of(self.live) == self.version else self.copy

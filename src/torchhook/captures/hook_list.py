@@ -7,11 +7,20 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from torchhook.core.hooks import Hook, Sentinel
+from torchhook.core.hooks.outputs import Hook
+from torchhook.core.hooks.registration import Sentinel
 from torchhook.core.marks import Marks, listening
 from torchhook.core.selection import require_module, walk
 from torchhook.core.session import Session
 from torchhook.core.tap import Tap
+from torchhook.core.torch_internals import (
+    accumulate_hooks,
+    backward_hooks,
+    backward_pre_hooks,
+    forward_hooks,
+    forward_pre_hooks,
+    parameter_hooks,
+)
 
 
 class HookInfo(NamedTuple):
@@ -25,10 +34,10 @@ class HookInfo(NamedTuple):
 
 # torch's dictionaries of hooks and the port that each of them serves
 _FOREIGN = {
-    "_forward_pre_hooks": "input",
-    "_forward_hooks": "output",
-    "_backward_hooks": "grad_input",
-    "_backward_pre_hooks": "grad_output",
+    forward_pre_hooks: "input",
+    forward_hooks: "output",
+    backward_hooks: "grad_input",
+    backward_pre_hooks: "grad_output",
 }
 
 
@@ -90,13 +99,13 @@ def _all_hooks(model: nn.Module) -> Iterator[tuple[str, Any, str]]:
         if id(module) in seen:
             continue
         seen.add(id(module))
-        for name, port in _FOREIGN.items():
-            for hook in list(getattr(module, name).values()):
+        for hooks_of, port in _FOREIGN.items():
+            for hook in list(hooks_of(module).values()):
                 yield path, hook, port
         for name, parameter in module.named_parameters(path, recurse=False):
-            for hook in list((parameter._backward_hooks or {}).values()):
+            for hook in list((parameter_hooks(parameter) or {}).values()):
                 yield name, hook, "param_grad"
-            for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+            for hook in list((accumulate_hooks(parameter) or {}).values()):
                 yield name, hook, "param_grad"
 
 

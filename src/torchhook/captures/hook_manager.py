@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torchhook.captures.summary import count_parameters, format_parameter_count
 from torchhook.core.errors import TapError
 from torchhook.core.event import Event
-from torchhook.core.passes import Scope
 from torchhook.core.selection import nearest, require_module, walk
 from torchhook.core.session import Session
-from torchhook.core.site import Site
+from torchhook.core.sink import Sink, Unknown
 from torchhook.core.snapshot import frozen, lazily_copied
-from torchhook.core.tap import Act, Sink, Tap, Unknown
+from torchhook.core.tap import Tap
 
 CustomHook = Callable[[nn.Module, Any, Any], "Tensor | None"]
 OutputTransform = Callable[[Tensor], Tensor]
@@ -194,6 +193,8 @@ class Handle:
 class Features(Sink):
     """Appends what one layer returns to a list, and keeps that short."""
 
+    lazy = True
+
     def __init__(
         self,
         key: str,
@@ -210,13 +211,7 @@ class Features(Sink):
 
     def receive(self, event: Event) -> None:
         """Keep what is wanted of one call."""
-        self._keep(event.module, event.args, event.live)
-
-    def bind(self, tap: Tap, site: Site, module: nn.Module, scope: Scope) -> Act:
-        """The same without the cost of an event."""
-        return lambda pass_, call, value, args: self._keep(module, args, value)
-
-    def _keep(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        module, args, output = event.module, event.args, event.value if event.in_graph else event.live
         if self.custom_hook is not None:
             if isinstance(args, Unknown):
                 raise TapError(

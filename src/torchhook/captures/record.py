@@ -10,42 +10,26 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchhook.captures.store import Entry, Store
 from torchhook.core.errors import BudgetError
-from torchhook.core.event import Event
-from torchhook.core.passes import Page, Pass, Scope
+from torchhook.core.event import Event, copied
+from torchhook.core.page import Keep, OutsidePage, Page
+from torchhook.core.passes import Scope
 from torchhook.core.shards import whole
+from torchhook.core.sink import Sink
 from torchhook.core.site import Site
 from torchhook.core.snapshot import Alias, Held, cloned, frozen, peek, read, weight
-from torchhook.core.tap import Act, Keep, Receive, Sink, Tap, require_count
+from torchhook.core.tap import Tap, require_count
 from torchhook.core.text import in_units
 from torchhook.core.transfer import Transfer, free_memory
-from torchhook.core.trees import Address, Arguments, mapped
+from torchhook.core.trees import Arguments, mapped
 
 Copy = Literal["lazy", "reference", "clone"]
-
-
-class OutsidePage(Page):
-    """Calls that no pass contains come one by one: of each site the newest `limit` stay."""
-
-    __slots__ = ("limit",)
-
-    def __init__(self, number: int, limit: int) -> None:
-        super().__init__(number, outside=True, listed=True)
-        self.limit = limit
-
-    def append(self, entry: Any) -> None:
-        """Add `entry`, and drop the oldest of its site if that makes too many."""
-        super().append(entry)
-        same = [position for position, known in enumerate(self) if known[0] == entry[0]]
-        if len(same) > self.limit:
-            del self[same[0]]
 
 
 class Ring(Store):
@@ -88,12 +72,8 @@ class Ring(Store):
         """All that is kept, in execution order, each value with its address."""
         sites = list(self._sites)
         for page in list(self._pages):
-            calls: dict[int, int] = {}
-            for item in list(page):
-                site, call, value = item if isinstance(item, tuple) else (item.site, None, item.value)
-                calls[site] = calls.get(site, -1) + 1
-                number = calls[site] if call is None else call
-                yield Entry(page.number, sites[site], number, value, page.recomputed)
+            for site, call, value in page.entries():
+                yield Entry(page.number, sites[site], call, value, page.recomputed)
 
     def clear(self) -> None:
         """Forget all that is kept."""
@@ -121,12 +101,6 @@ class Ring(Store):
         """Only passes make room here."""
         return self.max_passes is not None and self.max_bytes is None and self.max_entries is None
 
-    def newest_page(self, number: int) -> Page:
-        """The page of pass `number`, begun now if it is a new one."""
-        if self._pages and self._pages[-1].number == number:
-            return self._pages[-1]
-        return self.page(number, outside=False)
-
     def site_number(self, site: Site) -> int:
         """The number that stands for `site` on the pages."""
         return self._sites.setdefault(site, len(self._sites))
@@ -140,7 +114,7 @@ class Ring(Store):
                 self._pages.append(page)
                 self._passes += not page.outside
             before = len(page)
-            page.append((site, call, value))
+            page.put(site, call, value)
             self._count += len(page) - before
             while self.max_entries is not None and self._count > self.max_entries:
                 self._drop_oldest()
@@ -224,6 +198,8 @@ class Record(Sink):
     [tensor([1., 1.], dtype=torch.float16)]
     """
 
+    lazy = True
+
     def __init__(
         self,
         store: Store | None = None,
@@ -249,76 +225,60 @@ class Record(Sink):
             self.transfer = Transfer(_device(to), dtype)
         self.plain = copy == "lazy" and not full and self.transfer is None and self.store.takes_anything()
 
-    def receive(self, event: Event) -> None:
-        """Keep one event's value. (In a session, acts bound for each site do this without events.)"""
-        page = self.store.newest_page(event.pass_number)
-        self.store.put(page, self.store.site_number(event.site), event.call, event.value)
+    @property
+    def keeper(self) -> Store:
+        """The store begins a page with every pass."""
+        return self.store
 
-    def bind(self, tap: Tap, site: Site, module: nn.Module, scope: Scope) -> Act:
-        """The act that records at one site."""
-        number = self.store.site_number(site)
-        position = scope.keep(self.store)
-        if self.plain and site.port == "output" and tap.transform is None:
-            return Keep(position, number, newest=self.store.max_passes == 1)
+    def shortcut(self, tap: Tap, site: Site, scope: Scope) -> Keep | None:
+        """The act that keeps an output as it is, for a store whose only cap is the number of passes."""
         if self.copy == "reference" and tap.transform is not None:
             raise ValueError("copy='reference' keeps the tensor itself: leave out transform=")
-        if site.port in ("grad_input", "grad_output"):
-            return self._gradients_act(tap, site, number, position)
-        keep = self._keeper(tap, site)
-        put = self.store.put
+        if not self.plain or site.port != "output" or tap.transform is not None:
+            return None
+        return Keep(scope.keep(self.store), self.store.site_number(site), newest=self.store.max_passes == 1)
 
-        def record(pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> None:
-            put(pass_.pages[position], number, call, keep(value))
+    def expect(self, event: Event) -> Any:
+        """Keep the place of a gradient, in execution order."""
+        is_nested = not isinstance(event.live, Tensor)
+        gradients = Gradients(event.live, event.transform if is_nested else None)
+        self.store.put(event.page, self.store.site_number(event.site), event.call, gradients)
+        return weakref.ref(gradients)  # a graph that lives on must not keep evicted ones
 
-        return record
+    def receive(self, event: Event) -> None:
+        """Keep one value, or one gradient in its place."""
+        number = self.store.site_number(event.site)
+        if event.expected is None:
+            self.store.put(event.page, number, event.call, self._kept(event))
+            return
+        gradients = event.expected()
+        if gradients is not None:
+            gradients.found[event.leaf_number] = None  # a second backward replaces the first
+            kept = self._kept(event, transformed=gradients.finish is None)
+            self.store.require_room(number, kept)
+            gradients.found[event.leaf_number] = kept
 
-    def _gradients_act(self, tap: Tap, site: Site, number: int, position: int) -> Act:
-        keep_leaf, keep_part = self._keeper(tap, site), self._keeper(replace(tap, transform=None), site)
-        store = self.store
-
-        def finish(value: Any) -> Any:
-            return tap.transformed(value, site)
-
-        def record(pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> Receive:
-            is_leaf = isinstance(value, Tensor)
-            keep = keep_leaf if is_leaf else keep_part
-            gradients = Gradients(value, None if is_leaf or tap.transform is None else finish)
-            store.put(pass_.pages[position], number, call, gradients)
-            kept_gradients = weakref.ref(gradients)  # a graph that lives on must not keep evicted ones
-
-            def receive(leaf: int, address: Address, gradient: Tensor) -> None:
-                gradients = kept_gradients()
-                if gradients is not None:
-                    gradients.found[leaf] = None  # a second backward replaces the first
-                    kept = keep(gradient)
-                    store.require_room(number, kept)
-                    gradients.found[leaf] = kept
-
-            return receive
-
-        return record
-
-    def _keeper(self, tap: Tap, site: Site) -> Callable[[Any], Any]:
-        """From a live value to what is stored of it."""
+    def _kept(self, event: Event, transformed: bool = True) -> Any:
+        """What is stored of a live value."""
+        live = Arguments(event.args, event.kwargs) if event.site.port == "input" else event.live
         if self.copy == "reference":
-            return lambda value: Alias(value, site)
-        # A parameter's memory must not move, as a copy on write would make it when it is next
-        # written to: captured graphs and other processes may point to it.
-        copied = cloned if self.copy == "clone" or site.port in ("param", "param_grad") else frozen
+            return Alias(event.value if event.in_graph else live, event.site)
+        transform = event.transform if transformed else None
+        if transform is not None and isinstance(live, Arguments):
+            live = live.unwrapped()
+        value = mapped(copied if event.in_graph else self._copier(event.site), live)
+        if transform is not None:
+            value = transform(value)
+        if transform is not None or self.store.max_bytes is not None:
+            value = mapped(_compact, value)
+        return value if self.transfer is None else self.transfer(value)
+
+    def _copier(self, site: Site) -> Callable[[Tensor], Tensor]:
         if self.full:
-            copied = whole
-        transfer = self.transfer
-        compact = tap.transform is not None or self.store.max_bytes is not None
-
-        def keep(value: Any) -> Any:
-            if tap.transform is not None and isinstance(value, Arguments):
-                value = value.unwrapped()
-            value = tap.transformed(mapped(copied, value), site)
-            if compact:
-                value = mapped(_compact, value)
-            return value if transfer is None else transfer(value)
-
-        return keep
+            return whole
+        # The memory of a parameter must not move, as a copy on write would make it do at the next write: captured
+        # graphs and other processes may point to it.
+        return cloned if self.copy == "clone" or site.port in ("param", "param_grad") else frozen
 
 
 def _compact(tensor: Tensor) -> Tensor:

@@ -9,16 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchhook.captures.record import Gradients
 from torchhook.captures.store import Store
 from torchhook.core.errors import TapError
 from torchhook.core.event import Event
-from torchhook.core.passes import Pass, Scope
+from torchhook.core.sink import Sink
 from torchhook.core.site import Site
-from torchhook.core.tap import Act, Receive, Sink, Tap
-from torchhook.core.trees import Address, leaves, mapped
+from torchhook.core.trees import Arguments, leaves, mapped
 
 
 class StaticRecord(Sink):
@@ -27,33 +26,31 @@ class StaticRecord(Sink):
     The store lists the buffers themselves: what is read from it changes with the next pass or replay.
     """
 
+    lazy = True
+
     def __init__(self, store: Store) -> None:
         self.store = store
         self.buffers: dict[tuple[Site, int, int], Tensor] = {}  # by call and number of the leaf
 
+    @property
+    def keeper(self) -> Store:
+        """The store begins a page with every pass."""
+        return self.store
+
+    def expect(self, event: Event) -> Gradients:
+        """Keep the place of a gradient, in execution order."""
+        gradients = Gradients(event.live)
+        self.store.put(event.page, self.store.site_number(event.site), event.call, gradients)
+        return gradients
+
     def receive(self, event: Event) -> None:
-        """Keep one event's value. (In a session, acts bound for each site do this without events.)"""
-        page = self.store.newest_page(event.pass_number)
-        kept = self._filled(event.site, event.call, event.live)
-        self.store.put(page, self.store.site_number(event.site), event.call, kept)
-
-    def bind(self, tap: Tap, site: Site, module: nn.Module, scope: Scope) -> Act:
-        """The act that fills the buffers of one site."""
-        number, position, store = self.store.site_number(site), scope.keep(self.store), self.store
-
-        def record(pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> None:
-            store.put(pass_.pages[position], number, call, self._filled(site, call, value))
-
-        def record_gradients(pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> Receive:
-            gradients = Gradients(value)
-            store.put(pass_.pages[position], number, call, gradients)
-
-            def receive(leaf: int, address: Address, gradient: Tensor) -> None:
-                gradients.found[leaf] = self._buffer(site, call, leaf, gradient)
-
-            return receive
-
-        return record_gradients if site.port in ("grad_input", "grad_output") else record
+        """Fill the buffers with one value or gradient."""
+        site, call = event.site, event.call
+        if event.expected is not None:
+            event.expected.found[event.leaf_number] = self._buffer(site, call, event.leaf_number, event.live)
+            return
+        live = Arguments(event.args, event.kwargs) if site.port == "input" else event.live
+        self.store.put(event.page, self.store.site_number(site), call, self._filled(site, call, live))
 
     def _filled(self, site: Site, call: int, value: Any) -> Any:
         numbers = iter(range(sum(1 for _ in leaves(value))))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from torchhook.core.errors import NotRecordedError
-from torchhook.core.passes import Page
+from torchhook.core.page import Page
 from torchhook.core.site import Site
 from torchhook.core.snapshot import meaningful, read, weight
 from torchhook.core.text import in_units
@@ -51,10 +51,6 @@ class Store(Mapping[Any, list[Any]]):
     @abstractmethod
     def page(self, number: int, outside: bool) -> Page:
         """Begin the page of a pass, or of the calls outside after it, and drop those now too old."""
-
-    @abstractmethod
-    def newest_page(self, number: int) -> Page:
-        """The page of pass `number`, begun now if it is a new one."""
 
     @abstractmethod
     def site_number(self, site: Site) -> int:

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from torchhook.core.batch import Batch, Samples, call, fitted, samples_of
 from torchhook.core.event import Event
 from torchhook.core.model_state import evaluating, random_state_kept
-from torchhook.core.passes import Pass, Scope
 from torchhook.core.selection import Query, Selector, queries_of
 from torchhook.core.session import Session
-from torchhook.core.site import Site
+from torchhook.core.sink import Sink
 from torchhook.core.snapshot import frozen
-from torchhook.core.tap import Act, Sink, Tap, at_once
+from torchhook.core.tap import Tap
 from torchhook.core.text import shape_of
 from torchhook.core.trees import leaves
 from torchhook.stats import Channels
@@ -51,6 +50,8 @@ class Gathering(Sink):
     '0' (2, 100)
     '1' (2, 100)
     """
+
+    lazy = True
 
     def __init__(self, model: nn.Module, sites: Query | Iterable[Query] | None, pool: Pool) -> None:
         self.model = model
@@ -93,21 +94,10 @@ class Gathering(Sink):
         return self._samples.length
 
     def receive(self, event: Event) -> None:
-        """Hand over what one event has."""
-        self._hand_over(Place(event.path, event.call), event.module, event.live)
-
-    def bind(self, tap: Tap, site: Site, module: nn.Module, scope: Scope) -> Act:
-        """The act that does so at one site, without events."""
-
-        @at_once
-        def see(pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> None:
-            self._hand_over(Place(site.path, call), module, value)
-
-        return see
-
-    def _hand_over(self, place: Place, module: nn.Module, value: Any) -> None:
+        """Hand over the features of one value, while a batch runs."""
         if self._take is not None:
-            self._take(place, rows_of(value, module, self._samples, self.pool))
+            place = Place(event.path, event.call)
+            self._take(place, rows_of(event.live, event.module, self._samples, self.pool))
 
 
 def rows_of(value: Any, module: nn.Module, samples: Samples, pool: Pool) -> Tensor | str:

@@ -21,8 +21,10 @@ from torchhook.core.edit import Edit
 from torchhook.core.event import Event
 from torchhook.core.selection import Selector
 from torchhook.core.session import Session
+from torchhook.core.sink import Sink
 from torchhook.core.site import Site
-from torchhook.core.tap import Sink, Tap
+from torchhook.core.tap import Tap
+from torchhook.core.torch_internals import CONVOLUTIONS
 from torchhook.core.trees import leaves
 
 GHOSTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -161,7 +163,7 @@ def _positions(layer: nn.Module, x: Tensor, gradient: Tensor) -> tuple[Tensor, T
     """Inputs and gradients as samples × positions × groups × channels."""
     if isinstance(layer, nn.Linear):
         return tuple(t.reshape(len(t), -1, 1, t.shape[-1]) for t in (x, gradient))  # type: ignore[return-value]  # of two
-    assert isinstance(layer, nn.modules.conv._ConvNd)
+    assert isinstance(layer, CONVOLUTIONS)
     windows = _windows(layer, x)
     return (
         windows.unflatten(2, (layer.groups, -1)).flatten(3),
@@ -169,7 +171,7 @@ def _positions(layer: nn.Module, x: Tensor, gradient: Tensor) -> tuple[Tensor, T
     )
 
 
-def _windows(layer: nn.modules.conv._ConvNd, x: Tensor) -> Tensor:
+def _windows(layer: Any, x: Tensor) -> Tensor:
     """What the kernel of a convolution lies on: samples × positions × channels × kernel."""
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
     x = F.pad(x, layer._reversed_padding_repeated_twice, mode)

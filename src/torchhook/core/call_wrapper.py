@@ -1,11 +1,11 @@
-"""Doors: what stands around a model's call while sessions look on.
+"""Wrappers around a model's call: where passes begin and end, and where compiled parts are compiled again.
 
-A `Door` sits in the slot of ``Module.compile``, which is asked before all hooks and left out of copies and
-pickles. It tells the sessions of the model's passes and lets them stop one; unlike hooks it sees every end
-of a forward, a KeyboardInterrupt too.
+A `CallWrapper` sits in the slot of ``Module.compile``, which torch asks before all hooks and leaves out of copies and
+pickles. It tells sessions when a pass begins and lets them stop it. Unlike hooks, it sees every end of a forward, even
+a KeyboardInterrupt. Where torch lacks that slot, `PassHooks` do the same with hooks, but cannot stop a forward.
 
-A `Gate` stands where a part of the model was compiled. Its graphs know nothing of hooks that came later,
-nor does torch notice them, so while taps lie behind the gate the part is compiled anew, with them.
+A `CompiledPart` stands for a part of the model that was compiled before the taps came. Its graphs know nothing of later
+hooks, and torch does not notice them, so the part is compiled again for as long as taps are inside it.
 """
 
 from __future__ import annotations
@@ -22,17 +22,27 @@ from torch import Tensor, nn
 from torchhook.core.compiled import fresh, tracing
 from torchhook.core.edit import latest_refusal
 from torchhook.core.errors import SessionError, TapError, TorchhookError
-from torchhook.core.hooks import Sentinel, armed
+from torchhook.core.hooks.registration import Removable, Sentinel, armed, on_call
 from torchhook.core.passes import Scope, StopForward, is_transformed
 from torchhook.core.text import warn
+from torchhook.core.torch_internals import (
+    CALL_SLOT,
+    WRAPPED_CALL_CODE,
+    backend_of,
+    call_impl,
+    can_wrap_calls,
+    compiled_inside,
+    forward_hooks,
+    graph_count,
+    is_compiled_call,
+    is_jit_tracing,
+    is_replica,
+    traced_call,
+)
 from torchhook.core.trees import leaves
 
-_CALL = nn.Module._wrapped_call_impl.__code__
-_SLOT = "_compiled_call_impl"
-_is_exporting = torch.compiler.is_exporting
-_is_tracing = torch._C._is_tracing
 _lock = threading.RLock()
-_gates: weakref.WeakKeyDictionary[nn.Module, Gate] = weakref.WeakKeyDictionary()
+_parts: weakref.WeakKeyDictionary[nn.Module, CompiledPart] = weakref.WeakKeyDictionary()
 
 REMEDIES = (
     "attach before the first call of what was compiled, call torchhook.arm(model) before compiling it, or"
@@ -40,35 +50,40 @@ REMEDIES = (
 )
 
 
-class Door:
-    """Around the call of a session's model."""
+def follow_passes(model: nn.Module, scope: Scope) -> Callable[[], None]:
+    """Tell `scope` of every pass of `model` from now on; returns what undoes it."""
+    if can_wrap_calls:
+        CallWrapper.add(model, scope)
+        return lambda: CallWrapper.discard(model, scope)
+    return PassHooks(model, scope).remove
+
+
+class CallWrapper:
+    """Replaces the call of a model, and tells the sessions on it when a pass begins and ends."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.inner: Callable[..., Any] | None = vars(model).get(_SLOT)
+        self.inner: Callable[..., Any] | None = vars(model).get(CALL_SLOT)
         self.scopes: tuple[Scope, ...] = ()
         self.keys: tuple[int, ...] = ()  # of the scopes, for compiled graphs
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # for modules that copy or pickle all they have
+        return type(None), ()  # for modules that copy or pickle everything they have
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if tracing():
             return self.traced(args, kwargs)
-        model, call = self.model, self.inner or self.model._call_impl
-        frame = sys._getframe(1)
-        caller = frame.f_locals["self"] if frame.f_code is _CALL else model
-        if caller is not model:  # a replica of DataParallel's, or a copy made by hand, has our slot too
-            if not caller.__dict__.get("_is_replica"):
-                return caller._call_impl(*args, **kwargs)
-            model, call = caller, caller._call_impl
+        model, call = self._called(sys._getframe(1))
+        if model is None:
+            return call(*args, **kwargs)
         begun = [scope for scope in self.scopes if scope.begin(model, args)]
         latest_refusal.clear()
         try:
             if begun and is_transformed():
-                raise SessionError(_refusal())
+                raise SessionError(_why_not_here())
             result = call(*args, **kwargs)
-            return None if any(scope.has_stopped() for scope in begun) else result  # a bare except may eat the stop
+            # The model's own bare except may have swallowed the stop.
+            return None if any(scope.has_stopped() for scope in begun) else result
         except StopForward as stop:
             for scope in begun:
                 scope.cut |= scope.token is not stop.token
@@ -76,112 +91,154 @@ class Door:
                 return None
             raise
         except Exception as error:
-            if not isinstance(error, TorchhookError) and compiled_among([model]) and (reason := _told(error)):
+            if not isinstance(error, TorchhookError) and compiled_among([model]) and (reason := _reason_behind(error)):
                 raise TapError(reason) from error
             raise
         finally:
             for scope in begun:
                 scope.end()
 
+    def _called(self, frame: Any) -> tuple[nn.Module | None, Callable[..., Any]]:
+        """The module that torch called, and its call. The module is None for a copy, which no session watches.
+
+        Copies made by hand and replicas of DataParallel have this object in their slot, too.
+        """
+        model = self.model
+        caller = frame.f_locals["self"] if frame.f_code is WRAPPED_CALL_CODE else model
+        if caller is model:
+            return model, self.inner or call_impl(model)
+        return (caller if is_replica(caller) else None), call_impl(caller)
+
     def traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The same inside a graph that is being compiled."""
+        """The call inside a graph that is being compiled: the graph itself tells when a pass begins and ends."""
         for key in self.keys:
             torch.ops.torchhook.begin(_some_tensor((args, kwargs)), key, torch.is_grad_enabled())
-        result = self.model._call_impl(*args, **kwargs)
+        result = traced_call(self.model, args, kwargs)
         for key in self.keys:
             torch.ops.torchhook.end(_some_tensor(result), key)
         return result
 
     @staticmethod
-    def of(model: nn.Module) -> Door | None:
-        """The door around `model`, if there is one."""
-        door = vars(model).get(_SLOT)
-        return door if isinstance(door, Door) else None
+    def of(model: nn.Module) -> CallWrapper | None:
+        """The wrapper around the call of `model`, if there is one."""
+        wrapper = vars(model).get(CALL_SLOT)
+        return wrapper if isinstance(wrapper, CallWrapper) else None
 
     @staticmethod
-    def open(model: nn.Module, scope: Scope) -> None:
-        """Let `scope` know of the model's passes."""
+    def add(model: nn.Module, scope: Scope) -> None:
+        """Tell `scope` of the model's passes."""
         with _lock:
-            door = Door.of(model)
-            if door is None:
-                kind: Any = Door
-                if graphs_so_far():  # then a class of its own: nothing was compiled under its code yet
-                    kind = type("Door", (Door,), {"__call__": fresh(Door.__call__)})
-                door = kind(model)
-                vars(model)[_SLOT] = door
-            door.scopes = (*door.scopes, scope)
-            door.keys = tuple(known.key for known in door.scopes)
+            wrapper = CallWrapper.of(model)
+            if wrapper is None:
+                kind: Any = CallWrapper
+                if graph_count():  # then a class of its own: nothing was compiled under its code yet
+                    kind = type("CallWrapper", (CallWrapper,), {"__call__": fresh(CallWrapper.__call__)})
+                wrapper = kind(model)
+                vars(model)[CALL_SLOT] = wrapper
+            wrapper._set((*wrapper.scopes, scope))
 
     @staticmethod
-    def close(model: nn.Module, scope: Scope) -> None:
-        """Undo `open`."""
+    def discard(model: nn.Module, scope: Scope) -> None:
+        """Undo `add`."""
         with _lock:
-            door = Door.of(model)
-            if door is None:
+            wrapper = CallWrapper.of(model)
+            if wrapper is None:
                 return
-            door.scopes = tuple(known for known in door.scopes if known is not scope)
-            door.keys = tuple(known.key for known in door.scopes)
-            if not door.scopes:
-                _fill(model, door.inner)
+            wrapper._set(tuple(known for known in wrapper.scopes if known is not scope))
+            if wrapper.scopes:
+                return
+            if wrapper.inner is None:
+                del vars(model)[CALL_SLOT]
+            else:
+                vars(model)[CALL_SLOT] = wrapper.inner
+
+    def _set(self, scopes: tuple[Scope, ...]) -> None:
+        self.scopes, self.keys = scopes, tuple(scope.key for scope in scopes)
 
 
-class Gate:
-    """Around a part that was compiled, by ``module.compile()`` or ``torch.compile(module)``."""
+class PassHooks:
+    """Follows the passes of a model by hooks, for a torch without the slot of ``Module.compile``."""
+
+    def __init__(self, model: nn.Module, scope: Scope) -> None:
+        if scope.awaited:
+            raise SessionError("stop=True needs a private part of torch that this version lacks; see torchhook doctor")
+        self.scope = scope
+        self.begun = threading.local()
+        self.handles: list[Removable] = on_call(model, self._before, self._after)
+
+    def remove(self) -> None:
+        """Follow no more."""
+        for handle in self.handles:
+            handle.remove()
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if is_transformed():
+            raise SessionError(_why_not_here())
+        self.begun.stack = [*getattr(self.begun, "stack", ()), self.scope.begin(module, args)]
+
+    def _after(self, *_: Any) -> None:
+        if getattr(self.begun, "stack", None) and self.begun.stack.pop():
+            self.scope.end()
+
+
+class CompiledPart:
+    """A module that was compiled, by ``module.compile()`` or ``torch.compile(module)``, and now has taps inside."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = weakref.ref(module)
         self.users = 0
         self.call: Any = None
-        self.slot = "forward" if _is_optimized(module) else _SLOT
-        door = Door.of(module)
-        self.before: Any = vars(module)[self.slot] if door is None or self.slot == "forward" else door.inner
+        self.slot = "forward" if compiled_inside(module) is not None else CALL_SLOT
+        wrapper = CallWrapper.of(module)
+        self.before: Any = vars(module)[self.slot] if wrapper is None or self.slot == "forward" else wrapper.inner
 
     @staticmethod
     def open(module: nn.Module) -> None:
-        """Compile what is behind the gate anew, since more taps lie there now."""
+        """Compile the module again, since it has more taps inside now."""
         with _lock:
-            gate = _gates.get(module) or Gate(module)
-            _gates[module] = gate
-            gate.users += 1
-            gate._put(gate._compiled(module))
+            part = _parts.get(module) or CompiledPart(module)
+            _parts[module] = part
+            part.users += 1
+            part._put(part._compiled(module))
 
     @staticmethod
     def close(module: nn.Module) -> None:
         """Undo `open`."""
         with _lock:
-            gate = _gates.get(module)
-            if gate is not None:
-                gate.users -= 1
-                if not gate.users:
-                    del _gates[module]
-                    if gate._held() is gate.call:  # nobody compiled the module anew meanwhile
-                        gate._put(gate.before)
+            part = _parts.get(module)
+            if part is not None:
+                part.users -= 1
+                if not part.users:
+                    del _parts[module]
+                    if part._held() is part.call:  # unless the user compiled the module again meanwhile
+                        part._put(part.before)
 
     def _compiled(self, module: nn.Module) -> Any:
-        """The module's call, compiled by the same backend with the same options, but without a past."""
-        if self.slot == "forward":
-            optimized: Any = module
-            return _recompiled(optimized.dynamo_ctx, fresh(_entering(optimized._orig_mod)))
+        """The module's call, compiled by the same backend with the same options, without any graph so far."""
+        optimized: Any = module
+        inner = compiled_inside(module)
+        if inner is not None:
+            return _recompiled(optimized.dynamo_ctx, fresh(_entering(inner)))
         try:
             cells = dict(zip(self.before.__code__.co_freevars, self.before.__closure__, strict=True))
             context = cells["self"].cell_contents
         except (AttributeError, KeyError, TypeError) as error:
             raise SessionError(f"a {type(module).__name__} was compiled without these taps; {REMEDIES}") from error
-        return _recompiled(context, fresh(_entering(module._call_impl)))
+        return _recompiled(context, fresh(_entering(call_impl(module))))
 
     def _held(self) -> Any:
         module = self.module()
-        door = None if module is None or self.slot != _SLOT else Door.of(module)
-        return vars(module).get(self.slot) if door is None else door.inner
+        wrapper = None if module is None or self.slot != CALL_SLOT else CallWrapper.of(module)
+        return vars(module).get(self.slot) if wrapper is None else wrapper.inner
 
     def _put(self, call: Any) -> None:
         module = self.module()
         self.call = call
         if module is None:
             return
-        door = Door.of(module)
-        if self.slot == _SLOT and door is not None:
-            door.inner = call
+        wrapper = CallWrapper.of(module)
+        if self.slot == CALL_SLOT and wrapper is not None:
+            wrapper.inner = call
         else:
             vars(module)[self.slot] = call
 
@@ -193,7 +250,7 @@ class Armed:
         self._handles = [handle for module in model.modules() for handle in armed(module)]
 
     def remove(self) -> None:
-        """Take the sentinels away."""
+        """Remove the sentinels."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -207,52 +264,44 @@ class Armed:
 
 def compiled_among(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """Those of `modules` that were compiled, by ``module.compile()`` or ``torch.compile(module)``."""
-    marked = [module for module in modules if _SLOT in module.__dict__ or "dynamo_ctx" in module.__dict__]
-    return [module for module in marked if _is_optimized(module) or _is_compiled(module)]
-
-
-def graphs_so_far() -> int:
-    """How many graphs were compiled in this process."""
-    dynamo = sys.modules.get("torch._dynamo")
-    return 0 if dynamo is None else int(dynamo.utils.counters["stats"]["unique_graphs"])
+    candidates = [module for module in modules if CALL_SLOT in module.__dict__ or "dynamo_ctx" in module.__dict__]
+    return [module for module in candidates if compiled_inside(module) is not None or _is_compiled(module)]
 
 
 def is_armed(model: nn.Module) -> bool:
     """Whether `model` notices taps that come after it was compiled."""
-    return any(isinstance(hook, Sentinel) for hook in model._forward_hooks.values())
+    return any(isinstance(hook, Sentinel) for hook in forward_hooks(model).values())
 
 
 def _recompiled(context: Any, function: Any) -> Any:
-    """`function` compiled as `context` compiles, but without CUDA graphs, which would be replayed without the taps."""
-    backend = context.callback
-    while hasattr(backend, "_torchdynamo_orig_backend"):
-        backend = backend._torchdynamo_orig_backend
+    """`function` compiled as `context` compiles, but without CUDA graphs, whose replays would skip the taps."""
+    backend = backend_of(context)
     options = getattr(backend, "config", None)
     if not isinstance(options, dict) or not options.get("triton.cudagraphs"):
         return context(function)
-    warn("a tap lies in what was compiled with CUDA graphs: while it is there, it is compiled without them")
+    warn("a tap is inside a part compiled with CUDA graphs: until it is removed, that part runs without them")
     options = {**options, "triton.cudagraphs": False}
     return torch.compile(function, fullgraph=context.fullgraph, dynamic=backend.dynamic, options=options)
 
 
-def _told(error: Exception) -> str:
-    """What is behind an error that comes out of a compiler, which says it in its own words."""
-    if "tensors_saved_with_vc_check" in str(error):  # an op cannot be computed again, and torch saves nothing for it
+def _reason_behind(error: Exception) -> str:
+    """The reason behind an error that a compiler raised in words of its own; empty if unknown."""
+    if "tensors_saved_with_vc_check" in str(error):  # an op cannot be recomputed, and torch saves nothing for it
         return (
-            "gradients inside a checkpoint cannot be captured where that is compiled; capture them uncompiled, turn"
-            " checkpointing off, or leave out grads=True"
+            "gradients inside a compiled checkpoint cannot be captured; capture them uncompiled, turn checkpointing"
+            " off, or leave out grads=True"
         )
     return latest_refusal.pop() if latest_refusal else ""
 
 
-def _refusal() -> str:
+def _why_not_here() -> str:
     """Why the model cannot be called with taps on it here."""
-    if _is_exporting():
-        return "torch.export writes all into one graph, where no hook fires; detach the taps, and tap the model itself"
-    if _is_tracing():
-        return "torch.jit.trace writes down one run, taps and all; detach them first, and tap the model itself"
+    if torch.compiler.is_exporting():
+        return "torch.export flattens the model into one graph, where no hook fires; detach the taps before exporting"
+    if is_jit_tracing():
+        return "torch.jit.trace would record the taps as part of the model; detach them before tracing"
     return (
-        "the model is called inside torch.func (vmap, grad, jvp, ...), whose tensors mean nothing outside of it; call"
+        "the model was called inside torch.func (vmap, grad, jvp, ...), whose tensors mean nothing outside of it; call"
         " it without the transform, or detach the taps first (torch.func.functional_call is fine)"
     )
 
@@ -262,22 +311,9 @@ def _some_tensor(value: Any) -> Tensor:
     return found[0].detach() if found else torch.empty(0)
 
 
-def _fill(model: nn.Module, call: Any) -> None:
-    """Put `call` into the slot, or leave that as if nothing ever was in it."""
-    if call is None:
-        del vars(model)[_SLOT]
-    else:
-        vars(model)[_SLOT] = call
-
-
 def _is_compiled(module: nn.Module) -> bool:
-    door = Door.of(module)
-    call = vars(module).get(_SLOT) if door is None else door.inner
-    return hasattr(call, "_torchdynamo_orig_callable")
-
-
-def _is_optimized(module: nn.Module) -> bool:
-    return type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules
+    wrapper = CallWrapper.of(module)
+    return is_compiled_call(vars(module).get(CALL_SLOT) if wrapper is None else wrapper.inner)
 
 
 def _entering(call: Callable[..., Any]) -> Callable[..., Any]:

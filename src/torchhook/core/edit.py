@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torchhook.core.errors import TapError
 from torchhook.core.shards import tied
 from torchhook.core.site import Port, Site
+from torchhook.core.torch_internals import marked_constant
 from torchhook.core.trees import Address, Arguments, leaves, put, taken
 
 if TYPE_CHECKING:
@@ -161,13 +162,11 @@ latest_refusal: list[str] = []
 """Why an edit was refused last: what comes out of a compiler, if one was at work, does not tell."""
 
 
+@marked_constant
 def told(message: str) -> bool:
     """Remember `message`; a compiler that traces this calls it then and there."""
     latest_refusal[:] = [message]
     return True
-
-
-told._dynamo_marked_constant = True  # type: ignore[attr-defined]  # what torch.compiler.assume_constant_result does
 
 
 def refused(message: str) -> TapError:

@@ -1,57 +1,134 @@
-"""What a tap is told: one value at one site, with its full address."""
+"""What a sink receives: one value at one site, with its full address."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchhook.core.site import Port, Site
-from torchhook.core.trees import Address, leaves
+from torchhook.core.snapshot import snapshot
+from torchhook.core.torch_internals import graph_task_id
+from torchhook.core.trees import Address, leaves, mapped
+
+_NOT_READ: Any = object()
 
 
 def recomputing() -> bool:
     """Whether autograd is running a backward: a forward inside it is a checkpoint's second run."""
-    return torch._C._current_graph_task_id() != -1
+    return graph_task_id() != -1
 
 
-@dataclass(frozen=True, eq=False)
+def copied(tensor: Tensor) -> Tensor:
+    """A real copy, for values inside a compiled graph, which uses their memory again."""
+    return tensor.detach().clone() if tensor.requires_grad else tensor.clone()
+
+
 class Event:
     """One value at one site.
 
-    `value` is the value as it flowed at that moment, detached and safe to keep; `live` is the very
-    object inside the model, with its graph and whatever later happens to it. For the port ``input``
-    both are what the module was called with, a single positional argument unwrapped, and `kwargs`
-    are its keywords. `args` are the positional arguments of the call (none inside a compiled graph, where
-    `live` is a copy). A gradient of a nested value comes one leaf at a time, and `leaf` says which.
+    Attributes:
+        site: Where: a path and a port.
+        live: The very object inside the model, with its graph and whatever later happens to it.
+        module: The module there.
+        call: The number of the module's call within the pass, from 0.
+        pass_number: The number of the pass.
+        leaf: The address of the tensor within a nested value, for gradients, which come one tensor at a time.
+        leaf_number: Its position among the tensors of that value.
+        args: The positional arguments of the call (for outputs, none inside a compiled graph).
+        kwargs: The keyword arguments, for the port ``input``.
+        recomputed: Whether a checkpoint ran the call again in the backward.
+        in_graph: Whether a compiled graph handed the value out.
+        page: What the sink's `Keeper` returned when the pass began, if it has one.
+        expected: What `Sink.expect` returned in the forward, for gradients.
+
+    For the port ``input`` the value is what the module was called with, a single positional argument unwrapped.
     """
 
-    site: Site
-    value: Any
-    live: Any
-    module: nn.Module
-    call: int
-    pass_number: int
-    leaf: Address = ()
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    recomputed: bool = False
+    __slots__ = (
+        "_transform",
+        "_value",
+        "args",
+        "call",
+        "expected",
+        "in_graph",
+        "kwargs",
+        "leaf",
+        "leaf_number",
+        "live",
+        "module",
+        "page",
+        "pass_number",
+        "recomputed",
+        "site",
+    )
+
+    def __init__(
+        self,
+        site: Site,
+        live: Any,
+        module: nn.Module,
+        call: int,
+        pass_number: int,
+        page: Any = None,
+        *,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        leaf: Address = (),
+        leaf_number: int = 0,
+        recomputed: bool = False,
+        in_graph: bool = False,
+        expected: Any = None,
+        transform: Callable[[Any, Site], Any] | None = None,
+    ) -> None:
+        self.site = site
+        self.live = live
+        self.module = module
+        self.call = call
+        self.pass_number = pass_number
+        self.page = page
+        self.args = args
+        self.kwargs = kwargs or {}
+        self.leaf = leaf
+        self.leaf_number = leaf_number
+        self.recomputed = recomputed
+        self.in_graph = in_graph
+        self.expected = expected
+        self._transform = transform
+        self._value = _NOT_READ
+
+    @property
+    def value(self) -> Any:
+        """The value as it flowed, detached, transformed by the tap, and safe to keep.
+
+        It is copied (on write) when it is first read. A sink that is not `lazy` finds it copied already.
+        """
+        if self._value is _NOT_READ:
+            value = mapped(copied, self.live) if self.in_graph else snapshot(self.live)
+            self._value = value if self._transform is None else self._transform(value, self.site)
+        return self._value
+
+    @property
+    def transform(self) -> Callable[[Any], Any] | None:
+        """The tap's transform, whose errors name the site."""
+        transform, site = self._transform, self.site
+        return None if transform is None else lambda value: transform(value, site)
 
     @property
     def path(self) -> str:
-        """Where: the path of the module, parameter or mark."""
+        """The path of the module, parameter or mark."""
         return self.site.path
 
     @property
     def port(self) -> Port:
-        """What: the port of the site."""
+        """The port of the site."""
         return self.site.port
 
     @property
     def device(self) -> torch.device | None:
-        """The device of the first tensor in the value: it tells replicas of one model apart."""
+        """The device of the first tensor in the value, which tells the replicas of a model apart."""
         return next((tensor.device for _, tensor in leaves(self.live)), None)
 
     @property
@@ -59,3 +136,6 @@ class Event:
         """The rank of this process, 0 where nothing is distributed."""
         distributed = torch.distributed
         return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+
+    def __repr__(self) -> str:
+        return f"Event({self.site}, call {self.call} of pass {self.pass_number})"

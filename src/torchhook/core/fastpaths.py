@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import activation
 
-from torchhook.core.forward_patch import StandIn
+from torchhook.core.forward_patch import ForwardPatch
 from torchhook.core.text import warn
 
 _FUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
@@ -29,7 +29,7 @@ _FUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttenti
 _nested: weakref.WeakKeyDictionary[nn.TransformerEncoder, int] = weakref.WeakKeyDictionary()  # how often, by encoder
 
 
-class Detour(StandIn):
+class Detour(ForwardPatch):
     """The forward of an attention that calls all its modules."""
 
 
@@ -38,7 +38,7 @@ class Detours:
 
     def __init__(self) -> None:
         self.nested: list[nn.TransformerEncoder] = []
-        self.unfused: list[StandIn] = []
+        self.unfused: list[ForwardPatch] = []
         self.warned = False
 
     def take(self, modules: Iterable[nn.Module], targets: AbstractSet[int]) -> None:
@@ -59,8 +59,8 @@ class Detours:
                 del _nested[encoder]
                 encoder.use_nested_tensor = True
         self.nested.clear()
-        for standin in self.unfused:
-            standin.remove()
+        for patch in self.unfused:
+            patch.remove()
 
     def _take(self, module: nn.Module, targets: AbstractSet[int]) -> None:
         if isinstance(module, nn.TransformerEncoder) and (
@@ -78,8 +78,8 @@ class Detours:
         if torch.backends.mha.get_fastpath_enabled() and not module.training and not self.warned:
             self.warned = True
             warn(
-                f"a tap lies inside a {type(module).__name__}, whose fast path calls no modules: the slower one is"
-                " taken while it is there, and results agree to the tolerance of the dtype"
+                f"a tap is inside a {type(module).__name__}, whose fast path calls no modules: the slower path is"
+                " used until the tap is removed, and results agree to the tolerance of the dtype"
             )
 
 
@@ -123,7 +123,7 @@ class _Torch:
 
 
 def _rebound(function: Any, **names: Any) -> Any:
-    """`function` with some of the global names that it uses standing for something else."""
+    """`function` with some of the global names that it uses patchg for something else."""
     module = activation if function is nn.MultiheadAttention.forward else F
     known = {name: thing for name, thing in vars(module).items() if name != "__name__"}  # or a compiler looks there
     twin = FunctionType(function.__code__, {**known, **names}, function.__name__, function.__defaults__)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 
-class StandIn:
+class ForwardPatch:
     """A module's forward as long as this is in place: hooks fire as ever, and compilers notice it.
 
     It lives in the module's ``__dict__``. Copies and pickles of the module get the forward of their class.
@@ -33,7 +33,7 @@ class StandIn:
             else:
                 vars(self.module)["forward"] = self.before
             return
-        while isinstance(above, StandIn):
+        while isinstance(above, ForwardPatch):
             if above.before is self:
                 above.before = self.before
                 return

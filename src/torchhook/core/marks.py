@@ -17,9 +17,10 @@ from torch import nn
 from torchhook.core.compiled import tracing
 from torchhook.core.edit import refused
 from torchhook.core.errors import SelectionError
-from torchhook.core.hooks import Point
+from torchhook.core.hooks.point import Point
 from torchhook.core.selection import Selector
-from torchhook.core.tap import Act, Tap
+from torchhook.core.sink import Act
+from torchhook.core.tap import Tap
 
 if TYPE_CHECKING:
     from torchhook.core.session import Session

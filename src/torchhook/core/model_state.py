@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from torchhook.core.selection import require_module
+from torchhook.core.torch_internals import is_dynamo_loaded, own_buffers, submodules
 
 
 def parts(model: nn.Module) -> list[nn.Module]:
@@ -22,7 +23,7 @@ def parts(model: nn.Module) -> list[nn.Module]:
     """
     found, waiting = {model}, [model]
     while waiting:
-        for child in waiting.pop()._modules.values():
+        for child in submodules(waiting.pop()).values():
             if child is not None and child not in found:
                 found.add(child)
                 waiting.append(child)
@@ -61,9 +62,9 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
     tensor(0)
     """
     buffers = [
-        (module._buffers, name, buffer, buffer.clone())
+        (own_buffers(module), name, buffer, buffer.clone())
         for module in parts(model)
-        for name, buffer in module._buffers.items()
+        for name, buffer in own_buffers(module).items()
         if buffer is not None
     ]
     try:
@@ -113,6 +114,6 @@ def inference(model: nn.Module) -> Iterator[None]:
         stack.enter_context(evaluating(model))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
-        if "torch._dynamo" in sys.modules:  # autograd cannot be switched on halfway through a compiled graph
+        if is_dynamo_loaded():  # autograd cannot be switched on halfway through a compiled graph
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield

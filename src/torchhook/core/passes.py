@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
 from contextvars import ContextVar
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,10 +17,12 @@ import torch
 from torch import nn
 
 from torchhook.core.event import recomputing
+from torchhook.core.page import Keeper, Page
+from torchhook.core.torch_internals import context_of_backward, is_jit_tracing, is_replica, transform_level
 from torchhook.core.trees import leaves
 
 if TYPE_CHECKING:
-    from torchhook.core.hooks import Point
+    from torchhook.core.hooks.point import Point
 
 
 class StopForward(BaseException):
@@ -43,21 +44,6 @@ class Token:
 sessions_here: ContextVar[frozenset[Token]] = ContextVar("torchhook_sessions_here", default=frozenset())
 
 
-class Page(deque[Any]):
-    """What is kept of one pass, in execution order: (number of the site, call, value), or what has these.
-
-    The call may be None, and is then told by the place on the page.
-    """
-
-    __slots__ = ("listed", "number", "outside", "recomputed")
-
-    def __init__(self, number: int, outside: bool, listed: bool) -> None:
-        self.number = number
-        self.recomputed = False  # calls that a checkpoint repeated in the backward
-        self.outside = outside  # calls of submodules that no forward of the model contains
-        self.listed = listed  # whether the store knows it already, or will when there is something on it
-
-
 class Switch(Protocol):
     """Whatever says whether there is anything to see now."""
 
@@ -70,13 +56,6 @@ class Always:
     active = True
 
 
-class Keeper(Protocol):
-    """Whatever keeps something of each pass."""
-
-    def page(self, number: int, outside: bool) -> Page:
-        """Begin the page of pass `number`, or of the calls outside of any pass after it."""
-
-
 class Pass:
     """One forward of the model under way: how often each module was called so far, and what is kept."""
 
@@ -85,7 +64,7 @@ class Pass:
         "device",
         "graded",
         "in_graph",
-        "keep",
+        "list_entry",
         "loose",
         "number",
         "outside",
@@ -109,8 +88,8 @@ class Pass:
             self.prepare()
 
     def prepare(self) -> None:
-        """For the hooks in a hurry, which write to the first page."""
-        self.keep = self.pages[0].append
+        """For the fastest hooks, which are entries of the first page themselves."""
+        self.list_entry = self.pages[0].append
 
     def count(self, index: int) -> int:
         """The number of this call of module `index`, from 0."""
@@ -233,7 +212,7 @@ class Scope:
         mine = self.passes.get(thread)
         if mine is not None and not mine.loose:
             return False
-        pass_ = self.passes[thread] = self._joined(args) if _is_replica(module) else self._new_pass()
+        pass_ = self.passes[thread] = self._joined(args) if is_replica(module) else self._new_pass()
         if thread == self.home and not self.shared:
             self.current = pass_
         return True
@@ -272,7 +251,7 @@ class Scope:
             return self._repeated()
         if not self._sees(module, threading.get_ident()):
             return None
-        return self.under_way(_is_replica(module))
+        return self.under_way(is_replica(module))
 
     def under_way(self, in_replica: bool = False) -> Pass:
         """The pass that this thread is in, or one for the calls outside of any."""
@@ -314,7 +293,7 @@ class Scope:
     def _sees(self, module: nn.Module, thread: int) -> bool:
         if self.humble and is_transformed():
             return False
-        return self.alive and (self.shared or self._is_home(thread) or _is_replica(module))
+        return self.alive and (self.shared or self._is_home(thread) or is_replica(module))
 
     def _is_home(self, thread: int) -> bool:
         if thread != self.home:
@@ -326,9 +305,10 @@ class Scope:
         """Whether one of autograd's own threads works for ours: from torch 2.13 it has the caller's context."""
         if not isinstance(threading.current_thread(), threading._DummyThread):
             return False
-        if not torch._C._is_key_in_tls("context"):
-            return True  # nobody can tell: better to see too much than to miss it
-        return self.token in torch._C._get_obj_in_tls("context").get(sessions_here, ())
+        context = context_of_backward()
+        if context is None:
+            return True  # unknown: better to see too much than to miss it
+        return self.token in context.get(sessions_here, ())
 
     def _is_past(self, pass_: Pass) -> bool:
         return self.last is not None and self.last.number > pass_.number
@@ -359,7 +339,6 @@ scopes: dict[int, Scope] = {}
 """Those of the open sessions, by their keys."""
 
 _keys = count()
-_level = torch._C._functorch.maybe_current_level
 _lock = threading.RLock()
 _DEEP = 10_000
 
@@ -370,8 +349,4 @@ def _running_task() -> asyncio.Task[Any] | None:
 
 def is_transformed() -> bool:
     """Whether what flows now means nothing outside: in torch.func, torch.export or torch.jit.trace."""
-    return _level() is not None or torch.compiler.is_exporting() or torch._C._is_tracing()
-
-
-def _is_replica(module: nn.Module) -> bool:
-    return bool(module.__dict__.get("_is_replica", False))
+    return transform_level() is not None or torch.compiler.is_exporting() or is_jit_tracing()

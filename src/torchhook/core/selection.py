@@ -16,13 +16,13 @@ from typing import Any, TypeAlias, Union
 from torch import nn
 
 from torchhook.core.errors import SelectionError
+from torchhook.core.torch_internals import WRAPPER_NAMES, own_parameters, submodules
 
 Test = Callable[[str, nn.Module, "str | None"], bool]
 Query: TypeAlias = Union[
     str, "re.Pattern[str]", type[nn.Module], nn.Module, Callable[[str, nn.Module], bool], "Selector"
 ]
 
-_WRAPPED = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 _WILD = re.compile(r"[*?\[]")
@@ -172,7 +172,7 @@ def select(model: nn.Module, *queries: Query) -> dict[str, nn.Module]:
 def find(modules: dict[str, nn.Module], parts: tuple[Selector, ...]) -> dict[str, nn.Module]:
     """Of `modules` (all of a model, by path) those that any of `parts` selects; each must select some."""
     if not parts:
-        return {path: module for path, module in modules.items() if not module._modules}
+        return {path: module for path, module in modules.items() if not submodules(module)}
     found: dict[str, nn.Module] = {}
     for part in parts:
         hits = _hits(modules, part)
@@ -187,7 +187,7 @@ def find(modules: dict[str, nn.Module], parts: tuple[Selector, ...]) -> dict[str
 def layers(module: nn.Module) -> Iterator[nn.Module]:
     """`module`, and what it wraps, down to what is no wrapper."""
     yield module
-    while (name := wrapped_name(module)) is not None and (inner := module._modules[name]) is not None:
+    while (name := wrapped_name(module)) is not None and (inner := submodules(module)[name]) is not None:
         module = inner
         yield module
 
@@ -204,9 +204,9 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 def wrapped_name(module: nn.Module) -> str | None:
     """The name under which a wrapper has what it wraps, None if `module` is no wrapper."""
-    if len(module._modules) == 1 and isinstance(module._modules, dict):  # TorchScript has a class of its own
-        (name,) = module._modules
-        if name in _WRAPPED or (name == "module" and isinstance(module, _PARALLEL)):
+    if len(submodules(module)) == 1 and isinstance(submodules(module), dict):  # TorchScript has a class of its own
+        (name,) = submodules(module)
+        if name in WRAPPER_NAMES or (name == "module" and isinstance(module, _PARALLEL)):
             return name
     return None
 
@@ -217,7 +217,7 @@ def plain(path: str) -> str:
     >>> plain("module._orig_mod.fc")
     'module.fc'
     """
-    return ".".join(name for name in path.split(".") if name not in _WRAPPED)
+    return ".".join(name for name in path.split(".") if name not in WRAPPER_NAMES)
 
 
 def spellings(path: str) -> tuple[str, ...]:
@@ -247,11 +247,11 @@ def walk(
             wrappers += around
     yield path, model
     above = (*above, model)
-    for name, child in model._modules.items():
+    for name, child in submodules(model).items():
         if child is None:
             continue
         below = f"{path}.{name}" if path else name
-        if not child._modules:
+        if not submodules(child):
             yield below, child
         elif not any(child is module for module in above):
             yield from walk(child, below, above, wrappers)
@@ -263,7 +263,7 @@ def along(model: nn.Module, path: str | None) -> list[nn.Module]:
         return []
     modules = list(layers(model))
     for name in path.split(".") if path else ():
-        inside = modules[-1]._modules
+        inside = submodules(modules[-1])
         child = inside[name] if name in inside else None  # noqa: SIM401 (TorchScript's has no get)
         if child is None:
             return []
@@ -318,7 +318,7 @@ def _predicate(query: Callable[[str, nn.Module], bool]) -> Selector:
 
 def _remedy(part: Selector, modules: dict[str, nn.Module]) -> str:
     owner, _, name = (part.path or "").rpartition(".")
-    if owner in modules and name in modules[owner]._parameters:
+    if owner in modules and name in own_parameters(modules[owner]):
         return (
             f"it is a parameter: select {owner!r} with params=True in capture or measure, or with port 'param' in a Tap"
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,11 +14,11 @@ import torch
 import torch.fx
 from torch import nn
 
-from torchhook.core.call_wrapper import Door, Gate, compiled_among, is_armed
+from torchhook.core.call_wrapper import CallWrapper, CompiledPart, compiled_among, follow_passes, is_armed
 from torchhook.core.edit import Edit
 from torchhook.core.errors import SelectionError, SessionError
 from torchhook.core.fastpaths import Detours
-from torchhook.core.hooks import Point, install, on_parameter
+from torchhook.core.hooks.point import Point, install, on_parameter
 from torchhook.core.marks import Marks
 from torchhook.core.passes import Scope, Switch
 from torchhook.core.selection import Selector, along, find, plain, require_module, spellings, unwrapped, walk
@@ -27,6 +26,7 @@ from torchhook.core.shards import agree_on_the_whole, is_sharded, shards_of_gath
 from torchhook.core.silent import OnSilent, complaint, refusal, silences
 from torchhook.core.site import Site
 from torchhook.core.tap import Tap
+from torchhook.core.torch_internals import is_dynamo_loaded
 
 ScopeName = Literal["thread", "all"]
 
@@ -104,7 +104,8 @@ class Session:
         self.aliases: dict[str, str] = {}  # other names of a shared module → the name it goes by
         self.silent: dict[Site, str] = {}  # what saw nothing, and why; known at the end
         self._shared = scope == "all"
-        self._gates: list[nn.Module] = []
+        self._compiled: list[nn.Module] = []  # parts with taps inside
+        self._undo: list[Callable[[], None]] = []
         self._above: list[nn.Module] = []  # what lies between the model and a site that was found without a walk
         self._past: dict[Site, type] = {}  # what was tapped and is no more
         self._points: dict[int, Point] = {}  # by id of the module or parameter
@@ -124,7 +125,7 @@ class Session:
         self._marks = Marks(self)
         self._detours = Detours()
         self._release = weakref.finalize(
-            self, _release, self.model, self.scope, self._points, self._marks, self._detours, self._gates
+            self, _release, self.scope, self._points, self._marks, self._detours, self._compiled, self._undo
         )
         self._release.atexit = False
         try:
@@ -132,7 +133,7 @@ class Session:
                 self._plan(self.taps)
             if self.full:
                 agree_on_the_whole(list(map(str, self.sites)))
-            Door.open(self.model, self.scope)
+            self._undo.append(follow_passes(self.model, self.scope))
         except BaseException:
             self.abandon()
             raise
@@ -241,30 +242,30 @@ class Session:
             targets = {id(point.target): point for point in touched}
             refusal(around, targets)
             self._detours.take(around, targets.keys())
-        gates: list[nn.Module] = []
-        if "torch._dynamo" in sys.modules:
+        parts: list[nn.Module] = []
+        if is_dynamo_loaded():
             modules = [*self._modules.values(), *self._wrappers] if self._modules else self._above
-            gates = self._gates_before(touched, compiled_among(modules))
+            parts = self._parts_around(touched, compiled_among(modules))
         install(touched)
-        for gate in gates:
-            Gate.open(gate)
-            self._gates.append(gate)
+        for part in parts:
+            CompiledPart.open(part)
+            self._compiled.append(part)
 
-    def _gates_before(self, points: Iterable[Point], compiled: list[nn.Module]) -> list[nn.Module]:
+    def _parts_around(self, points: Iterable[Point], compiled: list[nn.Module]) -> list[nn.Module]:
         """Those of the `compiled` modules that have one of `points` inside; raises if that cannot be."""
         targets = {id(point.target) for point in points} if compiled else set()
-        gates = [gate for gate in compiled if any(id(module) in targets for module in gate.modules())]
-        door = Door.of(self.model)
-        if (gates or is_armed(unwrapped(self.model))) and door is not None:
+        parts = [part for part in compiled if any(id(module) in targets for module in part.modules())]
+        wrapper = CallWrapper.of(self.model)
+        if (parts or is_armed(unwrapped(self.model))) and wrapper is not None:
             here = threading.get_ident()
-            if any(scope.home != here for scope in door.scopes):
+            if any(scope.home != here for scope in wrapper.scopes):
                 raise SessionError(
                     "another thread has a session open on this compiled model, whose taps see every thread; end that"
                     " one first, or tap a copy of the model"
                 )
-        if gates and self.stop:
+        if parts and self.stop:
             raise SessionError("stop=True cannot end a compiled graph; leave it out, or tap the model uncompiled")
-        return gates
+        return parts
 
     def _selected(self, tap: Tap) -> Iterable[tuple[str, nn.Module]]:
         parts = Selector.of(tap.selector).parts
@@ -360,20 +361,22 @@ def _require_tap(tap: Any) -> None:
 
 
 def _release(
-    model: nn.Module,
     scope: Scope,
     points: dict[int, Point],
     marks: Marks,
     detours: Detours,
-    gates: list[nn.Module],
+    compiled: list[nn.Module],
+    undo: list[Callable[[], None]],
 ) -> None:
-    """Undo everything. A function of what was added, not of the session: that may be gone already."""
+    """Undo everything. A function of what was added, not of the session, which may be gone already."""
     scope.close()
     marks.close()
     for point in points.values():
         point.remove()
     detours.leave()
-    Door.close(model, scope)
-    for gate in gates:
-        Gate.close(gate)
-    gates.clear()
+    for step in undo:
+        step()
+    undo.clear()
+    for part in compiled:
+        CompiledPart.close(part)
+    compiled.clear()

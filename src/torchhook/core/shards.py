@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torchhook.core.errors import SessionError
+from torchhook.core.torch_internals import default_store, fsdp_parameters
 
 PATIENCE = 60.0  # seconds that a rank waits for the others to want the whole as well
 _agreed = [0]  # how often all ranks did
@@ -46,12 +47,8 @@ def tied(x: Tensor, new: Tensor) -> Tensor:
 def shards_of_gathered(model: nn.Module) -> dict[int, nn.Parameter]:
     """The sharded parameters of FSDP2, by the ids of the gathered ones that may stand in their places now."""
     found: dict[int, nn.Parameter] = {}
-    module: Any
     for module in model.modules() if _is_distributed() else ():
-        state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
-        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-        for parameter in (known for group in groups if group is not None for known in group.fsdp_params):
-            found[id(getattr(parameter, "_unsharded_param", None))] = parameter.sharded_param
+        found.update({id(gathered): sharded for gathered, sharded in fsdp_parameters(module)})
     return found
 
 
@@ -59,7 +56,7 @@ def agree_on_the_whole(sites: list[str]) -> None:
     """Raise unless every rank comes here too, with the same sites: a collective that only some join hangs them."""
     if not _is_distributed():
         return
-    store, rank = torch.distributed.distributed_c10d._get_default_store(), torch.distributed.get_rank()
+    store, rank = default_store(), torch.distributed.get_rank()
     keys = [f"torchhook/whole/{_agreed[0]}/{other}" for other in range(torch.distributed.get_world_size())]
     store.set(keys[rank], "\n".join(sites))
     try:

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import nn
 
-from torchhook.core.call_wrapper import REMEDIES, graphs_so_far
+from torchhook.core.call_wrapper import REMEDIES
 from torchhook.core.errors import SessionError, SilentError
-from torchhook.core.hooks import Point, unheard
+from torchhook.core.hooks.point import Point, unheard
 from torchhook.core.selection import Selector
 from torchhook.core.site import Site
 from torchhook.core.tap import Tap
 from torchhook.core.text import warn
+from torchhook.core.torch_internals import graph_count
 
 if TYPE_CHECKING:
     from torchhook.core.session import Session
@@ -120,6 +121,6 @@ def _reason(session: Session, site: Site, point: Point) -> str:
 
 def _or_compiled() -> str:
     """One more possible reason, if anything was compiled in this process."""
-    if not graphs_so_far():
+    if not graph_count():
         return ""
     return f", or ran in a graph that torch.export made or that was compiled before the tap came: then {REMEDIES}"

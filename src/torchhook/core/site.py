@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple, get_args
 
 Port = Literal["input", "output", "grad_input", "grad_output", "param", "param_grad"]
 PORTS: tuple[Port, ...] = get_args(Port)
+GRADIENT_PORTS: tuple[Port, ...] = ("grad_input", "grad_output")
 
 
 class Site(NamedTuple):

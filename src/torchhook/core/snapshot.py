@@ -10,21 +10,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from torchhook.core.errors import OverwrittenError, TapError
 from torchhook.core.shards import local
+from torchhook.core.torch_internals import is_transformed_tensor, lazy_clone, version_of
 from torchhook.core.trees import leaves, mapped, nbytes
-
-_lazy_clone = torch._lazy_clone
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def lazily_copied(tensor: Tensor) -> Tensor:
     """A copy on write of `tensor`, in its graph if it has one."""
     try:
-        return _lazy_clone(tensor)
+        return lazy_clone(tensor)
     except RuntimeError:  # NotImplementedError is one
         return tensor.clone()
 
@@ -41,7 +38,7 @@ def cloned(tensor: Tensor) -> Tensor:
 
 def meaningful(tensor: Tensor) -> Tensor:
     """`tensor`, unless it is one of those that exist only inside a transform."""
-    if _is_wrapped(tensor):
+    if is_transformed_tensor(tensor):
         raise TapError(
             "a tensor inside torch.func (vmap, grad, jvp, ...) means nothing outside of it and cannot be recorded; call"
             " the module without the transform, or detach the taps first (torch.func.functional_call is fine)"
@@ -84,7 +81,7 @@ class Alias(Held):
         self.value = mapped(Tensor.detach, value)  # shares memory and version counter
         self.site = site
         try:
-            self.versions = [tensor._version for _, tensor in leaves(self.value)]
+            self.versions = [version_of(tensor) for _, tensor in leaves(self.value)]
         except RuntimeError as error:
             raise OverwrittenError(
                 f"copy='reference' cannot tell whether the {site} is overwritten, since tensors made"
@@ -96,7 +93,7 @@ class Alias(Held):
 
     def read(self) -> Any:
         for version, (_, tensor) in zip(self.versions, leaves(self.value), strict=True):
-            if tensor._version != version:
+            if version_of(tensor) != version:
                 raise OverwrittenError(
                     f"the {self.site} was overwritten in place after it was recorded with"
                     " copy='reference'; record it with copy='lazy' to keep the value that flowed"

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchhook.core.torch_internals import sparse_indices, sparse_values
+
 Address = tuple[Any, ...]
 """The keys that lead to a leaf: ``()`` for a bare tensor, ``(1, "h")`` for ``value[1]["h"]``."""
 
@@ -143,7 +145,7 @@ def _bytes_of(tensor: Tensor) -> int:
     try:
         return tensor.nbytes
     except RuntimeError:  # sparse: what it is made of
-        return tensor._indices().nbytes + tensor._values().nbytes if tensor.is_sparse else 0
+        return sparse_indices(tensor).nbytes + sparse_values(tensor).nbytes if tensor.is_sparse else 0
 
 
 def _items(value: Any) -> Iterable[tuple[Any, Any]]:

@@ -14,6 +14,7 @@ from torchhook.core.edit import At, Edit
 from torchhook.core.errors import SelectionError, TapError
 from torchhook.core.selection import unwrapped
 from torchhook.core.site import Port, Site
+from torchhook.core.torch_internals import BATCH_AND_INSTANCE_NORMS, CONVOLUTIONS, POOLINGS, submodules
 from torchhook.edits.basic import spread
 from torchhook.edits.patching import captured, of_call
 
@@ -25,11 +26,8 @@ _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "hea
 PROJECTIONS = ("out_proj", "o_proj", "c_proj", "proj", "out_lin", "wo", "to_out", "o", "dense", "output.dense")
 _CHANNELS_LAST = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.RNNBase)
 _CHANNELS_FIRST = (
-    nn.modules.batchnorm._NormBase,
-    nn.modules.pooling._MaxPoolNd,
-    nn.modules.pooling._AvgPoolNd,
-    nn.modules.pooling._AdaptiveMaxPoolNd,
-    nn.modules.pooling._AdaptiveAvgPoolNd,
+    BATCH_AND_INSTANCE_NORMS,
+    *POOLINGS,
     nn.GroupNorm,
 )
 
@@ -58,7 +56,7 @@ class Ablate(Edit):
     def bound(self, site: Site, module: nn.Module) -> Ablate:
         twin = copy.copy(self)
         twin.module_kind = type(module)
-        twin.spatial = len(module.kernel_size) if isinstance(module, nn.modules.conv._ConvNd) else 0
+        twin.spatial = len(module.kernel_size) if isinstance(module, CONVOLUTIONS) else 0
         if isinstance(self.with_, Mapping):
             twin.values = captured(self.with_, site, self.at)
             twin.by_call = len(twin.values) > 1
@@ -185,7 +183,7 @@ def _projection(path: str, module: nn.Module) -> tuple[str, nn.Module]:
     for name in PROJECTIONS:
         if name in below:
             return name, below[name]
-    if not module._modules and path.rpartition(".")[2] in PROJECTIONS:
+    if not submodules(module) and path.rpartition(".")[2] in PROJECTIONS:
         return "", module
     raise SelectionError(
         f"heads= finds no output projection in {path!r}, a {type(module).__name__} (looked for"
@@ -196,7 +194,7 @@ def _projection(path: str, module: nn.Module) -> tuple[str, nn.Module]:
 def _heads(path: str, module: nn.Module, model: nn.Module) -> int:
     """The number of heads of the attention at `path`, or around it if that is its projection."""
     around = [module]
-    if not module._modules:  # a projection: the attention is what it lies in
+    if not submodules(module):  # a projection: the attention is what it lies in
         above = path.split(".")
         ways = [".".join(above[:depth]) for depth in range(len(above) - 1, 0, -1)][:2]
         around = [unwrapped(model).get_submodule(way) for way in ways] or [unwrapped(model)]

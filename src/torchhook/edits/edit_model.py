@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from torchhook.core.call_wrapper import Armed
 from torchhook.core.edit import Edit
-from torchhook.core.forward_patch import StandIn
-from torchhook.core.hooks import Removable, on_gradient
+from torchhook.core.forward_patch import ForwardPatch
+from torchhook.core.hooks.registration import Removable, on_gradient
 from torchhook.core.selection import Query, require_module, select
 from torchhook.core.session import ScopeName, Session
 from torchhook.core.shards import is_sharded
@@ -74,19 +74,19 @@ class Skip:
     def __init__(self, modules: list[nn.Module], returns: Callable[[Any], Any] | None) -> None:
         self._modules = modules
         self._returns = returns
-        self._standins: list[StandIn] = []
+        self._patches: list[ForwardPatch] = []
 
     def attach(self) -> Skip:
         """Leave them out from now on. (``with`` does this.)"""
-        if not self._standins:
-            self._standins = [StandIn(module, self._identity) for module in self._modules]
+        if not self._patches:
+            self._patches = [ForwardPatch(module, self._identity) for module in self._modules]
         return self
 
     def detach(self) -> None:
         """Let them run again. (The end of the ``with`` block does this.)"""
-        for standin in self._standins:
-            standin.remove()
-        self._standins.clear()
+        for patch in self._patches:
+            patch.remove()
+        self._patches.clear()
 
     def __enter__(self) -> Skip:
         return self.attach()

@@ -6,7 +6,6 @@ told by hooks on all that may compute attention.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from contextlib import ExitStack
 from math import prod
@@ -17,12 +16,14 @@ from torch import Tensor, nn
 
 from torchhook.core.attention import Attending, Logits
 from torchhook.core.errors import BudgetError, SilentError
+from torchhook.core.event import Event
 from torchhook.core.passes import Scope
 from torchhook.core.selection import Query, Selector, require_module, select, walk
 from torchhook.core.session import Session
-from torchhook.core.site import Site
-from torchhook.core.tap import Act, Sink, Tap, at_once, require_count
+from torchhook.core.sink import Sink
+from torchhook.core.tap import Tap, require_count
 from torchhook.core.text import in_units
+from torchhook.core.torch_internals import is_dynamo_loaded, submodules
 from torchhook.core.transfer import free_memory
 from torchhook.core.trees import Arguments, nbytes
 from torchhook.explain.attention_maps import Attended, AttentionCall, Focus, Grid, focus_of
@@ -79,7 +80,7 @@ def attention(
     with ExitStack() as stack:
         if how == "eager":
             stack.enter_context(unfused(model))
-        if "torch._dynamo" in sys.modules:  # a compiled graph shows nothing
+        if is_dynamo_loaded():  # a compiled graph shows nothing
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.no_grad())
         session = stack.enter_context(Session(model, [_everywhere(model)], on_silent="ignore"))
@@ -218,18 +219,17 @@ class _Shelf:
 class _Nothing(Sink):
     """Of what flows, nothing is wanted: that a module runs is all there is to know."""
 
-    def receive(self, event: Any) -> None:
-        """Not called, for nothing is told."""
+    lazy = True
 
-    def bind(self, tap: Tap, site: Site, module: nn.Module, scope: Scope) -> Act:
-        return at_once(lambda *_: None)
+    def receive(self, event: Event) -> None:
+        """Do nothing with it."""
 
 
 def _everywhere(model: nn.Module) -> Tap:
     """A tap on every module that may compute attention: torch's own layers do not, if they have no parts."""
 
     def may_attend(path: str, module: nn.Module) -> bool:
-        return bool(path) and (bool(module._modules) or not type(module).__module__.startswith("torch.nn."))
+        return bool(path) and (bool(submodules(module)) or not type(module).__module__.startswith("torch.nn."))
 
     parts = [may_attend] if any(may_attend(*place) for place in walk(model)) else []
     return Tap(Selector.union(["", *parts]), _Nothing(), "input")

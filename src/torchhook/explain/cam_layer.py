@@ -27,6 +27,7 @@ from torchhook.core.site import Site
 from torchhook.core.snapshot import frozen, lazily_copied
 from torchhook.core.tap import Tap
 from torchhook.core.text import shape_of
+from torchhook.core.torch_internals import submodules
 from torchhook.core.trees import Address, Arguments, leaves, mapped, put, taken
 from torchhook.explain.samples import Samples
 from torchhook.explain.targets import Score, Target, first_target
@@ -382,7 +383,7 @@ def _inside_attention(model: nn.Module, known: set[str]) -> set[str]:
         if owner in inside:
             inside.add(path)
         elif path and (path in known or any(word in type(module).__name__.lower() for word in ("attention", "attn"))):
-            inside.update(f"{path}.{name}" for name in module._modules)
+            inside.update(f"{path}.{name}" for name in submodules(module))
     return inside
 
 

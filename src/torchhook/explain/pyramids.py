@@ -19,6 +19,7 @@ from torchhook.core.selection import Query, Selector, require_module, select
 from torchhook.core.session import Session
 from torchhook.core.tap import Tap
 from torchhook.core.text import html_table, shape_of, table
+from torchhook.core.torch_internals import submodules
 
 _SIZES = ("small", "medium", "large")
 _AREAS = (32**2, 96**2)  # pixels of the original image, as COCO counts: where medium and large objects begin
@@ -230,7 +231,7 @@ def _run(detector: nn.Module, pictures: list[Tensor], layer: Query | None) -> _S
 
 def _all(model: nn.Module) -> list[Query]:
     """A query for every module below the model; none if there is none."""
-    return [Selector(lambda path, module, mark: True, "every module")] if model._modules else []
+    return [Selector(lambda path, module, mark: True, "every module")] if submodules(model) else []
 
 
 def _resizes(module: nn.Module) -> bool:

@@ -23,6 +23,7 @@ from torchhook.core.selection import Selector, require_module, select
 from torchhook.core.session import Session
 from torchhook.core.tap import Tap, require_count
 from torchhook.core.text import html_table, shape_of, table
+from torchhook.core.torch_internals import own_parameters, submodules
 from torchhook.core.trees import Arguments
 from torchhook.explain.heat import Heat
 from torchhook.explain.targets import Score, Target
@@ -194,15 +195,15 @@ def _from_the_output(model: nn.Module, x: Any) -> list[tuple[str, nn.Module]]:
     What is not called itself, as the projection in an attention, whose weights that uses, runs when what it is in does.
     """
     given, begun = Arguments.of(x), [""]
-    taps = [Tap(_EVERY, lambda event: begun.append(event.path), "input")] if model._modules else []
+    taps = [Tap(_EVERY, lambda event: begun.append(event.path), "input")] if submodules(model) else []
     with inference(model), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "a tap lies inside")  # of the copy, for this one run
+        warnings.filterwarnings("ignore", "a tap is inside")  # of the copy, for this one run
         with Session(model, taps, on_silent="ignore"):
             model(*given.args, **given.kwargs)
     last = {path: number for number, path in enumerate(begun)}
     owners: dict[nn.Module, str] = {}
-    for path, module in select(model, "", *([_EVERY] if model._modules else [])).items():
-        if module._parameters:
+    for path, module in select(model, "", *([_EVERY] if submodules(model) else [])).items():
+        if own_parameters(module):
             owners.setdefault(module, path)
     if not owners:
         raise ValueError(f"this {type(model).__name__} has no parameters to randomise")

@@ -16,6 +16,7 @@ from torchhook.core.findings import Report
 from torchhook.core.session import Session
 from torchhook.core.tap import Tap
 from torchhook.core.text import warn
+from torchhook.core.torch_internals import scale_of
 from torchhook.core.trees import leaves
 from torchhook.integrations.common import library
 from torchhook.rules.registry import Choice
@@ -155,5 +156,5 @@ class _Losses:
     def _weigh(self, event: Event) -> None:
         returned = self._returned.get((event.pass_number, event.call))
         if event.leaf in _LOSS and returned is not None:
-            scale = 1 if self._scaler is None or not self._scaler.is_enabled() else self._scaler._scale
+            scale = 1 if self._scaler is None or not self._scaler.is_enabled() else scale_of(self._scaler)
             self._parts.append((returned * event.value / scale).reshape(()))

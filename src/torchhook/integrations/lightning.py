@@ -15,6 +15,7 @@ from torch import Tensor
 from torchhook.core.errors import StopTraining
 from torchhook.core.findings import Report
 from torchhook.core.text import warn
+from torchhook.core.torch_internals import scale_of
 from torchhook.integrations.common import Layers, library
 from torchhook.rules.registry import Choice
 from torchhook.training.logs import Entry, Log
@@ -89,11 +90,9 @@ class TorchhookCallback(library(f"{_package()}.callbacks", "lightning").Callback
         self._losses.clear()  # of a try of LBFGS, which has several a step
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
-        scaler = getattr(
-            trainer.precision_plugin, "scaler", None
-        )  # has multiplied the loss; later its scale may differ
-        scale = 1 if scaler is None or not scaler.is_enabled() else scaler._scale
-        self._losses.append((loss.detach() / scale).mean())
+        scaler = getattr(trainer.precision_plugin, "scaler", None)  # it has scaled the loss; its scale may change later
+        scale = None if scaler is None or not scaler.is_enabled() else scale_of(scaler)
+        self._losses.append((loss.detach() / (1 if scale is None else scale)).mean())
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.monitor is None or trainer.global_step == self._steps:  # it accumulates

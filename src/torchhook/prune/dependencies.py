@@ -23,6 +23,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torchhook.core.batch import Batch, call
 from torchhook.core.model_state import buffers_kept, evaluating
 from torchhook.core.selection import unwrapped
+from torchhook.core.torch_internals import own_parameters
 from torchhook.core.trees import leaves
 from torchhook.prune.score_points import LAYERS, channels_of, first_of, inputs_of
 
@@ -193,7 +194,7 @@ class Graph:
         if is_parametrized(module):
             return "its parameters are made by a parametrization"
         for name in ("weight", "bias"):
-            if isinstance(getattr(module, name, None), Tensor) and name not in module._parameters:
+            if isinstance(getattr(module, name, None), Tensor) and name not in own_parameters(module):
                 return f"its {name} is no parameter: something makes it, as a mask of torch.nn.utils.prune does"
         shared = next((self._shared[p] for p in module.parameters(recurse=False) if p in self._shared), None)
         return "" if shared is None else f"one parameter is shared by {' and '.join(map(repr, shared))}"

@@ -16,20 +16,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchhook.core.batch import Batch, call, samples_of
 from torchhook.core.errors import SelectionError
 from torchhook.core.event import Event
-from torchhook.core.passes import Pass, Scope
 from torchhook.core.selection import Query, Selector, select
 from torchhook.core.session import Session
-from torchhook.core.site import Site
-from torchhook.core.tap import Act, Sink, Tap, at_once
-from torchhook.core.trees import Arguments, leaves, mapped
+from torchhook.core.sink import Sink
+from torchhook.core.tap import Tap
+from torchhook.core.torch_internals import BATCH_AND_INSTANCE_NORMS, CONVOLUTIONS, DispatchMode, version_of
+from torchhook.core.trees import leaves, mapped
 
-LAYERS = (nn.Linear, nn.modules.conv._ConvNd)
-_NORMS = (nn.modules.batchnorm._NormBase,)
+LAYERS = (nn.Linear, CONVOLUTIONS)
+_NORMS = (BATCH_AND_INSTANCE_NORMS,)
 _BY_VALUE = (  # what looks at one value at a time
     nn.ReLU,
     nn.ReLU6,
@@ -66,7 +65,7 @@ class Held(NamedTuple):
 
     def is_(self, x: Any) -> bool:
         """Whether this is `x`, and nothing was written to it since, as ``out += identity`` does."""
-        return isinstance(x, Tensor) and self.tensor() is x and self.version == x._version
+        return isinstance(x, Tensor) and self.tensor() is x and self.version == version_of(x)
 
 
 @dataclass(frozen=True)
@@ -96,6 +95,8 @@ class Outlets:
 class _Following(Sink):
     """Follows the tensors that layers give from module to module."""
 
+    lazy = True
+
     def __init__(self) -> None:
         self.held: dict[int, Held] = {}
         self.inside: dict[Place, Held] = {}
@@ -105,23 +106,13 @@ class _Following(Sink):
         """A module is called with something, or gave something."""
 
     def receive(self, event: Event) -> None:
-        """Look at what one event has."""
+        """Look at one value. It is not copied: a copy would be a use of the tensor."""
         self.see(Place(event.path, event.call), event.port, event.module, event.live)
-
-    def bind(self, tap: Tap, site: Site, module: nn.Module, scope: Scope) -> Act:
-        """The act that does so at one site, without events: the copies that they keep would be uses of the tensors."""
-
-        @at_once
-        def act(pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> None:
-            given = value.unwrapped() if isinstance(value, Arguments) else value
-            self.see(Place(site.path, call), site.port, module, given)
-
-        return act
 
     def hold(self, tensor: Any, layer: Place, steps: int) -> None:
         """Remember where a tensor comes from."""
         if isinstance(tensor, Tensor):
-            self.held[id(tensor)] = Held(weakref.ref(tensor), tensor._version, layer, steps)
+            self.held[id(tensor)] = Held(weakref.ref(tensor), version_of(tensor), layer, steps)
 
     def known(self, x: Any) -> Held | None:
         """Where a tensor comes from."""
@@ -224,7 +215,7 @@ class _Follower(_Following):
         self.parted.add(known.layer)
 
 
-class _Uses(TorchDispatchMode):
+class _Uses(DispatchMode):
     """Tells the follower of every tensor that any operation is given."""
 
     def __init__(self, follower: _Follower) -> None:

@@ -20,8 +20,9 @@ from torchhook.core.model_state import buffers_kept, inference, random_state_kep
 from torchhook.core.progress import track
 from torchhook.core.selection import Query, Selector, require_module, unwrapped
 from torchhook.core.session import Session
+from torchhook.core.sink import Sink
 from torchhook.core.site import Site
-from torchhook.core.tap import Sink, Tap
+from torchhook.core.tap import Tap
 from torchhook.core.text import html_table, shape_of, table
 from torchhook.prune.score_points import Outlets, Place, Trail, channel_dim, first_of, outlets
 

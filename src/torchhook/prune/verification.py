@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchhook.core.batch import Batch, call
 from torchhook.core.model_state import evaluating
 from torchhook.core.selection import Selector
 from torchhook.core.session import Session
 from torchhook.core.tap import Tap
+from torchhook.core.torch_internals import DispatchMode
 from torchhook.core.trees import leaves
 from torchhook.edits import ablate
 from torchhook.prune.dependencies import Graph, copied
@@ -85,7 +85,7 @@ def _agree(expected: list[torch.Tensor], found: list[torch.Tensor]) -> bool:
     return True
 
 
-class _Mixing(TorchDispatchMode):
+class _Mixing(DispatchMode):
     """Notes what is computed over channels."""
 
     def __init__(self) -> None:

@@ -85,7 +85,7 @@ def diagnose(
 def _as_before(model: nn.Module) -> Iterator[None]:
     """Compute with gradients, and put every random number generator back to where it was."""
     with random_state_kept(model), warnings.catch_warnings(), torch.enable_grad():
-        warnings.filterwarnings("ignore", "a tap lies inside")  # only in the copy
+        warnings.filterwarnings("ignore", "a tap is inside")  # only in the copy
         yield
 
 

@@ -11,6 +11,7 @@ from torchhook.captures.result import Capture
 from torchhook.core.findings import Report
 from torchhook.core.selection import Query
 from torchhook.core.site import Port, Site
+from torchhook.core.torch_internals import CONVOLUTIONS
 from torchhook.core.trees import leaves
 from torchhook.rules.check import check
 from torchhook.stats import Moments
@@ -33,8 +34,8 @@ class ModelDiagnostics:
     """
 
     def __init__(self, model: nn.Module, *queries: Query) -> None:
-        has_convolutions = any(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules())
-        default: tuple[Query, ...] = (nn.modules.conv._ConvNd,) if has_convolutions else ()
+        has_convolutions = any(isinstance(module, CONVOLUTIONS) for module in model.modules())
+        default: tuple[Query, ...] = (CONVOLUTIONS,) if has_convolutions else ()
         self.model = model
         self._capture: Capture = capture(model, *(queries or default), grads=True, on_silent="ignore")
         self._capture.__enter__()

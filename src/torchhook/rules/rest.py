@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from torchhook.core.selection import plain, unwrapped
+from torchhook.core.torch_internals import BATCH_NORMS
 from torchhook.stats import Moments
 from torchhook.stats.moments import Summary
 
@@ -94,7 +94,7 @@ def rate_of(group: dict[str, Any]) -> float | None:
     return None if rate is None else float(rate)
 
 
-def _norm(module: _BatchNorm) -> Norm:
+def _norm(module: BATCH_NORMS) -> Norm:
     tracked = module.num_batches_tracked
     assert module.running_mean is not None
     assert module.running_var is not None
@@ -108,7 +108,7 @@ def _norm(module: _BatchNorm) -> Norm:
 
 
 def _is_tracking(module: nn.Module) -> bool:
-    return isinstance(module, _BatchNorm) and module.running_mean is not None and not module.running_mean.is_meta
+    return isinstance(module, BATCH_NORMS) and module.running_mean is not None and not module.running_mean.is_meta
 
 
 def _is_measurable(buffer: Tensor) -> bool:

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
-from torchhook.core.call_wrapper import compiled_among, graphs_so_far
+from torchhook.core.call_wrapper import compiled_among
 from torchhook.core.event import Event
 from torchhook.core.selection import Selector, walk
 from torchhook.core.session import ScopeName, Session
 from torchhook.core.site import Port, Site
 from torchhook.core.tap import Tap
+from torchhook.core.torch_internals import graph_count
 from torchhook.rules.attention import Attending
 from torchhook.rules.history import History, joined
 from torchhook.rules.kinds import kind_of
@@ -79,7 +80,7 @@ class Watch:
         # Whether attention may be looked into: it is then computed otherwise, not to the last bit, and by a mode that a
         # forward which raises would leave behind among those of others.
         self._detours = detours
-        self._graphs = graphs_so_far()  # more than these may be of this model
+        self._graphs = graph_count()  # more than these may be of this model
         self._always = ExitStack()
         self._thorough = ExitStack()
         self._attention = ExitStack()
@@ -129,7 +130,7 @@ class Watch:
     def begin_thorough(self) -> None:
         """Measure what is dear from now on. Not in compiled models: they would have to be compiled again."""
         self.is_thorough = True
-        if compiled_among(self.model.modules()) or graphs_so_far() > self._graphs:
+        if compiled_among(self.model.modules()) or graph_count() > self._graphs:
             return
         taps = self._sites(self._needs, self.clock, heavy=True)
         self._thorough.callback(self._session(taps).attach().abandon)

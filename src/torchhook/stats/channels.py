@@ -8,17 +8,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchhook.core.torch_internals import BATCH_AND_INSTANCE_NORMS, CONVOLUTIONS, POOLINGS
 from torchhook.stats.kernels import kernels
 from torchhook.stats.kernels.plain import merged_channels
 from torchhook.stats.stat import Stat, UnlikeError
 
 _SECOND = (
-    nn.modules.batchnorm._NormBase,
+    BATCH_AND_INSTANCE_NORMS,
     nn.GroupNorm,
-    nn.modules.pooling._MaxPoolNd,
-    nn.modules.pooling._AvgPoolNd,
-    nn.modules.pooling._AdaptiveMaxPoolNd,
-    nn.modules.pooling._AdaptiveAvgPoolNd,
+    *POOLINGS,
 )
 _LAST = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.MultiheadAttention, nn.RNNBase)
 
@@ -73,7 +71,7 @@ def _dimension(module: nn.Module | None) -> int | None:
     """Where the units are in what `module` gives, or in a parameter; None if that is not known."""
     if module is None:
         return 0
-    if isinstance(module, nn.modules.conv._ConvNd):
+    if isinstance(module, CONVOLUTIONS):
         return -1 - len(module.kernel_size)  # with a batch or without
     return 1 if isinstance(module, _SECOND) else -1 if isinstance(module, _LAST) else None
 

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import torch
 
-from torchhook.core.passes import Page
+from torchhook.core.page import Page
 
 
 class Tick(Page):
-    """What a clock keeps of a pass: whether it is measured."""
+    """The page that a clock begins with a pass: it says whether the pass is measured."""
 
-    __slots__ = ("active",)
-    active: bool
+    __slots__ = ("active", "clock")
+
+    def __init__(self, clock: Clock, number: int, outside: bool) -> None:
+        super().__init__(number, outside, listed=True)
+        self.clock = clock
+        self.active = clock.measures()
+
+    def measured(self) -> bool:
+        """Whether a call that runs now is measured; outside of any pass, the step that runs now decides."""
+        return self.clock.measures() if self.outside else self.active
 
 
 class Clock:
@@ -51,9 +59,7 @@ class Clock:
                 self.advance()
         self.awaits = self.active or (self.awaits and not self.answered)
         self.answered = False
-        tick = Tick(number, outside, listed=True)
-        tick.active = self.measures()
-        return tick
+        return Tick(self, number, outside)
 
     def measures(self) -> bool:
         """Whether a pass that begins now is measured."""

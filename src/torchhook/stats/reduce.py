@@ -8,14 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from torchhook.core.event import Event
-from torchhook.core.passes import Pass, Scope
+from torchhook.core.sink import Sink
 from torchhook.core.site import Site
-from torchhook.core.snapshot import snapshot
-from torchhook.core.tap import Act, Receive, Sink, Tap, at_once
-from torchhook.core.trees import Address, Arguments, leaves
+from torchhook.core.trees import Address, leaves
 from torchhook.stats import Stat, named
 from torchhook.stats.cell import Cell, making
-from torchhook.stats.clock import Clock, Tick
+from torchhook.stats.clock import Clock
 from torchhook.stats.reading import Snapshot
 from torchhook.stats.shelf import Shelf, sent
 
@@ -43,6 +41,8 @@ class Reduce(Sink):
     (3, 3.0)
     """
 
+    lazy = True
+
     def __init__(self, *stats: Stat | str, clock: Clock | None = None) -> None:
         self.stats = [named(stat) for stat in stats or ("moments",)]
         by_key: dict[str, Stat] = {}
@@ -54,23 +54,50 @@ class Reduce(Sink):
         self.clock = clock or Clock()
         self.shelves = [Shelf()]
         self.cells: dict[tuple[str, str], Cell] = {}  # by path, and port with what leads to the tensor
+        self._by_site: dict[Site, dict[Address, Cell]] = {}  # the same cells, for a quick look-up
+
+    @property
+    def keeper(self) -> Clock:
+        """The clock says with every pass whether it is measured."""
+        return self.clock
+
+    def expect(self, event: Event) -> Any:
+        """Want the gradients of measured passes."""
+        if not event.page.measured():
+            return None
+        cells = self._cells_at(event.site)
+        for address, _ in leaves(event.live):  # now, since gradients come in another order
+            if address not in cells:
+                cells[address] = self.cell(event.site, event.module, address)
+        return True
 
     def receive(self, event: Event) -> None:
-        """Add one event's value. (In a session, acts bound for each site do this without events.)"""
-        for address, leaf in leaves(event.value):
-            self.cell(event.site, event.module, event.leaf + address).update(leaf)
+        """Add one value or gradient."""
+        port = event.site.port
+        if port == "param_grad":
+            if not self.clock.is_backward_measured():
+                return
+        elif (event.expected is None and not event.page.measured()) or (port == "param" and event.call):
+            return
+        self._add(event, event.live if event.transform is None else event.value)
 
-    def bind(self, tap: Tap, site: Site, module: nn.Module, scope: Scope) -> Act:
-        """The act that adds what is at one site."""
-        reducing = Reducing(self, tap, site, module, scope.keep(self.clock))
-        by_port: dict[str, Act] = {
-            "grad_input": reducing.ask,
-            "grad_output": reducing.ask,
-            "input": reducing.see_input,
-            "param": reducing.see_parameter,
-            "param_grad": reducing.see_parameter_gradient,
-        }
-        return by_port.get(site.port, reducing.see)
+    def _add(self, event: Event, value: Any) -> None:
+        """Add every tensor in `value`."""
+        if event.site.port == "input" and event.transform is None and len(event.args) + len(event.kwargs) > 1:
+            value = {**dict(enumerate(event.args)), **event.kwargs}  # positions and names are the keys
+        cells, site = self._cells_at(event.site), event.site
+        found = [(event.leaf, value)] if isinstance(value, Tensor) else leaves(value)
+        for address, tensor in found:
+            cell = cells.get(address)
+            if cell is None:
+                cell = cells[address] = self.cell(site, event.module, address)
+            cell.update(tensor)
+
+    def _cells_at(self, site: Site) -> dict[Address, Cell]:
+        cells = self._by_site.get(site)
+        if cells is None:
+            cells = self._by_site[site] = {}
+        return cells
 
     def cell(self, site: Site, module: nn.Module | None, address: Address = ()) -> Cell:
         """Where the tensor at `address` in the value at `site` is added up."""
@@ -100,79 +127,3 @@ class Reduce(Sink):
                     block.reset()
         for cell in self.cells.values():
             cell.seen = False
-
-
-class Reducing:
-    """What a sink does at one site."""
-
-    def __init__(self, reduce: Reduce, tap: Tap, site: Site, module: nn.Module, page: int) -> None:
-        self.reduce = reduce
-        self.tap = tap
-        self.site = site
-        self.module = module
-        self.page = page  # where a pass has the clock's, which says whether it is measured
-        self.cells: dict[Address, Cell] = {}
-
-    def is_measured(self, pass_: Pass) -> bool:
-        """Whether the clock says so."""
-        if pass_.outside:  # calls that no pass contains: nobody says when a step of theirs ends
-            return self.reduce.clock.measures()
-        tick = pass_.pages[self.page]
-        assert isinstance(tick, Tick)
-        return tick.active
-
-    @at_once
-    def see(self, pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> None:
-        """Add every tensor in `value`."""
-        if self.is_measured(pass_):
-            self.add(value)
-
-    @at_once
-    def see_input(self, pass_: Pass, call: int, value: Arguments, args: tuple[Any, ...]) -> None:
-        """The same, of what the module is called with: positions and names are the keys."""
-        if self.is_measured(pass_):
-            both: dict[Any, Any] = {**dict(enumerate(value.args)), **value.kwargs}
-            self.add(value.unwrapped() if len(both) == 1 else both)
-
-    @at_once
-    def see_parameter(self, pass_: Pass, call: int, value: Tensor, args: tuple[Any, ...]) -> None:
-        """The same, once a pass, however often the module is called in it."""
-        if not call and self.is_measured(pass_):
-            self.add(value)
-
-    @at_once
-    def see_parameter_gradient(self, pass_: Pass, call: int, value: Tensor, args: tuple[Any, ...]) -> None:
-        """The same, in the backward."""
-        if self.reduce.clock.is_backward_measured():
-            self.add(value)
-
-    @at_once
-    def ask(self, pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> Receive | None:
-        """Want the gradients of `value`."""
-        if not self.is_measured(pass_):
-            return None
-        for address, _ in leaves(value):  # now, for gradients come in another order
-            if address not in self.cells:
-                self.cell(address)
-        return self.receive
-
-    def receive(self, leaf: int, address: Address, gradient: Tensor) -> None:
-        """Add a gradient."""
-        if self.tap.transform is not None:
-            gradient = self.tap.transformed(snapshot(gradient), self.site)
-        (self.cells.get(address) or self.cell(address)).update(gradient)
-
-    def add(self, value: Any) -> None:
-        """Add every tensor in `value`."""
-        if self.tap.transform is not None:
-            value = self.tap.transformed(snapshot(value), self.site)
-        if isinstance(value, Tensor):
-            (self.cells.get(()) or self.cell(())).update(value)
-            return
-        for address, leaf in leaves(value):
-            (self.cells.get(address) or self.cell(address)).update(leaf)
-
-    def cell(self, address: Address) -> Cell:
-        """Where the tensor at `address` is added up."""
-        cell = self.cells[address] = self.reduce.cell(self.site, self.module, address)
-        return cell

@@ -8,19 +8,21 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchhook.core.event import Event
-from torchhook.core.passes import Pass, Scope
-from torchhook.core.site import Site
-from torchhook.core.tap import Act, Sink, Tap, at_once
+from torchhook.core.sink import Sink
+from torchhook.core.tap import Tap
+from torchhook.core.torch_internals import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS
 from torchhook.core.transfer import sent_home
-from torchhook.stats.clock import Clock, Tick
+from torchhook.stats.clock import Clock
 
 _LAYERS = 8  # that are shown
 _CHANNELS = 16  # of each
-_KINDS = (nn.modules.conv._ConvNd, nn.modules.conv._ConvTransposeNd)
+_KINDS = (CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS)
 
 
 class Maps(Sink):
     """Keeps, of the steps that `clock` measures, the maps of the first sample that each layer gave last."""
+
+    lazy = True
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -32,20 +34,15 @@ class Maps(Sink):
         chosen = [paths[round(number * (len(paths) - 1) / (_LAYERS - 1))] for number in range(_LAYERS)] if paths else []
         return [Tap(path, self) for path in dict.fromkeys(chosen)]
 
+    @property
+    def keeper(self) -> Clock:
+        """The clock says with every pass whether it is measured."""
+        return self.clock
+
     def receive(self, event: Event) -> None:
-        """Keep one event's value. (In a session, acts bound for each site do this without events.)"""
-        self.keep(event.path, event.value)
-
-    def bind(self, tap: Tap, site: Site, module: nn.Module, scope: Scope) -> Act:
-        """The act that keeps what one layer gives."""
-        page = scope.keep(self.clock)
-
-        def see(pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> None:
-            tick = pass_.pages[page]
-            if self.clock.measures() if pass_.outside else isinstance(tick, Tick) and tick.active:
-                self.keep(site.path, value)
-
-        return at_once(see)
+        """Keep the maps of one layer."""
+        if event.page.measured():
+            self.keep(event.path, event.live)
 
     def keep(self, path: str, value: Any) -> None:
         """What is at `path` is this now."""

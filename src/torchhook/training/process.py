@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import distributed
 
+from torchhook.core.torch_internals import default_store
+
 _numbers = count()
 
 
@@ -57,7 +59,7 @@ def agreed(name: str) -> str:
     if world_size() == 1 or not distributed.is_initialized():
         return name
     try:
-        store = distributed.distributed_c10d._get_default_store()
+        store = default_store()
         key = f"torchhook/{number}"
         if rank() == 0:
             store.set(key, name)

@@ -12,11 +12,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from torchhook.core.event import Event, recomputing
-from torchhook.core.passes import Pass, Scope
+from torchhook.core.event import Event
 from torchhook.core.selection import Selector, walk
+from torchhook.core.sink import Sink
 from torchhook.core.site import Site
-from torchhook.core.tap import Act, Sink, Tap, at_once
+from torchhook.core.tap import Tap
 from torchhook.core.trees import leaves
 from torchhook.rules.watch import is_leaf
 
@@ -35,6 +35,8 @@ class Wires(Sink):
     [('0', '1')]
     """
 
+    lazy = True
+
     def __init__(self) -> None:
         self.pairs: dict[tuple[str, str], None] = {}
         self._made_by: dict[Any, str] = {}  # the nodes of the graph, which they keep
@@ -46,17 +48,10 @@ class Wires(Sink):
         return [Tap(Selector.union(paths), self, port) for port in ("input", "output")] if paths else []
 
     def receive(self, event: Event) -> None:
-        """One event's value."""
-        self._see(event.site, event.live)
-
-    def bind(self, tap: Tap, site: Site, module: nn.Module, scope: Scope) -> Act:
-        """The act that looks at one side of a layer."""
-
-        def see(pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> None:
-            if not recomputing():
-                self._see(site, value)
-
-        return at_once(see)
+        """Look at one side of a layer."""
+        if not event.recomputed:
+            inputs = (event.args, event.kwargs)
+            self._see(event.site, inputs if event.port == "input" else event.live)
 
     def _see(self, site: Site, value: Any) -> None:
         tensors = [tensor for _, tensor in leaves(value)]

@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from torchhook.captures.agreement.forced import See
 from torchhook.captures.agreement.recorded_run import Moment, Place
@@ -38,6 +37,7 @@ from torchhook.captures.agreement.rounding import (
 )
 from torchhook.core.site import Site
 from torchhook.core.text import shape_of
+from torchhook.core.torch_internals import DROPOUTS
 
 _NARROW = 1e-4  # dtypes of larger spacings are summed in wider ones, others in themselves
 _LOUD = 16.0  # of noise: what the code before a choice rounds as well, as the softmax of a router, has none of its own
@@ -286,5 +286,5 @@ def _is_under(path: str, above: str) -> bool:
 
 def _are_random(modules: tuple[nn.Module, ...]) -> bool:
     """Whether these are dropouts that both drop the same share."""
-    shares = [module.p for module in modules if isinstance(module, _DropoutNd) and module.training]
+    shares = [module.p for module in modules if isinstance(module, DROPOUTS) and module.training]
     return len(shares) == 2 and shares[0] == shares[1]

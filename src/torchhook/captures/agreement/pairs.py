@@ -18,8 +18,9 @@ from torchhook.core.errors import SelectionError
 from torchhook.core.selection import nearest, walk
 from torchhook.core.site import Site
 from torchhook.core.text import shape_of
+from torchhook.core.torch_internals import DROPOUTS
 
-PASSIVE = (nn.Dropout, nn.modules.dropout._DropoutNd, nn.Identity)
+PASSIVE = (DROPOUTS, nn.Identity)
 """Modules that in eval mode hand on what they are given."""
 
 

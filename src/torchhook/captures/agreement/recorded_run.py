@@ -162,5 +162,5 @@ def is_compiled(model: nn.Module) -> bool:
 def unchanged(model: nn.Module) -> Iterator[None]:
     """`state_kept`, without the warnings of taps inside compiled graphs: they are there for the comparison alone."""
     with state_kept(model), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "a tap lies inside")
+        warnings.filterwarnings("ignore", "a tap is inside")
         yield

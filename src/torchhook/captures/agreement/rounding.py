@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from torchhook.core.torch_internals import CONVOLUTIONS, submodules
+
 TINY = torch.finfo(torch.float64).tiny  # stands for zero where something is divided
 _TF32 = 2.0**-10
 _INT8 = 2.0**-5  # eight bits from the smallest number to the largest, which is a few times the usual one
@@ -138,7 +140,7 @@ def comparable(a: Sequence[Tensor], b: Sequence[Tensor]) -> int:
 
 def is_leaf(module: nn.Module) -> bool:
     """Whether a module has no others in it; those that a quantized one keeps its weights in do not count."""
-    return not module._modules or _is_quantized(module)
+    return not submodules(module) or _is_quantized(module)
 
 
 def _is_quantized(module: nn.Module) -> bool:
@@ -152,7 +154,7 @@ def _own(module: nn.Module) -> float:
     first = next(module.parameters(recurse=False), None)
     if first is None or first.device.type != "cuda" or first.dtype != torch.float32:
         return 0.0
-    convolves = isinstance(module, nn.modules.conv._ConvNd)
+    convolves = isinstance(module, CONVOLUTIONS)
     fast = torch.backends.cudnn.allow_tf32 if convolves else torch.backends.cuda.matmul.allow_tf32
     return _TF32 if fast else 0.0
 

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from torchhook.core.shards import local
+from torchhook.core.torch_internals import BATCH_AND_INSTANCE_NORMS, norms_of_each, own_buffers, sparse_values
 from torchhook.core.trees import Address, Arguments, leaves
 
 NAN, UP, DOWN = 1, 2, 4
@@ -60,7 +60,7 @@ def are_finite(tensors: list[Tensor]) -> bool:
     for tensor in tensors:
         if (numbers := _numbers(tensor)) is not None:
             groups.setdefault((numbers.device, numbers.dtype), []).append(numbers)
-    largest = [torch.stack(torch._foreach_norm(group, torch.inf)).tolist() for group in groups.values()]
+    largest = [torch.stack(norms_of_each(group, torch.inf)).tolist() for group in groups.values()]
     return all(math.isfinite(value) for values in largest for value in values)
 
 
@@ -172,9 +172,9 @@ class Call:
 
 def used_buffers(module: nn.Module) -> dict[str, Tensor]:
     """The buffers that a forward of `module` may read; a norm that trains only writes what it knows of the data."""
-    if isinstance(module, _NormBase) and module.training:
+    if isinstance(module, BATCH_AND_INSTANCE_NORMS) and module.training:
         return {}
-    return {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+    return {name: buffer for name, buffer in own_buffers(module).items() if buffer is not None}
 
 
 def buffers_before(call: Call, calls: list[Call]) -> dict[str, Tensor]:
@@ -197,7 +197,7 @@ def _numbers(tensor: Tensor) -> Tensor | None:
     tensor = local(tensor.detach())
     try:
         if tensor.layout != torch.strided or tensor.is_nested:
-            tensor = tensor._values() if tensor.is_sparse else tensor.values()
+            tensor = sparse_values(tensor) if tensor.is_sparse else tensor.values()
     except RuntimeError:
         return None
     if tensor.is_complex():

@@ -7,7 +7,6 @@ hook of ours is touched.
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -17,11 +16,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torchhook.core.shards import is_sharded
+from torchhook.core.torch_internals import FSDP_STATE, is_dynamo_loaded
 from torchhook.core.trees import Address, Arguments, leaves, mapped
 from torchhook.rules.origin.calls import BAD, Call, Setting, buffers_before, used_buffers
 from torchhook.rules.origin.tracer import Operand, Step, Tracer, first, memory_of
-
-_FSDP = "_get_fsdp_state"  # what modules have that fully_shard made its own
 
 
 class Detached(TorchFunctionMode):
@@ -154,7 +152,7 @@ def _requiring(inputs: list[Tensor], wanted: list[bool]) -> Callable[[Tensor], T
 def _refusal(module: nn.Module) -> str:
     """Why `module` must not be run by this rank alone."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    together = any(isinstance(part, nn.SyncBatchNorm) or hasattr(part, _FSDP) for part in module.modules())
+    together = any(isinstance(part, nn.SyncBatchNorm) or hasattr(part, FSDP_STATE) for part in module.modules())
     if (distributed and together) or any(map(is_sharded, module.parameters())):
         return "all ranks compute it together, and a rank that does so alone would wait for ever"
     return ""
@@ -162,7 +160,7 @@ def _refusal(module: nn.Module) -> str:
 
 def _eager() -> AbstractContextManager[Any]:
     """Nothing is compiled, or runs as it was compiled: there the ops have no lines."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    return torch.compiler.set_stance("force_eager") if is_dynamo_loaded() else nullcontext()
 
 
 def _spelt(address: Address) -> str:

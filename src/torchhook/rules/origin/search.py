@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from torchhook.core.selection import plain
+from torchhook.core.torch_internals import own_parameters
 from torchhook.rules.origin.calls import BAD, DOWN, NAN, Call, bits_in, in_words
 from torchhook.rules.origin.origin import Origin, Phase
 from torchhook.rules.origin.replay import Shown, replay_call
@@ -103,7 +104,7 @@ def _suspects(
     first, _ = broken[0]
     if first.port == "param_grad":
         it = parameters.get(first.path)
-        owners = [call for call in calls if any(known is it for known in call.module._parameters.values())]
+        owners = [call for call in calls if any(known is it for known in own_parameters(call.module).values())]
         return owners[::-1] or calls[-1:], ""
     if first.port == "grad_input" or first.call is None:
         return [first.call] if first.call else [], ""

@@ -21,15 +21,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._C._autograd import _get_sequence_nr
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchhook.core.torch_internals import (
+    CALL_CODE,
+    DispatchMode,
+    current_node,
+    sequence_number,
+    sequence_number_of,
+    storage_identity,
+)
 from torchhook.core.trees import leaves
 from torchhook.rules.origin.calls import BAD, bits_in, bits_of, marks, merged
 
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _OURS = f"{Path(__file__).parents[2]}{os.sep}"
-_CALL = nn.Module._call_impl.__code__
 _PLACE = re.compile(r'File "(.+?)", line (\d+)')
 _EMPTY = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
 
@@ -95,7 +100,7 @@ class Step:
         return first(below) or self
 
 
-class Tracer(TorchDispatchMode):
+class Tracer(DispatchMode):
     """Looks at every op; `known` are the roles and names of the tensors that come from outside, by their memory."""
 
     def __init__(self, originals: Mapping[int, nn.Module], known: Mapping[int, tuple[str, str]]) -> None:
@@ -146,13 +151,13 @@ class Tracer(TorchDispatchMode):
 
     def _step(self, name: str, operands: list[Operand], bits: int, arguments: tuple[Any, ...]) -> Step:
         fills = any(isinstance(value, float) and value == -torch.inf for value in arguments)
-        node: Any = torch._C._current_autograd_node() if self.backward else None
+        node: Any = current_node() if self.backward else None
         step = self.number, name, operands, bits, fills
         if node is None:
             return Step(*step, _chosen(_frames()), self._here())
         text = "".join(node.metadata.get("traceback_", ()))
         places = [Place(file, int(number)) for file, number in _PLACE.findall(text)]
-        return Step(*step, _chosen(places[::-1]), self.where.get(node._sequence_nr()), node.name())
+        return Step(*step, _chosen(places[::-1]), self.where.get(sequence_number_of(node) or -1), node.name())
 
     def _here(self) -> Where | None:
         if not self.stack:
@@ -165,7 +170,7 @@ class Tracer(TorchDispatchMode):
         frames: list[FrameType] = []
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
-            if frame.f_code is _CALL and id(frame.f_locals["self"]) in self.originals:
+            if frame.f_code is CALL_CODE and id(frame.f_locals["self"]) in self.originals:
                 frames.insert(0, frame)
             frame = frame.f_back
         known = {id(frame): (module, number) for frame, module, number in self.stack}
@@ -173,7 +178,7 @@ class Tracer(TorchDispatchMode):
         for (_, outer, _), (_, inner, _) in pairwise(self.stack):
             self.latest[outer] = inner
         if (here := self._here()) is not None:  # the op that comes after its node was made is its op
-            self.where.setdefault(_get_sequence_nr() - 1, here)
+            self.where.setdefault(sequence_number() - 1, here)
 
     def _begun(self, frame: FrameType) -> tuple[nn.Module, int]:
         module = self.originals[id(frame.f_locals["self"])]
@@ -190,7 +195,7 @@ def first(steps: Iterable[Step | None]) -> Step | None:
 def memory_of(tensor: Tensor) -> int:
     """What tells whether two tensors share memory."""
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return int(storage_identity(tensor.untyped_storage()))
     except RuntimeError:  # sparse and the like have none
         return id(tensor)
 

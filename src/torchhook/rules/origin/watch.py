@@ -22,16 +22,17 @@ from torch.autograd import Variable
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from torchhook.core.errors import NonfiniteError
-from torchhook.core.event import Event
+from torchhook.core.event import Event, copied
 from torchhook.core.findings import Finding
-from torchhook.core.passes import Pass, Scope
 from torchhook.core.selection import Selector, walk
 from torchhook.core.session import Session
+from torchhook.core.sink import Sink
 from torchhook.core.site import Site
 from torchhook.core.snapshot import frozen, snapshot
-from torchhook.core.tap import Act, Receive, Sink, Tap, Unknown, at_once
+from torchhook.core.tap import Tap
 from torchhook.core.text import warn
-from torchhook.core.trees import Address, Arguments, leaves
+from torchhook.core.torch_internals import scale_of
+from torchhook.core.trees import Address, Arguments, leaves, mapped
 from torchhook.rules.origin.calls import (
     BAD,
     Call,
@@ -55,6 +56,8 @@ _MOST = 100_000  # calls that are kept: a forward that raised outside of any pas
 
 class Watch(Sink):
     """What the hooks tell, and what was found. (Apart from `Catch`, which the hooks must not keep alive.)"""
+
+    lazy = True
 
     def __init__(self, model: nn.Module, save: Path | None, on_found: OnFound) -> None:
         self.model = model
@@ -82,37 +85,25 @@ class Watch(Sink):
         # At the port grad_input, a tensor that is given twice becomes two: not where it can be helped.
         return [*everywhere, Tap("", self, "grad_input"), Tap("", self, "param_grad")]
 
+    def expect(self, event: Event) -> Any:
+        """Want the gradients of a call, as long as nothing was found."""
+        if self.over:
+            return None
+        place = event.path, event.call, event.pass_number
+        known = next((call for call in self._open[-1:] if call.place == place), self._calls.get(place))
+        return _no_call if known is None else weakref.ref(known)  # a graph that lives on must not keep it
+
     def receive(self, event: Event) -> None:
-        """Never called: what is bound for each site does it without events."""
-        raise NotImplementedError
-
-    def bind(self, tap: Tap, site: Site, module: nn.Module, scope: Scope) -> Act:
-        """What to do at one site."""
-
-        def begin(pass_: Pass, number: int, value: Arguments, args: tuple[Any, ...]) -> None:
-            self._safely(self._begin, (site.path, number, pass_.number), module, value, args)
-
-        @at_once
-        def end(pass_: Pass, number: int, value: Any, args: tuple[Any, ...]) -> None:
-            self._safely(self._end, (site.path, number, pass_.number), value)
-
-        def ask(pass_: Pass, number: int, value: Any, args: tuple[Any, ...]) -> Receive | None:
-            if self.over:
-                return None
-            place = site.path, number, pass_.number
-            known = next((call for call in self._open[-1:] if call.place == place), self._calls.get(place))
-            call = _nobody if known is None else weakref.ref(known)  # a graph that lives on must not keep it
-
-            def receive(leaf: int, address: Address, gradient: Tensor) -> None:
-                self._safely(self._arrive, site, place, call(), address, gradient)
-
-            return receive
-
-        def arrive(pass_: Pass, number: int, value: Tensor, args: tuple[Any, ...]) -> None:
-            self._safely(self._arrive, site, (site.path, number, pass_.number), None, (), value)
-
-        by_port: dict[str, Act] = {"input": begin, "output": end, "param_grad": arrive}
-        return by_port.get(site.port, ask)
+        """Look at one call as it begins or ends, or at one gradient."""
+        place = event.path, event.call, event.pass_number
+        if event.port == "input":
+            value = Arguments(event.args, event.kwargs)
+            self._safely(self._begin, place, event.module, value, event.in_graph)
+        elif event.port == "output":
+            self._safely(self._end, place, event.live)
+        else:
+            call = None if event.expected is None else event.expected()
+            self._safely(self._arrive, event.site, place, call, event.leaf, event.live, event.in_graph)
 
     def start(self, session: Session) -> None:
         """Watch from now on, as a session tells."""
@@ -151,7 +142,7 @@ class Watch(Sink):
             self.stop()
             warn(f"NaN and Inf are no longer watched for, for that raised {type(error).__name__}: {error}")
 
-    def _begin(self, place: tuple[str, int, int], module: nn.Module, value: Arguments, args: tuple[Any, ...]) -> None:
+    def _begin(self, place: tuple[str, int, int], module: nn.Module, value: Arguments, in_graph: bool) -> None:
         self.seen = True
         is_stale = bool(self._open) and self._open[0].pass_number != place[2]  # that forward raised
         if is_stale or not self._open or len(self._calls) > _MOST:
@@ -160,8 +151,8 @@ class Watch(Sink):
         setting, begun = Setting.now(self._generators), next(self._clock)
         wanted = [tensor.requires_grad for _, tensor in leaves(value)]
         buffers = {name: frozen(buffer) for name, buffer in used_buffers(module).items()}
-        compiled = isinstance(args, Unknown)
-        self._open.append(Call(*place, module, parent, setting, begun, snapshot(value), wanted, buffers, compiled))
+        kept = mapped(copied, value) if in_graph else snapshot(value)
+        self._open.append(Call(*place, module, parent, setting, begun, kept, wanted, buffers, in_graph))
 
     def _end(self, place: tuple[str, int, int], value: Any) -> None:
         while self._open:
@@ -186,12 +177,18 @@ class Watch(Sink):
             self._tell(hit)
 
     def _arrive(
-        self, site: Site, place: tuple[str, int, int], call: Call | None, address: Address, gradient: Tensor
+        self,
+        site: Site,
+        place: tuple[str, int, int],
+        call: Call | None,
+        address: Address,
+        gradient: Tensor,
+        in_graph: bool,
     ) -> None:
         if not self._arrived:
             Variable._execution_engine.queue_callback(lambda: self._safely(self._conclude_backward))
         # That of a parameter is looked at before anybody writes to it, and must stay where it is.
-        kept = gradient.detach() if site.port == "param_grad" else frozen(gradient)
+        kept = gradient.detach() if site.port == "param_grad" else (copied if in_graph else frozen)(gradient)
         self._arrived.append(Arrival(site.port, *place, call, kept))
         if call is not None and site.port == "grad_output":
             call.grads[address] = kept
@@ -309,7 +306,7 @@ def origin_of(model: nn.Module, run: Callable[[], object]) -> Finding | None:
     return caught.finding
 
 
-def _nobody() -> None:
+def _no_call() -> None:
     return None
 
 
@@ -321,4 +318,4 @@ def _is_called(path: str, module: nn.Module) -> bool:
 def _is_scaled() -> bool:
     """Whether a GradScaler is at work, which lets gradients overflow until it knows the scale."""
     scalers = [known for known in gc.get_objects() if issubclass(type(known), GradScaler)]
-    return any(s.is_enabled() and s._scale is not None and s._scale.item() >= 1 for s in scalers)
+    return any(s.is_enabled() and (scale := scale_of(s)) is not None and scale.item() >= 1 for s in scalers)

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from torchhook.core.torch_internals import compile_cpp
+
 _FLAGS = ("-ffp-contract=fast",)
 
 
@@ -25,9 +27,7 @@ def library(source: str) -> ctypes.CDLL:
             return ctypes.CDLL(str(file))
         except OSError:  # broken, or of another system: it is made anew
             pass
-    from torch._inductor.codecache import CppCodeCache
-
-    made: ctypes.CDLL = CppCodeCache.load(source, extra_flags=_FLAGS)
+    made: ctypes.CDLL = compile_cpp(source, _FLAGS)
     _keep(Path(made._name), file)
     return made
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from torchhook.core.torch_internals import compile_cuda, cuda_driver, modes_disabled, raw_stream
 from torchhook.stats.kernels.native import address, dense, laid_out, source
 from torchhook.stats.kernels.plain import Plain
 
@@ -32,13 +32,13 @@ class GPU(Plain):
         self.index = device.index
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.rows = self.processors * _BLOCKS["moments"]
-        self.driver: Any = torch.cuda._utils._get_gpu_runtime_library()
+        self.driver: Any = cuda_driver()
         self.source = source("row.h") + source("gpu.cu")
         self.kernels: dict[str, Any] = {}
         # Where the blocks of the moments look from, by the address of the state; where another state has lain before,
         # or there are too many, it is a wrong guess, which makes them slower and no more.
         self.slots: dict[int, int] = {}
-        with _disable_current_modes():  # or under FakeTensorMode it would have no memory
+        with modes_disabled():  # or under FakeTensorMode it would have no memory
             self.places = torch.zeros(_PLACES, self.rows, 2, device=device)
         self._kernel("moments<FLOAT32>")  # or fail now
 
@@ -91,7 +91,7 @@ class GPU(Plain):
         kernel = self.kernels.get(name) or self._kernel(name)
         values = [ctypes.c_int64(number) for number in numbers]
         arguments = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-        stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(self.index))
+        stream = ctypes.c_void_p(raw_stream(self.index))
         here = nullcontext() if torch.cuda.current_device() == self.index else torch.cuda.device(self.index)
         with here:
             failed = self.driver.cuLaunchKernel(kernel.func, *grid, 1, threads, 1, 1, 0, stream, arguments, None)
@@ -100,7 +100,7 @@ class GPU(Plain):
 
     def _kernel(self, name: str) -> Any:
         with torch.cuda.device(self.index):
-            kernel = self.kernels[name] = torch.cuda._compile_kernel(self.source, name)
+            kernel = self.kernels[name] = compile_cuda(self.source, name)
         return kernel
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchhook.core.torch_internals import storage_address
 from torchhook.stats.kernels.building import library
 from torchhook.stats.kernels.plain import Plain
 
@@ -80,8 +81,7 @@ def laid_out(x: Tensor, dim: int) -> tuple[int, int, int]:
 
 def address(x: Tensor) -> int:
     """Where the values of `x` lie. (To ask for its ``data_ptr`` would end a copy on write, for one may write there.)"""
-    storage: int = torch._C._data_address(x)  # type: ignore[attr-defined]  # torch's stubs leave it out
-    return storage + int(x.storage_offset()) * x.element_size()
+    return storage_address(x) + int(x.storage_offset()) * x.element_size()
 
 
 def source(name: str) -> str:

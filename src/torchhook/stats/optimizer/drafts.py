@@ -6,14 +6,12 @@ optimizer steps, the draft is of the whole step, and is added to what is known.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchhook.core.event import Event
-from torchhook.core.passes import Pass, Scope
-from torchhook.core.site import Site
-from torchhook.core.tap import Act, Sink, Tap, at_once
+from torchhook.core.sink import Sink
 from torchhook.stats import Moments, Stat
 from torchhook.stats.cell import Cell
 from torchhook.stats.optimizer.notes import NOTES
@@ -26,6 +24,8 @@ if TYPE_CHECKING:
 
 class Drafts(Sink):
     """Measures gradients as they accumulate, each time anew, until the step says that they are whole."""
+
+    lazy = True
 
     def __init__(self, steps: Steps) -> None:
         self.steps = steps
@@ -42,16 +42,8 @@ class Drafts(Sink):
         return both[1]
 
     def receive(self, event: Event) -> None:
-        """Measure one gradient. (In a session, acts bound for each site do this without events.)"""
-        self.measure(event.path, event.value)
-
-    def bind(self, tap: Tap, site: Site, module: nn.Module, scope: Scope) -> Act:
-        """The act that measures the gradient of one parameter."""
-
-        def see(pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> None:
-            self.measure(site.path, value)
-
-        return at_once(see)
+        """Measure one gradient."""
+        self.measure(event.path, event.live)
 
     def measure(self, path: str, gradient: Tensor) -> None:
         """The gradient of the parameter at `path` is this now."""

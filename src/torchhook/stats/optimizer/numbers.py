@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchhook.core.torch_internals import norms_of_each
 from torchhook.stats import Moments
 from torchhook.stats.cell import Cell
 from torchhook.stats.kernels.plain import empty_moments, merged_moments, moments_of_each
@@ -63,8 +64,8 @@ def norms_of(tensors: dict[str, Tensor], quick: bool = False) -> dict[str, Tenso
     """
     values = list(tensors.values())
     if not values or not quick or any(x.device.type != "cpu" for x in values):
-        return dict(zip(tensors, torch._foreach_norm(values, 2, torch.float64) if values else (), strict=True))
-    norms = torch.stack([norm.double() for norm in torch._foreach_norm(values, 2)])
+        return dict(zip(tensors, norms_of_each(values, 2, torch.float64) if values else (), strict=True))
+    norms = torch.stack([norm.double() for norm in norms_of_each(values, 2)])
     held = ((norms > 1e-15) & (norms < 1e15)).tolist()  # squares are neither too small nor too large
     return {
         path: norm if ok else torch.linalg.vector_norm(tensors[path], dtype=torch.float64)

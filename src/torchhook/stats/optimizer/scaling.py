@@ -8,13 +8,13 @@ from types import FrameType
 
 from torch.amp import GradScaler
 
-_STEPS = (GradScaler.step.__code__, GradScaler._maybe_opt_step.__code__)
+from torchhook.core.torch_internals import SCALER_STEPS, scale_of
 
 
 def only_scaler() -> GradScaler | None:
     """The GradScaler that has scaled something, if it is just one: nobody tells before the first step which it is."""
     found = [known for known in gc.get_objects() if issubclass(type(known), GradScaler)]
-    used = [scaler for scaler in found if scaler.is_enabled() and scaler._scale is not None]
+    used = [scaler for scaler in found if scaler.is_enabled() and scale_of(scaler) is not None]
     return used[0] if len(used) == 1 else None
 
 
@@ -24,7 +24,7 @@ def scaler_that_steps() -> GradScaler | None:
     for _ in range(16):
         if frame is None:
             break
-        if frame.f_code in _STEPS:  # asking any other for its variables would keep those alive
+        if frame.f_code in SCALER_STEPS:  # asking any other for its variables would keep those alive
             scaler: GradScaler = frame.f_locals["self"]
             return scaler if scaler.is_enabled() else None
         frame = frame.f_back

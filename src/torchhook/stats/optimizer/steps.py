@@ -13,12 +13,13 @@ from torch.amp import GradScaler
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from torchhook.core.hooks import Removable, on_step
+from torchhook.core.hooks.registration import Removable, on_step
 from torchhook.core.selection import Selector
 from torchhook.core.session import Session
 from torchhook.core.site import Site
 from torchhook.core.tap import Tap
 from torchhook.core.text import warn
+from torchhook.core.torch_internals import add_to_each, negate_each, scale_of, subtract_from_each
 from torchhook.stats.cell import Cell
 from torchhook.stats.clock import Clock
 from torchhook.stats.optimizer.drafts import Drafts
@@ -108,9 +109,8 @@ class Steps:
         """`gradient` without the scale of the loss."""
         if not self.knows_scaler:
             self.scaler, self.knows_scaler = only_scaler(), True
-        if self.scaler is None or self.scaler._scale is None:
-            return gradient
-        return gradient / self.scaler._scale.to(gradient.device)
+        scale = None if self.scaler is None else scale_of(self.scaler)
+        return gradient if scale is None else gradient / scale.to(gradient.device)
 
     def _guarded(self, look: Callable[[], None]) -> None:
         """To be looked at must not stop a training."""
@@ -139,10 +139,10 @@ class Steps:
             updates, self.before = self.before, {}
             now = [counted(self.parameters[path]) for path in updates]
             if self.norms_alone:  # which are the same backwards
-                torch._foreach_sub_(list(updates.values()), now)
+                subtract_from_each(list(updates.values()), now)
             else:
-                torch._foreach_neg_(list(updates.values()))
-                torch._foreach_add_(list(updates.values()), now)
+                negate_each(list(updates.values()))
+                add_to_each(list(updates.values()), now)
                 for path, update in updates.items():
                     self._cell(path, "update").update(update)
             changes = self._norms(updates)

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from torchhook.core.compiled import tracing
 from torchhook.core.errors import StopTraining
-from torchhook.core.hooks import on_any_call, on_any_step
+from torchhook.core.hooks.registration import on_any_call, on_any_step
 from torchhook.core.text import warn
 from torchhook.rules.registry import Choice
 from torchhook.stats.optimizer.steps import is_inside_a_step

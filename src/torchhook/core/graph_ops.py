@@ -1,0 +1,89 @@
+"""The ops that taps leave in compiled graphs: at run time they hand the tensors over to the acts of their place.
+
+They run in order, once per call, and are never optimised away. What they return is on the CPU, so no CUDA graph replays
+them. A graph knows a session by its key, a point by its index, and an observer by its number there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchhook.core.event import copied
+from torchhook.core.passes import scopes
+from torchhook.core.torch_internals import keep_in_order
+
+_ops = torch.library.Library("torchhook", "DEF")
+_NOTHING = torch.tensor([-1, -1], device="cpu")
+
+
+def _keep(tensor: Tensor, scope: int, index: int) -> Tensor:
+    known = scopes.get(scope)
+    if known is not None and known.alive:
+        hook: Any = known.points[index].hook
+        hook.point.fired = True
+        known.under_way().pages[0].put(hook.site, None, copied(tensor))
+    return _NOTHING
+
+
+def _see(text: str, tensors: list[Tensor], scope: int, index: int, number: int) -> Tensor:
+    known = scopes.get(scope)
+    if known is None or not known.alive:  # a graph from an earlier session
+        return _NOTHING
+    ticket = known.points[index].observer(number).run(text, tensors)
+    return _NOTHING if ticket < 0 else torch.tensor([scope, ticket], device="cpu")
+
+
+def _see_gradient(gradient: Tensor, ticket: Tensor, leaf: int) -> Tensor:
+    key, number = ticket.tolist()
+    scope = scopes.get(key)
+    if scope is not None and number in scope.tickets:
+        point, receives, addresses = scope.tickets[number]
+        point.receive(receives, leaf, addresses[leaf], gradient)
+    return _NOTHING
+
+
+def _begin(near: Tensor, key: int, graded: bool) -> Tensor:
+    scope = scopes.get(key)
+    if scope is not None and scope.alive:
+        with torch.set_grad_enabled(graded):  # inside an op it is off
+            scope.begin_in_graph()
+    return _NOTHING
+
+
+def _end(near: Tensor, key: int) -> Tensor:
+    scope = scopes.get(key)
+    if scope is not None:
+        scope.end_in_graph()
+    return _NOTHING
+
+
+def _noise(like: Tensor, seed: int) -> Tensor:
+    generator = torch.Generator(like.device).manual_seed(seed)
+    return torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=generator)
+
+
+def _define(schema: str, run: Any) -> None:
+    """An op with a side effect."""
+    name = schema.partition("(")[0]
+    _ops.define(f"{schema} -> Tensor")
+    _ops.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(
+        f"torchhook::{name}", lambda *_: torch.empty(2, dtype=torch.int64, device="cpu"), lib=_ops
+    )
+    keep_in_order(f"torchhook::{name}")
+
+
+_define("keep(Tensor tensor, int scope, int index)", _keep)
+_define("see(str text, Tensor[] tensors, int scope, int index, int number)", _see)
+_define("see_gradient(Tensor gradient, Tensor ticket, int leaf)", _see_gradient)
+# These need no tensor, but inductor has to know the device of the kernels that they stand between.
+_define("begin(Tensor near, int key, bool graded)", _begin)
+_define("end(Tensor near, int key)", _end)
+
+# A compiler cannot trace a generator, and need not trace a pure function of a seed.
+_ops.define("noise(Tensor like, int seed) -> Tensor")
+_ops.impl("noise", _noise, "CompositeExplicitAutograd")
+torch.library.register_fake("torchhook::noise", lambda like, seed: torch.empty_like(like), lib=_ops)

@@ -1,0 +1,147 @@
+"""Catching gradients with tensor hooks on what flows.
+
+They see the gradient of a value as it was there and then, in any container, even if a later op overwrites the value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchhook.core.compiled import received
+from torchhook.core.errors import TapError
+from torchhook.core.passes import Pass
+from torchhook.core.sink import Act, Receive
+from torchhook.core.torch_internals import base_of, version_of
+from torchhook.core.trees import Address, Arguments, leaves, replaced
+
+if TYPE_CHECKING:
+    from torchhook.core.hooks.point import Point
+
+
+class GradHook:
+    """On a tensor that flowed: hands its gradient on, as long as the session is open."""
+
+    __slots__ = ("address", "number", "point", "receives")
+    __torch_unserializable__ = True  # so that torch.save of a tensor with this hook does not warn
+
+    def __init__(self, point: Point, receives: list[Receive], number: int, address: Address) -> None:
+        self.point = point
+        self.receives = receives
+        self.number = number
+        self.address = address
+
+    def __call__(self, gradient: Tensor | None) -> Tensor | None:
+        if gradient is None or not self.point.scope.alive:
+            return None
+        return self.point.receive(self.receives, self.number, self.address, gradient)
+
+
+class InputViews:
+    """A call's inputs as identity views, so that the gradient through this module alone can be told.
+
+    The views are hooked after the forward. If the forward overwrote its input in place, the view is no longer part of
+    the graph, and the gradient is caught at the node that made the input instead.
+    """
+
+    __slots__ = ("arguments", "receives", "seen")
+
+    def __init__(self, arguments: Arguments, receives: list[Receive]) -> None:
+        self.receives = receives
+        self.seen: list[tuple[int, Address, Tensor, int, SourceNode | None]] = []
+        views: dict[int, Tensor] = {}  # by number of the leaf: the same tensor may be given twice
+        if torch.is_grad_enabled():
+            for number, (address, x) in enumerate(leaves(arguments)):
+                if x.requires_grad:
+                    view = views[number] = x.view_as(x)
+                    self.seen.append((number, address, view, version_of(view), SourceNode.of(x)))
+        self.arguments = replaced(arguments, views) if views else arguments
+
+    def hook(self, point: Point) -> None:
+        """Catch the gradients of the views."""
+        for number, address, view, version, source in self.seen:
+            hook = GradHook(point, self.receives, number, address)
+            if version_of(view) == version:
+                view.register_hook(hook)
+            elif source is not None:  # always: autograd does not let a leaf be overwritten
+                source.hook(hook)
+
+
+class SourceNode(NamedTuple):
+    """The autograd node that made a tensor, or made the tensor it is a view of.
+
+    It knows the tensor's gradient even after an in-place op overwrote the tensor.
+    """
+
+    node: Any
+    output: int
+    whole: tuple[torch.Size, tuple[int, ...]]
+    part: tuple[torch.Size, tuple[int, ...], int]
+
+    @staticmethod
+    def of(x: Tensor) -> SourceNode | None:
+        """The node behind `x`, None if it is a leaf or a part of one."""
+        viewed = base_of(x)
+        base = x if viewed is None else viewed
+        if base.grad_fn is None:
+            return None
+        part = (x.shape, x.stride(), int(x.storage_offset() - base.storage_offset()))
+        return SourceNode(base.grad_fn, base.output_nr, (base.shape, base.stride()), part)
+
+    def hook(self, hook: GradHook, when: Callable[[], bool] = lambda: True) -> None:
+        """Call `hook` with the tensor's gradient, if `when` holds then."""
+        output, whole_like, part_like = self.output, self.whole, self.part  # the node must not hold itself
+
+        def catch(grads: tuple[Tensor | None, ...]) -> None:
+            gradient = grads[output]
+            if gradient is not None and when():
+                whole = gradient.new_empty_strided(*whole_like).copy_(gradient)
+                if hook(whole.as_strided(*part_like)) is not None:
+                    raise TapError(
+                        f"the gradient at {hook.point.path!r} cannot be edited, since a later op overwrote that value"
+                        " in place; make that op out of place, or edit the gradient one module further on"
+                    )
+
+        self.node.register_prehook(catch)
+
+
+def catching(catches: list[Act], point: Point) -> Act:
+    """The act that hooks every tensor in an output for its gradient."""
+
+    def catch(pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> Any:
+        receives = received(catches, pass_, call, value, args)
+        if not receives:
+            return None
+        if pass_.graded and not torch.is_grad_enabled():
+            point.awaited.put(value, receives)
+        return hooked(value, receives, point)
+
+    return catch
+
+
+def hooked(value: Any, receives: list[Receive], point: Point) -> Any:
+    """Hook every tensor in `value` for its gradient; the value that continues, if it is another one."""
+    views: dict[int, Tensor] = {}
+    for number, (address, tensor) in enumerate(leaves(value)):
+        if not tensor.requires_grad:
+            continue
+        if tensor.is_leaf:  # a hook on a parameter would outlive this call, so a view is hooked
+            if not torch.is_grad_enabled():
+                continue
+            views[number] = tensor.view_as(tensor)
+        hook = GradHook(point, receives, number, address)
+        views.get(number, tensor).register_hook(hook)
+        if base_of(tensor) is not None and not tensor.is_leaf:
+            _catch_if_overwritten(tensor, hook)
+    return replaced(value, views) if views else None
+
+
+def _catch_if_overwritten(view: Tensor, hook: GradHook) -> None:
+    """A view that is overwritten leaves the graph, and its hook with it: then the node that made it is asked."""
+    source = SourceNode.of(view)
+    if source is not None:
+        alias, version = view.detach(), version_of(view)  # not the view: a graph must not hold itself
+        source.hook(hook, when=lambda: version_of(alias) != version)

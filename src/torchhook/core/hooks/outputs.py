@@ -1,0 +1,207 @@
+"""The hooks around a module's forward, which route a call to its pass and run the acts bound to the module."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchhook.core.compiled import followed, leave_keeping, received, tracing
+from torchhook.core.hooks.gradients import InputViews
+from torchhook.core.hooks.registration import inert_copy
+from torchhook.core.page import Keep, Newest
+from torchhook.core.passes import Pass, Scope
+from torchhook.core.sink import Act
+from torchhook.core.site import Port
+from torchhook.core.snapshot import snapshot
+from torchhook.core.torch_internals import lazy_clone, tensor_data
+from torchhook.core.trees import Arguments
+
+if TYPE_CHECKING:
+    from torchhook.core.hooks.point import Point
+
+_thread = threading.get_ident
+
+
+class Hook:
+    """What torch calls at a point, for some of its ports."""
+
+    __slots__ = ()
+    ports: ClassVar[tuple[Port, ...]] = ()
+    point: Point
+    scope: Scope
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return inert_copy()
+
+
+class ActHook(Hook):
+    """Routes a call to its pass, then runs the acts bound to the point."""
+
+    __slots__ = ("act", "index", "point", "scope", "steps")
+
+    def __init__(self, point: Point, act: Act | None, steps: str = "") -> None:
+        self.point = point
+        self.scope = point.scope
+        self.index = point.index
+        self.act: Act = act or _nothing
+        self.steps = steps  # the name of what it leaves in a compiled graph
+
+    def pass_of(self, module: nn.Module) -> Pass | None:
+        """The pass that this call belongs to, None if it is not the session's to see."""
+        scope = self.scope
+        if scope.current is None or _thread() != scope.home:
+            return scope.route(module)
+        return scope.current
+
+
+class OutputHook(ActHook):
+    """After a forward: outputs, and the hooks on them that catch their gradients."""
+
+    __slots__ = ()
+    ports = ("output", "grad_output")
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if tracing():
+            return followed(self.steps, output)
+        if not self.scope.when.active:
+            return None
+        pass_ = self.pass_of(module)
+        if pass_ is None:
+            return self.point.repeated(output)
+        self.point.fired = True
+        return self.point.guarded(self.act, pass_, pass_.count(self.index), output, args)
+
+
+class KeepHook(Newest, Hook):
+    """After a forward whose newest output is kept and no more: the price of recording is what this costs.
+
+    It does what `OutputHook` and `Keep` would do together. It is the entry on the page itself, and the value of a pass
+    takes the place of the one before.
+    """
+
+    __slots__ = ("point", "scope")
+    ports = ("output",)
+
+    def __init__(self, point: Point, act: Keep) -> None:
+        super().__init__(act.site)
+        self.point = point
+        self.scope = point.scope
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if tracing():
+            leave_keeping(output, self.scope.key, self.point.index)
+            return
+        scope = self.scope
+        pass_ = scope.current
+        if pass_ is None or _thread() != scope.home:
+            pass_ = scope.route(module)
+            if pass_ is not None:
+                self.point.fired = True
+                pass_.pages[0].put(self.site, None, snapshot(output))
+            return
+        try:
+            value = lazy_clone(tensor_data(output) if pass_.graded else output)
+        except (TypeError, RuntimeError):  # a container, or a tensor without copy on write
+            value = snapshot(output)
+        if self.number == pass_.number:  # called before in this pass
+            pass_.pages[0].put(self.site, None, value)
+        else:
+            self.number = pass_.number
+            self.value = value
+            pass_.list_entry(self)
+
+
+class InputHook(ActHook):
+    """Before a forward: inputs and parameters, and the views that catch the inputs' gradients."""
+
+    __slots__ = ("catches",)
+    ports = ("param", "input", "grad_input")
+
+    def __init__(self, point: Point, act: Act | None, catches: list[Act], steps: str) -> None:
+        super().__init__(point, act, steps)
+        self.catches = catches
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+        if kwargs is None:  # another thread calls while torch adds this hook, before torch knows that it takes keywords
+            return None
+        if tracing():
+            return tuple(followed(self.steps, Arguments(args, kwargs)))
+        if not self.scope.when.active:
+            return None
+        pass_ = self.pass_of(module)
+        if pass_ is None:
+            return self.point.repeated_input(Arguments(args, kwargs))
+        self.point.fired = True
+        call = pass_.count(self.index)
+        begun = self.point.guarded(self.begin, pass_, call, Arguments(args, kwargs), args)
+        if begun is None:  # a tap failed, which must not disturb the call
+            return None
+        pass_.enter(self.index, call, begun.views, begun.arguments.args)
+        return tuple(begun.arguments) if begun.arguments.args is not args or begun.changed else None
+
+    def begin(self, pass_: Pass, call: int, value: Arguments, args: tuple[Any, ...]) -> Begun:
+        """Run the acts, and make the views if gradients are wanted."""
+        changed = self.act(pass_, call, value, args)
+        value = value if changed is None else changed
+        receives = received(self.catches, pass_, call, value, args)
+        if not receives:
+            return Begun(value, None, changed is not None)
+        if pass_.graded and not torch.is_grad_enabled():
+            self.point.input_awaited.put(value, receives)
+        views = InputViews(value, receives)
+        return Begun(views.arguments, views, True)
+
+
+class Begun(NamedTuple):
+    """A call that begins: the arguments that the module gets, and what waits for their gradients."""
+
+    arguments: Arguments
+    views: InputViews | None
+    changed: bool
+
+
+class PairedOutputHook(ActHook):
+    """After a forward that an `InputHook` saw begin: the same call, whatever was called inside it."""
+
+    __slots__ = ()
+    ports = ("output", "grad_output")
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if tracing():
+            return followed(self.steps, output)
+        if not self.scope.when.active:
+            return None
+        pass_ = self.pass_of(module)
+        if pass_ is None:
+            return self.point.repeated(output)
+        entered = pass_.leave(self.index, args)
+        if entered is None:
+            return None
+        call, views = entered
+        if views is not None:
+            views.hook(self.point)
+        return self.point.guarded(self.act, pass_, call, output, args)
+
+
+class ParamGradHook(ActHook):
+    """After a parameter's gradient was accumulated."""
+
+    __slots__ = ()
+    ports = ("param_grad",)
+
+    def __call__(self, parameter: Tensor) -> None:
+        if not self.scope.when.active:
+            return
+        pass_ = self.scope.route_backward()
+        if pass_ is not None and parameter.grad is not None:
+            self.point.graded = True
+            changed = self.point.guarded(self.act, pass_, pass_.count(self.index), parameter.grad, ())
+            if changed is not None:
+                parameter.grad = changed
+
+
+def _nothing(pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> None:
+    return None

@@ -1,0 +1,85 @@
+"""Hooks that belong to no session: on gradients, optimizer steps and calls, and sentinels for compilers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+# torch numbers its handles without a lock. Reentrant, since the garbage collector may release a session at any time.
+registering = threading.RLock()
+
+
+class Removable(Protocol):
+    """What torch returns for a hook."""
+
+    def remove(self) -> None:
+        """Remove the hook."""
+
+
+def inert_copy() -> tuple[Any, ...]:
+    """What copies and pickles of a hook become: ``nullcontext().__exit__`` takes anything and returns None."""
+    return getattr, (nullcontext(), "__exit__")
+
+
+class Sentinel:
+    """Does nothing, but a compiler that saw it on a module notices hooks that come later."""
+
+    def __call__(self, *_: Any) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return inert_copy()
+
+
+def armed(module: nn.Module) -> list[Removable]:
+    """Put sentinels onto `module`."""
+    return [module.register_forward_hook(Sentinel()), module.register_forward_pre_hook(Sentinel())]
+
+
+def on_gradient(parameter: Tensor, change: Callable[[Tensor], Tensor]) -> Removable:
+    """Let `change` change every gradient of `parameter` before it is accumulated."""
+    handle: Removable = parameter.register_hook(change)
+    return handle
+
+
+def on_step(optimizer: Optimizer, before: Callable[..., None], after: Callable[..., None]) -> list[Removable]:
+    """Call `before` and `after` around every step of `optimizer`: both, or neither."""
+    return _both(lambda: optimizer.register_step_pre_hook(before), lambda: optimizer.register_step_post_hook(after))
+
+
+def on_call(module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> list[Removable]:
+    """Call `before` and `after` around every call of `module`, `after` even if the call raises: both, or neither."""
+    return _both(
+        lambda: module.register_forward_pre_hook(before, prepend=True),
+        lambda: module.register_forward_hook(after, always_call=True),
+    )
+
+
+def on_any_step(before: Callable[..., None], after: Callable[..., None]) -> list[Removable]:
+    """Call `before` and `after` around every step of every optimizer."""
+    return [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+
+
+def on_any_call(before: Callable[..., None]) -> Removable:
+    """Call `before` before every call of every module."""
+    handle: Removable = register_module_forward_pre_hook(before)
+    return handle
+
+
+def _both(*registers: Callable[[], Any]) -> list[Removable]:
+    handles: list[Removable] = []
+    try:
+        for register in registers:
+            handles.append(register())  # noqa: PERF401 (one that raises must not lose the others)
+    except BaseException:
+        for handle in handles:
+            handle.remove()
+        raise
+    return handles

@@ -1,0 +1,93 @@
+"""The page of a pass: what a store keeps of it. This file alone knows what an entry of a page looks like.
+
+An entry is a tuple (number of the site, call, value) or, on the fastest way, an object that holds the newest value at
+one site itself and has the attributes `site` and `value`. A call of None is found by counting the site's entries.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from torchhook.core.snapshot import snapshot
+
+
+class Page(deque[Any]):
+    """What is kept of one pass, in execution order."""
+
+    __slots__ = ("listed", "number", "outside", "recomputed")
+
+    def __init__(self, number: int, outside: bool, listed: bool) -> None:
+        self.number = number
+        self.recomputed = False  # whether its calls are those that a checkpoint repeated in the backward
+        self.outside = outside  # whether its calls are of submodules, outside of any forward of the model
+        self.listed = listed  # whether the store knows it already, or will once it has an entry
+
+    def put(self, site: int, call: int | None, value: Any) -> None:
+        """Keep one value."""
+        self.append((site, call, value))
+
+    def entries(self) -> Iterator[tuple[int, int, Any]]:
+        """The number of the site, the call and the value of every entry, oldest first."""
+        calls: dict[int, int] = {}
+        for entry in list(self):
+            site, call, value = entry if isinstance(entry, tuple) else (entry.site, None, entry.value)
+            calls[site] = calls.get(site, -1) + 1
+            yield site, calls[site] if call is None else call, value
+
+
+class OutsidePage(Page):
+    """Calls outside of any pass come one by one: the newest `limit` of each site are kept."""
+
+    __slots__ = ("limit",)
+
+    def __init__(self, number: int, limit: int) -> None:
+        super().__init__(number, outside=True, listed=True)
+        self.limit = limit
+
+    def put(self, site: int, call: int | None, value: Any) -> None:
+        """Keep one value, and drop the oldest of its site if there are too many."""
+        super().put(site, call, value)
+        same = [position for position, entry in enumerate(self) if entry[0] == site]
+        if len(same) > self.limit:
+            del self[same[0]]
+
+
+class Keeper(Protocol):
+    """Keeps something of each pass."""
+
+    def page(self, number: int, outside: bool) -> Page:
+        """Begin the page of pass `number`, or of the calls outside of any pass after it."""
+
+
+class Keep:
+    """The act of keeping a snapshot on the page of its pass, and nothing more: what most taps do.
+
+    Where it is the only act at a site and only the `newest` pass is kept, the hook does it itself.
+    """
+
+    __slots__ = ("newest", "page", "site")
+
+    def __init__(self, page: int, site: int, newest: bool) -> None:
+        self.page = page
+        self.site = site
+        self.newest = newest and page == 0
+
+    def __call__(self, pass_: Any, call: int, value: Any, args: tuple[Any, ...]) -> None:
+        pass_.pages[self.page].put(self.site, call, snapshot(value))
+
+
+class Newest:
+    """The newest value at a site, as an entry of its own: memory that was freed just now is the fastest to get."""
+
+    __slots__ = ("number", "site", "value")
+    value: Any
+
+    def __init__(self, site: int) -> None:
+        self.site = site
+        self.number = NEVER  # of the pass that the value is from
+
+
+NEVER = -2
+"""The number of no pass."""

@@ -1,0 +1,157 @@
+"""Sinks: they receive what taps see and return nothing, so all they can do is observe."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from torchhook.core.errors import TapError
+from torchhook.core.event import Event, copied, recomputing
+from torchhook.core.page import Keep, Keeper
+from torchhook.core.passes import Pass, Scope
+from torchhook.core.site import GRADIENT_PORTS, Site
+from torchhook.core.trees import Address, Arguments, mapped
+
+if TYPE_CHECKING:
+    from torchhook.core.tap import Tap
+
+Receive = Callable[[int, Address, Tensor], "Tensor | None"]
+"""Takes the gradient of one leaf: its number among the leaves, its address, the gradient.
+
+Returns None, or the gradient that continues."""
+
+Act = Callable[[Pass, int, Any, "tuple[Any, ...]"], Any]
+"""(pass, call, value, positional arguments) → None, or the value that continues.
+
+For the gradient ports it is called in the forward, with the value whose gradient is wanted, and returns the `Receive`
+for that call, or None if the gradient is not wanted this time."""
+
+
+class Unknown(tuple[Any, ...]):
+    """The positional arguments of a call inside a compiled graph, which hands out none."""
+
+    __slots__ = ()
+
+
+UNKNOWN = Unknown()
+
+
+class Sink(ABC):
+    """Receives what taps see. A sink of your own needs `receive` alone:
+
+    >>> class Shapes(Sink):
+    ...     def receive(self, event):
+    ...         print(event.path, tuple(event.value.shape))
+
+    A sink may be `lazy`: then `event.value` is copied only if `receive` reads it, and neither the event nor
+    `event.live` may be kept. It may name a `keeper`, which begins a page with every pass, for `event.page`.
+    """
+
+    lazy = False
+
+    @property
+    def keeper(self) -> Keeper | None:
+        """Begins a page with every pass, if this sink needs one."""
+        return None
+
+    @abstractmethod
+    def receive(self, event: Event) -> None:
+        """Take one event."""
+
+    def expect(self, event: Event) -> Any:
+        """Say in the forward whether the gradient of ``event.live`` is wanted: None if not.
+
+        Anything else comes back as ``event.expected`` with each of the gradients. (At the port ``grad_input``,
+        ``event.live`` is all arguments of the call.)
+        """
+        return True
+
+    def shortcut(self, tap: Tap, site: Site, scope: Scope) -> Keep | None:
+        """An act that does the same without events. Only recording has one: it costs as much as the event would."""
+        return None
+
+
+class Observer(Sink):
+    """A plain callable, which is called with every event and must return None."""
+
+    def __init__(self, observe: Callable[[Event], Any]) -> None:
+        self.observe = observe
+
+    def receive(self, event: Event) -> None:
+        """Call it."""
+        returned = self.observe(event)
+        if returned is not None:
+            raise TapError(
+                f"the callable tapped to the {event.site} returned a {type(returned).__name__}; a plain callable"
+                " observes and returns None (to change what flows, use an edit)"
+            )
+
+
+def observing(sink: Sink, tap: Tap, site: Site, module: nn.Module, scope: Scope) -> Act:
+    """The act that hands every value at the site to `sink` as an `Event`."""
+    shortcut = sink.shortcut(tap, site, scope)
+    if shortcut is not None:
+        return shortcut
+    keeper = sink.keeper
+    position = None if keeper is None else scope.keep(keeper)
+    transform = None if tap.transform is None else tap.transformed
+    is_lazy, receive = sink.lazy, sink.receive
+
+    def observe(pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> None:
+        in_graph = args is UNKNOWN
+        if in_graph and not is_lazy:  # the graph uses this memory again
+            value, in_graph = mapped(copied, value), False
+        kwargs = None
+        if isinstance(value, Arguments):
+            args, kwargs, value = value.args, value.kwargs, value.unwrapped()
+        event = Event(
+            site,
+            value,
+            module,
+            call,
+            pass_.number,
+            None if position is None else pass_.pages[position],
+            args=args,
+            kwargs=kwargs,
+            recomputed=recomputing(),
+            in_graph=in_graph,
+            transform=transform,
+        )
+        if not is_lazy:
+            event.value  # noqa: B018 (copied now, for it may be read later)
+        receive(event)
+
+    def observe_gradient(pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> Receive | None:
+        number, in_graph = pass_.number, args is UNKNOWN
+        page = None if position is None else pass_.pages[position]
+        expected = sink.expect(
+            Event(site, value, module, call, number, page, args=args, in_graph=in_graph, transform=transform)
+        )
+        if expected is None:
+            return None
+
+        def receive_gradient(leaf_number: int, leaf: Address, gradient: Tensor) -> None:
+            if in_graph and not is_lazy:
+                gradient = copied(gradient)
+            event = Event(  # without the page, which a graph that lives on must not keep
+                site,
+                gradient,
+                module,
+                call,
+                number,
+                leaf=leaf,
+                leaf_number=leaf_number,
+                in_graph=in_graph and is_lazy,
+                expected=expected,
+                transform=transform,
+            )
+            if not is_lazy:
+                event.value  # noqa: B018 (as above)
+            receive(event)
+
+        return receive_gradient
+
+    return observe_gradient if site.port in GRADIENT_PORTS else observe

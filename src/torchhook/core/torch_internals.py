@@ -1,0 +1,461 @@
+"""The one door to private torch: every private name that torchhook uses is looked up here, and nowhere else.
+
+Each name has a fallback made of public torch, or a refusal that says what is missing. `FALLBACKS` lists the names that
+this torch lacks, with what happens instead; `torchhook doctor` prints it. To find out whether a fault comes from a
+private name, hide it: ``TORCHHOOK_HIDE="torch._lazy_clone tensor._base" python script.py`` (or ``TORCHHOOK_HIDE=all``).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from importlib import import_module
+from operator import attrgetter, methodcaller
+from types import CodeType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+TESTED = "2.11 and 2.13"
+"""The versions of torch whose private names were tested."""
+
+NAMES: list[str] = []
+"""All private names that are looked up."""
+
+FALLBACKS: dict[str, str] = {}
+"""The private names that this torch lacks, and what torchhook does without them."""
+
+_HIDDEN = os.environ.get("TORCHHOOK_HIDE", "").split()
+_MISSING: Any = object()
+
+
+class MissingError(RuntimeError):
+    """Something needs a private name that this torch lacks, and public torch cannot do it."""
+
+    def __init__(self, name: str, purpose: str) -> None:
+        super().__init__(
+            f"{purpose} needs {name}, which torch {torch.__version__} lacks; torchhook was tested with torch {TESTED}"
+        )
+
+
+def _is_hidden(name: str) -> bool:
+    return name in _HIDDEN or "all" in _HIDDEN
+
+
+def _found(name: str, look_up: Callable[[], Any], instead: str) -> Any:
+    """What `look_up` returns, or `_MISSING`, which is noted with what happens `instead`."""
+    NAMES.append(name)
+    if not _is_hidden(name):
+        with suppress(AttributeError, ImportError, KeyError):
+            return look_up()
+    FALLBACKS[name] = instead
+    return _MISSING
+
+
+def _of_torch(path: str, fallback: Any, instead: str) -> Any:
+    """The object at ``module.name``, imported only if torch has not imported its module yet, or `fallback`."""
+
+    def look_up() -> Any:
+        module, _, name = path.rpartition(".")
+        owner = sys.modules.get(module)
+        if owner is None and module.startswith("torch._C."):
+            owner = attrgetter(module.removeprefix("torch."))(torch)
+        return getattr(owner if owner is not None else import_module(module), name)
+
+    found = _found(path, look_up, instead)
+    return fallback if found is _MISSING else found
+
+
+def _attribute(owner: str, name: str, probe: Any, fallback: Callable[[Any], Any], instead: str) -> Callable[[Any], Any]:
+    """A getter of the private attribute `name` of what `probe` is an example of."""
+    found = _found(f"{owner}.{name}", lambda: getattr(probe, name), instead)
+    return fallback if found is _MISSING else attrgetter(name)
+
+
+def _refusal(name: str, purpose: str) -> Callable[..., NoReturn]:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise MissingError(name, purpose)
+
+    return refuse
+
+
+# --- tensors
+
+
+def _detached(x: Any) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"expected a tensor, not a {type(x).__name__}")
+    return x.detach()
+
+
+_tensor = torch.empty(0)
+
+lazy_clone: Callable[[Tensor], Tensor] = _of_torch("torch._lazy_clone", Tensor.clone, "values are copied at once")
+
+tensor_data: Callable[[Any], Tensor] = _found(
+    "torch._C.TensorBase.data", lambda: vars(torch._C.TensorBase)["data"].__get__, "values are detached instead"
+)
+if tensor_data is _MISSING:
+    tensor_data = _detached
+
+version_of: Callable[[Tensor], int] = _attribute(
+    "tensor", "_version", _tensor, lambda _: 0, "in-place writes are not noticed, and copy='reference' is refused"
+)
+counts_versions = "tensor._version" not in FALLBACKS
+
+base_of: Callable[[Tensor], Tensor | None] = _attribute(
+    "tensor", "_base", _tensor, lambda _: None, "gradients of views that are overwritten in place are missed"
+)
+
+sparse_values: Callable[[Tensor], Tensor] = (
+    methodcaller("_values")
+    if _found("tensor._values", lambda: _tensor._values, "sparse tensors are coalesced first") is not _MISSING
+    else lambda x: x.coalesce().values()
+)
+sparse_indices: Callable[[Tensor], Tensor] = (
+    methodcaller("_indices")
+    if _found("tensor._indices", lambda: _tensor._indices, "sparse tensors are coalesced first") is not _MISSING
+    else lambda x: x.coalesce().indices()
+)
+
+parameter_hooks: Callable[[Tensor], Any] = _attribute(
+    "tensor", "_backward_hooks", _tensor, lambda _: None, "hooks on parameters are not listed"
+)
+accumulate_hooks: Callable[[Tensor], Any] = _attribute(
+    "tensor", "_post_accumulate_grad_hooks", _tensor, lambda _: None, "hooks on parameter gradients are not listed"
+)
+
+
+def _slow_norms(tensors: list[Tensor], order: float, dtype: torch.dtype | None = None) -> list[Tensor]:
+    return [torch.linalg.vector_norm(x, order, dtype=dtype) for x in tensors]
+
+
+def _slow_add(tensors: list[Tensor], others: list[Tensor]) -> None:
+    for x, other in zip(tensors, others, strict=True):
+        x.add_(other)
+
+
+def _slow_subtract(tensors: list[Tensor], others: list[Tensor]) -> None:
+    for x, other in zip(tensors, others, strict=True):
+        x.sub_(other)
+
+
+def _slow_negate(tensors: list[Tensor]) -> None:
+    for x in tensors:
+        x.neg_()
+
+
+_ONE_BY_ONE = "parameters are measured one by one, which is slower"
+norms_of_each = _of_torch("torch._foreach_norm", _slow_norms, _ONE_BY_ONE)
+add_to_each = _of_torch("torch._foreach_add_", _slow_add, _ONE_BY_ONE)
+subtract_from_each = _of_torch("torch._foreach_sub_", _slow_subtract, _ONE_BY_ONE)
+negate_each = _of_torch("torch._foreach_neg_", _slow_negate, _ONE_BY_ONE)
+
+# data_ptr would end a copy on write, since its caller might write there.
+storage_address: Callable[[Tensor], int] = _of_torch(
+    "torch._C._data_address", lambda x: x.untyped_storage().data_ptr(), "measured values are copied first"
+)
+storage_identity: Callable[[Any], int] = _attribute(
+    "storage", "_cdata", _tensor.untyped_storage(), lambda storage: storage.data_ptr(), "storages are told by address"
+)
+
+# --- modules
+
+_module = nn.Module()
+
+submodules: Callable[[nn.Module], dict[str, nn.Module | None]] = _attribute(
+    "module", "_modules", _module, lambda module: dict(module.named_children()), "modules are walked more slowly"
+)
+own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = _attribute(
+    "module",
+    "_parameters",
+    _module,
+    lambda module: dict(module.named_parameters(recurse=False, remove_duplicate=False)),
+    "parameters are found more slowly",
+)
+own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = _attribute(
+    "module",
+    "_buffers",
+    _module,
+    lambda module: dict(module.named_buffers(recurse=False, remove_duplicate=False)),
+    "buffers are restored by value only",
+)
+
+
+def _hooks(name: str) -> Callable[[nn.Module], dict[int, Any]]:
+    return _attribute("module", name, _module, lambda _: {}, "hooks of others are not listed")
+
+
+forward_hooks = _hooks("_forward_hooks")
+forward_pre_hooks = _hooks("_forward_pre_hooks")
+backward_hooks = _hooks("_backward_hooks")
+backward_pre_hooks = _hooks("_backward_pre_hooks")
+
+_BY_HOOKS = "passes are followed by hooks; stop=True is refused"
+call_impl: Callable[[nn.Module], Callable[..., Any]] = _attribute(
+    "module", "_call_impl", _module, _refusal("module._call_impl", "wrapping a model's call"), _BY_HOOKS
+)
+
+
+def traced_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call `module` past the slot, in a way that a compiler can trace."""
+    return module._call_impl(*args, **kwargs)
+
+
+CALL_SLOT = "_compiled_call_impl"
+"""Where ``Module.compile`` keeps the compiled call, which torch runs in place of the module's own."""
+_slot = _found("module._compiled_call_impl", lambda: getattr(nn.Module, CALL_SLOT), _BY_HOOKS)
+can_wrap_calls = _slot is not _MISSING and "module._call_impl" not in FALLBACKS
+
+
+def _code_of(name: str) -> CodeType | None:
+    found = _found(
+        f"module.{name}.__code__", lambda: getattr(nn.Module, name).__code__, "calls of copies are not told apart"
+    )
+    return None if found is _MISSING else found
+
+
+WRAPPED_CALL_CODE = _code_of("_wrapped_call_impl")
+CALL_CODE = _code_of("_call_impl")
+
+
+def is_replica(module: nn.Module) -> bool:
+    """Whether DataParallel made `module`, for one forward on one device."""
+    return bool(module.__dict__.get("_is_replica", False))
+
+
+def _classes(path: str, *public: str) -> Any:
+    """A base class of layers, or the public classes derived from it."""
+    fallback = tuple(getattr(nn, name) for name in public)
+    return _of_torch(path, fallback, "layers are told by their public classes")
+
+
+_1D_TO_3D = ("1d", "2d", "3d")
+CONVOLUTIONS = _classes(
+    "torch.nn.modules.conv._ConvNd", *(f"Conv{n}" for n in _1D_TO_3D), *(f"ConvTranspose{n}" for n in _1D_TO_3D)
+)
+TRANSPOSED_CONVOLUTIONS = _classes("torch.nn.modules.conv._ConvTransposeNd", *(f"ConvTranspose{n}" for n in _1D_TO_3D))
+BATCH_NORMS = _classes("torch.nn.modules.batchnorm._BatchNorm", *(f"BatchNorm{n}" for n in _1D_TO_3D), "SyncBatchNorm")
+BATCH_AND_INSTANCE_NORMS = _classes(
+    "torch.nn.modules.batchnorm._NormBase",
+    *(f"BatchNorm{n}" for n in _1D_TO_3D),
+    "SyncBatchNorm",
+    *(f"InstanceNorm{n}" for n in _1D_TO_3D),
+)
+DROPOUTS = _classes(
+    "torch.nn.modules.dropout._DropoutNd",
+    "Dropout",
+    *(f"Dropout{n}" for n in _1D_TO_3D),
+    "AlphaDropout",
+    "FeatureAlphaDropout",
+)
+_POOLING = "torch.nn.modules.pooling"
+POOLINGS: tuple[Any, ...] = (
+    _classes(f"{_POOLING}._MaxPoolNd", *(f"MaxPool{n}" for n in _1D_TO_3D)),
+    _classes(f"{_POOLING}._AvgPoolNd", *(f"AvgPool{n}" for n in _1D_TO_3D)),
+    _classes(f"{_POOLING}._AdaptiveMaxPoolNd", *(f"AdaptiveMaxPool{n}" for n in _1D_TO_3D)),
+    _classes(f"{_POOLING}._AdaptiveAvgPoolNd", *(f"AdaptiveAvgPool{n}" for n in _1D_TO_3D)),
+)
+
+# --- autograd
+
+graph_task_id: Callable[[], int] = _of_torch(
+    "torch._C._current_graph_task_id", lambda: -1, "calls that a checkpoint repeats count as calls of the forward"
+)
+current_node: Callable[[], Any] = _of_torch(
+    "torch._C._current_autograd_node", lambda: None, "the origin of a NaN in the backward has no line"
+)
+sequence_number: Callable[[], int] = _of_torch(
+    "torch._C._autograd._get_sequence_nr", lambda: 0, "the origin of a NaN in the backward has no module"
+)
+
+
+def sequence_number_of(node: Any) -> int | None:
+    """The number that autograd gave to a node of its graph."""
+    number = getattr(node, "_sequence_nr", None)
+    return None if number is None else int(number())
+
+
+_in_tls = _of_torch("torch._C._is_key_in_tls", None, "backwards of other threads are seen, too")
+_from_tls = _of_torch("torch._C._get_obj_in_tls", None, "backwards of other threads are seen, too")
+
+
+def context_of_backward() -> Any | None:
+    """The contextvars of the thread that called backward, where autograd's own threads know them (torch 2.13)."""
+    if _in_tls is None or _from_tls is None or not _in_tls("context"):
+        return None
+    return _from_tls("context")
+
+
+# --- transforms, tracing and compiling
+
+transform_level: Callable[[], int | None] = _of_torch(
+    "torch._C._functorch.maybe_current_level", lambda: None, "taps inside torch.func are not refused in advance"
+)
+is_transformed_tensor: Callable[[Tensor], bool] = _of_torch(
+    "torch._C._functorch.is_functorch_wrapped_tensor", lambda _: False, "tensors of torch.func are not refused"
+)
+is_jit_tracing: Callable[[], bool] = _of_torch(
+    "torch._C._is_tracing", getattr(torch.jit, "is_tracing", bool), "torch.jit.is_tracing is asked"
+)
+if TYPE_CHECKING:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    DispatchMode = TorchDispatchMode
+else:
+    DispatchMode = _of_torch("torch.utils._python_dispatch.TorchDispatchMode", object, "operations cannot be followed")
+modes_disabled: Callable[[], AbstractContextManager[Any]] = _of_torch(
+    "torch.utils._python_dispatch._disable_current_modes", nullcontext, "kernels are loaded under the modes in force"
+)
+
+
+def is_dynamo_loaded() -> bool:
+    """Whether anything was compiled, or could have been: asking must not import the compiler."""
+    return "torch._dynamo" in sys.modules
+
+
+def graph_count() -> int:
+    """How many graphs were compiled in this process."""
+    dynamo = sys.modules.get("torch._dynamo")
+    try:
+        return 0 if dynamo is None else int(dynamo.utils.counters["stats"]["unique_graphs"])
+    except AttributeError:
+        return 1  # it may have been
+
+
+def marked_constant(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a compiler call `function` while it traces, as ``torch.compiler.assume_constant_result`` does."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # functions take attributes
+    return function
+
+
+def compiled_inside(module: nn.Module) -> nn.Module | None:
+    """The module that ``torch.compile(module)`` wraps, or None if `module` is not such a wrapper."""
+    if type(module).__name__ != "OptimizedModule":
+        return None
+    return submodules(module).get("_orig_mod")
+
+
+WRAPPER_NAMES = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
+"""The names under which torch's wrappers hold what they wrap."""
+
+
+def is_compiled_call(call: Any) -> bool:
+    """Whether `call` was made by torch.compile."""
+    return hasattr(call, "_torchdynamo_orig_callable")
+
+
+def backend_of(context: Any) -> Any:
+    """The backend that a compiler's context calls, without the wrappers around it."""
+    backend = context.callback
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    return backend
+
+
+_effects = _of_torch("torch._library.effects.EffectType", None, "taps inside compiled graphs are refused")
+_registry = _of_torch("torch._library.simple_registry.singleton", None, "taps inside compiled graphs are refused")
+can_order_ops = _effects is not None and _registry is not None
+
+
+def keep_in_order(op: str) -> None:
+    """Have compilers run `op` in order and never leave it out: torch.library's own call would import the compiler."""
+    if can_order_ops:
+        _registry.find(op).effect.register(_effects.ORDERED)
+
+
+# --- optimizers and scalers
+
+_SCALER = torch.amp.GradScaler
+_reads_scale = _found("scaler._scale", lambda: _SCALER("cpu")._scale, "reading the loss scale waits for the device")
+_maybe_step = _found(
+    "scaler._maybe_opt_step", lambda: _SCALER._maybe_opt_step.__code__, "scaled steps are told by step"
+)
+SCALER_STEPS: tuple[CodeType, ...] = tuple(
+    code for code in (_SCALER.step.__code__, _maybe_step) if code is not _MISSING
+)
+"""The code of a GradScaler that calls an optimizer."""
+
+
+def scale_of(scaler: Any) -> Tensor | None:
+    """The factor of a GradScaler, on its device; None before its first use."""
+    if _reads_scale is _MISSING:
+        return torch.tensor(float(scaler.get_scale()))
+    scale: Tensor | None = scaler._scale
+    return scale
+
+
+# --- distributed
+
+
+def default_store() -> Any:
+    """The key-value store by which the processes of the default group met."""
+    from torch.distributed import distributed_c10d
+
+    name = "torch.distributed.distributed_c10d._get_default_store"
+    found = None if _is_hidden(name) else getattr(distributed_c10d, "_get_default_store", None)
+    if found is None:
+        raise MissingError(name, "agreeing with other ranks")
+    return found()
+
+
+FSDP_STATE = "_get_fsdp_state"
+"""What every module has that fully_shard has wrapped."""
+
+
+def fsdp_parameters(module: nn.Module) -> list[tuple[Any, nn.Parameter]]:
+    """The gathered and the sharded form of every parameter that fully_shard manages for `module`."""
+    state = getattr(module, FSDP_STATE)() if hasattr(module, FSDP_STATE) else None
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    managed = [known for group in groups if group is not None for known in group.fsdp_params]
+    return [(getattr(known, "_unsharded_param", None), known.sharded_param) for known in managed]
+
+
+# --- kernels: whatever is missing here, statistics are computed by plain torch
+
+_KERNELS = (
+    "torch._inductor.codecache.CppCodeCache",
+    "torch.cuda._compile_kernel",
+    "torch.cuda._utils._get_gpu_runtime_library",
+)
+_BY_PLAIN_TORCH = "statistics are computed by plain torch, which is slower"
+NAMES.extend(_KERNELS)
+FALLBACKS.update({name: _BY_PLAIN_TORCH for name in _KERNELS if _is_hidden(name)})
+
+
+def _needed(name: str) -> Any:
+    """Something that takes long to import: looked up when a kernel is built."""
+    module, _, attribute = name.rpartition(".")
+    try:
+        if not _is_hidden(name):
+            return getattr(import_module(module), attribute)
+    except (AttributeError, ImportError):
+        FALLBACKS[name] = _BY_PLAIN_TORCH
+    raise MissingError(name, "a compiled kernel")
+
+
+def compile_cpp(source: str, flags: tuple[str, ...]) -> Any:
+    """The shared library that `source` compiles to, by the toolchain of torch.compile."""
+    return _needed(_KERNELS[0]).load(source, extra_flags=flags)
+
+
+def compile_cuda(source: str, name: str) -> Any:
+    """A kernel of CUDA C++."""
+    return _needed(_KERNELS[1])(source, name)
+
+
+def cuda_driver() -> Any:
+    """The driver that launches kernels."""
+    return _needed(_KERNELS[2])()
+
+
+def _slow_stream(index: int) -> int:
+    return int(torch.cuda.current_stream(index).cuda_stream)
+
+
+raw_stream: Callable[[int], int] = _slow_stream
+if torch.version.cuda:
+    raw_stream = _of_torch("torch._C._cuda_getCurrentRawStream", _slow_stream, "streams are looked up more slowly")
