@@ -71,7 +71,7 @@ def test_without_a_compiler_it_says_so(monkeypatch):
 def test_what_hangs_or_dies_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     (tmp_path / "torchhook.py").write_text("import time; time.sleep(60)")
-    assert doctor._in_child("compiles", "cpu", patience=1) == "failed: it took longer than 1 s"
+    assert doctor._in_child("compiles", "cpu", patience=1) == "failed: took longer than 1 s"
     (tmp_path / "torchhook.py").write_text("import os; os.abort()")
     assert doctor._in_child("compiles", "cpu") == "failed: the process ended with -6"
 

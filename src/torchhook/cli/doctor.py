@@ -1,7 +1,7 @@
-"""``torchhook doctor``: what a bug report should say of a machine: versions, devices, extras, and what works.
+"""``torchhook doctor``: what a bug report should say about a machine: versions, devices, extras, and what works.
 
-Each line has a probe of its own, and one that fails says so in its place. What compiles does it in a child process with
-empty caches: so it is really done, may hang or crash, and leaves nothing behind.
+Each line has a probe of its own; a probe that fails says so in its line. What compiles does so in a child process with
+empty caches: it is really compiled, may hang or crash, and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -38,31 +38,31 @@ _FOLDERS = re.compile(r"(?<![\w.~])(?:[A-Za-z]:)?[\\/](?:[^\s\\/:'\"]+[\\/])+")
 
 
 def doctor() -> None:
-    """Tell what a bug report needs: versions, devices, extras, and what works.
+    """Print what a bug report needs: versions, devices, extras, and what works.
 
-    It is Markdown, to be pasted as it is, without paths or names of yours.
-    A tiny function and torchhook's kernels are compiled, which takes a while.
-    Ends with 0, whatever it finds.
+    The output is Markdown, ready to paste, without your paths or names.
+    It compiles a tiny function and torchhook's kernels, which takes a while.
+    The exit code is always 0.
 
     [bold]torchhook doctor[/]
     """
     typer.echo("```text")
     for probes in (_VERSIONS, _DEVICES, _extras()):
-        typer.echo(f"{_told(probes)}\n")
+        typer.echo(f"{_lines(probes)}\n")
     with progress_bar("compiling", sys.stderr):
-        compiled = _told(_compiling())
+        compiled = _lines(_compiling())
     typer.echo(f"{compiled}\n```")
 
 
-def _told(probes: Probes) -> str:
-    """What some probes say, a line each."""
+def _lines(probes: Probes) -> str:
+    """One line per probe."""
     return "\n".join(f"{name:<{_WIDTH}}{_anonymous(_answer(probe))}" for name, probe in probes.items())
 
 
 def _answer(probe: Callable[[], str]) -> str:
     try:
         return probe()
-    except Exception as error:  # what is broken here is what the report is for
+    except Exception as error:  # a broken part is what the report is about
         return f"failed: {_reason(error)}"
 
 
@@ -72,7 +72,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _anonymous(text: str) -> str:
-    """`text` on one line, without the folders in it, which may be called after somebody.
+    """`text` on one line, without its folders, which may have the user's name.
 
     >>> _anonymous("no such file: '/data/alice/net/kernel.so'")
     "no such file: '…/kernel.so'"
@@ -88,10 +88,20 @@ def _torch() -> str:
     return str(torch.__version__)
 
 
+def _private_torch() -> str:
+    from torchhook.core.torch_internals import FALLBACKS, NAMES, TESTED
+
+    if not FALLBACKS:
+        return f"all {len(NAMES)} names found"
+    missing = "; ".join(f"{name} ({instead})" for name, instead in FALLBACKS.items())
+    return f"{len(FALLBACKS)} of {len(NAMES)} names missing (tested with torch {TESTED}): {missing}"
+
+
 _VERSIONS: Probes = {
     "torchhook": lambda: __version__,
     "Python": lambda: f"{platform.python_implementation()} {platform.python_version()}",
     "torch": _torch,
+    "private parts of torch": _private_torch,
     "system": platform.platform,
 }
 
@@ -141,13 +151,13 @@ def _extras() -> Probes:
     try:
         lines = metadata.requires("torchhook") or []
     except metadata.PackageNotFoundError:
-        return {"extras": lambda: "unknown, for torchhook is not installed: it is imported from a folder"}
+        return {"extras": lambda: "unknown: torchhook is imported from a folder, not installed"}
     names = dict.fromkeys(found[1] for found in map(_EXTRA.search, lines) if found)
     return {f"extra {name}": partial(extra, name, lines) for name in names if name not in _NOT_FOR_USERS}
 
 
 def extra(name: str, lines: Sequence[str]) -> str:
-    """What there is of an extra, by the requirements that a package states in `lines`, and what to do if it is not all.
+    """Which libraries of an extra are installed, given a package's requirements, and what to do if one is missing.
 
     >>> extra("paint", ["no-such-brush>=2; extra == 'paint'"])
     'no-such-brush is missing: pip install "torchhook[paint]"'
@@ -159,7 +169,7 @@ def extra(name: str, lines: Sequence[str]) -> str:
 
 
 def _state(line: str) -> tuple[str, bool]:
-    """The library that a requirement asks for, with its version, and whether that will do."""
+    """The library that a requirement asks for, with its version, and whether the version is recent enough."""
     asked = _REQUIREMENT.match(line)
     assert asked is not None, line
     name, least = asked["name"], asked["least"] or "0"
@@ -199,11 +209,11 @@ def _triton() -> str:
     try:
         return metadata.version("triton")
     except metadata.PackageNotFoundError:
-        return "not installed; torch.compile needs it on a GPU alone"
+        return "not installed; torch.compile needs it only on a GPU"
 
 
 def _in_child(probe: str, device: str, patience: float = _PATIENCE) -> str:
-    """What `attempt` says in a fresh interpreter, which sees the modules of this one and no cache."""
+    """The result of `attempt` in a fresh interpreter, with the same modules and empty caches."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         caches = dict.fromkeys(("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME"), folder)
         paths = os.pathsep.join(os.path.abspath(path) for path in sys.path if path)  # noqa: PTH100  # may be a zip file
@@ -218,15 +228,15 @@ def _in_child(probe: str, device: str, patience: float = _PATIENCE) -> str:
                 timeout=patience,
             )
         except subprocess.TimeoutExpired:
-            return f"failed: it took longer than {patience:.0f} s"
+            return f"failed: took longer than {patience:.0f} s"
         answer = Path(folder, _ANSWER)
         return answer.read_text("utf-8") if answer.exists() else f"failed: the process ended with {done.returncode}"
 
 
 def attempt(probe: str, device: str) -> None:
-    """Try something, and leave in the current folder how it went."""
+    """Run a probe, and write the result to the current folder."""
     try:
-        import torch  # noqa: F401  # which takes its time, too
+        import torch  # noqa: F401  # not to be counted in the time
 
         began = time.perf_counter()
         _ATTEMPTS[probe](device)
@@ -237,7 +247,7 @@ def attempt(probe: str, device: str) -> None:
 
 
 def compiles(device: str) -> None:
-    """Compile a tiny function, and see that it computes the same."""
+    """Compile a tiny function, and check that its result is the same."""
     import torch
 
     def function(x: torch.Tensor) -> torch.Tensor:
@@ -248,16 +258,16 @@ def compiles(device: str) -> None:
 
 
 def builds(device: str) -> None:
-    """Build the kernels of the statistics, and see that they are used."""
+    """Build the kernels of the statistics, and check that they are used."""
     import torch
 
     from torchhook.stats.kernels import kernels
     from torchhook.stats.kernels.plain import Plain
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", "statistics on")  # which says why they are not
+        warnings.filterwarnings("error", "statistics on")  # with the reason why they are not used
         if type(kernels(torch.device(device))) is Plain:
-            raise RuntimeError("there are none, and plain torch is used, which is slower")
+            raise RuntimeError("plain torch is used instead, which is slower")
 
 
 _ATTEMPTS = {"builds": builds, "compiles": compiles}
