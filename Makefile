@@ -1,5 +1,9 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`.
 # Each installs what it needs into .venv once, and is quick the second time.
+#
+# make test       what a newcomer runs: everything but the slow tests, in some minutes
+# make test-all   what CI runs: the slow tests too, and a sample of the long lists, another one every time
+# make test-full  the long lists whole
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -9,19 +13,29 @@ PIP := $(BIN)/python $(INSTALL)
 BROWSER := /usr/bin/chromium /usr/bin/chromedriver
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 
-.PHONY: demo test check docs bench rules matrix clean
+.PHONY: demo test test-all test-full check docs bench rules matrix clean
 
 demo: .venv/demo
 	$(BIN)/python examples/demo.py
 
+# Two workers; each keeps torch to one thread, since more would only wait for the other worker's.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=2 --dist=worksteal
+
 test: .venv/test $(BROWSER)
-	$(BIN)/python -m pytest
+	$(PYTEST) -m "not slow"
+
+test-all: .venv/test $(BROWSER)
+	$(PYTEST)
+
+test-full: .venv/test $(BROWSER)
+	$(PYTEST) --full
 
 check: .venv/check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python .ci/private_torch.py
 
 # The site, as tests/test_docs.py builds it, in build/site/index.html.
 docs: .venv/test

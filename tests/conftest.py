@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from random import Random
 
 pytest_plugins = ["pytester", "small_project"]
 collect_ignore = ["site"]  # no tests: what their child processes import
@@ -78,14 +79,33 @@ def nothing_compiled():
     torch.compiler.reset()
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if not config.getoption("--full"):
+        left_out = _left_out(items, getattr(config.option, "randomly_seed", 0))
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
+
+
+def _left_out(items, seed):
+    """The cases of long lists that this run does not take: which ones depends on the seed that orders the tests."""
+    lists = {}
+    for item in items:
+        if mark := item.get_closest_marker("long_list"):
+            lists.setdefault((item.path, item.originalname), (mark.kwargs["sample"], []))[1].append(item)
+    chosen = Random(seed)
+    left_out = set()
+    for sample, cases in lists.values():
+        cases.sort(key=lambda item: item.nodeid)
+        left_out.update(chosen.sample(cases, max(0, len(cases) - sample)))
+    return left_out
 
 
 def pytest_addoption(parser):
+    parser.addoption("--full", action="store_true", help="run the long lists of cases whole, not a sample of them")
     parser.addoption("--matrix", help="write what the tests marked with matrix showed to this file")
 
 
