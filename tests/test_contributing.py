@@ -1,5 +1,6 @@
 """The page for those who work on torchhook: followed to the letter in a copy, it works; what it names is there."""
 
+import ast
 import os
 import re
 import shutil
@@ -8,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tomllib
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
@@ -65,29 +67,41 @@ def run(root, *command):
 
 def test_each_thing_to_add_has_code_and_a_test():
     assert THINGS == ["statistic", "rule", "edit", "integration"]
-    folders = ["stats", "rules", "edits", "integrations"]
-    assert [name.split("/")[-2] for name in CODE] == [folder for folder in folders for _ in range(2)]
+    rooms = ["stats", "stats", "rules", "rules", "edits", "edits", "integrations", "integrations"]
+    assert [name.removeprefix("src/torchhook/").removeprefix("tests/").split("/")[0] for name in CODE] == rooms
     assert len(re.findall("^```python", PAGE, re.M)) == len(CODE)
 
 
 def test_followed_to_the_letter_it_works(copy):
     assert str(copy) in run(copy, "-c", "import torchhook; print(torchhook.__file__)")
-    files = [*(name for name in CODE if "rules/rep" not in name), NAMES]
+    files = [*(name for name in CODE if "families/rep" not in name), NAMES]
     options = ["-q", "-p", "no:cacheprovider", "-k", "TH804 or each_rule and TH201 or not each_rule"]
     said = run(copy, "-m", "pytest", *options, *files)
     assert int(re.search(r"(\d+) passed", said)[1]) > 20
 
 
-def test_every_folder_is_on_the_map():
-    folders = {path.parent.name for path in (ROOT / "src" / "torchhook").glob("*/__init__.py")}
-    told = set(re.findall(r"`(\w+)/`", PAGE))
-    assert folders - told == set()
-    assert told - folders == {"kernels", "src", "tests"}  # folders elsewhere
+def test_the_map_has_every_room_in_the_order_of_the_layers():
+    rooms = re.findall(r"^\| `(\w+)/` \|", PAGE, re.M)
+    package = ROOT / "src" / "torchhook"
+    assert sorted(rooms) == sorted(path.parent.name for path in package.glob("*/__init__.py"))
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
+    layers = [re.findall(r"torchhook\.(\w+)", layer) for layer in reversed(contract["layers"])]
+    depth = {room: number for number, layer in enumerate(layers) for room in layer}
+    assert [depth[room] for room in rooms] == sorted(depth[room] for room in rooms) and len(layers) <= 8
+    assert len(list(package.glob("*.py"))) <= 8
+
+
+def test_every_room_says_what_lives_there():
+    for file in (ROOT / "src" / "torchhook").rglob("__init__.py"):
+        said = ast.get_docstring(ast.parse(file.read_text()))
+        assert said and len(said.split()) > 3, file
 
 
 def test_paths_and_commands_are_there():
-    for path in re.findall(r"`((?:src|tests|benchmarks|docs|integrations)/[\w./]*)`|\]\(([\w./]+)\)", PAGE):
+    paths = re.findall(r"`([\w.]+/[\w./]*)`|\]\(([\w./]+)\)", PAGE)
+    assert len(paths) > 40
+    for path in paths:
         name = "".join(path)
         assert (ROOT / name).exists() or (ROOT / "src" / "torchhook" / name).exists(), name
-    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M)
-    assert set(re.findall(r"\bmake (\w+)", PAGE)) <= set(targets)
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
+    assert set(re.findall(r"(?:^|`)make ([\w-]+)", PAGE, re.M)) <= set(targets)

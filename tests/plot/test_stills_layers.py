@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.colors import LogNorm, SymLogNorm, to_rgba
-from training.runs import run_samples
 from still_samples import HOSTILE, chain, legend, measured, png, reading_of, resnet, rows
 from torch import nn
 
@@ -17,6 +16,7 @@ from torchhook.plot import distributions, gradient_flow, layer_heatmap
 from torchhook.plot.style import GREY
 from torchhook.training.runs import RunLog
 from torchhook.training.runs.queries import Series
+from training.runs import run_samples
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

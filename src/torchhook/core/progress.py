@@ -28,7 +28,7 @@ def progress_bar(first: str, file: TextIO | None) -> Iterator[Tell | None]:
     ...     print(tell)
     None
     """
-    if file is None or not file.isatty() or find_spec("rich") is None:
+    if file is None or file.closed or not file.isatty() or find_spec("rich") is None:
         yield None
         return
     from rich.console import Console
