@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from torchhook.core.model_state import inference
 from torchhook.core.trees import Arguments
-from torchhook.explain.cam_layer import reach, running, settle
 from torchhook.explain.cams import grad_cam, hires_cam
+from torchhook.explain.layer_choice import settle
+from torchhook.explain.layer_values import reach
 from torchhook.explain.token_grid import Setting, checked, folding
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -189,7 +191,7 @@ def test_patches_lie_where_they_are_in_the_image(name):
     x = torch.randn(1, 3, *size)
     changed = x.clone()
     changed[..., 40:48, 16:24] += 1.0
-    with running(model):
+    with inference(model):
         place = settle(model, Arguments.of(x), None, early)
         before, after = (reach(model, Arguments.of(image), place, graph=False).maps for image in (x, changed))
     touched = (before - after).abs().sum(1)[0] > 1e-6

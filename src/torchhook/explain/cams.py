@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from torchhook.core.model_state import inference
 from torchhook.core.selection import Query
 from torchhook.core.trees import Arguments
-from torchhook.explain.cam_layer import Reached, reach, settle
 from torchhook.explain.heat import Heat
+from torchhook.explain.layer_choice import settle
+from torchhook.explain.layer_values import Reached, reach
 from torchhook.explain.targets import Score, Target, at_hand
 from torchhook.explain.token_grid import Fold
 
