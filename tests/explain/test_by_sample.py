@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from torchhook.core.trees import Arguments
+from torchhook.explain.batched_arguments import Samples
 from torchhook.explain.cams import grad_cam
 from torchhook.explain.erasure import faithfulness
 from torchhook.explain.mask_cams import ablation_cam, score_cam
-from torchhook.explain.samples import Samples
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CAMS = pytest.mark.parametrize("method", [grad_cam, score_cam, ablation_cam])

@@ -19,8 +19,8 @@ from torchhook.core.selection import require_module
 from torchhook.core.tap import require_count
 from torchhook.core.text import html_table, shape_of, table
 from torchhook.core.trees import Arguments, taken
+from torchhook.explain.batched_arguments import Samples
 from torchhook.explain.heat import Heat
-from torchhook.explain.samples import Samples
 from torchhook.explain.targets import Score, Target, logits_of
 
 if TYPE_CHECKING:

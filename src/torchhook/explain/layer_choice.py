@@ -14,9 +14,9 @@ from torchhook.core.session import Session
 from torchhook.core.tap import Tap
 from torchhook.core.torch_internals import submodules
 from torchhook.core.trees import Arguments, mapped
+from torchhook.explain.batched_arguments import Samples
 from torchhook.explain.layer_values import Place, no_call
 from torchhook.explain.module_calls import ModuleCall, trial_run, tried
-from torchhook.explain.samples import Samples
 from torchhook.explain.targets import Score, Target, first_target
 from torchhook.explain.token_grid import Fold, Grid, is_like
 

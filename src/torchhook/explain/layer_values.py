@@ -18,8 +18,8 @@ from torchhook.core.snapshot import frozen, lazily_copied
 from torchhook.core.tap import Tap
 from torchhook.core.text import shape_of
 from torchhook.core.trees import Arguments, leaves, mapped, put, taken
+from torchhook.explain.batched_arguments import Samples
 from torchhook.explain.module_calls import main_tensor, seeing_patches, trial_run, tried
-from torchhook.explain.samples import Samples
 from torchhook.explain.targets import Score
 from torchhook.explain.token_grid import Fold, Grid, Setting, checked, folding
 

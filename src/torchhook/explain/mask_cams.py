@@ -20,12 +20,12 @@ from torchhook.core.selection import Query
 from torchhook.core.session import Session
 from torchhook.core.tap import Tap, require_count
 from torchhook.core.trees import Arguments, put, taken
+from torchhook.explain.batched_arguments import Samples
 from torchhook.explain.cams import heat_of, named_after, weighted
 from torchhook.explain.heat import Heat
 from torchhook.explain.layer_choice import settle
 from torchhook.explain.layer_values import Reached, reach
 from torchhook.explain.module_calls import main_tensor
-from torchhook.explain.samples import Samples
 from torchhook.explain.targets import Score, Target, at_hand
 from torchhook.explain.token_grid import Fold
 

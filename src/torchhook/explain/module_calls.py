@@ -22,7 +22,7 @@ from torchhook.core.snapshot import lazily_copied
 from torchhook.core.tap import Tap
 from torchhook.core.text import shape_of
 from torchhook.core.trees import Address, Arguments, leaves, mapped, put, taken
-from torchhook.explain.samples import Samples
+from torchhook.explain.batched_arguments import Samples
 from torchhook.explain.token_grid import Fold, Grid, Setting, folding
 
 Found = TypeVar("Found")
