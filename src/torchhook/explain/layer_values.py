@@ -1,8 +1,7 @@
-"""A run of a model in which the value of one layer and its gradient are had.
+"""Run a model and keep the value of one layer, with the graph from there to the output.
 
-Up to the layer nothing needs a graph. There what the layer gave is replaced by a twin that begins one, and from then on
-autograd is on, so that the gradient of a score costs a backward to the layer and not a step further. The model is in
-eval mode for the time, since batch statistics would mix the samples; nothing else of it is touched.
+Before the layer, the run needs no graph. At the layer, its output is replaced by a copy that starts a graph, and
+autograd is on from there, so that the gradient of a score costs a backward to the layer and no further.
 """
 
 from __future__ import annotations
@@ -18,44 +17,44 @@ from torchhook.core.snapshot import frozen, lazily_copied
 from torchhook.core.tap import Tap
 from torchhook.core.text import shape_of
 from torchhook.core.trees import Arguments, leaves, mapped, put, taken
-from torchhook.explain.batched_arguments import Samples
-from torchhook.explain.module_calls import main_tensor, seeing_patches, trial_run, tried
+from torchhook.explain.batched_arguments import BatchedArguments
+from torchhook.explain.module_calls import main_address, on_first_sample, patch_grid_taps, trial_run
 from torchhook.explain.targets import Score
-from torchhook.explain.token_grid import Fold, Grid, Setting, checked, folding
+from torchhook.explain.token_grid import Fold, Grid, ImageLayout, checked_fold, fold_for
 
-_NEAR = 3  # layers that an error names
+_SHOWN = 3  # layers that an error suggests
 
 
-class Place(NamedTuple):
+class LayerCall(NamedTuple):
     """One call of a layer."""
 
     path: str
     module: nn.Module
-    call: int | None  # None where it must be the only one
+    call: int | None  # None if the layer must be called only once
 
 
-class Reached(NamedTuple):
-    """A pass in which a layer was reached: what it gave there, how to make maps of it, what the model said."""
+class ReachedLayer(NamedTuple):
+    """One pass through a model: the value of a layer, how to fold it into maps, and the output of the model."""
 
-    place: Place
+    layer: LayerCall
     calls: int
-    value: Tensor  # a leaf of the graph of the output, unless it was run without
+    value: Tensor  # a leaf of the output's graph, unless the model ran without one
     fold: Fold
     output: Any
-    setting: Setting
+    layout: ImageLayout
 
     @property
     def call(self) -> int:
-        """Which of the calls of the layer."""
-        return self.place.call or 0
+        """The index of the call among those of the layer."""
+        return self.layer.call or 0
 
     @property
     def maps(self) -> Tensor:
-        """What the layer gave, samples × channels × height × width, detached, at least in single precision."""
+        """The value as samples × channels × height × width, detached, in at least single precision."""
         return _precise(self.fold(self.value.detach()))
 
     def gradient(self, score: Score) -> Tensor:
-        """The gradient of the score of each sample, in the shape of the maps."""
+        """The gradient of each sample's score, in the shape of the maps."""
         with torch.enable_grad():
             numbers = score(self.output)
         found = None
@@ -63,89 +62,91 @@ class Reached(NamedTuple):
             (found,) = torch.autograd.grad(numbers, self.value, torch.ones_like(numbers), allow_unused=True)
         if found is None:
             raise ValueError(
-                f"the target does not depend on what layer {self.place.path!r} gave, at least in no way that autograd"
-                " sees; name a layer between the input and what the target is made of, or pass layer=None"
+                f"the target does not depend on the output of layer {self.layer.path!r}, as far as autograd can see;"
+                " name a layer between the input and the target, or pass layer=None"
             )
         return _precise(self.fold(found))
 
 
-def reach(model: nn.Module, given: Arguments, place: Place, fold: Fold | None = None, *, graph: bool = True) -> Reached:
-    """Run `model` once, with a graph from the layer on unless that is not wanted; inside `running`."""
-    found = _run(model, given, place, graph, autograd=False)
-    if graph and not any(tensor.requires_grad for _, tensor in leaves(found.output)):
-        # The layer lies in a part that runs without autograd, whose end switched it off again: now it ends with it on.
-        found = _run(model, given, place, graph, autograd=True)
-    setting = found.setting
-    how = folding(found.value, place.module, setting) if fold is None else checked(fold, setting.samples)
-    if how is None:
-        raise _flat(model, given, found)
-    return found._replace(fold=how)
+def reach_layer(
+    model: nn.Module, given: Arguments, layer: LayerCall, fold: Fold | None = None, *, graph: bool = True
+) -> ReachedLayer:
+    """Run `model` once, with a graph from the layer on unless `graph` is False; called inside `inference`."""
+    reached = _run(model, given, layer, graph, autograd=False)
+    if graph and not any(tensor.requires_grad for _, tensor in leaves(reached.output)):
+        # The layer is inside a block that switched autograd off, and whose end restored "off": restore "on" instead.
+        reached = _run(model, given, layer, graph, autograd=True)
+    layout = reached.layout
+    found = fold_for(reached.value, layer.module, layout) if fold is None else checked_fold(fold, layout.samples)
+    if found is None:
+        raise _no_spatial_extent(model, given, reached)
+    return reached._replace(fold=found)
 
 
-class _Beginning(Edit):
-    """Puts a twin that begins a graph in the place of what the layer gives at one call."""
+def no_such_call(path: str, call: int | None, calls: int) -> ValueError:
+    """The error for a call index that the layer does not have."""
+    remedy = f"pass call=0 to call={calls - 1}" if calls > 1 else "pass call=0, or leave it out"
+    return ValueError(f"layer {path!r} has no call {call}: it is called {calls} times in a pass; {remedy}")
+
+
+class _GraphStart(Edit):
+    """Replaces the output of one call of a layer by a copy that starts a graph."""
 
     whole = True
 
-    def __init__(self, place: Place, graph: bool) -> None:
+    def __init__(self, layer: LayerCall, graph: bool) -> None:
         super().__init__()
-        self.place = place
+        self.layer = layer
         self.graph = graph
         self.calls = 0
         self.leaf: Tensor | None = None
 
     def change(self, x: Any, call: int) -> Any:
         self.calls = call + 1
-        if call != (self.place.call or 0):
+        if call != (self.layer.call or 0):
             return x
-        address = main_tensor(x, self.place.path)
+        address = main_address(x, self.layer.path)
         self.leaf = frozen(taken(x, address))
         if not self.graph or not self.leaf.is_floating_point():
             return x
         self.leaf.requires_grad_()
         torch.set_grad_enabled(True)  # for the rest of the pass
-        return put(x, address, lazily_copied(self.leaf))  # a copy, for what comes next may work in place
+        return put(x, address, lazily_copied(self.leaf))  # a copy, since the next operation may work in place
 
     def __repr__(self) -> str:
         return "edit of explain"
 
 
-def _run(model: nn.Module, given: Arguments, place: Place, graph: bool, *, autograd: bool) -> Reached:
-    beginning, grids = _Beginning(place, graph), list[Grid]()
-    taps = [*seeing_patches(model, grids), Tap(place.path, beginning)]
-    given = mapped(Tensor.clone, given)  # for models may overwrite what they are given
+def _run(model: nn.Module, given: Arguments, layer: LayerCall, graph: bool, *, autograd: bool) -> ReachedLayer:
+    """Run the model once and keep the value of the layer, not folded yet."""
+    start, grids = _GraphStart(layer, graph), list[Grid]()
+    taps = [*patch_grid_taps(model, grids), Tap(layer.path, start)]
+    given = mapped(Tensor.clone, given)  # since models may overwrite their inputs
     with torch.set_grad_enabled(autograd), Session(model, taps):
         output = model(*given.args, **given.kwargs)
-    calls = beginning.calls
-    if place.call is None and calls > 1:
+    if layer.call is None and start.calls > 1:
         raise ValueError(
-            f"layer {place.path!r} is called {calls} times in a pass, each time with a value of its own;"
-            f" say which is meant: call=0 to call={calls - 1}"
+            f"layer {layer.path!r} is called {start.calls} times in a pass, each time with a different value;"
+            f" say which one you mean: call=0 to call={start.calls - 1}"
         )
-    if beginning.leaf is None:
-        raise no_call(place.path, place.call, calls)
-    setting = Samples.of(given).setting()._replace(grids=tuple(grids))
-    return Reached(place, calls, beginning.leaf, _unfolded, output, setting)
+    if start.leaf is None:
+        raise no_such_call(layer.path, layer.call, start.calls)
+    layout = BatchedArguments.of(given).layout()._replace(grids=tuple(grids))
+    return ReachedLayer(layer, start.calls, start.leaf, _unfolded, output, layout)
 
 
-def _flat(model: nn.Module, given: Arguments, found: Reached) -> ValueError:
-    """Why there can be no maps of a layer, and of which there can."""
-    path, setting = found.place.path, found.setting
-    _, seen = tried(lambda some: trial_run(model, some), given)
-    before = seen[: next((number for number, call in enumerate(seen) if call.path == path), len(seen))]
-    near = list(dict.fromkeys(call.path for call in reversed(before or seen) if call.fold is not None))[:_NEAR]
-    samples = "" if setting.samples is None else f" for {setting.samples} sample{'s' * (setting.samples != 1)}"
-    others = f"name one that has, as {' or '.join(map(repr, near))}, or " if near else ""
+def _no_spatial_extent(model: nn.Module, given: Arguments, reached: ReachedLayer) -> ValueError:
+    """The error for a layer without maps, which names the nearest layers that have them."""
+    path, samples = reached.layer.path, reached.layout.samples
+    _, calls = on_first_sample(lambda some: trial_run(model, some), given)
+    before = calls[: next((number for number, call in enumerate(calls) if call.path == path), len(calls))]
+    near = list(dict.fromkeys(call.path for call in reversed(before or calls) if call.fold is not None))[:_SHOWN]
+    count = "" if samples is None else f" for {samples} sample{'s' * (samples != 1)}"
+    others = f"name one that has, such as {' or '.join(map(repr, near))}, or " if near else ""
     return ValueError(
-        f"layer {path!r} has no spatial extent: it gave {shape_of(found.value)}{samples}; {others}say with fold= how to"
-        " make samples × channels × height × width of that"
+        f"layer {path!r} has no spatial extent: its output is {shape_of(reached.value)}{count}; {others}pass a function"
+        " fold= that turns it into samples × channels × height × width"
     )
-
-
-def no_call(path: str, call: int | None, calls: int) -> ValueError:
-    """The error for a call that the layer does not have."""
-    last = f"call=0 to call={calls - 1}" if calls > 1 else "call=0, or leave it out"
-    return ValueError(f"call {call} of layer {path!r} does not exist, which is called {calls} times in a pass: {last}")
 
 
 def _precise(maps: Tensor) -> Tensor:
