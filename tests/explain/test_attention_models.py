@@ -396,7 +396,7 @@ def test_the_weights_of_some_layers():
         _ = seen[0].weights
     with pytest.raises(SilentError, match="maps: no attention was seen in or below 'pooler', only in 'encoder"):
         attention(fused, ids, maps=["encoder", "pooler"])
-    with pytest.raises(BudgetError, match="takes 4.5 KiB, and 4.5 KiB of max_bytes=5000 are taken"):
+    with pytest.raises(BudgetError, match="takes 4.5 KiB, but 4.5 KiB of max_bytes=5000 are already used"):
         attention(fused, ids, maps=nn.Linear.__mro__[1], max_bytes=5000)
     some = attention(fused, ids, max_bytes=5000)
     assert some[0].weights.shape == (2, 4, 9, 9) and not some[1].entropy.isnan().any()
