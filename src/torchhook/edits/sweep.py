@@ -26,7 +26,7 @@ from torchhook.edits.ablation import PROJECTIONS
 _SAMPLES = 64  # in one forward, unless `batch` says otherwise
 
 
-class Row(NamedTuple):
+class SweepRow(NamedTuple):
     """What the edit of one site does to the metric."""
 
     site: Site
@@ -35,10 +35,10 @@ class Row(NamedTuple):
     recovered: float | None  # of the way from there to the clean run, with a source
 
 
-class Sweep(Sequence[Row]):
+class Sweep(Sequence[SweepRow]):
     """The rows of a sweep in the order of the sites, with what they are compared to."""
 
-    def __init__(self, rows: list[Row], baseline: float, clean: float | None) -> None:
+    def __init__(self, rows: list[SweepRow], baseline: float, clean: float | None) -> None:
         self.rows = rows
         self.baseline = baseline
         self.clean = clean
@@ -47,7 +47,7 @@ class Sweep(Sequence[Row]):
         """The rows as plain dictionaries, for pandas and the like."""
         return [{"path": row.site.path, "port": row.site.port, **row._asdict()} for row in self.rows]
 
-    def best(self, count: int = 5) -> list[Row]:
+    def best(self, count: int = 5) -> list[SweepRow]:
         """The rows that change most."""
         return sorted(self.rows, key=lambda row: -abs(row.change))[:count]
 
@@ -131,7 +131,7 @@ def sweep(
         made = change if isinstance(change, Edit) else apply(change)
         runs = _Runs(model, given, made, metric, output, batch)
         values = list(track(runs.over(places), len(places), "sweep", progress))
-    rows = [Row(site, value, value - baseline, _share(value, baseline, clean_value)) for site, value in values]
+    rows = [SweepRow(site, value, value - baseline, _share(value, baseline, clean_value)) for site, value in values]
     return Sweep(rows, baseline, clean_value)
 
 
