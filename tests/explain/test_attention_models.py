@@ -400,5 +400,5 @@ def test_the_weights_of_some_layers():
         attention(fused, ids, maps=nn.Linear.__mro__[1], max_bytes=5000)
     some = attention(fused, ids, max_bytes=5000)
     assert some[0].weights.shape == (2, 4, 9, 9) and not some[1].entropy.isnan().any()
-    with pytest.raises(BudgetError, match="were not kept: those before filled max_bytes=5000"):
+    with pytest.raises(BudgetError, match="were not kept: earlier ones filled max_bytes=5000"):
         _ = some[1].weights

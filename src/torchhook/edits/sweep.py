@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchhook.core.edit import Edit
 from torchhook.core.errors import SelectionError
 from torchhook.core.progress import track
-from torchhook.core.selection import Query, Selector, require_module, select
+from torchhook.core.selection import Query, queries_of, require_module, select
 from torchhook.core.session import Session
 from torchhook.core.site import PORTS, Port, Site
 from torchhook.core.tap import Tap, require_count
@@ -255,9 +255,9 @@ def _number(value: Any) -> float:
 
 def _sites(model: nn.Module, sites: Any, port: Port) -> list[Site]:
     """The sites that the queries select, each once."""
-    queries = [sites] if isinstance(sites, (str, Selector, nn.Module)) or not isinstance(sites, Iterable) else sites
     found: dict[Site, None] = {}
-    for query in queries:
+    query: Any
+    for query in queries_of(sites):
         here = port
         if isinstance(query, tuple) and len(query) == 2 and query[1] in PORTS:
             query, here = query

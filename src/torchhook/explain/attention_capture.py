@@ -18,7 +18,7 @@ from torchhook.core.attention import Attending, Logits
 from torchhook.core.errors import BudgetError, SilentError
 from torchhook.core.event import Event
 from torchhook.core.passes import Scope
-from torchhook.core.selection import Query, Selector, require_module, select, walk
+from torchhook.core.selection import Query, Selector, queries_of, require_module, select, walk
 from torchhook.core.session import Session
 from torchhook.core.sink import Sink
 from torchhook.core.tap import Tap, require_count
@@ -243,9 +243,7 @@ def _wanted(model: nn.Module, maps: Any) -> dict[str, list[str]] | None:
     """The paths that each query selects."""
     if maps is None:
         return None
-    single = isinstance(maps, (str, type, nn.Module, Selector)) or not isinstance(maps, Iterable)
-    queries = [maps] if single else list(maps)
-    return {Selector.of(query).label: list(select(model, query)) for query in queries}
+    return {Selector.of(query).label: list(select(model, query)) for query in queries_of(maps)}
 
 
 def _hidden(model: nn.Module) -> dict[str, str]:

@@ -73,7 +73,7 @@ class Faithfulness:
         return "Not faithful: what the maps show does not matter more to the score than what random maps show."
 
     def table(self) -> list[dict[str, Any]]:
-        """The areas as plain dictionaries, for pandas and the like."""
+        """The areas as plain dictionaries, e.g. for pandas."""
         return [row._asdict() for row in self._rows()]
 
     def figure(self) -> Figure:

@@ -71,7 +71,7 @@ class Sanity(Sequence[SanityStep]):
         return f"Passes: {every}, the maps are different {numbers}: they depend on the weights.{self._late()}"
 
     def table(self) -> list[dict[str, Any]]:
-        """The steps as plain dictionaries, for pandas and the like."""
+        """The steps as plain dictionaries, e.g. for pandas."""
         return [step._asdict() for step in self.steps]
 
     def __getitem__(self, index: Any) -> Any:
