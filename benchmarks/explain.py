@@ -1,9 +1,9 @@
-"""What a heat map costs, here and elsewhere, beside a forward and a backward to the layer written by hand.
+"""The cost of a heat map, here and in other libraries, against a hand-written forward and backward to the layer.
 
-ResNet-50, `layer4`, 224 px. The methods that need a gradient, and eigen_cam: batch 16. The two that run the model once
-for each channel: one image, and on a CPU ResNet-18, since a whole batch would take an hour. Each round times everybody
-once, in another order; what is shown is the median over rounds. Everybody has a copy of the model, for some leave hooks
-on it. A peer that is missing or fails is left out, by name.
+ResNet-50, `layer4`, 224 px. The gradient methods and eigen_cam run on a batch of 16. The two methods that run the model
+once per channel get one image, and on a CPU ResNet-18, since a whole batch would take an hour. Each round times every
+candidate once, in another order; the table shows the median over rounds. Each candidate has its own copy of the model,
+since some leave hooks on it. A library that is missing or fails is left out, by name.
 
     python benchmarks/explain.py [--device cuda] [--rounds N]
 """
@@ -31,8 +31,8 @@ import torchhook
 
 LAYER = "layer4"
 BATCH, SIZE = 16, 224
-TARGET = 1.05  # times what is written by hand
-FEWER = 2.0  # times as fast as each peer, where the model runs once a channel
+TARGET = 1.05  # times the hand-written version
+FEWER = 2.0  # times as fast as each peer, for methods that run the model once per channel
 PEERS = {
     "grad_cam": "GradCAM",
     "grad_cam_pp": "GradCAMPlusPlus",
@@ -80,7 +80,7 @@ def versions(*packages: str) -> str:
 
 
 def calls(method: str, model: nn.Module, x: Tensor) -> dict[str, Call]:
-    """Everybody who can do it, on the predicted classes."""
+    """One call per candidate that has the method, on the predicted classes."""
     with torch.no_grad():
         classes = model(x).argmax(1)
     mine, own = getattr(torchhook.explain, method), deepcopy(model)
@@ -99,7 +99,7 @@ def calls(method: str, model: nn.Module, x: Tensor) -> dict[str, Call]:
 
 
 def by_hand(model: nn.Module, x: Tensor, classes: Tensor) -> Tensor:
-    """The gradient at the layer as one would write it."""
+    """The gradient at the layer, written by hand."""
     seen: list[Tensor] = []
     handle = model.get_submodule(LAYER).register_forward_hook(lambda module, args, output: seen.append(output))
     score = model(x).gather(1, classes[:, None]).sum()
@@ -133,7 +133,7 @@ def of_grad_cam(name: str, model: nn.Module, x: Tensor, classes: Tensor) -> Call
     targets = [ClassifierOutputTarget(one) for one in classes.tolist()]
 
     def call() -> object:
-        with redirect_stderr(StringIO()):  # its progress
+        with redirect_stderr(StringIO()):  # its progress bar
             return cam(input_tensor=x, targets=targets)
 
     return call
@@ -159,7 +159,7 @@ def measured(methods: dict[str, dict[str, Call]], rounds: int, device: torch.dev
         return timed(waited)
 
     samples = {(method, name): call for method, found in methods.items() for name, call in found.items()}
-    for call in samples.values():  # the first one pays for caches
+    for call in samples.values():  # the first call fills caches
         sample(call)
     seconds = interleaved({key: lambda call=call: sample(call) for key, call in samples.items()}, rounds)
     rows, verdicts = [], []

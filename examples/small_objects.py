@@ -1,7 +1,7 @@
 """Why does the detector miss small objects?
 
 Digits of 8 and 40 pixels are hidden in photographs; each level of a pyramid looks for one size. Fine levels are mostly
-empty: a loss that forgets this teaches them silence. Needs scikit-learn and scikit-image beside '.[all]'.
+empty: a loss that forgets this teaches them silence. Needs scikit-learn and scikit-image in addition to '.[all]'.
 """
 
 import torch
@@ -17,7 +17,7 @@ WEIGHTS = {"one weight of objects for all levels": (6.0, 6.0), "a weight for eac
 
 
 class Detector(nn.Module):
-    """Two levels of features, which are to be strong where an object of the level's size has its centre."""
+    """Two levels of features, which should be strong at the centre of an object of the level's size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def scene(digits: Tensor, ground: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cells(boxes: Tensor) -> list[Tensor]:
-    """By level: the number of the cell in which the centre of the object of that size lies."""
+    """By level: the index of the cell that contains the centre of the object of that size."""
     centres = [(boxes[:, n, :2] + boxes[:, n, 2:]) // (2 * stride) for n, stride in enumerate(STRIDES)]
     return [at[:, 1] * (SIZE // stride) + at[:, 0] for at, stride in zip(centres, STRIDES, strict=True)]
 
@@ -63,8 +63,8 @@ def train(images: Tensor, boxes: Tensor, weights: tuple[float, float]) -> Detect
 
 def main() -> None:
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # more gain nothing for so small a network
-    told, digits = [], torch.tensor(load_digits().images).float()[:, None] / 16
+    torch.set_num_threads(1)  # more threads do not help so small a network
+    answers, digits = [], torch.tensor(load_digits().images).float()[:, None] / 16
     grounds = [torch.tensor(getattr(pictures, name)()) / 255 for name in ("brick", "grass", "gravel")]
     images, boxes = map(torch.stack, zip(*(scene(digits, grounds[n % 3]) for n in range(448)), strict=True))
     for name, weights in WEIGHTS.items():
@@ -72,8 +72,8 @@ def main() -> None:
         seen = th.explain.pyramid(net, images[384:], list(boxes[384:]))
         print(f"--- {name}\n{seen}\n")
         found = (net(images[384:])[0].mean(1).flatten(1).argmax(1) == cells(boxes[384:])[0]).float().mean()
-        told.append(f"with {name}, the finest level has a strength of {seen[0].strength:.2f} and finds {found:.0%}")
-    print(f"Answer: {'; '.join(told)} of the small objects.")
+        answers.append(f"with {name}, the finest level has a strength of {seen[0].strength:.2f} and finds {found:.0%}")
+    print(f"Answer: {'; '.join(answers)} of the small objects.")
 
 
 if __name__ == "__main__":

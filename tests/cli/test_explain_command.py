@@ -78,25 +78,25 @@ def test_the_middle_is_seen_in_the_right_colours(command, folder):
     ("args", "why"),
     [
         (["looking:brights", "nowhere.png"], "there is no file 'nowhere.png'"),
-        (["looking:brights", "text.png"], "'text.png' cannot be read as a picture"),
-        (["looking:brights", "cat.jpg", "--out", "cam.txt"], "a picture ends in .jpg"),
+        (["looking:brights", "text.png"], "cannot read 'text.png' as an image"),
+        (["looking:brights", "cat.jpg", "--out", "cam.txt"], "'cam.txt' must end in .jpg"),
         (["looking:brights", "cat.jpg", "--out", "no/cam.png"], "there is no folder 'no'"),
-        (["looking:brights", "cat.jpg", "--mean", "1,2"], "--mean: write three numbers with commas between"),
+        (["looking:brights", "cat.jpg", "--mean", "1,2"], "--mean: pass three numbers separated by commas"),
         (["looking:brights", "cat.jpg", "--std", "1,0,1"], "--std: colours are divided by it"),
         (["looking:brights", "cat.jpg", "--target", "3"], "target 3 is out of range: the model has 3 classes, 0 to 2"),
         (["looking:brights", "cat.jpg", "--layer", "9"], "'9'"),
-        (["looking:flat", "cat.jpg", "--size", "32"], "the model has no layer with a spatial extent"),
+        (["looking:flat", "cat.jpg", "--size", "32"], "no layer of the model has a spatial extent"),
         (["looking:Bright", "cat.jpg", "--layer", "see", "--size", "8"], "is called 2 times in a pass"),
         (["looking:nothing", "cat.jpg"], "looking has no 'nothing'"),
         (
             ["looking:grey", "cat.jpg", "--size", "8"],
-            "torchhook: the model cannot be run on a picture of 1×3×8×8: Given groups=1, weight of size [4, 1, 3, 3],"
-            " expected input[1, 3, 8, 8] to have 1 channels, but got 3 channels instead; --size sets its height and"
-            " width, and for a model of other inputs use torchhook.explain from Python",
+            "torchhook: cannot run the model on an image of 1×3×8×8: Given groups=1, weight of size [4, 1, 3, 3],"
+            " expected input[1, 3, 8, 8] to have 1 channels, but got 3 channels instead; set its height and width with"
+            " --size; for a model with other inputs, use torchhook.explain from Python",
         ),
         (
             ["looking:segments", "cat.jpg", "--size", "8", "--target", "1"],
-            "torchhook: the model returned 1×4×6×6, not one number for each class; to say what of it to explain, use"
+            "torchhook: the model returned 1×4×6×6, not one number per class; to choose what to explain, use"
             " torchhook.explain.grad_cam from Python with target=",
         ),
     ],

@@ -168,13 +168,13 @@ def test_heads_of_multihead_attention_and_of_what_has_none():
     torch.testing.assert_close(out, net(x, x, x)[0])
     block = nn.ModuleDict({"mlp": nn.ModuleDict({"c_proj": nn.Linear(4, 4)}), "attn": Attention()})
     for query in ("mlp", "mlp.c_proj"):
-        with pytest.raises(SelectionError, match="number of heads of 'mlp.*ablate the channels"):
+        with pytest.raises(SelectionError, match="number of heads in 'mlp.*ablate the channels"):
             edit(block, {query: edits.ablate(heads=0)}).attach()
     with pytest.raises(SelectionError, match="no output projection in 'attn.qkv'"):
         edit(block, {"attn.qkv": edits.ablate(heads=0)}).attach()
     with pytest.raises(SelectionError, match="no output projection in '0'"):
         edit(nn.Sequential(nn.Sequential(nn.ReLU())), {"0": edits.ablate(heads=0)}).attach()
-    with pytest.raises(TapError, match=r"heads=\[9\] go beyond the 4"):
+    with pytest.raises(TapError, match=r"heads=\[9\] is out of range: there are 4"):
         with edit(net, {"": edits.ablate(heads=9)}):
             net(x, x, x)
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from specimens import hooks_of, resnet18
-from torchhook import SelectionError, edit, edits, sweep
+from torchhook import SelectionError, capture, edit, edits, sweep
 
 
 class Net(nn.Module):
@@ -54,6 +54,51 @@ def test_activation_patching(batch):
     assert some.best(2)[0].change == max((row.change for row in some), key=abs)
 
 
+class Tied(nn.Module):
+    """One module by two names, called twice, with a keyword."""
+
+    def __init__(self):
+        super().__init__()
+        self.attend = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.first = self.second = Scaled()
+
+    def forward(self, x):
+        x = self.first(x, by=2.0 * x)
+        x = self.second(x=x, by=x + 1.0)
+        return self.attend(x, x, x, need_weights=False)[0].mean((1, 2))
+
+
+class Scaled(nn.Module):
+    def forward(self, x, by):
+        return x * by
+
+
+@pytest.mark.parametrize(
+    ("sites", "made"),
+    [
+        ("second", None),
+        ("second", edits.patch),
+        (("first", "input"), lambda clean: edits.patch(clean, at="by")),
+        ("attend", lambda clean: edits.ablate(heads=[1], with_=clean)),
+        ("second", lambda clean: edits.replace(clean["second"].output)),
+        (("second", "input"), lambda clean: edits.patch(clean["second"].input["by"], at="by")),
+    ],
+)
+def test_the_clean_values_are_those_of_a_capture(sites, made):
+    net, clean_x, x = Tied().eval(), torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+    query, port = sites if isinstance(sites, tuple) else (sites, "output")
+    with torch.no_grad(), capture(net, query, "attend.out_proj", inputs=True) as clean:
+        net(clean_x)
+    result = sweep(net, x, [sites], made, torch.sum, source=clean_x)
+    with torch.no_grad(), edit(net, {(query, port): (made or edits.patch)(clean)}):
+        assert result[0].value == pytest.approx(net(x).sum().item(), abs=1e-4)
+
+
+def test_gradients_cannot_be_patched_from_a_run():
+    with pytest.raises(ValueError, match="source= patches inputs and outputs, not grad_output"):
+        sweep(Net().eval(), torch.randn(1, 6), [("head", "grad_output")], None, logit, source=torch.randn(1, 6))
+
+
 def test_many_sites_share_a_forward():
     net, x, calls = Net().eval(), torch.randn(2, 6), []
     net.register_forward_pre_hook(lambda module, args: calls.append(len(args[0])))
@@ -96,7 +141,9 @@ def test_what_a_person_sees():
 
     net, shown = Net().eval(), Terminal()
     result = sweep(net, torch.randn(1, 6), "blocks.*", edits.zero, logit, progress=shown)
-    assert "5/5" in shown.getvalue() and "█" in shown.getvalue()
+    assert "sweep" in shown.getvalue() and "5/5" in shown.getvalue() and "━" in shown.getvalue()
+    sweep(net, torch.randn(1, 6), "blocks.*", edits.zero, logit, progress=(silent := io.StringIO()))
+    assert not silent.getvalue()  # not a terminal
     assert "blocks.3" in repr(result) and "Sweep over 5 sites" in repr(result) and "<table" in result._repr_html_()
     assert result.table()[0]["path"] == "blocks.0" and set(result.table()[0]) >= {"port", "value", "change"}
     with pytest.raises(ValueError, match="source"):

@@ -20,7 +20,7 @@ from torchhook.core.attention import Given, Product
 from torchhook.core.errors import NotRecordedError, SilentError
 from torchhook.explain import attention_maps as attended
 from torchhook.explain.attention_capture import attention
-from torchhook.explain.attention_maps import focus_of
+from torchhook.explain.attention_maps import summary_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -254,7 +254,7 @@ def test_several_attentions_in_one_module_and_modules_that_are_called_again():
     assert seen.paths == ["0.mix", "0"] and seen["0", 1] is seen[3] and seen["0.mix"] == [seen[0], seen[2]]
     assert seen["0*"] == [seen[1], seen[3]] and seen["**"] == list(seen) and seen[-1] is seen[3]
     assert seen[1].shape == (3, 1, 5, 5)
-    with pytest.raises(NotRecordedError, match="no attention was seen at 'mix'; it was at '0.mix', '0'"):
+    with pytest.raises(NotRecordedError, match="no attention was seen at 'mix', only at '0.mix', '0'"):
         seen["mix"]
 
 
@@ -467,7 +467,7 @@ def test_weights_are_made_when_they_are_read_from_what_is_smaller():
     seen = attention(model, x, max_bytes=3 * size)
     assert all(call.source is not None for call in seen)
     assert seen[0].rows(3, 5).shape == (1, 2, 2, 200) and seen[0].rows(199, 300).shape == (1, 2, 1, 200)
-    with pytest.raises(BudgetError, match=r"take 312.5 KiB, more than max_bytes=76800; read some queries"):
+    with pytest.raises(BudgetError, match=r"take 312.5 KiB, more than max_bytes=76800; read those of some queries"):
         _ = seen[0].weights
     with pytest.raises(BudgetError, match="the rollout takes"):
         seen.rollout()
@@ -493,7 +493,7 @@ def test_a_mask_of_several_layers_is_kept_once():
 def test_no_weights_at_all():
     seen = attention(Own(), torch.randn(3, 5, 16), maps=[])
     assert seen[0].source is None and not seen[0].entropy.isnan().any()
-    with pytest.raises(NotRecordedError, match="'the model' were not asked for"):
+    with pytest.raises(NotRecordedError, match="'the model' were not kept"):
         _ = seen[0].weights
 
 
@@ -501,15 +501,15 @@ def test_no_weights_at_all():
 
 
 def test_an_even_look_and_a_look_at_one():
-    even = focus_of(Given(torch.zeros(2, 3, 4, 4)))
+    even = summary_of(Given(torch.zeros(2, 3, 4, 4)))
     same(even.entropy, torch.ones(2, 3, 4))
     same(even.received, torch.full((2, 3, 4), 0.25))
     same(even.sink, torch.full((2, 3), 0.25))
     same(even.distance[0, 0], torch.tensor([1.5, 1.0, 1.0, 1.5]))
-    itself = focus_of(Given(100 * torch.eye(4).expand(2, 3, 4, 4)))
+    itself = summary_of(Given(100 * torch.eye(4).expand(2, 3, 4, 4)))
     same(itself.entropy, torch.zeros(2, 3, 4))
     same(itself.distance, torch.zeros(2, 3, 4))
-    causal = focus_of(Product(torch.zeros(1, 1, 4, 2), torch.zeros(1, 1, 4, 2), 1.0, causal=True))
+    causal = summary_of(Product(torch.zeros(1, 1, 4, 2), torch.zeros(1, 1, 4, 2), 1.0, causal=True))
     same(causal.entropy[0, 0, 1:], torch.ones(3))
     same(causal.distance[0, 0, 1:], torch.tensor([0.5, 1.0, 1.5]))
     same(causal.sink, torch.tensor([[(1 / 2 + 1 / 3 + 1 / 4) / 3]]))  # of those that have a choice
@@ -521,7 +521,7 @@ def test_keys_that_are_masked_by_a_low_number_are_not_seen(low, by_hand):
     mask = torch.ones(4, 4, dtype=torch.bool).tril()
     x, numbers = torch.randn(1, 1, 4, 3), torch.zeros(4, 4).masked_fill(~mask, low)
     kept = Given(x @ x.mT + 2 * numbers) if by_hand else Product(x, x, 1.0, (numbers,))
-    found, expected = focus_of(kept), focus_of(Product(x, x, 1.0, (mask,)))
+    found, expected = summary_of(kept), summary_of(Product(x, x, 1.0, (mask,)))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, equal_nan=True)
 
@@ -554,7 +554,7 @@ def test_the_sink_is_the_first_key_that_is_not_padding():
 def test_nan_is_not_hidden():
     logits = torch.randn(1, 1, 3, 3)
     logits[0, 0, 1, 1] = math.nan
-    assert focus_of(Given(logits)).entropy[0, 0].isnan().tolist() == [False, True, False]
+    assert summary_of(Given(logits)).entropy[0, 0].isnan().tolist() == [False, True, False]
 
 
 @settings(max_examples=30, deadline=None)
@@ -607,7 +607,7 @@ def test_tables():
     ]
     assert rows[3]["entropy"] == pytest.approx(float(seen[1].entropy[:, 1].mean()), rel=1e-5)
     lines = repr(seen).splitlines()
-    assert lines[0] == "2 attentions at 2 places; entropy, distance and sink are means over heads"
+    assert lines[0] == "2 attentions in 2 modules; entropy, distance and sink are means over heads"
     assert lines[1].split() == ["layer", "call", "shape", "entropy", "distance", "sink"]
     assert lines[3].split()[:3] == ["1", "0", "3×4×5×5"]
 

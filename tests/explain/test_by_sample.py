@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from torchhook.core.trees import Arguments
+from torchhook.explain.batched_arguments import BatchedArguments
 from torchhook.explain.cams import grad_cam
 from torchhook.explain.erasure import faithfulness
 from torchhook.explain.mask_cams import ablation_cam, score_cam
-from torchhook.explain.samples import Samples
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CAMS = pytest.mark.parametrize("method", [grad_cam, score_cam, ablation_cam])
@@ -97,7 +97,7 @@ def test_a_scale_for_each_of_three_channels_and_three_images(method):
     model, images, scale = Scaling(), torch.rand(3, 3, 8, 8), torch.tensor([1.0, 5.0, 0.2])
     heat = method(model, (images, scale), [1, 0, 2])
     torch.testing.assert_close(heat.maps, one_by_one(method, model, images, [1, 0, 2], scale=scale))
-    weight = torch.tensor([1.0, 30.0, 3.0])  # one a sample, beside the scale, which is not
+    weight = torch.tensor([1.0, 30.0, 3.0])  # one per sample, beside the scale, which is not
     heat = method(model, {"weight": weight, "scale": scale, "image": images}, 1)
     for number in range(3):
         given = {"weight": weight[number : number + 1], "scale": scale, "image": images[number : number + 1]}
@@ -155,14 +155,14 @@ def test_images_wherever_they_are_in_an_argument(method):
 def test_what_the_samples_are():
     images, ids = torch.rand(2, 3, 8, 6), torch.zeros(5, 7, dtype=torch.long)
 
-    def setting(x):
-        return Samples.of(Arguments.of(x)).setting()[:2]
+    def layout(x):
+        return BatchedArguments.of(Arguments.of(x)).layout()[:2]
 
-    assert setting({"ids": ids, "images": images}) == (2, (8, 6))
-    assert setting((torch.zeros(4, 1, 9, 9, dtype=torch.long), images)) == (2, (8, 6))
-    assert setting([*images]) == (2, (8, 6))
-    assert setting((list(images), ids)) == (2, (8, 6))
-    assert setting([torch.rand(3, 8, 6), torch.rand(3, 9, 6)]) == (2, None)
-    assert setting(ids) == (5, None)
-    assert setting([{"image": torch.rand(3, 8, 6)}]) == (None, None)  # one dict a sample, of which nothing is known
-    assert setting({"scale": 2.0}) == (None, None)
+    assert layout({"ids": ids, "images": images}) == (2, (8, 6))
+    assert layout((torch.zeros(4, 1, 9, 9, dtype=torch.long), images)) == (2, (8, 6))
+    assert layout([*images]) == (2, (8, 6))
+    assert layout((list(images), ids)) == (2, (8, 6))
+    assert layout([torch.rand(3, 8, 6), torch.rand(3, 9, 6)]) == (2, None)
+    assert layout(ids) == (5, None)
+    assert layout([{"image": torch.rand(3, 8, 6)}]) == (None, None)  # one dict per sample: nothing is known of them
+    assert layout({"scale": 2.0}) == (None, None)

@@ -514,7 +514,7 @@ def test_every_call_of_a_layer_can_be_named(method):
     with pytest.raises(ValueError, match="layer 'conv' is called 3 times in a pass, .* call=0 to call=2"):
         method(model, x, 1, "conv")
     for call in (3, -4):
-        with pytest.raises(ValueError, match=f"call {call} of layer 'conv' does not exist, .* 3 times"):
+        with pytest.raises(ValueError, match=f"layer 'conv' has no call {call}: it is called 3 times"):
             method(model, x, 1, "conv", call=call)
 
 
@@ -524,7 +524,7 @@ def test_a_layer_by_path_by_module_by_class(x):
     for layer in (model.relu2, "relu2", "rel*2"):
         heat = grad_cam(model, x, layer=layer)
         assert heat.layer == "relu2" and torch.equal(heat.maps, expected)
-    with pytest.raises(SelectionError, match="layer must be one module, and .* selects 2: 'conv1', 'conv2'"):
+    with pytest.raises(SelectionError, match="layer must be one module, but .* selects 2: 'conv1', 'conv2'"):
         grad_cam(model, x, layer=nn.Conv2d)
     with pytest.raises(SelectionError, match="no module matches 'relu3'; nearest: 'relu"):
         grad_cam(model, x, layer="relu3")
@@ -620,30 +620,34 @@ def test_layers_that_give_containers(x):
         expected = grad_cam(model, x, 1, "inner.body").maps
         assert torch.allclose(grad_cam(model, x, 1, "inner").maps, expected, atol=1e-6)
     several = Around(lambda y: {"a": y, "b": y}, lambda v: v["a"]).eval()
-    with pytest.raises(ValueError, match="layer 'inner' gives a dict, {a: .*name a module inside it"):
+    with pytest.raises(ValueError, match="layer 'inner' returns a dict, {a: .*name a module inside it"):
         grad_cam(several, x, 1, "inner")
     assert grad_cam(several, x, 1).layer == "inner.body"
     nothing = Around(lambda y: [y, None, y], lambda v: v[0])
-    with pytest.raises(ValueError, match="layer 'inner' gives a list"):
+    with pytest.raises(ValueError, match="layer 'inner' returns a list"):
         grad_cam(nothing, x, 1, "inner")
 
 
 def test_layers_without_extent_say_which_have_it(x):
     model = Net().eval()
     with pytest.raises(
-        ValueError, match="layer 'fc' has no spatial extent: it gave 4×5 for 4 samples; name one that ha"
+        ValueError, match="layer 'fc' has no spatial extent: its output is 4×5 for 4 samples; name one that ha"
     ):
         grad_cam(model, x, layer="fc")
-    with pytest.raises(ValueError, match="layer 'pool' has no spatial extent: it gave 4×8×1×1 .* as 'drop' or 'relu2'"):
+    with pytest.raises(
+        ValueError, match="'pool' has no spatial extent: its output is 4×8×1×1 .* such as 'drop' or 'relu2'"
+    ):
         grad_cam(model, x, layer="pool")
     squeezing = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Upsample(scale_factor=4), nn.Flatten())
-    with pytest.raises(ValueError, match="layer '1' .*; name one that has, as '0', or say"):  # not what comes after
+    with pytest.raises(
+        ValueError, match="layer '1' .*; name one that has, such as '0', or pass"
+    ):  # not what comes after
         grad_cam(squeezing, x, 0, "1")
     words = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.Flatten(), nn.Linear(28, 3))
-    with pytest.raises(ValueError, match="the model has no layer with a spatial extent"):
+    with pytest.raises(ValueError, match="no layer of the model has a spatial extent"):
         grad_cam(words, torch.zeros(2, 7, dtype=torch.long))
     with pytest.raises(
-        ValueError, match="layer '1' has no spatial extent: it gave 2×7×4 for 2 samples; say with fold="
+        ValueError, match="layer '1' has no spatial extent: its output is 2×7×4 for 2 samples; pass a function fold="
     ):
         grad_cam(words, torch.zeros(2, 7, dtype=torch.long), layer="1")
     line = grad_cam(words, torch.zeros(2, 7, dtype=torch.long), 0, "1", fold=lambda v: v.mT[:, :, None])
@@ -661,7 +665,7 @@ def test_layers_that_the_target_does_not_depend_on():
             return self.read(x).mean((2, 3))
 
     model, x = Ending(), torch.randn(1, 3, 8, 8)
-    with pytest.raises(ValueError, match="the target does not depend on what layer 'unread' gave"):
+    with pytest.raises(ValueError, match="the target does not depend on the output of layer 'unread'"):
         grad_cam(model, x, 0, "unread")
     with pytest.raises(SilentError, match="never"):
         grad_cam(model, x, 0, "never")
@@ -671,10 +675,10 @@ def test_layers_that_the_target_does_not_depend_on():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"call": 1}, ValueError, "call speaks of one layer: say with layer="),
-        ({"call": True, "layer": "relu1"}, TypeError, "call must be a whole number or None, not True"),
-        ({"call": 0.0, "layer": "relu1"}, TypeError, "call must be a whole number"),
-        ({"fold": torch.relu}, ValueError, "fold speaks of one layer: say with layer="),
+        ({"call": 1}, ValueError, "call= applies to one layer: name it with layer="),
+        ({"call": True, "layer": "relu1"}, TypeError, "call must be an integer or None, not True"),
+        ({"call": 0.0, "layer": "relu1"}, TypeError, "call must be an integer"),
+        ({"fold": torch.relu}, ValueError, "fold= applies to one layer: name it with layer="),
         ({"layer": 3}, SelectionError, "query 3 is a int"),
         ({"target": 5}, ValueError, "target 5 is out of range: the model has 5 classes, 0 to 4"),
     ],

@@ -174,14 +174,17 @@ def test_a_trained_network_and_its_maps():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"maps": torch.rand(8, 8)}, "N×h×w of numbers, not 8×8"),
+        ({"maps": torch.rand(8, 8)}, "floating-point tensor N×h×w, not 8×8"),
         ({"maps": [1]}, "not a list"),
-        ({"maps": torch.full((1, 8, 8), torch.nan)}, "not finite"),
-        ({"maps": torch.rand(2, 8, 8)}, "one map a sample"),
+        ({"maps": torch.full((1, 8, 8), torch.nan)}, "contain NaN or Inf"),
+        ({"maps": torch.rand(2, 8, 8)}, "one map per sample"),
         ({"x": torch.rand(1, 12)}, "no images N×C×H×W to erase: it is 1×12"),
-        ({"x": torch.zeros(1, 3, 12, 12, dtype=torch.uint8)}, "the images in x are torch.uint8: .* floating point"),
+        (
+            {"x": torch.zeros(1, 3, 12, 12, dtype=torch.uint8)},
+            "images in x are torch.uint8, but only floating-point",
+        ),
         ({"baseline": "black"}, "baseline must be 'blur', 'zero', 'mean' or a tensor"),
-        ({"baseline": torch.rand(2, 7)}, "baseline 2×7 cannot be spread over images 1×3×12×12"),
+        ({"baseline": torch.rand(2, 7)}, "baseline 2×7 cannot be broadcast to images 1×3×12×12"),
         ({"steps": 0}, "steps must be at least 1"),
         ({"target": 9}, "target 9 is out of range"),
     ],

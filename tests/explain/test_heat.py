@@ -80,16 +80,16 @@ def test_an_overlay_has_each_map_over_its_own_image():
         assert torch.allclose(picture.float(), image.permute(1, 2, 0)) and torch.allclose(warmth.float(), maps)
     for one in (images[0], images[:1], [images[0]], images[0].permute(1, 2, 0).numpy()):
         assert len(whole[0].overlay(one).axes[0].images) == 2
-    with pytest.raises(ValueError, match="image must be 5, one a sample, not 2; heat\\[0\\] is the first alone"):
+    with pytest.raises(ValueError, match="pass 5 images, one per sample, not 2; heat\\[0\\] is the first sample alone"):
         whole.overlay(images[:2])
 
 
 def test_what_is_no_heat_is_refused():
-    with pytest.raises(ValueError, match="maps must be N×h×w, and target one a sample, not 2×3 and 2 targets"):
+    with pytest.raises(ValueError, match="maps must be N×h×w, with N targets, not 2×3 with 2 targets"):
         heat(torch.zeros(2, 3))
-    with pytest.raises(ValueError, match="not 2×3×4 and 1 targets"):
+    with pytest.raises(ValueError, match="not 2×3×4 with 1 targets"):
         heat(torch.zeros(2, 3, 4), [1])
-    with pytest.raises(ValueError, match="was no image"):
+    with pytest.raises(ValueError, match="was not an image"):
         heat(torch.zeros(1, 3, 4), size=None).at_input_size()
 
 

@@ -210,7 +210,7 @@ def test_what_is_wrong_is_told(method):
     model = small()
     with pytest.raises(ValueError, match="batch must be"):
         method(model, torch.rand(1, 3, 32, 32), batch=0)
-    with pytest.raises(ValueError, match="layer 'fc' has no spatial extent: it gave 1×10 for 1 sample"):
+    with pytest.raises(ValueError, match="layer 'fc' has no spatial extent: its output is 1×10 for 1 sample"):
         method(model, torch.rand(1, 3, 32, 32), layer="fc")
     with pytest.raises(ValueError, match="target 10 is out of range: the model has 10 classes"):
         method(model, torch.rand(1, 3, 32, 32), target=10)
@@ -233,6 +233,6 @@ def test_score_cam_of_images_of_whole_numbers():
 
 def test_score_cam_needs_images():
     net = nn.Sequential(nn.Unflatten(1, (2, 4, 4)), nn.Conv2d(2, 3, 1), nn.Flatten())
-    with pytest.raises(ValueError, match="score_cam looks at images through maps, and x has none"):
+    with pytest.raises(ValueError, match="score_cam masks images, but x has none"):
         score_cam(net, torch.rand(2, 32), target=0, layer="1")
     assert ablation_cam(net, torch.rand(2, 32), target=0, layer="1").maps.shape == (2, 4, 4)

@@ -176,7 +176,7 @@ def test_objects_that_stand_out_nowhere_are_told():
     found = pyramid(Levels(scales=(0.0, float("nan"), 0.0)), torch.rand(1, 1, 64, 64), [[[0.0, 0.0, 16.0, 16.0]]])
     assert "1 small object: nowhere clearly above background" in found.verdict
     everywhere = pyramid(Levels(), torch.rand(1, 1, 64, 64), [[[0.0, 0.0, 64.0, 64.0]]])
-    assert "1 medium object: cannot be compared with a background." in everywhere.verdict
+    assert "1 medium object: there is no background to compare with." in everywhere.verdict
 
 
 @pytest.mark.parametrize("name", ["fcos_resnet50_fpn", "fasterrcnn_mobilenet_v3_large_320_fpn"])
@@ -209,13 +209,13 @@ def test_names_are_escaped():
 @pytest.mark.parametrize(
     ("images", "boxes", "options", "said"),
     [
-        (torch.rand(3, 8, 8), None, {}, r"one image alone is images\[None\]"),
+        (torch.rand(3, 8, 8), None, {}, r"pass a single image as images\[None\]"),
         ([torch.rand(3, 8, 8), torch.rand(3, 8, 9)], None, {}, "images of one size"),
         (torch.rand(1, 3, 64, 64), [], {}, "one tensor .k, 4. for each of the 1 images"),
-        (torch.rand(1, 3, 64, 64), [torch.rand(2, 3)], {}, r"image 0 must be of shape \[k, 4\]"),
-        (torch.rand(1, 3, 64, 64), [torch.tensor([[70.0, 0, 80, 10]])], {}, "no area inside of image 0"),
+        (torch.rand(1, 3, 64, 64), [torch.rand(2, 3)], {}, r"image 0 must have shape \[k, 4\]"),
+        (torch.rand(1, 3, 64, 64), [torch.tensor([[70.0, 0, 80, 10]])], {}, "no area inside image 0"),
         (torch.rand(1, 3, 64, 64), [torch.tensor([[9.0, 0, 8, 10]])], {}, "x0, y0, x1, y1"),
-        (torch.rand(1, 3, 64, 64), None, {"layer": "head"}, "'head' gave 1×2×16×16, which is no pyramid"),
+        (torch.rand(1, 3, 64, 64), None, {"layer": "head"}, "'head' returned 1×2×16×16, which is not a pyramid"),
         (torch.rand(1, 3, 64, 64), None, {"layer": "nick"}, "nearest: 'neck'"),
     ],
 )
@@ -225,5 +225,5 @@ def test_bad_input(images, boxes, options, said):
 
 
 def test_a_model_without_a_pyramid():
-    with pytest.raises(SelectionError, match="no module of this Sequential gave"):
+    with pytest.raises(SelectionError, match="no module of this Sequential returned"):
         pyramid(nn.Sequential(nn.ReLU()), torch.rand(1, 3, 8, 8))

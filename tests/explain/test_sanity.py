@@ -43,10 +43,10 @@ def test_grad_cam_passes_and_edges_fail():
     net, x = Net(), images()
     found = sanity(grad_cam, net, x)
     assert found.passed and found.method == "grad_cam"
-    assert found.verdict.startswith("Passes: with all 5 layers randomised the maps are others (rank correlation ")
+    assert found.verdict.startswith("Passes: with all 5 layers randomised, the maps are different (rank correlation ")
     fails = sanity(edges, net, x)
     assert not fails.passed and [step.similarity for step in fails] == [1.0] * 5 == [s.absolute for s in fails]
-    assert "Fails: with all 5 layers randomised the maps are the same" in repr(fails)
+    assert "Fails: with all 5 layers randomised, the maps are the same" in repr(fails)
     assert "<table>" in fails._repr_html_() and len(fails.table()) == 5
 
 
@@ -133,7 +133,7 @@ def test_what_no_layer_after_the_map_changes_is_told():
     assert [step.similarity == pytest.approx(1.0) for step in found][:2] == [True, True]
     assert found.method == "eigen_cam"
     assert found.passed  # the norm is as fresh as it was made
-    assert "Nothing changes before 'early' does: what comes after it plays no part." in found.verdict
+    assert "Nothing changes until 'early' is randomised: the layers after it play no part." in found.verdict
 
 
 def test_the_class_is_that_of_the_model_as_it_is():
@@ -201,15 +201,15 @@ def test_a_pretrained_network():
     x = torch.stack([torch.tensor(transform.resize(one, (224, 224))).permute(2, 0, 1) for one in pictures])
     x = (x.float() * 255 - 127) / 128
     assert sanity(grad_cam, model, x, steps=2).passed
-    assert "much the same" in sanity(layer_cam, model, x, steps=2).verdict
+    assert "similar" in sanity(layer_cam, model, x, steps=2).verdict
 
 
 @pytest.mark.parametrize(
     ("method", "error", "said"),
     [
-        (lambda model, x, target: x, TypeError, "must give a Heat or maps N×h×w, and it gave 8×3×12×12"),
-        (lambda model, x, target: None, TypeError, "it gave a NoneType"),
-        (lambda model, x, target: torch.ones(8, 3, 3), ValueError, "the same everywhere"),
+        (lambda model, x, target: x, TypeError, "must return a Heat or maps N×h×w, but it returned 8×3×12×12"),
+        (lambda model, x, target: None, TypeError, "it returned a NoneType"),
+        (lambda model, x, target: torch.ones(8, 3, 3), ValueError, "are constant"),
     ],
 )
 def test_bad_methods(method, error, said):

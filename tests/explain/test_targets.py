@@ -1,4 +1,4 @@
-"""From a target to one number a sample, and what cannot be one."""
+"""From a target to one number per sample, and what cannot be one."""
 
 from collections import namedtuple
 
@@ -61,9 +61,9 @@ def test_a_function_of_the_output():
         (3, ValueError, "target 3 is out of range: the model has 3 classes, 0 to 2"),
         (-1, ValueError, "target -1 is out of range"),
         ([0, 3], ValueError, "target 3 is out of range"),
-        ([0], ValueError, "one class a sample: it has 1, and there are 2 samples"),
-        (torch.tensor([0, 1, 2]), ValueError, "it has 3, and there are 2"),
-        ("cat", TypeError, "target must be a class, one class a sample, a function .* not 'cat'"),
+        ([0], ValueError, "one class per sample: it has 1 for 2 samples"),
+        (torch.tensor([0, 1, 2]), ValueError, "it has 3 for 2 samples"),
+        ("cat", TypeError, "target must be a class, one class per sample, a function .* not 'cat'"),
         (1.0, TypeError, "not 1.0"),
         (True, TypeError, "not True"),
         (torch.tensor([0.5, 1.0]), TypeError, "target must be a class"),
@@ -78,9 +78,9 @@ def test_what_is_no_class_of_this_model(target, error, message):
 @pytest.mark.parametrize(
     ("function", "error", "message"),
     [
-        (lambda out: 3.0, TypeError, "must return a tensor of one number a sample, and it returned a float"),
+        (lambda out: 3.0, TypeError, "must return a tensor with one number per sample, but it returned a float"),
         (lambda out: out, TypeError, "returned shape 2×3"),
-        (lambda out: out.argmax(1), TypeError, "must return a tensor of one number a sample"),
+        (lambda out: out.argmax(1), TypeError, "must return a tensor with one number per sample"),
         (lambda out: out[0], ValueError, "returned 3 numbers for 2 samples"),
     ],
 )

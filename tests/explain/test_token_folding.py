@@ -4,17 +4,19 @@ import pytest
 import torch
 from torch import nn
 
+from torchhook.core.model_state import inference
 from torchhook.core.trees import Arguments
-from torchhook.explain.cam_layer import reach, running, settle
 from torchhook.explain.cams import grad_cam, hires_cam
-from torchhook.explain.token_grid import Setting, checked, folding
+from torchhook.explain.layer_choice import choose_layer
+from torchhook.explain.layer_values import reach_layer
+from torchhook.explain.token_grid import ImageLayout, checked_fold, fold_for
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def shape_folded(shape, size=(64, 64), module=None, samples=2, grids=()):
     value = torch.zeros(shape)
-    fold = folding(value, module or nn.Identity(), Setting(samples, size, grids))
+    fold = fold_for(value, module or nn.Identity(), ImageLayout(samples, size, grids))
     return None if fold is None else tuple(fold(value).shape)
 
 
@@ -60,16 +62,18 @@ def test_shapes(shape, options, folded):
 
 
 def test_integers_are_no_maps():
-    assert folding(torch.zeros(2, 3, 8, 8, dtype=torch.long), nn.Identity(), Setting(2, (8, 8))) is None
+    assert fold_for(torch.zeros(2, 3, 8, 8, dtype=torch.long), nn.Identity(), ImageLayout(2, (8, 8))) is None
 
 
 def test_a_fold_of_ones_own_must_give_maps():
-    fold = checked(lambda value: value.view(2, 3, 2, 2), 2)
+    fold = checked_fold(lambda value: value.view(2, 3, 2, 2), 2)
     assert fold(torch.zeros(2, 12)).shape == (2, 3, 2, 2)
-    with pytest.raises(ValueError, match="fold must return 2 samples × channels × height × width, and of 2×12 it made"):
-        checked(lambda value: value, 2)(torch.zeros(2, 12))
-    with pytest.raises(ValueError, match="it made NoneType|it made None"):
-        checked(lambda value: None, None)(torch.zeros(2, 12))
+    with pytest.raises(
+        ValueError, match="must return 2 samples × channels × height × width, but turned 2×12 into 2×12"
+    ):
+        checked_fold(lambda value: value, 2)(torch.zeros(2, 12))
+    with pytest.raises(ValueError, match="into None"):
+        checked_fold(lambda value: None, None)(torch.zeros(2, 12))
 
 
 def torchvision_vit():
@@ -168,7 +172,9 @@ def test_tokens_after_the_patches_take_a_fold():
     def first(out):
         return out.logits[:, 0, 0]
 
-    with pytest.raises(ValueError, match="has no spatial extent: it gave 2×75×48 for 2 samples.* say with fold="):
+    with pytest.raises(
+        ValueError, match="no spatial extent: its output is 2×75×48 for 2 samples.* pass a function fold="
+    ):
         grad_cam(model, x, first, layer)
     fold = lambda value: value[:, 1:65].mT.unflatten(2, (8, 8))  # noqa: E731
     assert grad_cam(model, x, first, layer, fold=fold).maps.shape == (2, 8, 8)
@@ -189,9 +195,9 @@ def test_patches_lie_where_they_are_in_the_image(name):
     x = torch.randn(1, 3, *size)
     changed = x.clone()
     changed[..., 40:48, 16:24] += 1.0
-    with running(model):
-        place = settle(model, Arguments.of(x), None, early)
-        before, after = (reach(model, Arguments.of(image), place, graph=False).maps for image in (x, changed))
+    with inference(model):
+        layer = choose_layer(model, Arguments.of(x), None, early)
+        before, after = (reach_layer(model, Arguments.of(image), layer, graph=False).maps for image in (x, changed))
     touched = (before - after).abs().sum(1)[0] > 1e-6
     patch = size[0] // touched.shape[0]
     expected = torch.zeros(size, dtype=torch.bool)
@@ -213,9 +219,9 @@ def test_fold_says_it_for_other_layouts():
             return self.head(self.tokens(self.cut(x).flatten(2).permute(2, 0, 1)).mean(0))
 
     model, x = Sequence(), torch.randn(2, 3, 16, 24)
-    with pytest.raises(ValueError, match="layer 'tokens' has no spatial extent: it gave 24×2×6 for 2 samples"):
+    with pytest.raises(ValueError, match="layer 'tokens' has no spatial extent: its output is 24×2×6 for 2 samples"):
         grad_cam(model, x, layer="tokens")
     heat = hires_cam(model, x, layer="tokens", fold=lambda value: value.permute(1, 2, 0).unflatten(2, (4, 6)))
     assert torch.allclose(heat.maps, hires_cam(model, x, layer="cut").maps, atol=1e-6)
-    with pytest.raises(ValueError, match="fold speaks of one layer"):
+    with pytest.raises(ValueError, match="fold= applies to one layer"):
         grad_cam(model, x, fold=lambda value: value)

@@ -125,9 +125,7 @@ def test_a_module_called_twice_wants_to_know_which_call():
             return self.act(-self.act(x) + 1)
 
     loader = [torch.tensor([[0.0], [5.0]])] * 3
-    with pytest.raises(
-        ValueError, match="'act' is called 2 times in a pass; say which call is meant with call=0 to call=1"
-    ):
+    with pytest.raises(ValueError, match="'act' is called 2 times in a pass; choose one with call=0 to call=1"):
         top_examples(Twice(), loader, "act", 0, progress=None)
     assert [top_examples(Twice(), loader, "act", 0, k=1, call=n, progress=None)[0].sample for n in (0, 1)] == [1, 0]
     with pytest.raises(ValueError, match="call must be 0 to 1"):
@@ -158,9 +156,11 @@ def test_progress_is_shown_in_a_terminal():
 
     model, file = nn.Sequential(nn.ReLU()), Terminal()
     top_examples(model, [torch.ones(1, 1)] * 4, "0", 0, progress=file)
-    assert file.getvalue().endswith("█ 4/4\n")
+    assert "batches" in file.getvalue() and "━" in file.getvalue() and "4/4" in file.getvalue()
     top_examples(model, iter([torch.ones(1, 1)] * 3), "0", 0, progress=(file := Terminal()))
-    assert file.getvalue() == "\rbatches 1\rbatches 2\rbatches 3\n"
+    assert "batches" in file.getvalue() and "3/?" in file.getvalue()  # how many there are is not known
+    top_examples(model, [torch.ones(1, 1)] * 4, "0", 0, progress=(file := io.StringIO()))
+    assert not file.getvalue()  # not a terminal
 
 
 def test_a_notebook_shows_the_images():
@@ -170,23 +170,23 @@ def test_a_notebook_shows_the_images():
     assert '<img alt="" src="data:image/png;base64,' in found._repr_html_()
     words = top_examples(nn.Sequential(nn.ReLU()), [torch.rand(3, 4)], "0", 2, progress=None)
     assert "<img" not in words._repr_html_()
-    with pytest.raises(ValueError, match="no images"):
+    with pytest.raises(ValueError, match="not images"):
         words.figure()
 
 
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"unit": 6}, ValueError, "unit 6 is beyond the 6 units that there are, 0 to 5"),
-        ({"unit": -1}, ValueError, "unit must be a whole number from 0"),
+        ({"unit": 6}, ValueError, "unit 6 is out of range: there are 6 units, 0 to 5"),
+        ({"unit": -1}, ValueError, "unit must be an integer from 0"),
         ({"unit": True}, ValueError, "unit must be"),
         ({"unit": []}, ValueError, "unit must be"),
         ({"k": 0}, ValueError, "k must be at least 1"),
         ({"by": "sum"}, ValueError, "'max' or 'mean'"),
         ({"loader": []}, ValueError, "loader has no batches"),
-        ({"loader": torch.ones(2, 3, 8, 8)}, TypeError, "put one batch alone into a list"),
+        ({"loader": torch.ones(2, 3, 8, 8)}, TypeError, "put a single batch into a list"),
         ({"site": "cunv"}, SelectionError, "nearest: 'conv'"),
-        ({"site": "*"}, SelectionError, "site must be one module, and 3 match"),
+        ({"site": "*"}, SelectionError, "site must be one module, but 3 match"),
     ],
 )
 def test_bad_input(options, error, said):
@@ -200,7 +200,7 @@ def test_what_has_no_samples_first_is_refused():
         def forward(self, x):
             return x.t()
 
-    with pytest.raises(ValueError, match="gave 5×3 for 3 samples; its first dimension must be the samples"):
+    with pytest.raises(ValueError, match="returned 5×3 for 3 samples; its first dimension must be samples"):
         top_examples(nn.Sequential(Turned()), [torch.rand(3, 5)], "0", 0, progress=None)
 
 

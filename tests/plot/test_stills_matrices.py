@@ -17,7 +17,7 @@ from torch import nn
 
 import torchhook
 from torchhook import Site, plot
-from torchhook.edits.sweep import Row, Sweep
+from torchhook.edits.sweep import Sweep, SweepRow
 from torchhook.plot import similarity, sweep
 from torchhook.plot.style import label
 from torchhook.training.runs.queries import Series
@@ -86,9 +86,9 @@ def test_a_sweep_has_a_bar_for_each_site():
 
 def test_a_sweep_with_a_clean_run_shows_what_comes_back():
     made = [
-        Row(Site("a"), 1.0, 0.5, 0.25),
-        Row(Site("b", "input"), 1.0, 0.5, -0.1),
-        Row(Site("c"), 1.0, math.nan, math.nan),
+        SweepRow(Site("a"), 1.0, 0.5, 0.25),
+        SweepRow(Site("b", "input"), 1.0, 0.5, -0.1),
+        SweepRow(Site("c"), 1.0, math.nan, math.nan),
     ]
     figure = sweep(Sweep(made, 0.5, 2.5))
     assert sorted(bar.get_width() for bar in figure.axes[0].patches) == [-0.1, 0.25]
@@ -97,7 +97,7 @@ def test_a_sweep_with_a_clean_run_shows_what_comes_back():
 
 
 def test_a_sweep_in_which_nothing_changes_is_drawn():
-    assert png(sweep([Row(Site(""), 1.0, 0.0, None)]))
+    assert png(sweep([SweepRow(Site(""), 1.0, 0.0, None)]))
 
 
 def test_refuses_what_is_no_sweep():
@@ -115,7 +115,7 @@ DRAWN = {
     "gradient_flow": lambda **place: plot.gradient_flow(chain(3, grads=True), **place),
     "layer_heatmap": lambda **place: plot.layer_heatmap(Series([0, 1], ["a"], torch.rand(1, 2)), **place),
     "similarity": lambda **place: plot.similarity(torch.rand(3, 3), **place),
-    "sweep": lambda **place: plot.sweep([Row(Site("a"), 1.0, 0.5, None)], **place),
+    "sweep": lambda **place: plot.sweep([SweepRow(Site("a"), 1.0, 0.5, None)], **place),
 }
 
 

@@ -11,18 +11,19 @@ import typer
 
 from torchhook.cli.loaders import model_of, wrong
 from torchhook.cli.options import Model
+from torchhook.core.optional import require
 from torchhook.core.progress import progress_bar
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-_IMAGE = "What the model is shown"
-_MEAN, _STD = "0.485,0.456,0.406", "0.229,0.224,0.225"  # as nearly all models for ImageNet are trained
+_IMAGE = "Image"
+_MEAN, _STD = "0.485,0.456,0.406", "0.229,0.224,0.225"  # the usual ones of models trained on ImageNet
 _FORMATS = (".jpg", ".jpeg", ".pdf", ".png", ".svg", ".webp")
 
 
 class Method(str, Enum):
-    """The maps there are."""
+    """The methods for heat maps."""
 
     grad_cam = "grad_cam"
     grad_cam_pp = "grad_cam_pp"
@@ -36,34 +37,36 @@ class Method(str, Enum):
 
 def explain(
     model: Model,
-    image: Annotated[Path, typer.Argument(metavar="IMAGE", help="A file with a picture.")],
+    image: Annotated[Path, typer.Argument(metavar="IMAGE", help="An image file.")],
     method: Annotated[Method, typer.Option(metavar="NAME", help=", ".join(one.value for one in Method))] = (
         Method.grad_cam
     ),
     target: Annotated[
-        int | None, typer.Option(metavar="CLASS", help="The number of a class; if not said, what the model sees.")
+        int | None, typer.Option(metavar="CLASS", help="Index of the class to explain; by default the predicted class.")
     ] = None,
     layer: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Of a module; if not said, the last with a spatial extent.")
+        str | None, typer.Option(metavar="PATH", help="Path of a module; by default the last with a spatial extent.")
     ] = None,
     call: Annotated[
-        int | None, typer.Option(metavar="N", help="Which call of the layer, if there are several in a pass.")
+        int | None, typer.Option(metavar="N", help="Which call of the layer, if it is called several times in a pass.")
     ] = None,
     size: Annotated[
-        int, typer.Option(metavar="PIXELS", min=1, rich_help_panel=_IMAGE, help="The middle square, of this size.")
+        int,
+        typer.Option(metavar="PIXELS", min=1, rich_help_panel=_IMAGE, help="Size of the central square."),
     ] = 224,
     mean: Annotated[
-        str, typer.Option(metavar="R,G,B", rich_help_panel=_IMAGE, help="Subtracted from colours in [0, 1].")
+        str,
+        typer.Option(metavar="R,G,B", rich_help_panel=_IMAGE, help="Subtracted from colours in [0, 1]."),
     ] = _MEAN,
-    std: Annotated[str, typer.Option(metavar="R,G,B", rich_help_panel=_IMAGE, help="Divided by.")] = _STD,
-    device: Annotated[str | None, typer.Option(metavar="NAME", help="Where to put the model: cuda, cpu, ...")] = None,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="The picture to write: .png, .jpg, .pdf or .svg.")] = (
+    std: Annotated[str, typer.Option(metavar="R,G,B", rich_help_panel=_IMAGE, help="Divides them.")] = _STD,
+    device: Annotated[str | None, typer.Option(metavar="NAME", help="Device for the model: cuda, cpu, ...")] = None,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Image to write: .png, .jpg, .pdf or .svg.")] = (
         Path("cam.png")
     ),
 ) -> None:
-    """Show where in an image a model looks, as a heat map over it.
+    """Draw a heat map over an image: where the model looks.
 
-    MODEL is package.module:name, also of modules in the current folder.
+    MODEL is package.module:name; modules in the current folder work, too.
 
     [bold]torchhook explain torchvision.models:resnet18 cat.jpg --out cam.png
     torchhook explain net:pretrained cat.jpg --method hires_cam --target 282[/]
@@ -71,7 +74,7 @@ def explain(
     _require_drawable(out)
     centre, spread = _colours(mean, "--mean"), _colours(std, "--std")
     if not all(spread):
-        raise wrong("--std", "colours are divided by it, so it cannot be 0")
+        raise wrong("--std", "colours are divided by it, so it must not be 0")
     picture = _read(image)
     with progress_bar("loading", sys.stderr):
         import torch
@@ -91,17 +94,17 @@ def explain(
 
 
 def _require_drawable(out: Path) -> None:
-    """Refuse a file that a picture could not be written to, before anything is worked for."""
+    """Refuse a file that no image can be written to, before any work is done."""
     if out.suffix.lower() not in _FORMATS:
-        raise wrong("--out", f"a picture ends in {', '.join(_FORMATS)}, and {out.name!r} does not")
+        raise wrong("--out", f"{out.name!r} must end in {', '.join(_FORMATS)}")
     if not out.parent.is_dir():
         raise wrong("--out", f"there is no folder {str(out.parent)!r}")
 
 
 def _require_classes(net: nn.Module, batch: Tensor, method: Method) -> None:
-    """Refuse a model that is not for pictures, or that says something of which a number cannot choose.
+    """Refuse a model that does not run on images or whose output has no classes.
 
-    A principal component is of no class, so that anything will do.
+    eigen_cam needs no class, so it accepts any output.
     """
     from torchhook.core.model_state import inference
     from torchhook.core.text import shape_of
@@ -113,8 +116,8 @@ def _require_classes(net: nn.Module, batch: Tensor, method: Method) -> None:
         except RuntimeError as error:
             why = str(error).partition("\n")[0].rstrip(".")
             raise ValueError(
-                f"the model cannot be run on a picture of {shape_of(batch)}: {why}; --size sets its height and width,"
-                " and for a model of other inputs use torchhook.explain from Python"
+                f"cannot run the model on an image of {shape_of(batch)}: {why}; set its height and width with --size;"
+                " for a model with other inputs, use torchhook.explain from Python"
             ) from error
     if method is Method.eigen_cam:
         return
@@ -122,7 +125,7 @@ def _require_classes(net: nn.Module, batch: Tensor, method: Method) -> None:
         logits_of(output)
     except ValueError as error:
         raise ValueError(
-            f"the model returned {shape_of(output)}, not one number for each class; to say what of it to explain, use"
+            f"the model returned {shape_of(output)}, not one number per class; to choose what to explain, use"
             f" torchhook.explain.{method.value} from Python with target="
         ) from error
 
@@ -131,27 +134,24 @@ def _colours(text: str, option: str) -> list[float]:
     try:
         red, green, blue = map(float, text.split(","))
     except ValueError:
-        raise wrong(option, f"write three numbers with commas between, as {_MEAN}, not {text!r}") from None
+        raise wrong(option, f"pass three numbers separated by commas, such as {_MEAN}, not {text!r}") from None
     return [red, green, blue]
 
 
 def _read(file: Path) -> Any:
-    """The picture in a file, which is no more trusted than any other."""
+    """The image in a file, upright and in RGB."""
+    image, ops = (require(f"PIL.{name}", "plot", "torchhook explain") for name in ("Image", "ImageOps"))
     try:
-        from PIL import Image, ImageOps, UnidentifiedImageError
-    except ImportError as error:
-        raise ImportError('pictures need matplotlib: pip install "torchhook[plot]"') from error
-    try:
-        with Image.open(file) as opened:
-            return ImageOps.exif_transpose(opened).convert("RGB")
+        with image.open(file) as opened:
+            return ops.exif_transpose(opened).convert("RGB")
     except FileNotFoundError:
         raise wrong("IMAGE", f"there is no file {str(file)!r}") from None
-    except (UnidentifiedImageError, OSError, ValueError) as error:
-        raise wrong("IMAGE", f"{str(file)!r} cannot be read as a picture: {error}") from None
+    except (OSError, ValueError) as error:  # an image that PIL does not recognise is an OSError, too
+        raise wrong("IMAGE", f"cannot read {str(file)!r} as an image: {error}") from None
 
 
 def _square(picture: Any, size: int) -> Tensor:
-    """The middle of a picture, 3 × size × size in [0, 1]."""
+    """The central square of an image, 3 × size × size in [0, 1]."""
     import torch
     from PIL import Image, ImageOps
 

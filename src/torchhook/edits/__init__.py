@@ -1,7 +1,7 @@
-"""Edits: what can be done to a value on its way through a model.
+"""Edits: ways to change a value as it flows through a model.
 
-Each returns an `Edit` for `torchhook.edit` or a `Tap`. Where the value is nested, ``at=`` says which tensor
-is meant: a position or a name (``at=0``, ``at="hidden_states"``), or several of them on the way down.
+Each function returns an `Edit` for `torchhook.edit` or a `Tap`. If the value is nested, ``at=`` says which tensor
+to edit: a position or a name (``at=0``, ``at="hidden_states"``), or a tuple of them for deeper nesting.
 """
 
 from torchhook.core.edit import Edit

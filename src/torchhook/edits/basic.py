@@ -1,4 +1,4 @@
-"""Edits that need nothing but the value itself."""
+"""Edits that need only the value itself: zero, replace, add, scale, clamp, noise, apply."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchhook.core.site import Site
 
 
 class Zero(Edit):
-    """All zeros. `zero` is one already; ``zero(at=0)`` says where.
+    """Replace the value by zeros. `zero` is an edit itself; ``zero(at=0)`` picks a tensor of a nested value.
 
     >>> from torchhook import edit, edits
     >>> model = nn.Sequential(nn.Identity(), nn.Identity())
@@ -35,7 +35,7 @@ zero = Zero()
 
 
 class WithOperand(Edit):
-    """An edit with a number or a tensor, which is brought to the module's device once, not at every call."""
+    """An edit with a number or a tensor, which is moved to the module's device once, not at every call."""
 
     def __init__(self, operand: Tensor | float, where: Any = None, at: At = None) -> None:
         super().__init__(at)
@@ -43,43 +43,43 @@ class WithOperand(Edit):
         self.where = where
 
     def bound(self, site: Site, module: nn.Module) -> Edit:
-        where = next((p.device for p in module.parameters()), None)
-        if where is None or not isinstance(self.operand, Tensor):
+        device = next((p.device for p in module.parameters()), None)
+        if device is None or not isinstance(self.operand, Tensor):
             return self
         twin = copy.copy(self)
-        twin.operand = self.operand.to(where)
+        twin.operand = self.operand.to(device)
         return twin
 
     def like(self, x: Tensor) -> Any:
-        """The operand as it can be combined with `x`."""
+        """The operand in the dtype and on the device of `x`."""
         return self.operand.to(x) if isinstance(self.operand, Tensor) else self.operand
 
 
 class Replace(WithOperand):
-    """Something else."""
+    """Replaces the value."""
 
     def change(self, x: Tensor, call: int) -> Tensor:
         if isinstance(self.operand, Tensor):
-            return partly(x, spread(self.operand, x, "replace"), self.where)
+            return partly(x, fitted(self.operand, x, "replace"), self.where)
         return partly(x, x.new_full(x.shape, self.operand), self.where)
 
 
 class Add(WithOperand):
-    """A vector on top."""
+    """Adds to the value."""
 
     def change(self, x: Tensor, call: int) -> Tensor:
         return partly(x, x + self.like(x), self.where)
 
 
 class Scale(WithOperand):
-    """More, or less."""
+    """Multiplies the value."""
 
     def change(self, x: Tensor, call: int) -> Tensor:
         return partly(x, x * self.like(x), self.where)
 
 
 class Clamp(Edit):
-    """Within bounds."""
+    """Limits the value to a range."""
 
     def __init__(self, low: float | None, high: float | None, at: At = None) -> None:
         super().__init__(at)
@@ -91,7 +91,7 @@ class Clamp(Edit):
 
 
 class Noise(Edit):
-    """Noise on top. With a seed, a function of seed and path: a checkpoint that computes again has the same."""
+    """Adds noise. With a seed, it depends on seed and path only, so that a checkpoint recomputes the same noise."""
 
     def __init__(self, std: float, seed: int | None, at: At = None) -> None:
         super().__init__(at)
@@ -112,7 +112,7 @@ class Noise(Edit):
 
 
 class Apply(Edit):
-    """A function of one's own."""
+    """Applies a function."""
 
     def __init__(self, function: Callable[[Any], Any], at: At = None) -> None:
         super().__init__(at)
@@ -127,7 +127,7 @@ class Apply(Edit):
 
 
 def replace(value: Tensor | float, where: Any = None, at: At = None) -> Edit:
-    """`value`, spread over the shape of what is there, or only `where` a mask or an index says.
+    """Replace the value by `value`, broadcast to its shape; `where` limits it to a mask or an index.
 
     >>> from torchhook import edit, edits
     >>> model = nn.Sequential(nn.Identity(), nn.Identity())
@@ -139,7 +139,7 @@ def replace(value: Tensor | float, where: Any = None, at: At = None) -> Edit:
 
 
 def add(vector: Tensor | float, where: Any = None, at: At = None) -> Edit:
-    """What is there plus `vector`: steering. `where` may say where alone: ``(slice(None), -1)``, the last position.
+    """Add `vector` (steering); `where` limits it to a mask or an index, as ``(slice(None), -1)``: the last position.
 
     >>> from torchhook import edit, edits
     >>> model = nn.Sequential(nn.Identity(), nn.Identity())
@@ -151,7 +151,7 @@ def add(vector: Tensor | float, where: Any = None, at: At = None) -> Edit:
 
 
 def scale(factor: Tensor | float, where: Any = None, at: At = None) -> Edit:
-    """What is there times `factor`, or only `where` a mask or an index says.
+    """Multiply the value by `factor`; `where` limits it to a mask or an index.
 
     >>> from torchhook import edit, edits
     >>> model = nn.Sequential(nn.Identity(), nn.Identity())
@@ -163,7 +163,7 @@ def scale(factor: Tensor | float, where: Any = None, at: At = None) -> Edit:
 
 
 def clamp(min: float | None = None, max: float | None = None, at: At = None) -> Edit:  # noqa: A002 (torch's names)
-    """What is there, but no less than `min` and no more than `max`.
+    """Limit the value to the range from `min` to `max`.
 
     >>> from torchhook import edit, edits
     >>> model = nn.Sequential(nn.Identity(), nn.Identity())
@@ -177,7 +177,7 @@ def clamp(min: float | None = None, max: float | None = None, at: At = None) -> 
 
 
 def noise(std: float, seed: int | None = None, at: At = None) -> Edit:
-    """What is there plus Gaussian noise: new at every call, or, with a `seed`, the same for a place and shape.
+    """Add Gaussian noise: new at every call, or, with a `seed`, always the same for a given site and shape.
 
     >>> from torchhook import edit, edits
     >>> model = nn.Sequential(nn.Identity(), nn.Identity())
@@ -189,9 +189,9 @@ def noise(std: float, seed: int | None = None, at: At = None) -> Edit:
 
 
 def apply(function: Callable[[Any], Any], at: At = None) -> Edit:
-    """What `function` makes of the whole value there, or of the tensor that `at` says.
+    """Replace the value by `function` of it, or one tensor of it if `at` is given.
 
-    In `torchhook.edit` the bare function will do; a `Tap` takes it for an observer.
+    `torchhook.edit` also accepts the bare function; a `Tap` would treat that as an observer.
 
     >>> from torchhook import Session, Tap, edits
     >>> model = nn.Sequential(nn.Identity(), nn.Identity())
@@ -205,7 +205,7 @@ def apply(function: Callable[[Any], Any], at: At = None) -> Edit:
 
 
 def partly(x: Tensor, new: Tensor, where: Any) -> Tensor:
-    """`new` where `where` says, a mask or an index, and `x` elsewhere; all of `new` if it is None."""
+    """`new` at the mask or index `where`, and `x` elsewhere; all of `new` if `where` is None."""
     if where is None:
         return new
     if isinstance(where, Tensor) and where.dtype == torch.bool:
@@ -215,8 +215,8 @@ def partly(x: Tensor, new: Tensor, where: Any) -> Tensor:
     return changed
 
 
-def spread(value: Tensor, x: Tensor, what: str) -> Tensor:
-    """`value` in the shape, dtype and place of `x`; a copy, since what comes next may work in place."""
+def fitted(value: Tensor, x: Tensor, what: str) -> Tensor:
+    """A copy of `value` in the shape and dtype and on the device of `x`; the next operation may work in place."""
     try:
         return value.to(x).expand_as(x).clone()
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Changing a model for a while: `edit`, `skip`, `clip_gradients`, and `arm` for models that are compiled."""
+"""Change what a model computes, inside a block: `edit`, `skip`, `clip_gradients`; `arm` prepares compiled models."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def edit(
     on_silent: OnSilent | None = None,
     group: str | None = None,
 ) -> Session:
-    """Change what flows at some places of `model`, inside the block.
+    """Change the values at some sites of `model`, inside the block.
 
-    `edits` says where and how: a query (or a pair of a query and a port) and an edit of `torchhook.edits`, or
-    any function of the value. Ports are ``output``, ``input``, ``grad_output``, ``grad_input`` and
-    ``param_grad``. Several edits at one site act in the order of the mapping, several sessions in the order in
-    which they were opened: a capture that is opened later sees what the edit made of it. Where a checkpoint
-    computes again in the backward, that has to run inside the block, too.
+    `edits` maps a query (or a pair of a query and a port) to an edit of `torchhook.edits` or to any function of the
+    value. Ports are ``output``, ``input``, ``grad_output``, ``grad_input`` and ``param_grad``. Several edits at one
+    site act in the order of the mapping, several sessions in the order in which they were opened: a capture that is
+    opened later sees the edited value. If a checkpoint recomputes in the backward, the backward must run inside the
+    block, too.
 
     >>> from torchhook import edit, edits
     >>> model = nn.Sequential(nn.Identity(), nn.ReLU())
@@ -47,29 +47,29 @@ def edit(
     tensor([2., 0.])
     """
     if not isinstance(edits, Mapping):
-        raise TypeError(f"edits must be a mapping of query to edit, not {edits!r:.80}")
+        raise TypeError(f"edits must map queries to edits, not {edits!r:.80}")
     if not edits:
-        raise ValueError("edits is empty: say where and how, as in {'layer3': torchhook.edits.zero}")
+        raise ValueError("edits is empty: pass a query and an edit, such as {'layer3': torchhook.edits.zero}")
     taps = []
-    for place, change in edits.items():
-        query, where = _place(place, port)
+    for key, change in edits.items():
+        query, where = _query_and_port(key, port)
         if not isinstance(change, Edit) and (not callable(change) or isinstance(change, type)):
             raise TypeError(f"the edit for {query!r} must be an Edit or a function of the value, not {change!r:.80}")
         taps.append(Tap(query, change if isinstance(change, Edit) else apply(change), where, group=group))
     return Session(model, taps, scope=scope, on_silent=on_silent)
 
 
-def _place(place: Any, port: Port) -> tuple[Any, Port]:
-    """The query and the port that a key of the mapping says."""
-    if not isinstance(place, tuple):
-        return place, port
-    if len(place) != 2 or place[1] not in PORTS:
-        raise ValueError(f"a key is a query or a pair of a query and a port ({', '.join(PORTS)}), not {place!r}")
-    return place
+def _query_and_port(key: Any, port: Port) -> tuple[Any, Port]:
+    """The query and the port of a key of the mapping."""
+    if not isinstance(key, tuple):
+        return key, port
+    if len(key) != 2 or key[1] not in PORTS:
+        raise ValueError(f"a key must be a query or a pair of a query and a port ({', '.join(PORTS)}), not {key!r}")
+    return key
 
 
 class Skip:
-    """Some modules of a model left out; see `torchhook.skip`."""
+    """Leaves some modules of a model out; see `torchhook.skip`."""
 
     def __init__(self, modules: list[nn.Module], returns: Callable[[Any], Any] | None) -> None:
         self._modules = modules
@@ -77,7 +77,7 @@ class Skip:
         self._patches: list[ForwardPatch] = []
 
     def attach(self) -> Skip:
-        """Leave them out from now on. (``with`` does this.)"""
+        """Start to leave them out. (``with`` does this.)"""
         if not self._patches:
             self._patches = [ForwardPatch(module, self._identity) for module in self._modules]
         return self
@@ -102,8 +102,8 @@ class Skip:
 def skip(model: nn.Module, *queries: Query, returns: Callable[[Any], Any] | None = None) -> Skip:
     """Run `model` without the selected modules, inside the block: each returns its first input.
 
-    Taps there still see it. `returns` makes of the input what the module would have returned, where that is
-    not a plain tensor: ``returns=lambda x: (x, None)``.
+    Taps on these modules still see it. If a module does not return a plain tensor, `returns` turns its input into
+    what it should return: ``returns=lambda x: (x, None)``.
 
     >>> from torchhook import skip
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
@@ -112,20 +112,20 @@ def skip(model: nn.Module, *queries: Query, returns: Callable[[Any], Any] | None
     tensor([0., 1.])
     """
     if not queries:
-        raise ValueError("skip needs a query: which modules to leave out")
+        raise ValueError("skip needs at least one query for the modules to leave out")
     modules = select(model, *queries)
     for path, module in modules.items() if returns is None else ():
         returned = str(getattr(type(module).forward, "__annotations__", {}).get("return", "")).lower()
         if isinstance(module, nn.RNNBase) or returned.startswith(("tuple", "typing.tuple")):
             raise ValueError(
-                f"{path!r}, a {type(module).__name__}, returns a tuple, which its input is not; say what to return,"
-                " as in returns=lambda x: (x, None)"
+                f"{path!r}, a {type(module).__name__}, returns a tuple, but its input is not one; say what to return,"
+                " such as returns=lambda x: (x, None)"
             )
     return Skip(list(dict.fromkeys(modules.values())), returns)
 
 
 class ClipGradients:
-    """Hooks that clip gradients, and how often they had to; see `torchhook.clip_gradients`."""
+    """Clips gradients by hooks, and counts how often; see `torchhook.clip_gradients`."""
 
     def __init__(self, parameters: dict[str, nn.Parameter], limit: float, by_norm: bool) -> None:
         self.limit = limit
@@ -143,11 +143,11 @@ class ClipGradients:
 
     @property
     def clipped(self) -> int:
-        """How many gradients were clipped in all."""
+        """The total number of clipped gradients."""
         return sum(self.counts.values())
 
     def remove(self) -> None:
-        """Clip no more. (The end of a ``with`` block does this.)"""
+        """Stop clipping. (The end of a ``with`` block does this.)"""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -164,9 +164,9 @@ class ClipGradients:
 
 
 class Clip:
-    """On a parameter: clips its gradient, and counts on the device, which nobody waits for."""
+    """The hook of one parameter: clips its gradient and counts on the device, without a synchronisation."""
 
-    __torch_unserializable__ = True  # torch.save of the model need not warn
+    __torch_unserializable__ = True  # so that torch.save of the model does not warn
 
     def __init__(self, count: Tensor, limit: float, by_norm: bool) -> None:
         self.count = count
@@ -187,11 +187,11 @@ class Clip:
 def clip_gradients(
     model: nn.Module, *queries: Query, value: float | None = None, norm: float | None = None
 ) -> ClipGradients:
-    """Clip the gradients of the selected modules' parameters (none: all) as they are made.
+    """Clip the gradients of the selected modules' parameters (without queries, all) as soon as they are computed.
 
-    By `value`, each number lies within ±`value`; by `norm`, each parameter's gradient has at most that L2
-    norm. (For the norm of all together there is ``torch.nn.utils.clip_grad_norm_``.) It holds from now on,
-    for good, or to the end of a ``with`` block. ``.clipped`` and ``.counts`` say what it did.
+    `value` limits each element to ±`value`; `norm` limits the L2 norm of each parameter's gradient. (For the total
+    norm of all gradients use ``torch.nn.utils.clip_grad_norm_``.) It applies until ``remove()`` or the end of a
+    ``with`` block. ``.clipped`` and ``.counts`` say how many gradients were clipped.
 
     >>> from torchhook import clip_gradients
     >>> model = nn.Linear(1, 1)
@@ -203,7 +203,7 @@ def clip_gradients(
     require_module(model)
     limits = [limit for limit in (value, norm) if limit is not None]
     if len(limits) != 1 or not limits[0] > 0:
-        raise ValueError(f"give value= or norm=, a positive number; got value={value!r}, norm={norm!r}")
+        raise ValueError(f"pass value= or norm=, a positive number; got value={value!r}, norm={norm!r}")
     modules = select(model, *queries) if queries else {"": model}
     parameters: dict[str, nn.Parameter] = {}
     for path, module in modules.items():
@@ -211,20 +211,20 @@ def clip_gradients(
             if parameter.requires_grad and not any(parameter is known for known in parameters.values()):
                 parameters[name] = parameter
     if not parameters:
-        raise ValueError("nothing selected has parameters that require gradients")
+        raise ValueError("no selected module has parameters that require gradients")
     if any(is_sharded(parameter) for parameter in parameters.values()):
         raise ValueError(
-            "the gradients of sharded parameters are made outside of autograd, where no hook sees them; use"
+            "the gradients of sharded parameters are computed outside autograd, where hooks cannot see them; use"
             " torch.nn.utils.clip_grad_norm_ after the backward"
         )
     return ClipGradients(parameters, limits[0], by_norm=norm is not None)
 
 
 def arm(model: nn.Module) -> Armed:
-    """Prepare `model`, before it is compiled, for taps that come afterwards.
+    """Prepare `model`, before it is compiled, for taps that are attached afterwards.
 
-    A graph that was compiled notices hooks only where it saw some before. Each attaching then compiles once
-    more, and after the taps are gone the first graph is used again. Returns a handle: ``.remove()`` disarms.
+    A compiled graph notices new hooks only on modules that had some when it was compiled. Attaching taps then compiles
+    once more, and when they are removed the first graph is used again. Returns a handle: ``.remove()`` disarms.
 
     >>> from torchhook import arm
     >>> model = nn.Sequential(nn.Linear(2, 2))

@@ -1,4 +1,4 @@
-"""Patching: values from elsewhere, or from another run, in the place of those that are there."""
+"""Patching: replace values by a tensor, or by those of another run."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torchhook.core.edit import At, Edit, in_arguments
 from torchhook.core.errors import NotRecordedError, TapError
 from torchhook.core.site import Site
 from torchhook.core.trees import Address, Arguments, leaves
-from torchhook.edits.basic import partly, spread
+from torchhook.edits.basic import fitted, partly
 
 Source = Tensor | Mapping[str, Any]
 
 
 class Patch(Edit):
-    """Values from `source` where `where` says."""
+    """Replaces the value by that of `source`, at the positions `where`."""
 
     def __init__(self, source: Source, where: Any, at: At = None) -> None:
         super().__init__(at)
@@ -30,19 +30,19 @@ class Patch(Edit):
         if isinstance(self.source, Tensor):
             return self
         twin = copy.copy(self)
-        twin.values = captured(self.source, site, self.at)
+        twin.values = captured_values(self.source, site, self.at)
         twin.by_call = len(twin.values) > 1
         return twin
 
     def change(self, x: Tensor, call: int) -> Tensor:
         value = of_call(self.values, call, isinstance(self.source, Tensor))
-        return partly(x, spread(value, x, "patch"), self.where)
+        return partly(x, fitted(value, x, "patch"), self.where)
 
 
 def patch(source: Source, where: Any = None, at: At = None) -> Edit:
-    """The value of `source`: a tensor, or a capture, of which it takes the same site and call.
+    """Replace the value by `source`: a tensor, or a capture, from which it takes the same site and call.
 
-    `where` patches a part: a mask, or an index such as ``(slice(None), 3)`` for the fourth position.
+    `where` limits the patch to a mask or an index, such as ``(slice(None), 3)`` for the fourth position.
 
     >>> import torch
     >>> from torchhook import capture, edit, edits
@@ -58,16 +58,17 @@ def patch(source: Source, where: Any = None, at: At = None) -> Edit:
     return Patch(source, where, at)
 
 
-def captured(source: Mapping[str, Any], site: Site, at: Address | None) -> list[Tensor]:
-    """What the newest pass in `source` has of `site`, call by call, of each the tensor that `at` says."""
+def captured_values(source: Mapping[str, Any], site: Site, at: Address | None) -> list[Tensor]:
+    """The values of `site` in the newest pass of `source`, one per call; `at` says which tensor of a nested value."""
     if site.port not in ("output", "input", "grad_output"):
-        raise TapError(f"a capture has no {site.port}; patch the output or the input of {site.path!r}")
+        raise TapError(f"a capture does not have the {site.port}; patch the output or the input of {site.path!r}")
     options = {"input": ", inputs=True", "grad_output": ", grads=True"}.get(site.port, "")
     try:
         values = source[site.path].newest(site.port)
     except NotRecordedError as error:
         raise TapError(
-            f"the source has no {site}, where this edit acts; take it from capture(model, {site.path!r}{options})"
+            f"the source does not have the {site}, which this edit needs; make it with"
+            f" capture(model, {site.path!r}{options})"
         ) from error
     return [_tensor(value, site, at) for value in values]
 
@@ -77,7 +78,7 @@ def of_call(values: list[Tensor], call: int, for_all: bool) -> Tensor:
     if for_all:
         return values[0]
     if call >= len(values):
-        raise TapError(f"the source has {len(values)} calls of this site, and this is call {call}")
+        raise TapError(f"the source has {len(values)} calls of this site, but this is call {call} (counted from 0)")
     return values[call]
 
 
@@ -88,4 +89,4 @@ def _tensor(value: Any, site: Site, at: Address | None) -> Tensor:
         return next(iter(found.values()))
     if address in found:
         return found[address]
-    raise TapError(f"the source has {len(found)} tensors at the {site}; say which of them with at=")
+    raise TapError(f"the source has {len(found)} tensors at the {site}; choose one with at=")

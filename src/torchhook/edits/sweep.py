@@ -1,4 +1,4 @@
-"""Sweeps: one site after the other is edited, and a metric says what each does to the output."""
+"""Sweeps: edit one site after the other, and measure how a metric of the output changes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from typing import Any, NamedTuple, TextIO
 import torch
 from torch import Tensor, nn
 
-from torchhook.captures.capture import capture
 from torchhook.core.edit import Edit
 from torchhook.core.errors import SelectionError
 from torchhook.core.progress import track
-from torchhook.core.selection import Query, Selector, require_module, select
+from torchhook.core.selection import Query, queries_of, require_module, select
 from torchhook.core.session import Session
 from torchhook.core.site import PORTS, Port, Site
 from torchhook.core.tap import Tap, require_count
@@ -22,33 +21,34 @@ from torchhook.core.text import html_table, table, warn
 from torchhook.core.trees import Arguments, leaves, mapped
 from torchhook.edits import apply, patch
 from torchhook.edits.ablation import PROJECTIONS
+from torchhook.edits.clean_run import CleanRun
 
-_SAMPLES = 64  # in one forward, unless `batch` says otherwise
+_SAMPLES = 64  # in one forward, unless `batch` is given
 
 
-class Row(NamedTuple):
-    """What the edit of one site does to the metric."""
+class SweepRow(NamedTuple):
+    """How the edit of one site changes the metric."""
 
     site: Site
     value: float
-    change: float  # against the run without an edit
-    recovered: float | None  # of the way from there to the clean run, with a source
+    change: float  # from the run without an edit
+    recovered: float | None  # with a source, the fraction of the way from there to the clean run
 
 
-class Sweep(Sequence[Row]):
-    """The rows of a sweep in the order of the sites, with what they are compared to."""
+class Sweep(Sequence[SweepRow]):
+    """The rows of a sweep in the order of the sites, and the metric without an edit and of the clean run."""
 
-    def __init__(self, rows: list[Row], baseline: float, clean: float | None) -> None:
+    def __init__(self, rows: list[SweepRow], baseline: float, clean: float | None) -> None:
         self.rows = rows
         self.baseline = baseline
         self.clean = clean
 
     def table(self) -> list[dict[str, Any]]:
-        """The rows as plain dictionaries, for pandas and the like."""
+        """The rows as plain dictionaries, e.g. for pandas."""
         return [{"path": row.site.path, "port": row.site.port, **row._asdict()} for row in self.rows]
 
-    def best(self, count: int = 5) -> list[Row]:
-        """The rows that change most."""
+    def best(self, count: int = 5) -> list[SweepRow]:
+        """The rows that change the metric most."""
         return sorted(self.rows, key=lambda row: -abs(row.change))[:count]
 
     def __getitem__(self, index: Any) -> Any:
@@ -90,19 +90,19 @@ def sweep(
     batch: int | None = None,
     progress: TextIO | None = sys.stderr,
 ) -> Sweep:
-    """Edit each of `sites` in turn, run `model` on `x`, and tell what `metric` says of the output.
+    """Edit each of `sites` in turn, run `model` on `x`, and compute `metric` of the output.
 
     With `source`, the clean input, each site is patched from the clean run into the run on `x`: activation
-    patching. Then `edit` is None, or makes an edit of the capture: ``lambda clean: edits.patch(clean, ...)``.
+    patching. Then `edit` is None, or makes an edit from the clean values: ``lambda clean: edits.patch(clean, ...)``.
 
     Args:
         x, source: An input, a tuple of positional arguments or a dict of keyword arguments.
         sites: A query, or several; or `Site` objects, or pairs of path and port.
-        metric: A number of the model's output.
-        batch: How many sites share a forward, each with its own copy of `x` along the first dimension. By
-            itself as many as make 64 samples, in eval mode, if the model treats samples apart (this is
+        metric: A function from the model's output to a number.
+        batch: How many sites share a forward, each with its own copy of `x` along the first dimension. By default
+            as many as make 64 samples, if the model is in eval mode and treats samples independently (this is
             checked); 1 runs each site alone.
-        progress: Where to show it; only a terminal does.
+        progress: Where to show a progress bar, if it is a terminal; None for no bar.
 
     >>> from torchhook import edits, sweep
     >>> model = nn.Sequential(nn.Identity(), nn.ReLU()).eval()
@@ -115,28 +115,28 @@ def sweep(
     require_module(model)
     if batch is not None:
         require_count(batch, "batch")
-    places = _places(model, sites, port)
+    chosen = _sites(model, sites, port)
     given, clean_value = Arguments.of(x), None
     if model.training:
-        warn("the model is in training mode, so its dropout and batch statistics change the metric too; call .eval()")
+        warn("the model is in training mode, so dropout and batch statistics change the metric as well; call .eval()")
     change = edit
     with torch.no_grad():
         output = model(*given.args, **given.kwargs)
         baseline = _number(metric(output))
         if source is not None:
-            clean, clean_value = _clean(model, places, Arguments.of(source), metric)
-            change = patch(clean) if edit is None else _made(edit, clean)
+            clean, clean_value = _clean(model, chosen, Arguments.of(source), metric)
+            change = patch(clean) if edit is None else _made_from(edit, clean)
         if change is None:
-            raise ValueError("edit is None, which means patching from source=, and there is none")
+            raise ValueError("edit is None, which means patching from source=, but source is None")
         made = change if isinstance(change, Edit) else apply(change)
-        runs = _Runs(model, given, made, metric, output, batch)
-        values = list(track(runs.over(places), len(places), "sweep", progress))
-    rows = [Row(site, value, value - baseline, _share(value, baseline, clean_value)) for site, value in values]
+        runner = _Runner(model, given, made, metric, output, batch)
+        values = list(track(runner.over(chosen), len(chosen), "sweep", progress))
+    rows = [SweepRow(site, value, value - baseline, _recovered(value, baseline, clean_value)) for site, value in values]
     return Sweep(rows, baseline, clean_value)
 
 
-class _Runs:
-    """Runs a model with each site edited, several of them in one forward where that is the same."""
+class _Runner:
+    """Runs a model with each site edited, several of them in one forward if the result is the same."""
 
     def __init__(
         self,
@@ -152,20 +152,21 @@ class _Runs:
         self.edit = edit
         self.metric = metric
         self.output = output
-        self.size = _samples(given)
+        self.size = _common_length(given)
         self.batch = self._batch(batch)
 
-    def over(self, places: list[Site]) -> Iterator[tuple[Site, float]]:
+    def over(self, sites: list[Site]) -> Iterator[tuple[Site, float]]:
         """Each site with the metric of its run."""
-        while places:
-            some, places = places[: self.batch], places[self.batch :]
+        while sites:
+            some, sites = sites[: self.batch], sites[self.batch :]
             values = self._together(some) if len(some) > 1 else None
             if values is None:
                 values = [self._alone(site) for site in some]
             yield from zip(some, values, strict=True)
 
     def _batch(self, batch: int | None) -> int:
-        if self.size is None or _samples(self.output) != self.size or any(m.training for m in self.model.modules()):
+        is_training = any(module.training for module in self.model.modules())
+        if is_training or self.size is None or _common_length(self.output) != self.size:
             return 1
         return max(1, _SAMPLES // max(self.size, 1) - 1) if batch is None else batch
 
@@ -174,18 +175,20 @@ class _Runs:
             return _number(self.metric(self.model(*self.given.args, **self.given.kwargs)))
 
     def _together(self, some: list[Site]) -> list[float] | None:
-        """The metric for each of `some`, None if this model does not keep samples apart.
+        """The metric for each of `some`; None if the samples of a batch affect one another in this model.
 
-        The last share of the batch is not edited: it must come out as it did alone.
+        The last share of the batch is not edited: its output must be that of the run without an edit.
         """
         size = self.size or 1
         total = size * (len(some) + 1)
         many = mapped(lambda t: torch.cat([t] * (len(some) + 1)) if _is_batched(t, size) else t, self.given)
-        taps = [Tap(site.path, Share(self.edit, number, size, total), site.port) for number, site in enumerate(some)]
+        taps = [
+            Tap(site.path, ShareEdit(self.edit, number, size, total), site.port) for number, site in enumerate(some)
+        ]
         try:
             with Session(self.model, taps):
                 output = self.model(*many.args, **many.kwargs)
-        except NotApartError:
+        except MixedSamplesError:
             self._run_alone()
             return None
         shares = [_rows(output, number * size, (number + 1) * size) for number in range(len(some) + 1)]
@@ -196,16 +199,16 @@ class _Runs:
         return [_number(self.metric(share)) for share in shares[:-1]]
 
     def _run_alone(self) -> None:
-        warn("this model does not treat the samples of a batch apart, so each site is run alone (batch=1)")
+        warn("the samples of a batch affect one another in this model, so each site is run alone (batch=1)")
         self.batch = 1
 
 
-class NotApartError(Exception):
-    """A value that has no share for each site."""
+class MixedSamplesError(Exception):
+    """A value cannot be divided among the sites."""
 
 
-class Share(Edit):
-    """An edit of one share of the batch alone."""
+class ShareEdit(Edit):
+    """An edit of one share of the batch."""
 
     def __init__(self, edit: Edit, number: int, size: int, total: int) -> None:
         super().__init__(edit.at)
@@ -219,13 +222,13 @@ class Share(Edit):
         return self.edit.moved(path, module, port, model)
 
     def bound(self, site: Site, module: nn.Module) -> Edit:
-        twin = Share(self.edit.bound(site, module), self.number, self.size, self.total)
+        twin = ShareEdit(self.edit.bound(site, module), self.number, self.size, self.total)
         twin.by_call = twin.edit.by_call
         return twin
 
     def change(self, x: Any, call: int) -> Any:
         if any(not _is_batched(tensor, self.total) for _, tensor in leaves(x)):
-            raise NotApartError
+            raise MixedSamplesError
         first, last = self.number * self.size, (self.number + 1) * self.size
         if not self.whole:
             return torch.cat([x[:first], self.edit.change(x[first:last], call), x[last:]])
@@ -234,12 +237,12 @@ class Share(Edit):
         return mapped(lambda t: torch.cat([t[:first], next(news), t[last:]]), x)
 
 
-def _made(edit: Any, clean: Any) -> Edit:
+def _made_from(edit: Any, clean: Any) -> Edit:
     if isinstance(edit, Edit) or not callable(edit):
-        raise TypeError("with source=, edit is None or a function of the clean capture that returns an edit")
+        raise TypeError("with source=, edit must be None or a function from the clean values to an edit")
     made = edit(clean)
     if not isinstance(made, Edit):
-        raise TypeError(f"with source=, edit must return an edit, and it returned a {type(made).__name__}")
+        raise TypeError(f"with source=, edit must return an edit, but it returned a {type(made).__name__}")
     return made
 
 
@@ -247,36 +250,41 @@ def _number(value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"metric must return one number, and it returned {value!r:.80}") from error
+        raise TypeError(f"metric must return one number, but it returned {value!r:.80}") from error
 
 
-def _places(model: nn.Module, sites: Any, port: Port) -> list[Site]:
-    queries = [sites] if isinstance(sites, (str, Selector, nn.Module)) or not isinstance(sites, Iterable) else sites
-    places: dict[Site, None] = {}
-    for query in queries:
+def _sites(model: nn.Module, sites: Any, port: Port) -> list[Site]:
+    """The sites that the queries select, each once."""
+    found: dict[Site, None] = {}
+    query: Any
+    for query in queries_of(sites):
         here = port
         if isinstance(query, tuple) and len(query) == 2 and query[1] in PORTS:
             query, here = query
-        places.update(dict.fromkeys(Site(path, here) for path in select(model, query)))
-    if not places:
-        raise SelectionError("sites is empty: name at least one place of the model")
-    return list(places)
+        found.update(dict.fromkeys(Site(path, here) for path in select(model, query)))
+    if not found:
+        raise SelectionError("sites is empty: name at least one module")
+    return list(found)
 
 
-def _clean(model: nn.Module, places: list[Site], given: Arguments, metric: Callable[[Any], Any]) -> tuple[Any, float]:
-    ports = {site.port for site in places}
-    paths = dict.fromkeys(site.path for site in places)
-    for path, module in select(model, *paths).items():  # edits of heads act where their projection begins
+def _clean(
+    model: nn.Module, sites: list[Site], given: Arguments, metric: Callable[[Any], Any]
+) -> tuple[CleanRun, float]:
+    """The values at the sites in a run on the clean input, and the metric of its output."""
+    ports = {site.port for site in sites} & {"input", "output"}
+    if not ports:
+        raise ValueError(f"source= patches inputs and outputs, not {sites[0].port}")
+    paths = dict.fromkeys(site.path for site in sites)
+    for path, module in select(model, *paths).items():  # edits of heads act on the input of the output projection
         for name in (name for name in PROJECTIONS if name in dict(module.named_modules())):
             paths[f"{path}.{name}" if path else name] = None
             ports.add("input")
-    with capture(model, *paths, inputs="input" in ports, outputs="output" in ports, on_silent="ignore") as clean:
-        output = model(*given.args, **given.kwargs)
-    return clean, _number(metric(output))
+    clean = CleanRun(model, paths, ports)
+    return clean, _number(metric(clean.run(given)))
 
 
-def _samples(value: Any) -> int | None:
-    """The size of the first dimension, if all tensors in `value` have the same."""
+def _common_length(value: Any) -> int | None:
+    """The size of the first dimension, if it is the same for all tensors in `value`."""
     sizes = {tensor.shape[0] if tensor.dim() else None for _, tensor in leaves(value)}
     return sizes.pop() if len(sizes) == 1 else None
 
@@ -290,7 +298,7 @@ def _is_batched(tensor: Tensor, size: int) -> bool:
     return tensor.dim() > 0 and tensor.shape[0] == size
 
 
-def _share(value: float, baseline: float, clean: float | None) -> float | None:
+def _recovered(value: float, baseline: float, clean: float | None) -> float | None:
     if clean is None:
         return None
     return (value - baseline) / (clean - baseline) if clean != baseline else float("nan")

@@ -1,8 +1,7 @@
-"""Why a model says what it says: heat maps, attention, feature pyramids, the inputs that drive a unit; and whether to
-believe a map.
+"""Explain a model's output: heat maps and tests of them, attention, feature pyramids, inputs that excite a unit.
 
-    heat = torchhook.explain.grad_cam(model, images, target=282)
-    heat.positive().normalized().overlay(images)
+heat = torchhook.explain.grad_cam(model, images, target=282)
+heat.positive().normalized().overlay(images)
 """
 
 from torchhook.explain.attention_capture import attention

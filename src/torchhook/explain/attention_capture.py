@@ -1,7 +1,7 @@
-"""The weights of every attention of a model, wherever they come from.
+"""Record the weights of every attention in a model, however it computes them.
 
-The model is run once as it is, inside a mode that is shown every call of torch's. Which module a call happens in is
-told by hooks on all that may compute attention.
+The model runs once, unchanged, inside a mode that sees every call of a torch function. Hooks on all modules that may
+compute attention say which module a call belongs to.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torchhook.core.attention import Attending, Logits
 from torchhook.core.errors import BudgetError, SilentError
 from torchhook.core.event import Event
 from torchhook.core.passes import Scope
-from torchhook.core.selection import Query, Selector, require_module, select, walk
+from torchhook.core.selection import Query, Selector, queries_of, require_module, select, walk
 from torchhook.core.session import Session
 from torchhook.core.sink import Sink
 from torchhook.core.tap import Tap, require_count
@@ -26,7 +26,8 @@ from torchhook.core.text import in_units
 from torchhook.core.torch_internals import is_dynamo_loaded, submodules
 from torchhook.core.transfer import free_memory
 from torchhook.core.trees import Arguments, nbytes
-from torchhook.explain.attention_maps import Attended, AttentionCall, Focus, Grid, focus_of
+from torchhook.explain.attention_maps import Attended, AttentionCall, HeadSummary, summary_of
+from torchhook.explain.token_grid import Grid
 from torchhook.explain.unfused_attention import implementation_of, unfused
 
 How = Literal["recompute", "eager", "error"]
@@ -41,26 +42,26 @@ def attention(
     grid: Grid | None = None,
     max_bytes: int | None = None,
 ) -> Attended:
-    """Run `model` on `x`; what every head of every attention looks at.
+    """Run `model` on `x`, and return what every head of every attention looks at.
 
-    Seen are ``nn.MultiheadAttention``, ``F.scaled_dot_product_attention``, and every softmax over keys whose weights
-    are multiplied with values: so are all models of torchvision, timm and Hugging Face that compute attention in one of
-    these ways, and your own. The model stays in the mode in which it is; weights are those before dropout.
+    It sees ``nn.MultiheadAttention``, ``F.scaled_dot_product_attention``, and every softmax over keys whose weights are
+    multiplied with values. That covers the models of torchvision, timm and Hugging Face that compute attention in one
+    of these ways, and your own. The model stays in its current mode; the weights are those before dropout.
 
     Args:
         x: The input, a tuple of positional arguments or a dict of keyword arguments.
-        how: What to do where a fused kernel keeps the weights. ``"recompute"`` computes them again of the queries,
-            keys, masks and scale that it is given, and the output stays as it is, to the last bit (but where torch has
-            to leave a fast path for a whole encoder layer: to the tolerance of the dtype). ``"eager"`` runs Hugging
-            Face and timm models in the implementation that has the weights, and computes again what is fused even
-            then. ``"error"`` raises.
-        maps: Which layers to keep the weights of: a query or several, of modules in or below which attention happens;
-            these must fit into `max_bytes`. None keeps all as long as they fit, ``[]`` none. The statistics are always
-            there.
-        grid: Rows and columns of the patches of an image, to measure distances in patches. Positions before the
-            patches, as of a class token, have no place in it.
-        max_bytes: The most to keep; half of the free memory by default. Weights are made when they are read, from
-            queries and keys, which are far smaller.
+        how: What to do about fused kernels, which do not return weights. ``"recompute"`` computes them again from the
+            kernel's queries, keys, masks and scale; the output stays bit-equal, except where torch has to leave the
+            fast path of a whole encoder layer: there it is equal to the tolerance of the dtype. ``"eager"`` runs
+            Hugging Face and timm models in their unfused implementation, and recomputes what is still fused.
+            ``"error"`` raises.
+        maps: Which layers to keep the weights of: one or several queries for modules that are or contain attention.
+            Their weights must fit into `max_bytes`. None keeps as many as fit, ``[]`` none. The statistics are always
+            available.
+        grid: The rows and columns of an image's patches, to measure distances in patches. Positions before the
+            patches, such as a class token, are left out of the distance.
+        max_bytes: The most memory to use; half of the free memory by default. Only queries and keys are kept, which
+            are far smaller than the weights; these are computed when you read them.
 
     >>> model = nn.TransformerEncoderLayer(8, 2, batch_first=True)
     >>> seen = attention(model, torch.randn(3, 5, 8))
@@ -76,109 +77,112 @@ def attention(
         require_count(max_bytes, "max_bytes")
     _require_grid(grid)
     given = Arguments.of(x)
-    run = _Run(how, _Shelf(_wanted(model, maps), max_bytes), grid)
+    recorder = _Recorder(how, _LogitStore(_wanted(model, maps), max_bytes), grid)
     with ExitStack() as stack:
         if how == "eager":
             stack.enter_context(unfused(model))
-        if is_dynamo_loaded():  # a compiled graph shows nothing
+        if is_dynamo_loaded():  # a compiled graph hides its calls
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.no_grad())
         session = stack.enter_context(Session(model, [_everywhere(model)], on_silent="ignore"))
-        run.scope = session.scope
-        with Attending(run.tell):
+        recorder.scope = session.scope
+        with Attending(recorder.add):
             output = model(*given.args, **given.kwargs)
-        run.check(model, {point.path for point in session.points if point.fired})
-    return Attended(run.calls(), output, _is_branched(model))
+        recorder.check(model, {point.path for point in session.points if point.fired})
+    return Attended(recorder.calls(), output, _is_branched(model))
 
 
-class _Seen(NamedTuple):
+class _SeenAttention(NamedTuple):
+    """One attention that was computed."""
+
     path: str
     shape: tuple[int, int, int, int]
     added: int
-    focus: Focus
+    summary: HeadSummary
     kept: Logits | None
 
 
-class _Run:
-    """One pass under way: what was seen so far."""
+class _Recorder:
+    """Collects the attentions of one pass."""
 
     scope: Scope
 
-    def __init__(self, how: How, shelf: _Shelf, grid: Grid | None) -> None:
+    def __init__(self, how: How, store: _LogitStore, grid: Grid | None) -> None:
         self.how = how
-        self.shelf = shelf
+        self.store = store
         self.grid = grid
-        self.seen: list[_Seen] = []
+        self.seen: list[_SeenAttention] = []
 
-    def tell(self, logits: Logits) -> None:
-        """One attention is computed."""
-        if not prod(logits.shape):  # of an empty batch
+    def add(self, logits: Logits) -> None:
+        """Take in one attention that is being computed."""
+        if not prod(logits.shape):  # an empty batch
             return
         path = self._path()
         if self.how == "error" and not logits.handed_out:
             raise SilentError(
-                f"{path or 'the model'!r} computes attention in a fused kernel, which hands out no weights"
-                " (how='error'); pass how='recompute', or how='eager' for a Hugging Face or timm model"
+                f"{path or 'the model'!r} computes attention in a fused kernel, which does not return its"
+                " weights (how='error'); pass how='recompute', or how='eager' for a Hugging Face or timm model"
             )
-        focus, kept = focus_of(logits, self.grid), self.shelf.keep(path, logits)
-        self.seen.append(_Seen(path, logits.shape, logits.added, focus, kept))
+        summary, kept = summary_of(logits, self.grid), self.store.keep(path, logits)
+        self.seen.append(_SeenAttention(path, logits.shape, logits.added, summary, kept))
 
     def calls(self) -> list[AttentionCall]:
-        """All that was seen, numbered by place."""
+        """All attentions, numbered within each module."""
         found: list[AttentionCall] = []
         totals: dict[str, int] = {}
         for path, *_ in self.seen:
             totals[path] = totals.get(path, 0) + 1
         numbers = dict.fromkeys(totals, 0)
-        for path, shape, added, focus, kept in self.seen:
-            asked, most = self.shelf.wants(path), self.shelf.max_bytes or 0
-            found.append(AttentionCall(path, numbers[path], totals[path], shape, added, *focus, kept, asked, most))
+        for path, shape, added, summary, kept in self.seen:
+            asked, most = self.store.wants(path), self.store.max_bytes or 0
+            found.append(AttentionCall(path, numbers[path], totals[path], shape, added, *summary, kept, asked, most))
             numbers[path] += 1
         return found
 
     def check(self, model: nn.Module, ran: set[str]) -> None:
-        """Raise if something that was asked for did not come; `ran` are the paths of the modules that did."""
+        """Raise if something that was asked for was not seen; `ran` are the paths of the modules that ran."""
         for path, name in _hidden(model).items():
             if path in ran and not any(_is_in(seen.path, path) for seen in self.seen):
                 raise SilentError(
                     f"no attention was seen in {path or 'the model'!r}: its implementation is {name!r}, whose kernel"
-                    " shows neither weights nor queries and keys; pass how='eager', which switches it for this run"
+                    " hides weights, queries and keys; pass how='eager', which switches it for this run"
                 )
         if not self.seen:
             raise SilentError(
                 f"no attention was seen in this {type(model).__name__}: it called neither nn.MultiheadAttention nor"
-                " F.scaled_dot_product_attention, and multiplied no softmax over keys with values. Attention in kernels"
-                " of other libraries or without a softmax cannot be seen; of a Hugging Face model try how='eager'"
+                " F.scaled_dot_product_attention, and did not multiply a softmax over keys with values. Attention"
+                " without a softmax or in kernels of other libraries cannot be seen; for a Hugging Face model try"
+                " how='eager'"
             )
-        for query, paths in (self.shelf.wanted or {}).items():
+        for query, paths in (self.store.wanted or {}).items():
             if not any(_is_in(seen.path, path) for path in paths for seen in self.seen):
-                places = ", ".join(repr(place) for place in dict.fromkeys(seen.path for seen in self.seen))
-                raise SilentError(f"maps: no attention was seen in or below {query}; it was at {places}")
-        if self.grid is not None and all(bool(seen.focus.distance.isnan().all()) for seen in self.seen):
+                found = ", ".join(repr(path) for path in dict.fromkeys(seen.path for seen in self.seen))
+                raise SilentError(f"maps: no attention was seen in or below {query}, only in {found}")
+        if self.grid is not None and all(bool(seen.summary.distance.isnan().all()) for seen in self.seen):
             rows, columns = self.grid
-            raise ValueError(f"grid has {rows}×{columns} patches, and no self-attention has as many positions")
+            raise ValueError(f"grid has {rows}×{columns} patches, but no self-attention has that many positions")
 
     def _path(self) -> str:
-        """Of the module that runs now."""
+        """The path of the module that is running."""
         current = self.scope.current
         return self.scope.points[current.stack[-1][0]].path if current is not None and current.stack else ""
 
 
-class _Shelf:
-    """What is kept to make weights of, up to a number of bytes."""
+class _LogitStore:
+    """Keeps copies of queries, keys and masks to compute weights from, up to a number of bytes."""
 
     def __init__(self, wanted: dict[str, list[str]] | None, max_bytes: int | None) -> None:
         self.wanted = wanted  # paths by query; None for all
         self.max_bytes = max_bytes
         self.used = 0
-        self.masks: list[Tensor] = []  # layers often have one in common
+        self.masks: list[Tensor] = []  # layers often share one
 
     def wants(self, path: str) -> bool:
-        """Whether the weights of what happens there are wanted."""
+        """Whether to keep the weights of attention in this module."""
         return self.wanted is None or any(_is_in(path, one) for paths in self.wanted.values() for one in paths)
 
     def keep(self, path: str, logits: Logits) -> Logits | None:
-        """Copies of what `logits` are made of; None if they are not wanted, or too large and nobody named them."""
+        """Copies of what `logits` are computed from; None if not wanted, or if they do not fit and maps= is None."""
         if not self.wants(path):
             return None
         known, size = len(self.masks), 0
@@ -206,8 +210,8 @@ class _Shelf:
         del self.masks[known:]
         if self.wanted is not None:
             raise BudgetError(
-                f"to keep the weights at {path!r} takes {in_units(size)}, and {in_units(self.used)} of max_bytes="
-                f"{self.max_bytes} are taken; name fewer layers in maps, or pass a larger max_bytes"
+                f"keeping the weights of {path!r} takes {in_units(size)}, but {in_units(self.used)} of max_bytes="
+                f"{self.max_bytes} are already used; name fewer layers in maps, or pass a larger max_bytes"
             )
         return None
 
@@ -217,21 +221,21 @@ class _Shelf:
 
 
 class _Nothing(Sink):
-    """Of what flows, nothing is wanted: that a module runs is all there is to know."""
+    """Ignores all values: the taps only say which module is running."""
 
     lazy = True
 
     def receive(self, event: Event) -> None:
-        """Do nothing with it."""
+        """Ignore it."""
 
 
 def _everywhere(model: nn.Module) -> Tap:
-    """A tap on every module that may compute attention: torch's own layers do not, if they have no parts."""
+    """A tap on every module that may compute attention, which torch's own layers without submodules do not."""
 
     def may_attend(path: str, module: nn.Module) -> bool:
         return bool(path) and (bool(submodules(module)) or not type(module).__module__.startswith("torch.nn."))
 
-    parts = [may_attend] if any(may_attend(*place) for place in walk(model)) else []
+    parts = [may_attend] if any(may_attend(*one) for one in walk(model)) else []
     return Tap(Selector.union(["", *parts]), _Nothing(), "input")
 
 
@@ -239,20 +243,18 @@ def _wanted(model: nn.Module, maps: Any) -> dict[str, list[str]] | None:
     """The paths that each query selects."""
     if maps is None:
         return None
-    single = isinstance(maps, (str, type, nn.Module, Selector)) or not isinstance(maps, Iterable)
-    queries = [maps] if single else list(maps)
-    return {Selector.of(query).label: list(select(model, query)) for query in queries}
+    return {Selector.of(query).label: list(select(model, query)) for query in queries_of(maps)}
 
 
 def _hidden(model: nn.Module) -> dict[str, str]:
-    """The Hugging Face models in `model` whose attention may not be seen, with the names of their implementations."""
+    """The Hugging Face models in `model` whose attention may be hidden, with the names of their implementations."""
     models = {path: module for path, module in walk(model) if hasattr(module, "set_attn_implementation")}
     names = {path: implementation_of(module) for path, module in models.items()}
     return {path: name for path, name in names.items() if name is not None and name not in ("eager", "sdpa")}
 
 
 def _is_branched(model: nn.Module) -> bool:
-    """Whether there is an encoder and a decoder."""
+    """Whether the model has an encoder and a decoder."""
     configs = (getattr(module, "config", None) for module in model.modules())
     return any(getattr(config, "is_encoder_decoder", False) for config in configs) or any(
         isinstance(module, nn.TransformerDecoderLayer) for module in model.modules()

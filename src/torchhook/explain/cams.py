@@ -1,20 +1,20 @@
-"""Class activation maps: where in the input a layer saw what speaks for a target.
+"""Class activation maps: where in the input a layer found evidence for a target.
 
-All are sums over the channels of what the layer gave, A, weighted by the gradient of the target's score, G, and differ
-in how. None clips, scales or resizes: those are steps on the `Heat` that comes back.
+Each map is a sum over the channels of the layer's output, A, weighted by the gradient of the target's score, G; the
+methods differ in the weights. None clips, scales or resizes: those are steps on the `Heat` that they return.
 
 All take the same arguments:
 
-    model   It is in eval mode for the time, each module as it was afterwards. Nothing else of it is touched: no
-            ``.grad``, no hook, no parameter. Frozen parameters are fine, as are no_grad and inference_mode around.
+    model   Runs in eval mode; the mode of each module is restored afterwards. Nothing else of it is touched: no
+            ``.grad``, no hook, no parameter. Frozen parameters, no_grad and inference_mode are fine.
     x       The input, a tuple of positional arguments or a dict of keyword arguments; a whole batch costs one backward.
-    target  What is explained: a class, one class a sample, a function of the model's output that gives one number a
-            sample (for segmentation, detection, embeddings, …), or None for the class that each sample is taken for.
-    layer   The path of a module, or the module. None is the last call in a pass, in order of execution, that gave maps
-            or tokens of patches on which the target depends; ``heat.layer`` says which.
+    target  What to explain: a class, one class per sample, a function from the model's output to one number per sample
+            (for segmentation, detection, embeddings, …), or None for the predicted class of each sample.
+    layer   The path of a module, or the module. None is the last call in a pass, in order of execution, that returns
+            maps or patch tokens on which the target depends; ``heat.layer`` says which.
     call    Which call, if the layer is called several times in a pass; ``-1`` is the last.
-    fold    How to make samples × channels × height × width of what the layer gives, and of its gradient, where that
-            does not show by itself: it does for maps (channels first or last) and for the tokens of ViT and Swin.
+    fold    A function that turns the layer's output, and its gradient, into samples × channels × height × width. Not
+            needed for maps (channels first or last) and for the tokens of ViT and Swin.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ from torch import Tensor, nn
 from torchhook.core.model_state import inference
 from torchhook.core.selection import Query
 from torchhook.core.trees import Arguments
-from torchhook.explain.cam_layer import Reached, reach, settle
 from torchhook.explain.heat import Heat
-from torchhook.explain.targets import Score, Target, at_hand
+from torchhook.explain.layer_choice import choose_layer
+from torchhook.explain.layer_values import ReachedLayer, reach_layer
+from torchhook.explain.targets import Score, Target, classes_as_list
 from torchhook.explain.token_grid import Fold
 
 Formula = Callable[[Tensor, Tensor], Tensor]
-"""From what a layer gave and the gradient there, both samples × channels × height × width, to one map a sample."""
+"""From the output of a layer and its gradient, both samples × channels × height × width, to one map per sample."""
 
-Method = TypeVar("Method", bound=Callable[..., Heat])
+AnyCam = TypeVar("AnyCam", bound=Callable[..., Heat])
 
-_SUM = 1e-7  # for a sum of activations that is zero, as in pytorch-grad-cam
-_SQUARE = 1e-6  # for a gradient that is next to nothing
+_SUM = 1e-7  # added to a sum of activations, which may be zero, as in pytorch-grad-cam
+_SQUARE = 1e-6  # added to a square of the gradient, which may be zero
 
 
 class Cam(Protocol):
-    """What all methods are called with."""
+    """The signature that all gradient methods share."""
 
     def __call__(
         self,
@@ -55,11 +56,11 @@ class Cam(Protocol):
         call: int | None = None,
         fold: Fold | None = None,
     ) -> Heat:
-        """The heat of some samples."""
+        """The heat maps of the samples."""
 
 
 def by_gradient(formula: Formula) -> Cam:
-    """The method that a formula for its maps stands for."""
+    """The method whose maps `formula` computes."""
 
     def cam(
         model: nn.Module,
@@ -70,18 +71,18 @@ def by_gradient(formula: Formula) -> Cam:
         call: int | None = None,
         fold: Fold | None = None,
     ) -> Heat:
-        given, target = Arguments.of(x), at_hand(target)
+        given, target = Arguments.of(x), classes_as_list(target)
         with inference(model):
-            reached = reach(model, given, settle(model, given, target, layer, call, fold), fold)
-            score = Score.of(target, reached.output, reached.setting.samples)
+            reached = reach_layer(model, given, choose_layer(model, given, target, layer, call, fold), fold)
+            score = Score.of(target, reached.output, reached.layout.samples)
             maps = formula(reached.maps, reached.gradient(score))
             return heat_of(formula.__name__, reached, maps, score.explained(len(maps)))
 
     return named_after(formula, cam)
 
 
-def named_after(formula: Callable[..., Tensor], method: Method) -> Method:
-    """`method` with the name and the documentation of what it was made of, and arguments of its own."""
+def named_after(formula: Callable[..., Tensor], method: AnyCam) -> AnyCam:
+    """`method` with the name and docstring of `formula`, but its own arguments."""
     method.__name__, method.__qualname__, method.__doc__ = formula.__name__, formula.__qualname__, formula.__doc__
     method.__module__ = formula.__module__
     return method
@@ -89,16 +90,16 @@ def named_after(formula: Callable[..., Tensor], method: Method) -> Method:
 
 @by_gradient
 def grad_cam(maps: Tensor, gradient: Tensor) -> Tensor:
-    """Each channel by the mean of its gradient: the one to begin with (Selvaraju 2017).
+    """Weight each channel by the mean of its gradient: the method to start with (Selvaraju 2017).
 
     Args:
-        model: Put in eval mode for the time, since batch statistics would mix the samples; all is restored.
+        model: Runs in eval mode, since batch statistics would mix the samples; its modes are restored afterwards.
         x: The input, a tuple of positional arguments or a dict of keyword arguments.
-        target: A class, one a sample, a function of the output that gives one number a sample, or None for the
+        target: A class, one class per sample, a function from the output to one number per sample, or None for the
             predicted class.
         layer: A path or a module; None is the last one with a spatial extent on which the target depends.
         call: Which call of the layer, if there are several in a pass.
-        fold: From what the layer gives to samples × channels × height × width, where that does not show by itself.
+        fold: A function from the layer's output to samples × channels × height × width, if its shape is unusual.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     >>> grad_cam(net, torch.rand(2, 3, 16, 16), target=5)
@@ -109,9 +110,9 @@ def grad_cam(maps: Tensor, gradient: Tensor) -> Tensor:
 
 @by_gradient
 def hires_cam(maps: Tensor, gradient: Tensor) -> Tensor:
-    """Each place of each channel by its own gradient: faithful, what the map says the model did use (Draelos 2020).
+    """Weight every position of each channel by its own gradient: shows only what the model used (Draelos 2020).
 
-    Where only linear layers follow, the map sums up to the score less its bias. Arguments are those of `grad_cam`.
+    If only linear layers follow, the map sums to the score minus its bias. The arguments are those of `grad_cam`.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 14 * 14, 10, bias=False))
     >>> x = torch.rand(2, 3, 16, 16)
@@ -123,9 +124,9 @@ def hires_cam(maps: Tensor, gradient: Tensor) -> Tensor:
 
 @by_gradient
 def layer_cam(maps: Tensor, gradient: Tensor) -> Tensor:
-    """HiResCAM with positive gradients alone: of use in early layers, for fine detail (Jiang 2021).
+    """HiResCAM with only the positive gradients: for early layers and fine detail (Jiang 2021).
 
-    Arguments are those of `grad_cam`.
+    The arguments are those of `grad_cam`.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8 * 49, 10))
     >>> layer_cam(net, torch.rand(2, 3, 16, 16), target=[1, 2], layer="1")
@@ -136,9 +137,9 @@ def layer_cam(maps: Tensor, gradient: Tensor) -> Tensor:
 
 @by_gradient
 def x_grad_cam(maps: Tensor, gradient: Tensor) -> Tensor:
-    """Each channel by the mean of its gradient, weighted by where the channel is active (Fu 2020).
+    """Weight each channel by the mean of its gradient over the places where it is active (Fu 2020).
 
-    Arguments are those of `grad_cam`.
+    The arguments are those of `grad_cam`.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 14 * 14, 10))
     >>> x_grad_cam(net, torch.rand(1, 3, 16, 16), target=1)
@@ -149,9 +150,9 @@ def x_grad_cam(maps: Tensor, gradient: Tensor) -> Tensor:
 
 @by_gradient
 def grad_cam_pp(maps: Tensor, gradient: Tensor) -> Tensor:
-    """Grad-CAM++: several objects of one class each count, the small one too (Chattopadhyay 2018).
+    """Grad-CAM++: every object of a class counts, small ones included (Chattopadhyay 2018).
 
-    Arguments are those of `grad_cam`.
+    The arguments are those of `grad_cam`.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 14 * 14, 10))
     >>> grad_cam_pp(net, torch.rand(1, 3, 16, 16), target=1).maps.shape
@@ -159,7 +160,7 @@ def grad_cam_pp(maps: Tensor, gradient: Tensor) -> Tensor:
     """
     square = gradient**2
     share = square / (2 * square + maps.sum((2, 3), keepdim=True) * square * gradient + _SQUARE)
-    return weighted(maps, (share * gradient.relu()).sum((2, 3)))  # a gradient of zero has no share
+    return weighted(maps, (share * gradient.relu()).sum((2, 3)))  # where the gradient is zero, so is the share
 
 
 def eigen_cam(
@@ -171,11 +172,11 @@ def eigen_cam(
     call: int | None = None,
     fold: Fold | None = None,
 ) -> Heat:
-    """What the channels of a layer have most in common, of whatever class: their first principal component.
+    """The first principal component of a layer's channels: what they have in common, for any class (Muhammad 2020).
 
-    It needs no gradient (Muhammad 2020), and `target` only where `layer` is None, to see which layer matters. A
-    principal component has no sign of its own: here it is the one in which the map is higher where the channels are
-    more active (by a positive correlation with their mean absolute value). Arguments are those of `grad_cam`.
+    It needs no gradient, and uses `target` only to find the layer if `layer` is None. The sign of a principal component
+    is arbitrary; here the map correlates positively with the mean absolute value of the channels. The arguments are
+    those of `grad_cam`.
 
     >>> net = nn.Sequential(nn.Softplus(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     >>> x = torch.zeros(1, 3, 8, 8)
@@ -186,32 +187,32 @@ def eigen_cam(
     """
     given = Arguments.of(x)
     with inference(model):
-        place = settle(model, given, target, layer, call, fold, scored=False)
-        reached = reach(model, given, place, fold, graph=False)
+        chosen = choose_layer(model, given, target, layer, call, fold, scored=False)
+        reached = reach_layer(model, given, chosen, fold, graph=False)
         maps = _principal(reached.maps)
     return heat_of("eigen_cam", reached, maps, [None] * len(maps))
 
 
-def heat_of(method: str, reached: Reached, maps: Tensor, target: list[int | str | None]) -> Heat:
-    """The maps, with where they are from."""
-    return Heat(maps, target, reached.place.path, reached.call, method, reached.setting.size, reached.calls)
+def heat_of(method: str, reached: ReachedLayer, maps: Tensor, target: list[int | str | None]) -> Heat:
+    """The maps, with where they come from."""
+    return Heat(maps, target, reached.layer.path, reached.call, method, reached.layout.size, reached.calls)
 
 
 def weighted(maps: Tensor, weights: Tensor) -> Tensor:
-    """The sum of the channels, each with a weight."""
+    """The weighted sum of the channels."""
     return torch.einsum("nc,nchw->nhw", weights, maps)
 
 
 def _principal(maps: Tensor) -> Tensor:
-    """The channels projected onto their first principal component, with a sign."""
-    places = maps.flatten(2).double()  # for the eigenvalues are squares
-    centred = places - places.mean(2, keepdim=True)
-    if centred.shape[1] < centred.shape[2]:  # whichever of the two matrices is the smaller one
+    """The channels projected onto their first principal component, with its sign fixed."""
+    values = maps.flatten(2).double()  # in double precision, since the eigenvalues are squares
+    centred = values - values.mean(2, keepdim=True)
+    if centred.shape[1] < centred.shape[2]:  # decompose the smaller of the two matrices
         _, vectors = torch.linalg.eigh(centred @ centred.mT)
         projected = (vectors[..., -1:].mT @ centred)[:, 0]
     else:
-        values, vectors = torch.linalg.eigh(centred.mT @ centred)
-        projected = vectors[..., -1] * values[:, -1:].clamp(min=0).sqrt()
-    activity = places.abs().mean(1)
+        squares, vectors = torch.linalg.eigh(centred.mT @ centred)
+        projected = vectors[..., -1] * squares[:, -1:].clamp(min=0).sqrt()
+    activity = values.abs().mean(1)
     along = (projected * (activity - activity.mean(1, keepdim=True))).sum(1, keepdim=True)
     return torch.where(along < 0, -projected, projected).view(-1, *maps.shape[2:]).to(maps.dtype)

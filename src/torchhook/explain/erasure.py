@@ -1,7 +1,7 @@
-"""Whether a map is faithful: does the score fall when what the map shows is erased, and come back when it is put back?
+"""Whether a map is faithful: does the score fall when the hottest pixels are erased, and rise when they are restored?
 
-These are the deletion and insertion curves of Petsiuk et al. (2018), "RISE". Random maps go the same way, so that there
-is something to compare with.
+These are the deletion and insertion curves of Petsiuk et al. (2018), "RISE". Random maps are measured in the same way,
+for comparison.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from torchhook.core.selection import require_module
 from torchhook.core.tap import require_count
 from torchhook.core.text import html_table, shape_of, table
 from torchhook.core.trees import Arguments, taken
+from torchhook.explain.batched_arguments import BatchedArguments
 from torchhook.explain.heat import Heat
-from torchhook.explain.samples import Samples
 from torchhook.explain.targets import Score, Target, logits_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Baseline = Literal["blur", "zero", "mean"]
-_COARSE = 8  # cells of a random map: noise of single pixels would be no match for any map
-_BLUR = 20  # of the longer side, the deviation of the blur
+_COARSE = 8  # cells of a random map: noise of single pixels would be too easy to beat
+_BLUR = 20  # the longer side of the image over the standard deviation of the blur
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Faithfulness:
-    """The curves of some maps, and of random maps, over the fraction of the pixels that was erased or put back.
+    """The curves of the maps, and of random maps, over the fraction of the pixels that were erased or restored.
 
     Args:
-        fractions: Of the pixels, steps + 1 of them from 0 to 1.
+        fractions: The fractions of the pixels, steps + 1 numbers from 0 to 1.
         insertion, deletion: The score of each sample at each fraction, N × (steps + 1).
-        random_insertion, random_deletion: The same of each random map, maps × N × (steps + 1).
+        random_insertion, random_deletion: The same for each random map, maps × N × (steps + 1).
     """
 
     fractions: Tensor
@@ -49,17 +49,17 @@ class Faithfulness:
 
     @property
     def insertion_area(self) -> Tensor:
-        """The area under the curve of each sample: the higher, the sooner the score comes back."""
+        """The area under the insertion curve of each sample: the higher, the sooner the score returns."""
         return torch.trapezoid(self.insertion, self.fractions)
 
     @property
     def deletion_area(self) -> Tensor:
-        """The area under the curve of each sample: the lower, the sooner the score is gone."""
+        """The area under the deletion curve of each sample: the lower, the sooner the score is gone."""
         return torch.trapezoid(self.deletion, self.fractions)
 
     @property
     def passed(self) -> bool:
-        """Whether the maps do better than every random map at both, in the mean over the samples."""
+        """Whether the maps beat every random map on both curves, averaged over the samples."""
         return all(row.better == row.maps for row in self._rows())
 
     @property
@@ -69,15 +69,15 @@ class Faithfulness:
         if len(good) == 2:
             return "Faithful: what the maps show matters more to the score than what random maps show."
         if good:
-            return f"Faithful in part: by {good[0]} alone the maps are better than all random maps."
-        return "Not faithful: what the maps show matters no more to the score than what random maps show."
+            return f"Partly faithful: the maps beat all random maps by {good[0]} only."
+        return "Not faithful: what the maps show does not matter more to the score than what random maps show."
 
     def table(self) -> list[dict[str, Any]]:
-        """The areas as plain dictionaries, for pandas and the like."""
+        """The areas as plain dictionaries, e.g. for pandas."""
         return [row._asdict() for row in self._rows()]
 
     def figure(self) -> Figure:
-        """Both curves in the mean over the samples, those of the random maps in grey. Needs matplotlib."""
+        """Both curves, averaged over the samples, with those of the random maps in grey. Needs matplotlib."""
         from torchhook.plot.style import BLUE, GREY, ORANGE, SMALL, place
 
         figure, ax = place(None, 6.0, 4.0)
@@ -89,7 +89,7 @@ class Faithfulness:
             for other in others.mean(1):
                 ax.plot(at, other.tolist(), color=GREY, linewidth=0.8, linestyle=":" if name == "deletion" else "-")
             ax.plot(at, curve.mean(0).tolist(), color=colour, label=name)
-        ax.set_xlabel("fraction of the pixels", fontsize=SMALL)
+        ax.set_xlabel("fraction of pixels", fontsize=SMALL)
         ax.set_ylabel("score", fontsize=SMALL)
         ax.legend(frameon=False, fontsize=SMALL)
         return figure
@@ -103,14 +103,16 @@ class Faithfulness:
     def _repr_html_(self) -> str:
         return f"<p>{self._title()}</p>{html_table(_HEADER, self._cells())}<p>{html.escape(self.verdict)}</p>"
 
-    def _rows(self) -> list[_Row]:
+    def _rows(self) -> list[_CurveSummary]:
         return [
-            _Row.of("insertion", self.insertion_area, torch.trapezoid(self.random_insertion, self.fractions), 1),
-            _Row.of("deletion", self.deletion_area, torch.trapezoid(self.random_deletion, self.fractions), -1),
+            _CurveSummary.of(
+                "insertion", self.insertion_area, torch.trapezoid(self.random_insertion, self.fractions), 1
+            ),
+            _CurveSummary.of("deletion", self.deletion_area, torch.trapezoid(self.random_deletion, self.fractions), -1),
         ]
 
     def _title(self) -> str:
-        return f"Faithfulness of {len(self)} map{'s' * (len(self) > 1)}, areas under the curves of the score"
+        return f"Faithfulness of {len(self)} map{'s' * (len(self) > 1)}, area under the score curves"
 
     def _cells(self) -> list[list[str]]:
         return [
@@ -121,8 +123,8 @@ class Faithfulness:
 _HEADER = ("curve", "area", "random maps", "better than")
 
 
-class _Row(NamedTuple):
-    """One curve: its area in the mean over the samples, that of random maps, and how many of those it beats."""
+class _CurveSummary(NamedTuple):
+    """One curve: its mean area over the samples, that of the random maps, and how many of those it beats."""
 
     curve: str
     area: float
@@ -131,7 +133,7 @@ class _Row(NamedTuple):
     maps: int
 
     @classmethod
-    def of(cls, curve: str, areas: Tensor, others: Tensor, sign: int) -> _Row:
+    def of(cls, curve: str, areas: Tensor, others: Tensor, sign: int) -> _CurveSummary:
         means = others.mean(1)
         better = int((sign * (areas.mean() - means) > 0).sum())
         return cls(curve, float(areas.mean()), float(means.mean()), better, len(means))
@@ -149,25 +151,25 @@ def faithfulness(
     batch: int | None = None,
     seed: int = 0,
 ) -> Faithfulness:
-    """What happens to the score when pixels are erased, those with the most heat first, and when they are put back.
+    """How the score changes when pixels are erased, the hottest first, and when they are restored.
 
-    The score of a class is its probability, the softmax of the logits, as in the paper; what a function of the output
-    says is taken as it is. Pixels of equal heat come in random order, those of negative heat last: pass signed maps, as
-    they are. The model runs in eval mode and without gradients, and is as before afterwards.
+    The score of a class is its probability, the softmax of the logits, as in the paper; a function of the output is
+    used as it is. Pixels of equal heat come in random order, those of negative heat last: pass the signed maps. The
+    model runs in eval mode without gradients, and its modes are restored afterwards.
 
     Args:
-        maps: What `explain.grad_cam` and the like gave for `x`, or maps N×h×w of any resolution.
+        maps: The result of `explain.grad_cam` or another method for `x`, or maps N×h×w of any resolution.
         x: The input, a tuple of positional arguments or a dict of keyword arguments; the first images N×C×H×W in it
             are erased.
-        target: As for `explain.grad_cam`; None is the class that a `Heat` was made for, else the predicted one.
-        steps: How many times pixels are erased, as many each time.
-        baseline: What an erased pixel is: ``"blur"``, of the image, leaves no new edges; ``"zero"``; ``"mean"``, of
-            each channel of the image; or a tensor that can be spread over the images. (The paper inserts into the
-            blurred image, and deletes to zero.)
-        randoms: How many random maps to compare with, as coarse as the maps, and at most 8×8.
-        batch: How many images go into one forward: by itself 64, or 8 on a CPU, which is slower with more. All curves
-            take ``2 * (1 + randoms) * (steps + 1)`` images a sample.
-        seed: Of the random maps and orders.
+        target: As for `explain.grad_cam`; None is the class that a `Heat` was made for, or the predicted one.
+        steps: The number of steps, each of which erases the same number of pixels.
+        baseline: What replaces an erased pixel: the ``"blur"`` of the image, which adds no new edges; ``"zero"``; the
+            ``"mean"`` of each channel of the image; or a tensor that can be broadcast to the images. (The paper inserts
+            into the blurred image, and deletes to zero.)
+        randoms: The number of random maps to compare with, as coarse as the maps, and at most 8×8.
+        batch: The number of images in one forward; by default 64, or 8 on a CPU, which is slower with more. All curves
+            take ``2 * (1 + randoms) * (steps + 1)`` images per sample.
+        seed: Seeds the random maps and orders.
 
     >>> class Corner(nn.Module):
     ...     def forward(self, x):
@@ -175,7 +177,7 @@ def faithfulness(
     >>> maps = torch.zeros(1, 8, 8)
     >>> maps[:, :4, :4] = 1.0
     >>> faithfulness(maps, Corner(), torch.ones(1, 1, 8, 8), lambda out: out, steps=64, baseline="zero")
-    Faithfulness of 1 map, areas under the curves of the score
+    Faithfulness of 1 map, area under the score curves
     curve      area   random maps  better than
     insertion  0.875  0.501        4 of 4
     deletion   0.125  0.499        4 of 4
@@ -191,32 +193,32 @@ def faithfulness(
     with inference(model):
         output = model(*given.args, **given.kwargs)
         score = _score(target, output)
-        samples = Samples.of(given).apart(lambda some: model(*some.args, **some.kwargs), score, output)
-        erasing = _Erasing(model, samples, images, _base(baseline, images), score, batch)
+        samples = BatchedArguments.of(given).apart(lambda some: model(*some.args, **some.kwargs), score, output)
+        eraser = _Eraser(model, samples, images, _base(baseline, images), score, batch)
         size = images.shape[-2:]
         counts = torch.arange(steps + 1) * (size[0] * size[1]) // steps
         generator = torch.Generator().manual_seed(seed)
         coarse = [min(_COARSE, side) for side in heat.shape[1:]]
         noise = [torch.rand(len(heat), *coarse, generator=generator) for _ in range(randoms)]
         orders = [_order(one, size, generator).to(images.device) for one in (heat, *noise)]
-        insertion, *random_insertion = (erasing.curve(order, counts, back=True) for order in orders)
-        deletion, *random_deletion = (erasing.curve(order, counts, back=False) for order in orders)
+        insertion, *random_insertion = (eraser.curve(order, counts, back=True) for order in orders)
+        deletion, *random_deletion = (eraser.curve(order, counts, back=False) for order in orders)
     fractions = counts / (size[0] * size[1])
     return Faithfulness(fractions, insertion, deletion, torch.stack(random_insertion), torch.stack(random_deletion))
 
 
-class _Erasing(NamedTuple):
-    """Runs a model on images of which some pixels are erased."""
+class _Eraser(NamedTuple):
+    """Runs a model on images with some pixels erased."""
 
     model: nn.Module
-    samples: Samples
+    samples: BatchedArguments
     images: Tensor
     base: Tensor
     score: Any
     batch: int
 
     def curve(self, order: Tensor, counts: Tensor, back: bool) -> Tensor:
-        """The scores, N × counts, when so many of the pixels that come first are put back, or erased."""
+        """The scores, N × counts, with that many of the first pixels in `order` restored (`back`) or erased."""
         samples, height, width = len(self.images), *self.images.shape[-2:]
         runs = torch.arange(samples * len(counts), device=order.device)
         scores = []
@@ -235,28 +237,30 @@ class _Erasing(NamedTuple):
 def _heat(maps: Any) -> Tensor:
     found = maps.maps if isinstance(maps, Heat) else maps
     if not isinstance(found, Tensor) or found.dim() != 3 or not found.is_floating_point():
-        said = shape_of(found) if isinstance(found, Tensor) else f"a {type(found).__name__}"
-        raise ValueError(f"maps must be a Heat or a tensor N×h×w of numbers, not {said}")
+        kind = shape_of(found) if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        raise ValueError(f"maps must be a Heat or a floating-point tensor N×h×w, not {kind}")
     if not found.isfinite().all():
-        raise ValueError("maps have values that are not finite, which cannot be put in order")
+        raise ValueError("maps contain NaN or Inf, which cannot be sorted")
     return found.detach().cpu().float()
 
 
 def _images(given: Arguments, samples: int) -> Tensor:
     """The images among the arguments."""
-    address = Samples.of(given).images
+    address = BatchedArguments.of(given).images
     images = None if address is None else taken(given, address)
     if not isinstance(images, Tensor) or images.dim() != 4:
         raise ValueError(f"x has no images N×C×H×W to erase: it is {shape_of(given.unwrapped()):.200}")
     if not images.is_floating_point():
-        raise ValueError(f"the images in x are {images.dtype}: to erase them takes floating point, as images.float()")
+        raise ValueError(
+            f"the images in x are {images.dtype}, but only floating-point images can be erased: pass images.float()"
+        )
     if len(images) != samples:
-        raise ValueError(f"maps are of {samples} samples, and x has {len(images)}: there must be one map a sample")
+        raise ValueError(f"maps has {samples} samples, but x has {len(images)}: pass one map per sample")
     return images
 
 
 def _target(maps: Any, target: Target) -> Target:
-    """What the maps were made for, if nobody says otherwise."""
+    """The target if one was given, or the one that the maps were made for."""
     if target is not None or not isinstance(maps, Heat):
         return target
     name = next((one for one in maps.target if isinstance(one, str)), None)
@@ -266,7 +270,7 @@ def _target(maps: Any, target: Target) -> Target:
 
 
 def _score(target: Target, output: Any) -> Any:
-    """The probability of a class, or what a function says, of each row of an output."""
+    """The probability of the class, or the result of the function, for each row of an output."""
     score = Score.of(target, output)
     if callable(target) and not isinstance(target, Tensor):
         return score
@@ -274,13 +278,14 @@ def _score(target: Target, output: Any) -> Any:
 
 
 def _base(baseline: Any, images: Tensor) -> Tensor:
-    """What the images are when all is erased."""
+    """The images with every pixel erased."""
     if isinstance(baseline, Tensor):
         try:
             return baseline.to(images).expand_as(images)
         except RuntimeError:
-            shapes = f"{shape_of(baseline)} cannot be spread over images {shape_of(images)}"
-            raise ValueError(f"baseline {shapes}") from None
+            raise ValueError(
+                f"baseline {shape_of(baseline)} cannot be broadcast to images {shape_of(images)}"
+            ) from None
     if baseline not in get_args(Baseline):
         raise ValueError(f"baseline must be 'blur', 'zero', 'mean' or a tensor, not {baseline!r:.80}")
     if baseline == "blur":
@@ -289,7 +294,7 @@ def _base(baseline: Any, images: Tensor) -> Tensor:
 
 
 def _blurred(images: Tensor) -> Tensor:
-    """Images through a Gaussian as wide as a twentieth of them; beyond the edges they go on as they end."""
+    """Images blurred by a Gaussian with a deviation of a twentieth of the longer side; edge pixels are repeated."""
     deviation = max(1.0, max(images.shape[-2:]) / _BLUR)
     reach = int(2 * deviation)
     kernel = torch.exp(-torch.arange(-reach, reach + 1, device=images.device).square() / (2 * deviation**2))
@@ -301,7 +306,7 @@ def _blurred(images: Tensor) -> Tensor:
 
 
 def _order(maps: Tensor, size: torch.Size, generator: torch.Generator) -> Tensor:
-    """For each sample, when each pixel has its turn: the hottest first, those of equal heat at random."""
+    """For each sample, the rank of each pixel: the hottest first, those of equal heat in random order."""
     heat = F.interpolate(maps[:, None], tuple(size), mode="bilinear", align_corners=False).flatten(1)
     mixed = torch.rand(heat.shape, generator=generator).argsort(1)
     hottest = mixed.gather(1, heat.gather(1, mixed).argsort(dim=1, descending=True, stable=True))

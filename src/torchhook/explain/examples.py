@@ -1,17 +1,17 @@
-"""The inputs of a whole data set that drive some units most, and where in them; no more is kept than was asked for."""
+"""The inputs of a whole data set that activate a unit most, and where in them; memory grows with `k`, not the data."""
 
 from __future__ import annotations
 
 import html
 import sys
 from base64 import b64encode
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TextIO, get_args
 
 import torch
 from torch import Tensor, nn
 
-from torchhook.core.batch import Batch, call, main_tensor, on_device
+from torchhook.core.batch import Batch, batch_count, call, main_tensor, on_device, samples_of
 from torchhook.core.errors import SelectionError
 from torchhook.core.event import Event
 from torchhook.core.model_state import evaluating
@@ -32,42 +32,44 @@ _CHANNELS = (1, 3, 4)  # of an image
 
 
 class Example(NamedTuple):
-    """One input that drives a unit."""
+    """One input that activates a unit strongly."""
 
     unit: int
     value: float
-    sample: int  # its number, in the order in which the loader gave them
-    position: tuple[int, ...]  # where in the output the unit is strongest; empty if it is in one place only
-    box: tuple[float, ...] | None  # about where in the input that is: x0, y0, x1, y1 of an image
-    input: Any  # the sample itself, on the CPU; None if it was not to be kept
+    sample: int  # its index, in the order of the loader
+    position: tuple[int, ...]  # where in the output the unit is strongest; empty if it has one value per sample
+    box: tuple[float, ...] | None  # roughly where in the input that is: x0, y0, x1, y1 of an image
+    input: Any  # the sample itself, on the CPU; None if inputs=False
 
 
 class Examples(Sequence[Example]):
-    """The examples of each unit, the strongest first; one unit after the other."""
+    """The examples of each unit, strongest first, one unit after the other."""
 
     def __init__(self, site: str, by: By, samples: int, found: dict[int, list[Example]]) -> None:
         self.site = site
         self.by = by
-        self.samples = samples  # that were looked at
+        self.samples = samples  # how many the loader had
         self.found = found
 
     def of(self, unit: int) -> list[Example]:
         """The examples of one unit."""
         if unit not in self.found:
-            raise KeyError(f"unit {unit!r} was not asked for: there are {', '.join(map(str, self.found))}")
+            raise KeyError(f"no examples of unit {unit!r}, only of {', '.join(map(str, self.found))}")
         return self.found[unit]
 
     def table(self) -> list[dict[str, Any]]:
-        """The examples as plain dictionaries without their inputs, for pandas and the like."""
+        """The examples as plain dictionaries without their inputs, e.g. for pandas."""
         return [{key: value for key, value in one._asdict().items() if key != "input"} for one in self]
 
     def figure(self) -> Figure:
-        """The inputs side by side, each with the box that drives the unit; they have to be images. Needs matplotlib."""
+        """The inputs side by side, each with the box that activates the unit. Needs images and matplotlib."""
         from torchhook.plot.images import picture_of
         from torchhook.plot.style import SMALL, VERMILLION, library
 
         if not self._are_images():
-            raise ValueError("these examples are no images [C, H, W] with 1, 3 or 4 channels, or were not kept")
+            raise ValueError(
+                "these examples are not images [C, H, W] with 1, 3 or 4 channels, or were not kept (inputs=False)"
+            )
         columns = min(_COLUMNS, len(self))
         rows = -(-len(self) // columns)
         figure: Figure = library("torchhook.plot.still").Still(
@@ -99,7 +101,7 @@ class Examples(Sequence[Example]):
         return f"<p>{html.escape(self._title())}</p>{self._drawn()}{html_table(_HEADER, self._cells())}"
 
     def _drawn(self) -> str:
-        """The figure for a notebook; empty where there is none, or no matplotlib."""
+        """The figure for a notebook; empty if the inputs are not images or matplotlib is missing."""
         if not self._are_images():
             return ""
         try:
@@ -144,24 +146,24 @@ def top_examples(
     stop: bool = True,
     progress: TextIO | None = sys.stderr,
 ) -> Examples:
-    """The `k` samples of `loader` that drive `unit` at `site` most, and where in them.
+    """The `k` samples of `loader` that activate `unit` at `site` most, and where in them.
 
-    A sample counts by what the unit gives at its strongest place, or ``by="mean"`` over all places. NaN is passed
-    over. The model runs in eval mode and without gradients, and is as before afterwards.
+    Samples are ranked by the unit's largest value, or with ``by="mean"`` by its mean over all positions. NaN is
+    skipped. The model runs in eval mode without gradients, and its modes are restored afterwards.
 
-    A box is the cell of the output spread over the input (``W / w`` pixels wide): about where the unit looks, not all
-    that it sees, which in a deep layer is much more.
+    A box is the cell of the output scaled to the input (``W / w`` pixels wide): roughly where the unit looks, not its
+    whole receptive field, which is much larger in a deep layer.
 
     Args:
-        loader: Batches: inputs, inputs and a target in a tuple, or a dict of keywords.
-        site: The module whose output has the unit.
-        unit: A channel of a convolution, a feature of a linear layer or a token; or several.
-        dim: The dimension that has the units, where the module does not tell: without it the last if there are three,
-            else the second.
+        loader: Batches: inputs, a tuple of inputs and a target, or a dict of keyword arguments.
+        site: The module whose output contains the unit.
+        unit: A channel of a convolution, or a feature of a linear layer or of tokens; or several.
+        dim: The dimension of the units, if the module does not determine it; by default the last of three dimensions,
+            otherwise the second.
         call: Which call, if the module is called several times in a pass.
-        inputs: Keep the samples, on the CPU.
-        stop: End each pass behind `site`; False for models that cannot be ended, as compiled ones.
-        progress: Where to show it; only a terminal does.
+        inputs: Whether to keep the samples, on the CPU.
+        stop: End each pass after `site`; pass False for models that cannot be stopped, such as compiled ones.
+        progress: Where to show a progress bar, if it is a terminal; None for no bar.
 
     >>> model = nn.Sequential(nn.Conv2d(1, 2, 1, bias=False))
     >>> _ = nn.init.ones_(model[0].weight)
@@ -178,52 +180,53 @@ def top_examples(
     if by not in get_args(By):
         raise ValueError(f"by must be 'max' or 'mean', not {by!r}")
     if isinstance(loader, (Tensor, Mapping)) or not isinstance(loader, Iterable):
-        raise TypeError(f"loader must be batches, not a {type(loader).__name__}; put one batch alone into a list")
+        raise TypeError(f"loader must yield batches, not be a {type(loader).__name__}; put a single batch into a list")
     found = select(model, site)
     if len(found) != 1:
-        raise SelectionError(f"site must be one module, and {len(found)} match: {', '.join(map(repr, found))}"[:300])
+        raise SelectionError(f"site must be one module, but {len(found)} match: {', '.join(map(repr, found))}"[:300])
     best = _Best(_units(unit), k, by, inputs)
-    watch = _Watch(next(iter(found)), dim, call)
+    reader = _UnitReader(next(iter(found)), dim, call)
     with torch.no_grad(), evaluating(model):
-        count = len(loader) if isinstance(loader, Sized) else None
-        for data in track(loader, count, "batches", progress):
+        for data in track(loader, batch_count(loader), "batches", progress):
             batch = Batch.of(on_device(data, model))
-            best.add(watch.run(model, batch, stop), batch.arguments)
+            best.add(reader.run(model, batch, stop), batch.arguments)
     if not best.samples:
         raise ValueError("loader has no batches")
-    return Examples(watch.path, by, best.samples, best.found)
+    return Examples(reader.path, by, best.samples, best.found)
 
 
-class _Watch:
-    """Runs a model on a batch for what one of its modules gives."""
+class _UnitReader:
+    """Runs a model on a batch and returns the output of one module."""
 
     def __init__(self, path: str, dim: int | None, call: int | None) -> None:
         self.path = path
         self.dim = dim
         self.call = call
-        self.once = False  # whether a whole pass has shown that the module is called once
+        self.once = False  # whether a whole pass has shown that the module is called only once
 
     def run(self, model: nn.Module, batch: Batch, stop: bool) -> Tensor:
-        """Its output as samples × units × positions…"""
+        """The output of the module as samples × units × positions…"""
         seen: list[Event] = []
         with Session(model, [Tap(self.path, seen.append)], stop=stop and self.once):
             call(model, batch)
         if len(seen) > 1 and self.call is None:
             raise ValueError(
-                f"site {self.path!r} is called {len(seen)} times in a pass; say which call is meant with call=0 to"
+                f"site {self.path!r} is called {len(seen)} times in a pass; choose one with call=0 to"
                 f" call={len(seen) - 1}"
             )
         self.once = len(seen) == 1
         number = self.call or 0
         if not -len(seen) <= number < len(seen):
-            raise ValueError(f"call must be 0 to {len(seen) - 1}, for so often is {self.path!r} called, not {number}")
-        return self._by_unit(seen[number], _samples(batch.arguments))
+            raise ValueError(
+                f"call must be 0 to {len(seen) - 1}, not {number}: {self.path!r} is called {len(seen)} times"
+            )
+        return self._by_unit(seen[number], _length(batch))
 
     def _by_unit(self, event: Event, samples: int | None) -> Tensor:
         x = main_tensor(event.value)
         if samples is not None and (not x.dim() or len(x) != samples):
             raise ValueError(
-                f"site {self.path!r} gave {shape_of(x)} for {samples} samples; its first dimension must be the samples"
+                f"site {self.path!r} returned {shape_of(x)} for {samples} samples; its first dimension must be samples"
             )
         if x.dim() == 1:
             return x[:, None]
@@ -233,7 +236,7 @@ class _Watch:
 
 
 class _Best:
-    """The best examples of each unit so far: what is kept grows with `k`, not with the data."""
+    """The best examples of each unit so far."""
 
     def __init__(self, units: list[int], k: int, by: By, inputs: bool) -> None:
         self.units = units
@@ -244,32 +247,33 @@ class _Best:
         self.found: dict[int, list[Example]] = {unit: [] for unit in units}
 
     def add(self, x: Tensor, given: Arguments) -> None:
-        """Take a batch in, samples × units × positions…"""
+        """Add a batch of outputs, samples × units × positions…, and the inputs they belong to."""
         wrong = [unit for unit in self.units if unit >= x.shape[1]]
         if wrong:
-            raise ValueError(f"unit {wrong[0]} is beyond the {x.shape[1]} units that there are, 0 to {x.shape[1] - 1}")
-        values, places = self._values(x[:, self.units].flatten(2) if x.dim() > 2 else x[:, self.units, None])
+            raise ValueError(f"unit {wrong[0]} is out of range: there are {x.shape[1]} units, 0 to {x.shape[1] - 1}")
+        values, positions = self._values(x[:, self.units].flatten(2) if x.dim() > 2 else x[:, self.units, None])
         order = values.masked_fill(values.isnan(), -torch.inf).argsort(dim=0, descending=True, stable=True)[: self.k]
-        columns = [picked.t().tolist() for picked in (values.gather(0, order), order, places.gather(0, order))]
+        columns = [picked.t().tolist() for picked in (values.gather(0, order), order, positions.gather(0, order))]
         for unit, *column in zip(self.units, *columns, strict=True):
-            self._merge(unit, list(zip(*column, strict=True)), x.shape[2:], given)
+            self._merge(unit, list(zip(*column, strict=True)), x.shape, given)
         self.samples += len(x)
 
     def _values(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What each sample counts for each unit, NaN if it has nothing but that, and where it is strongest."""
+        """The value of each unit for each sample, NaN if it has only NaN, and where it is strongest."""
         x = x.float() if x.element_size() < 4 else x
-        most, places = x.masked_fill(x.isnan(), -torch.inf).max(2)
-        return (x.nanmean(2) if self.by == "mean" else most.masked_fill(x.isnan().all(2), torch.nan)), places
+        most, positions = x.masked_fill(x.isnan(), -torch.inf).max(2)
+        return (x.nanmean(2) if self.by == "mean" else most.masked_fill(x.isnan().all(2), torch.nan)), positions
 
     def _merge(self, unit: int, column: list[tuple[Any, ...]], shape: torch.Size, given: Arguments) -> None:
-        """Put what is better than the worst so far among the best; of equals the earlier one stays."""
+        """Add the samples that beat the worst so far; of equal ones the earlier stays."""
         best, known = self.found[unit], {one.sample: one.input for some in self.found.values() for one in some}
         for value, row, place in column:
             if value != value or (len(best) == self.k and value <= best[-1].value):
                 continue
-            number, position, sample = self.samples + row, _unravelled(place, shape), _sample(given, row)
+            number, sample = self.samples + row, _sample(given, row, shape[0])
+            position = _unravelled(place, shape[2:])
             kept = (known[number] if number in known else mapped(_to_cpu, sample)) if self.inputs else None
-            best.append(Example(unit, value, number, position, _box(position, shape, sample), kept))
+            best.append(Example(unit, value, number, position, _box(position, shape[2:], sample), kept))
             best.sort(key=lambda one: (-one.value, one.sample))
             del best[self.k :]
 
@@ -277,24 +281,23 @@ class _Best:
 def _units(unit: Any) -> list[int]:
     units = [unit] if isinstance(unit, int) else list(unit) if isinstance(unit, Iterable) else [unit]
     if not units or any(isinstance(one, bool) or not isinstance(one, int) or one < 0 for one in units):
-        raise ValueError(f"unit must be a whole number from 0, or several, not {unit!r:.80}")
+        raise ValueError(f"unit must be an integer from 0, or several, not {unit!r:.80}")
     return list(dict.fromkeys(units))
 
 
-def _samples(given: Arguments) -> int | None:
-    """How many samples there are in a batch: as many as the first of its tensors has rows."""
-    return next((len(tensor) for _, tensor in leaves(given) if tensor.dim()), None)
+def _length(batch: Batch) -> int | None:
+    """The number of samples in a batch; None if it has no tensor with rows."""
+    return samples_of(batch).length if any(tensor.dim() for _, tensor in leaves(batch.arguments)) else None
 
 
-def _sample(given: Arguments, row: int) -> Any:
-    """One sample of a batch: its row of all that has as many rows as there are samples."""
-    samples = _samples(given)
+def _sample(given: Arguments, row: int, samples: int) -> Any:
+    """One sample of a batch: its row of every tensor that has one row per sample."""
     one: Arguments = mapped(lambda t: t[row] if t.dim() and len(t) == samples else t, given)
     return one.unwrapped()
 
 
 def _to_cpu(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)  # a copy, for a row would keep its whole batch
+    return tensor.detach().to("cpu", copy=True)  # a copy, since a view of a row would keep the whole batch in memory
 
 
 def _unravelled(place: int, shape: torch.Size) -> tuple[int, ...]:
@@ -306,9 +309,9 @@ def _unravelled(place: int, shape: torch.Size) -> tuple[int, ...]:
 
 
 def _box(position: tuple[int, ...], shape: torch.Size, sample: Any) -> tuple[float, ...] | None:
-    """The cell spread over the input, if both have a spatial extent: lows, then highs, x before y."""
+    """The cell scaled to the input, if both have a spatial extent: lower ends, then upper ends, x before y."""
     tensor = next((leaf for _, leaf in leaves(sample)), None)
-    if len(position) < 2 or tensor is None or tensor.dim() != len(shape) + 1:  # one dimension may be tokens
+    if len(position) < 2 or tensor is None or tensor.dim() != len(shape) + 1:  # a single dimension may be tokens
         return None
     steps = [size / cells for size, cells in zip(tensor.shape[1:], shape, strict=True)]
     low = [place * step for place, step in zip(position, steps, strict=True)]

@@ -1,4 +1,4 @@
-"""What every class activation map gives back: raw signed maps with where they are from, and steps to a picture."""
+"""The result of every class activation map: raw signed maps, where they come from, and the steps to a picture."""
 
 from __future__ import annotations
 
@@ -17,24 +17,23 @@ from torchhook.core.text import shape_of
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_SHOWN = 16  # maps that a notebook shows, and targets that are told
+_SHOWN = 16  # maps that a notebook shows, and targets that the text names
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Heat:
-    """Where a model looked: one map a sample, as the method made it.
+    """Where a model looked: one map per sample, exactly as the method computed it.
 
-    Nothing is clipped, scaled or resized until it is asked for, each step gives a new `Heat`, and the order of the
-    steps is the user's: ``heat.positive().at_input_size().normalized()``. ``heat[3]`` and ``heat[:2]`` are the heat of
-    some samples.
+    Nothing is clipped, scaled or resized until you ask for it. Each step returns a new `Heat`, and you choose the order
+    of the steps: ``heat.positive().at_input_size().normalized()``. ``heat[3]`` and ``heat[:2]`` select samples.
 
     Args:
         maps: N×h×w, signed, at the resolution of the layer.
-        target: What was explained of each sample: a class, or the name of a function of the output.
-        layer: The path of the module that the maps are of.
-        call: Which of its calls in the pass.
+        target: What was explained for each sample: a class, or the name of a function of the output.
+        layer: The path of the module whose output the maps are made of.
+        call: The index of its call in the pass.
         method: The name of the function that made the maps.
-        size: Height and width of the input; None if it was no image.
+        size: Height and width of the input; None if it was not an image.
         calls: How often the module was called.
 
     >>> heat = Heat(torch.tensor([[[-1.0, 3.0]]]), [282], "layer4", 0, "grad_cam", (2, 4))
@@ -57,30 +56,32 @@ class Heat:
     def __post_init__(self) -> None:
         if self.maps.dim() != 3 or len(self.maps) != len(self.target):
             raise ValueError(
-                f"maps must be N×h×w, and target one a sample, not {shape_of(self.maps)} and {len(self.target)} targets"
+                f"maps must be N×h×w, with N targets, not {shape_of(self.maps)} with {len(self.target)} targets"
             )
 
     def positive(self) -> Heat:
-        """What speaks for the target: all that is below zero becomes zero."""
+        """Only the evidence for the target: negative values become zero."""
         return replace(self, maps=self.maps.relu())
 
     def normalized(self) -> Heat:
-        """Each map from its least, which becomes 0, to its most, 1; one that is the same everywhere becomes zeros."""
+        """Each map scaled to [0, 1] by its minimum and maximum; a constant map becomes zeros."""
         low, high = self.maps.amin((1, 2), keepdim=True), self.maps.amax((1, 2), keepdim=True)
         span = high - low
         return replace(self, maps=(self.maps - low) / torch.where(span == 0, torch.ones_like(span), span))
 
     def at_input_size(self) -> Heat:
-        """The maps as large as the input: bilinear, with the corners of the images, not of their pixels, aligned."""
+        """The maps resized to the size of the input: bilinear, with half-pixel centres (``align_corners=False``)."""
         if self.size is None:
-            raise ValueError(f"the input of this {self.method} was no image: there is no size to bring its maps to")
+            raise ValueError(
+                f"the input of this {self.method} was not an image: there is no size to resize its maps to"
+            )
         resized = F.interpolate(self.maps[:, None], self.size, mode="bilinear", align_corners=False)[:, 0]
         return replace(self, maps=resized)
 
     def overlay(self, image: Any) -> Figure:
-        """The maps over what they are of, several samples side by side; needs matplotlib.
+        """The maps drawn over their images, side by side; needs matplotlib.
 
-        `image` is one as `torchhook.plot.cam` takes it, or a batch or list of them, one a sample.
+        `image` is an image that `torchhook.plot.cam` accepts, or a batch or list with one per sample.
 
         >>> heat = Heat(torch.rand(2, 7, 7), [281, 282], "layer4", 0, "grad_cam", (32, 32))
         >>> [ax.get_title() for ax in heat.overlay(torch.rand(2, 3, 32, 32)).axes[:2]]
@@ -107,7 +108,7 @@ class Heat:
     def __getitem__(self, which: int | slice) -> Heat:
         if isinstance(which, slice):
             return replace(self, maps=self.maps[which], target=self.target[which])
-        number = range(len(self))[which]  # which raises for one too far, so that a loop over the samples ends
+        number = range(len(self))[which]  # raises IndexError beyond the end
         return self[number : number + 1]
 
     def __iter__(self) -> Iterator[Heat]:
@@ -115,9 +116,9 @@ class Heat:
 
     def __repr__(self) -> str:
         which = f" (call {self.call} of {self.calls})" if self.calls > 1 else ""
-        said = list(dict.fromkeys(str(one) for one in self.target if one is not None))
-        more = ", …" if len(said) > _SHOWN else ""
-        target = f", target {', '.join(said[:_SHOWN])}{more}" if said else ""
+        names = list(dict.fromkeys(str(one) for one in self.target if one is not None))
+        more = ", …" if len(names) > _SHOWN else ""
+        target = f", target {', '.join(names[:_SHOWN])}{more}" if names else ""
         return f"{self.method} of {self.layer or 'the model'!r}{which}: {shape_of(self.maps)}{target}"
 
     def _repr_png_(self) -> bytes | None:
@@ -133,15 +134,15 @@ class Heat:
         return png
 
     def _repr_html_(self) -> str:
-        png, said = self._repr_png_(), html.escape(repr(self))
+        png, text = self._repr_png_(), html.escape(repr(self))
         picture = "" if png is None else f'<img alt="" src="data:image/png;base64,{b64encode(png).decode()}">'
-        return f"<p>{said}</p>{picture}"
+        return f"<p>{text}</p>{picture}"
 
 
 def _images(image: Any, samples: int) -> list[Any]:
-    """One image a sample."""
+    """One image per sample."""
     is_one = samples == 1 and (not isinstance(image, (list, tuple)) and getattr(image, "ndim", 3) < 4)
     images = [image] if is_one else list(image)
     if len(images) != samples:
-        raise ValueError(f"image must be {samples}, one a sample, not {len(images)}; heat[0] is the first alone")
+        raise ValueError(f"pass {samples} images, one per sample, not {len(images)}; heat[0] is the first sample alone")
     return images

@@ -1,4 +1,4 @@
-"""How strongly each level of a feature pyramid responds, to images as a whole and to what is in boxes."""
+"""How strongly each level of a feature pyramid responds to whole images and to the objects in boxes."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from torchhook.core.torch_internals import submodules
 
 _SIZES = ("small", "medium", "large")
 _AREAS = (32**2, 96**2)  # pixels of the original image, as COCO counts: where medium and large objects begin
-_WEAK = 0.1  # of what the other levels have
-_STANDS_OUT = 0.2  # standard deviations of the background: less is an accident
+_WEAK = 0.1  # of the median strength of the other levels
+_STANDS_OUT = 0.2  # standard deviations of the background: less may be chance
 
 
 class Level(NamedTuple):
-    """What one level of a pyramid does; None is what nobody asked for, or what there was none of."""
+    """The response of one level of a pyramid; None where there was nothing to measure."""
 
     name: str
     size: tuple[int, int]
-    stride: tuple[float, float]  # pixels of what the network sees to one cell, down and across
-    strength: float  # mean of the absolute values
+    stride: tuple[float, float]  # pixels of the network's input per cell, vertically and horizontally
+    strength: float  # mean absolute value
     rms: float
-    dead: float | None  # share of the channels that are the same everywhere
-    background: float | None  # strength outside of all boxes
-    spread: float | None  # standard deviation of that, from cell to cell
-    small: float | None  # strength inside the boxes of small objects, each of which counts the same
+    dead: float | None  # fraction of channels that are constant
+    background: float | None  # strength outside all boxes
+    spread: float | None  # standard deviation of the background from cell to cell
+    small: float | None  # mean strength inside the boxes of small objects
     medium: float | None
     large: float | None
 
     def contrast(self, size: str) -> float | None:
         """How far ``"small"``, ``"medium"`` or ``"large"`` objects stand out, in standard deviations of the background.
 
-        Unlike the strength this can be compared from level to level, whatever their scales are.
+        Unlike the strength, this can be compared between levels of different scale.
         """
         inside = getattr(self, size)
         if inside is None or self.background is None or self.spread is None:
@@ -55,7 +55,7 @@ class Level(NamedTuple):
 
 
 class Pyramid(Sequence[Level]):
-    """The levels of a pyramid as the model gives them, and which of them are weak."""
+    """The levels of a pyramid in the order of the model, and which of them are weak."""
 
     def __init__(self, layer: str, levels: list[Level], images: int, objects: dict[str, int]) -> None:
         self.layer = layer
@@ -65,18 +65,18 @@ class Pyramid(Sequence[Level]):
 
     @property
     def weak(self) -> list[Level]:
-        """The levels with less than a tenth of the strength that the others have (their median)."""
+        """The levels with less than a tenth of the median strength of the others."""
         return [level for level in self.levels if not self._share(level) >= _WEAK]
 
     @property
     def verdict(self) -> str:
         """Which levels are weak, and at which level the objects of each size stand out most, in a few sentences."""
-        said = [f"{level.name!r} has {self._share(level):.2g} of what the others have" for level in self.weak]
-        first = f"Weak levels: {'; '.join(said)}." if said else "No level is weak."
+        weak = [f"{level.name!r} has {self._share(level):.2g} of the others' strength" for level in self.weak]
+        first = f"Weak levels: {'; '.join(weak)}." if weak else "No level is weak."
         return " ".join([first, *(self._best(size) for size in _SIZES if self.objects.get(size))])
 
     def table(self) -> list[dict[str, Any]]:
-        """The levels as plain dictionaries, for pandas and the like."""
+        """The levels as plain dictionaries, e.g. for pandas."""
         return [level._asdict() for level in self.levels]
 
     def __getitem__(self, index: Any) -> Any:
@@ -93,7 +93,7 @@ class Pyramid(Sequence[Level]):
         return f"<p>{title}</p>{html_table(self._header(), self._cells())}<p>{verdict}</p>"
 
     def _share(self, level: Level) -> float:
-        """Of the strength that the other levels have."""
+        """The strength of a level over the median of the others."""
         others = [other.strength for other in self.levels if other is not level and math.isfinite(other.strength)]
         usual = median(others) if others else 0.0
         return level.strength / usual if usual else math.nan if math.isnan(level.strength) else math.inf
@@ -103,10 +103,10 @@ class Pyramid(Sequence[Level]):
         found = {level: contrast for level, contrast in found.items() if not math.isnan(contrast)}
         count = f"{self.objects[size]} {size} object{'s' * (self.objects[size] > 1)}"
         if not found:
-            return f"{count}: cannot be compared with a background."
+            return f"{count}: there is no background to compare with."
         level = max(found, key=lambda one: (found[one], getattr(one, size)))
         if not found[level] >= _STANDS_OUT:
-            return f"{count}: nowhere clearly above background (most at {level.name!r}, {_sigmas(found[level])})."
+            return f"{count}: nowhere clearly above background (highest at {level.name!r}, {_sigmas(found[level])})."
         return f"{count}: clearest at {level.name!r}, {_sigmas(found[level])} above background."
 
     def _title(self) -> str:
@@ -125,27 +125,27 @@ class Pyramid(Sequence[Level]):
             row.append("–" if level.dead is None else f"{level.dead:.0%}")
             if self.objects:
                 row.append("–" if level.background is None else f"{level.background:.3g}")
-                row += [_said(getattr(level, size), level.contrast(size)) for size in _SIZES]
+                row += [_strength_text(getattr(level, size), level.contrast(size)) for size in _SIZES]
             rows.append(row)
         return rows
 
 
 def pyramid(detector: nn.Module, images: Any, boxes: Any = None, *, layer: Query | None = None) -> Pyramid:
-    """How strongly each level of `detector`'s feature pyramid responds to `images`, and to what is in `boxes`.
+    """How strongly each level of `detector`'s feature pyramid responds to `images`, and to the objects in `boxes`.
 
-    Where the pyramid is known, the forward ends behind it: that is for `layer`, and for torchvision's detectors
-    (RetinaNet, FCOS, Faster R-CNN), whose ``backbone`` it is. The padding that those add is left out. The model runs in
-    eval mode and without gradients, and is as before afterwards.
+    If the module that returns the pyramid is known, the forward ends after it: `layer`, or the ``backbone`` of
+    torchvision's detectors (RetinaNet, FCOS, Faster R-CNN). The padding that those add is left out. The model runs in
+    eval mode without gradients, and its modes are restored afterwards.
 
     Args:
         images: Images ``[C, H, W]`` in a list, or in one batch.
-        boxes: For each image a tensor ``[k, 4]`` of x0, y0, x1, y1 in pixels of that image, which may be empty. Then
-            the response is told inside of small (area below 32²), medium and large objects (from 96²) too, and outside
-            of all; in brackets stands how far that is above the background, in standard deviations (σ) of it from cell
-            to cell. A cell that a box covers in part counts in part. Where a detector resizes the images, the boxes
-            follow.
+        boxes: For each image a tensor ``[k, 4]`` of x0, y0, x1, y1 in pixels of that image, which may be empty. With
+            boxes, the response is also measured inside small (area below 32²), medium and large objects (from 96²),
+            and outside all boxes; in brackets is how far it exceeds the background, in standard deviations (σ) of the
+            background from cell to cell. A cell that a box covers in part counts in part. If a detector resizes the
+            images, the boxes are resized too.
         layer: The module whose output is the pyramid: a dict or list of maps N×C×h×w. None takes the last one in
-            execution order that gives maps of more than one size.
+            execution order that returns maps of more than one size.
 
     >>> class Levels(nn.Module):
     ...     def forward(self, x):
@@ -157,90 +157,90 @@ def pyramid(detector: nn.Module, images: Any, boxes: Any = None, *, layer: Query
     level   cells  stride  mean |x|  rms     dead  background  small       medium  large
     fine    64×64  1       0.0625    0.25    0%    0           1 (∞ σ)     –       –
     coarse  32×32  2       0.000625  0.0025  0%    0           0.01 (∞ σ)  –       –
-    Weak levels: 'coarse' has 0.01 of what the others have. 1 small object: clearest at 'fine', ∞ σ above background.
+    Weak levels: 'coarse' has 0.01 of the others' strength. 1 small object: clearest at 'fine', ∞ σ above background.
     """
     require_module(detector, "detector")
     pictures = _pictures(images)
     placed = _boxes(boxes, pictures)
     with torch.no_grad(), evaluating(detector):
-        seen = _run(detector, on_device(pictures, detector), layer)
-    frames = [_Frame(tuple(one.shape[-2:]), size, seen.size) for one, size in zip(pictures, seen.sizes, strict=True)]
+        found = _run(detector, on_device(pictures, detector), layer)
+    frames = [_Frame(tuple(one.shape[-2:]), size, found.size) for one, size in zip(pictures, found.sizes, strict=True)]
     objects = _counts(placed) if placed is not None else {}
     return Pyramid(
-        seen.path, [_level(name, maps, frames, placed) for name, maps in seen.maps.items()], len(frames), objects
+        found.path, [_level(name, maps, frames, placed) for name, maps in found.maps.items()], len(frames), objects
     )
 
 
 class _Frame(NamedTuple):
-    """An image: its own height and width, those it is resized to, and those of the batch that it is padded to."""
+    """The height and width of an image: as given, after resizing, and of the batch that it is padded to."""
 
     own: tuple[int, ...]
     resized: tuple[int, int]
     padded: tuple[int, int]
 
 
-class _Seen:
-    """What one pass showed: the last pyramid, and where in the batch the images lie."""
+class _FoundPyramid:
+    """The last pyramid found in one pass, and the size of the images in the batch."""
 
     def __init__(self, pictures: list[Tensor], wanted: bool) -> None:
-        self.wanted = wanted  # by name: then it has to be one
+        self.wanted = wanted  # the layer was named, so its output must be a pyramid
         self.path = ""
         self.maps: dict[str, Tensor] = {}
         self.sizes = [(int(one.shape[-2]), int(one.shape[-1])) for one in pictures]
         self.size = self.sizes[0]
 
     def look(self, event: Event) -> None:
-        """Keep what a module gave if that is a pyramid."""
+        """Keep the output of a module if it is a pyramid."""
         maps = _maps(event.value)
         several = len({one.shape[-2:] for one in maps.values()}) > 1
         if maps and len(next(iter(maps.values()))) == len(self.sizes) and (several or self.wanted):
             self.path, self.maps = event.path, maps
         elif self.wanted:
             raise ValueError(
-                f"layer {event.path!r} gave {shape_of(event.value):.200}, which is no pyramid of these"
-                f" {len(self.sizes)} images: name a module that returns a dict or list of maps N×C×h×w"
+                f"layer {event.path!r} returned {shape_of(event.value):.200}, which is not a pyramid of these"
+                f" {len(self.sizes)} images; name a module that returns a dict or list of maps N×C×h×w"
             )
 
     def measure(self, event: Event) -> None:
-        """Where the transform of a torchvision detector put the images."""
+        """Note the sizes of the images after the transform of a torchvision detector."""
         batch = event.live[0]  # an ImageList
         self.sizes = [(int(height), int(width)) for height, width in batch.image_sizes]
         self.size = (int(batch.tensors.shape[-2]), int(batch.tensors.shape[-1]))
 
 
-def _run(detector: nn.Module, pictures: list[Tensor], layer: Query | None) -> _Seen:
+def _run(detector: nn.Module, pictures: list[Tensor], layer: Query | None) -> _FoundPyramid:
     """Run the detector as far as needed."""
     transform = next((path for path, module in select(detector, "", *_all(detector)).items() if _resizes(module)), None)
     if layer is None and transform is not None:
         layer = "backbone"
-    seen = _Seen(pictures, layer is not None)
-    taps = [Tap(query, seen.look) for query in ([layer] if layer is not None else ["", *_all(detector)])]
+    found = _FoundPyramid(pictures, layer is not None)
+    taps = [Tap(query, found.look) for query in ([layer] if layer is not None else ["", *_all(detector)])]
     if transform is not None:
-        taps.insert(0, Tap(transform, seen.measure))
+        taps.insert(0, Tap(transform, found.measure))
     given: Any = pictures if transform is not None else _stacked(pictures)
     stop, on_silent = layer is not None, None if layer is not None else "ignore"
     with Session(detector, taps, stop=stop, on_silent=on_silent):  # type: ignore[arg-type]  # a literal
         detector(given)
-    if not seen.maps:
+    if not found.maps:
         raise SelectionError(
-            f"no module of this {type(detector).__name__} gave a dict or list of maps N×C×h×w of more than one size;"
-            " name the one that has the pyramid with layer="
+            f"no module of this {type(detector).__name__} returned a dict or list of maps N×C×h×w of several sizes;"
+            " name the one that returns the pyramid with layer="
         )
-    return seen
+    return found
 
 
 def _all(model: nn.Module) -> list[Query]:
-    """A query for every module below the model; none if there is none."""
+    """A query for every module inside the model; empty if there are none."""
     return [Selector(lambda path, module, mark: True, "every module")] if submodules(model) else []
 
 
 def _resizes(module: nn.Module) -> bool:
-    """Whether it is what torchvision's detectors do to images first; told by name, for torchvision is not needed."""
+    """Whether it is the transform of a torchvision detector, recognised by name so as not to need torchvision."""
     return any(kind.__name__ == "GeneralizedRCNNTransform" for kind in type(module).__mro__)
 
 
 def _maps(value: Any) -> dict[str, Tensor]:
-    """The maps of a pyramid by name; empty if `value` is none."""
+    """The maps of a pyramid by name; empty if `value` is not a pyramid."""
     items = _named(value)
     while len(items) == 1:  # {"feature_maps": (…)}
         items = _named(items[0][1])
@@ -260,7 +260,7 @@ def _pictures(images: Any) -> list[Tensor]:
     if not pictures or not all(isinstance(one, Tensor) and one.dim() == 3 for one in pictures):
         raise ValueError(
             f"images must be a list of tensors [C, H, W] or a batch [N, C, H, W], not {shape_of(images):.200}:"
-            " one image alone is images[None]"
+            " pass a single image as images[None]"
         )
     return pictures
 
@@ -268,8 +268,8 @@ def _pictures(images: Any) -> list[Tensor]:
 def _stacked(pictures: list[Tensor]) -> Tensor:
     if len({one.shape for one in pictures}) > 1:
         raise ValueError(
-            f"images have several sizes ({shape_of(pictures):.200}), and this model does not resize them as those of"
-            " torchvision do: give it images of one size"
+            f"images have several sizes ({shape_of(pictures):.200}), but unlike torchvision's detectors this model does"
+            " not resize them; pass images of one size"
         )
     return torch.stack(pictures)
 
@@ -284,20 +284,20 @@ def _boxes(boxes: Any, pictures: list[Tensor]) -> list[Tensor] | None:
 
 
 def _of_image(boxes: Tensor, picture: Tensor, number: int) -> Tensor:
-    """The boxes of one image, cut at its borders."""
+    """The boxes of one image, clipped to it."""
     boxes = boxes.detach().cpu().double().reshape(-1, 4) if not boxes.numel() else boxes.detach().cpu().double()
     if boxes.dim() != 2 or boxes.shape[1] != 4:
-        raise ValueError(f"boxes of image {number} must be of shape [k, 4], not {list(boxes.shape)}")
+        raise ValueError(f"boxes of image {number} must have shape [k, 4], not {list(boxes.shape)}")
     height, width = picture.shape[-2:]
     most = torch.tensor([width, height, width, height], dtype=torch.float64)
-    cut = boxes.clamp(min=0).minimum(most)
-    wrong = ((cut[:, 2:] <= cut[:, :2]).any(1) | ~boxes.isfinite().all(1)).nonzero()
+    clipped = boxes.clamp(min=0).minimum(most)
+    wrong = ((clipped[:, 2:] <= clipped[:, :2]).any(1) | ~boxes.isfinite().all(1)).nonzero()
     if len(wrong):
         raise ValueError(
-            f"box {boxes[wrong[0, 0]].tolist()} has no area inside of image {number}, which is {width}×{height} pixels:"
-            " boxes are x0, y0, x1, y1 in pixels of the image as it was given"
+            f"box {boxes[wrong[0, 0]].tolist()} has no area inside image {number}, which is {width}×{height} pixels;"
+            " boxes are x0, y0, x1, y1 in pixels of the image as given"
         )
-    return cut
+    return clipped
 
 
 def _counts(boxes: list[Tensor]) -> dict[str, int]:
@@ -311,7 +311,7 @@ def _size_of(box: Tensor) -> str:
 
 
 def _level(name: str, maps: Tensor, frames: list[_Frame], boxes: list[Tensor] | None) -> Level:
-    """What one level has to say of all images."""
+    """The response of one level to all images."""
     maps = maps.float()
     size = (int(maps.shape[-2]), int(maps.shape[-1]))
     stride = (_stride(frames[0].padded[0], size[0]), _stride(frames[0].padded[1], size[1]))
@@ -336,7 +336,7 @@ def _level(name: str, maps: Tensor, frames: list[_Frame], boxes: list[Tensor] | 
 
 
 def _stride(pixels: int, cells: int) -> float:
-    """Pixels to a cell: convolutions round up, so the last cell may lie half outside.
+    """Pixels per cell: convolutions round up, so the last cell may be partly outside the image.
 
     >>> _stride(800, 100), _stride(800, 13), _stride(90, 30)
     (8.0, 64.0, 3.0)
@@ -346,7 +346,7 @@ def _stride(pixels: int, cells: int) -> float:
 
 
 def _cover(box: Sequence[float], size: tuple[int, int], stride: tuple[float, float]) -> Tensor:
-    """The share of each cell that `box` covers."""
+    """The fraction of each cell that `box` covers."""
     down, across = (
         ((high / step - cells).clamp(0, 1) - (low / step - cells).clamp(0, 1))
         for low, high, step, cells in (
@@ -362,14 +362,14 @@ def _mean(values: Tensor, weights: Tensor) -> float:
 
 
 def _dead(maps: Tensor, real: Tensor) -> float | None:
-    """The share of the channels that are the same wherever there is an image; None if that is one place alone."""
+    """The fraction of channels that are constant over the images; None if these cover a single cell."""
     if int(real.sum()) < 2:
         return None
     values = maps.movedim(1, -1)[real]
     return float((values.amax(0) == values.amin(0)).double().mean())
 
 
-def _said(inside: float | None, contrast: float | None) -> str:
+def _strength_text(inside: float | None, contrast: float | None) -> str:
     if inside is None or contrast is None:
         return "–" if inside is None else f"{inside:.3g}"
     return f"{inside:.3g} ({_sigmas(contrast)})"

@@ -1,7 +1,7 @@
 """Whether a map depends on what a model has learned: does it change when the weights are randomised, layer by layer?
 
-This is the cascading randomisation of Adebayo et al. (2018), "Sanity checks for saliency maps". It is done to a copy of
-the model, so that the model itself is never touched, whatever happens on the way; that takes the memory of one more.
+This is the cascading randomisation of Adebayo et al. (2018), "Sanity checks for saliency maps". A copy of the model is
+randomised, so that the model itself is never touched; that takes the memory of a second model.
 """
 
 from __future__ import annotations
@@ -29,49 +29,49 @@ from torchhook.explain.heat import Heat
 from torchhook.explain.targets import Score, Target
 
 Method = Callable[..., Any]
-"""A function of a model, an input and ``target=`` that gives a `Heat`, or maps N×h×w."""
+"""A function of a model, an input and ``target=`` that returns a `Heat`, or maps N×h×w."""
 
-_ALIKE = 0.5  # a rank correlation from which on two maps are much the same
-_EQUAL = 0.99
-_OTHER = 0x5EED5EED  # a model made with the same seed would be given the weights that it has
+_ALIKE = 0.5  # rank correlation from which two maps count as similar
+_EQUAL = 0.99  # rank correlation from which two maps count as the same
+_OTHER = 0x5EED5EED  # mixed into the seed: a model made with the same seed would get its own weights back
 
 
-class Step(NamedTuple):
-    """What is left of the maps when a layer and all after it are randomised."""
+class SanityStep(NamedTuple):
+    """How similar the maps still are when a layer and all after it are randomised."""
 
     layer: str
-    randomised: int  # layers, so far
-    similarity: float  # rank correlation with the maps of the model as it is, mean over the samples
-    absolute: float  # the same of the absolute values, which a change of sign does not hide
+    randomised: int  # number of layers so far
+    similarity: float  # rank correlation with the maps of the original model, mean over the samples
+    absolute: float  # the same for the absolute values, which a change of sign does not affect
 
 
-class Sanity(Sequence[Step]):
-    """The steps from the output of a model back to its input, and what they say of the method."""
+class Sanity(Sequence[SanityStep]):
+    """The steps from the output of a model back to its input, and what they say about the method."""
 
-    def __init__(self, method: str, steps: list[Step]) -> None:
+    def __init__(self, method: str, steps: list[SanityStep]) -> None:
         self.method = method
         self.steps = steps
 
     @property
     def passed(self) -> bool:
-        """Whether the maps are others once all is randomised."""
+        """Whether the maps have changed once all layers are randomised."""
         last = self.steps[-1]
         return max(last.similarity, last.absolute) < _ALIKE
 
     @property
     def verdict(self) -> str:
-        """What that means, in a sentence or two."""
+        """The result in a sentence or two."""
         last = self.steps[-1]
-        left = f"(rank correlation {last.similarity:.2f}, of absolutes {last.absolute:.2f})"
+        numbers = f"(rank correlation {last.similarity:.2f}, of absolute values {last.absolute:.2f})"
         every = f"with all {last.randomised} layers randomised"
         if last.similarity >= _EQUAL:
-            return f"Fails: {every} the maps are the same {left}: they do not depend on what the model has learned."
+            return f"Fails: {every}, the maps are the same {numbers}: they do not depend on what the model has learned."
         if not self.passed:
-            return f"Fails: {every} the maps are much the same {left}: most of what they show lies in the input."
-        return f"Passes: {every} the maps are others {left}: they depend on the weights.{self._late()}"
+            return f"Fails: {every}, the maps are similar {numbers}: most of what they show comes from the input."
+        return f"Passes: {every}, the maps are different {numbers}: they depend on the weights.{self._late()}"
 
     def table(self) -> list[dict[str, Any]]:
-        """The steps as plain dictionaries, for pandas and the like."""
+        """The steps as plain dictionaries, e.g. for pandas."""
         return [step._asdict() for step in self.steps]
 
     def __getitem__(self, index: Any) -> Any:
@@ -88,10 +88,10 @@ class Sanity(Sequence[Step]):
         return f"<p>{title}</p>{html_table(_HEADER, self._cells())}<p>{verdict}</p>"
 
     def _late(self) -> str:
-        """Where the first change shows, if that is not at once."""
+        """Where the first change shows, if not at the first step."""
         changed = next(number for number, step in enumerate(self.steps) if step.similarity < _EQUAL)
         name = self.steps[changed].layer or "the model"
-        return f" Nothing changes before {name!r} does: what comes after it plays no part." if changed else ""
+        return f" Nothing changes until {name!r} is randomised: the layers after it play no part." if changed else ""
 
     def _title(self) -> str:
         return f"Sanity of {self.method}: layers randomised from the output back to the input"
@@ -100,7 +100,7 @@ class Sanity(Sequence[Step]):
         return [[s.randomised, s.layer or "''", f"{s.similarity:.2f}", f"{s.absolute:.2f}"] for s in self.steps]
 
 
-_HEADER = ("randomised", "back to", "rank correlation", "of absolutes")
+_HEADER = ("randomised", "back to", "rank correlation", "of absolute values")
 
 
 def sanity(
@@ -115,21 +115,21 @@ def sanity(
 ) -> Sanity:
     """Whether the maps of `method` change when the weights of `model` are randomised, from the output to the input.
 
-    A map that stays as it is does not depend on the weights: it shows edges, or what else lies in the input. A map that
-    changes passes a test that is necessary, not sufficient; `faithfulness` asks more. Take several samples: two smooth
-    maps of one image may look alike by chance.
+    A map that does not change does not depend on the weights: it shows edges, or something else in the input. A map
+    that changes has passed a necessary test, not a sufficient one; `faithfulness` asks more. Use several samples: two
+    smooth maps of one image may look alike by chance.
 
-    A copy of the model is randomised; `model`, its mode and the random numbers of others are as before. What has a
-    ``reset_parameters`` is initialised by that; other parameters are drawn from a normal distribution with the mean and
-    deviation that they have, but for those of whole numbers, which stay as they are.
+    A copy of the model is randomised; `model`, its mode and the random number generators are left as they were. Modules
+    with ``reset_parameters`` are initialised by it; other parameters are drawn from a normal distribution with their
+    current mean and standard deviation, except integer parameters, which stay as they are.
 
     Args:
-        method: ``method(model, x, target=...)`` gives a `Heat` or maps N×h×w: `explain.grad_cam`, or your own. It must
-            use the model that it is given, so name layers by their paths: ``layer="layer4"``, not ``model.layer4``.
-        target: As for `explain.grad_cam`. The predicted class is that of the model as it is, at every step.
-        steps: How many maps to compare at most; of more layers, several are randomised between two maps.
-        seed: Of the random weights.
-        options: For `method`.
+        method: ``method(model, x, target=...)`` returns a `Heat` or maps N×h×w: `explain.grad_cam`, or your own. It
+            must use the model that it is given, so name layers by path: ``layer="layer4"``, not ``model.layer4``.
+        target: As for `explain.grad_cam`. The predicted class is that of the original model at every step.
+        steps: The most maps to compare; with more layers than that, several are randomised between two maps.
+        seed: Seeds the random weights.
+        options: Further arguments for `method`.
 
     >>> from torchhook.explain.cams import grad_cam
     >>> _ = torch.manual_seed(0)
@@ -138,12 +138,12 @@ def sanity(
     True
     >>> sanity(lambda model, x, target: x[:, 0], model, torch.randn(8, 1, 12, 12))
     Sanity of <lambda>: layers randomised from the output back to the input
-    randomised  back to  rank correlation  of absolutes
+    randomised  back to  rank correlation  of absolute values
              1  4        1.00              1.00
              2  2        1.00              1.00
              3  0        1.00              1.00
-    Fails: with all 3 layers randomised the maps are the same (rank correlation 1.00, of absolutes 1.00): they do not \
-depend on what the model has learned.
+    Fails: with all 3 layers randomised, the maps are the same (rank correlation 1.00, of absolute values 1.00): they \
+do not depend on what the model has learned.
     """
     require_module(model)
     require_count(steps, "steps")
@@ -151,10 +151,10 @@ depend on what the model has learned.
         first = method(model, x, target=target, **options)
         original = _maps(first)
         if not any(len(one.unique()) > 1 for one in original):
-            raise ValueError("the maps of the model as it is are the same everywhere: there is nothing to compare")
-        target = _settled(first, model, x, target)
+            raise ValueError("the maps of the original model are constant, so there is nothing to compare")
+        target = _fixed_target(first, model, x, target)
         if isinstance(first, Heat) and {"layer", "call"} <= inspect.signature(method).parameters.keys():
-            # the same place at every step, whatever the random weights do
+            # the same layer at every step, whatever the random weights are
             options |= {"layer": first.layer, "call": first.call if first.calls > 1 else None}
         twin = _copy(model)
         layers = _from_the_output(twin, x)
@@ -164,7 +164,7 @@ depend on what the model has learned.
             _randomise(module)
             if _is_step(number, len(layers), steps):
                 new = _maps(method(twin, x, target=target, **options))
-                found.append(Step(path, number, *_similarity(original, new)))
+                found.append(SanityStep(path, number, *_similarity(original, new)))
     return Sanity(str(getattr(method, "__name__", None) or getattr(method, "func", method).__name__), found)
 
 
@@ -173,12 +173,12 @@ def _copy(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model)
     except Exception as error:
         raise ValueError(
-            f"the model cannot be copied ({type(error).__name__}: {error}), and is not to be randomised itself"
+            f"cannot copy the model ({type(error).__name__}: {error}); sanity randomises a copy, never the model itself"
         ) from error
 
 
-def _settled(first: Any, model: nn.Module, x: Any, target: Target) -> Target:
-    """The target, for good: a predicted class is that of the model as it is."""
+def _fixed_target(first: Any, model: nn.Module, x: Any, target: Target) -> Target:
+    """The target for all steps: a predicted class is that of the original model."""
     if target is not None:
         return target
     if isinstance(first, Heat):
@@ -190,36 +190,37 @@ def _settled(first: Any, model: nn.Module, x: Any, target: Target) -> Target:
 
 
 def _from_the_output(model: nn.Module, x: Any) -> list[tuple[str, nn.Module]]:
-    """The modules with parameters of their own, the last one that begins to run first.
+    """The modules with parameters of their own; the one that starts to run last comes first.
 
-    What is not called itself, as the projection in an attention, whose weights that uses, runs when what it is in does.
+    A module that is never called itself, such as the output projection of an attention, counts as starting with its
+    parent.
     """
-    given, begun = Arguments.of(x), [""]
-    taps = [Tap(_EVERY, lambda event: begun.append(event.path), "input")] if submodules(model) else []
+    given, started = Arguments.of(x), [""]
+    taps = [Tap(_EVERY, lambda event: started.append(event.path), "input")] if submodules(model) else []
     with inference(model), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "a tap is inside")  # of the copy, for this one run
+        warnings.filterwarnings("ignore", "a tap is inside")  # about the copy, which only runs once
         with Session(model, taps, on_silent="ignore"):
             model(*given.args, **given.kwargs)
-    last = {path: number for number, path in enumerate(begun)}
+    last = {path: number for number, path in enumerate(started)}
     owners: dict[nn.Module, str] = {}
     for path, module in select(model, "", *([_EVERY] if submodules(model) else [])).items():
         if own_parameters(module):
             owners.setdefault(module, path)
     if not owners:
         raise ValueError(f"this {type(model).__name__} has no parameters to randomise")
-    places = [(_begin(path, last), path, module) for module, path in owners.items()]
-    return [(path, module) for _, path, module in sorted(places, key=lambda place: -place[0])]
+    modules = [(_last_start(path, last), path, module) for module, path in owners.items()]
+    return [(path, module) for _, path, module in sorted(modules, key=lambda one: -one[0])]
 
 
-def _begin(path: str, last: dict[str, int]) -> int:
-    """When a module began to run for the last time, or what it is in did."""
+def _last_start(path: str, last: dict[str, int]) -> int:
+    """When a module, or else its nearest parent that is called, last started to run."""
     while path not in last:
         path = path.rpartition(".")[0]
     return last[path]
 
 
 def _randomise(module: nn.Module) -> None:
-    """Give a module's own parameters, and what it has counted, fresh values, the same on every device."""
+    """Give a module's own parameters and buffers fresh values, the same on every device."""
     fresh = copy.deepcopy(module).cpu()
     with torch.no_grad():
         reset: Any = getattr(fresh, "reset_parameters", None)
@@ -239,7 +240,7 @@ def _own(module: nn.Module) -> list[Tensor]:
 
 
 def _is_step(number: int, count: int, steps: int) -> bool:
-    """Whether to look after so many of `count` layers, to look so often in all, and after the last.
+    """Whether to compare maps after layer `number` of `count`, so that there are `steps` in all, the last included.
 
     >>> [number for number in range(1, 8) if _is_step(number, 7, 3)]
     [3, 5, 7]
@@ -250,17 +251,17 @@ def _is_step(number: int, count: int, steps: int) -> bool:
 def _maps(result: Any) -> Tensor:
     maps = result.maps if isinstance(result, Heat) else result
     if not isinstance(maps, Tensor) or maps.dim() != 3:
-        said = shape_of(maps) if isinstance(maps, Tensor) else f"a {type(maps).__name__}"
-        raise TypeError(f"method must give a Heat or maps N×h×w, and it gave {said}")
+        kind = shape_of(maps) if isinstance(maps, Tensor) else f"a {type(maps).__name__}"
+        raise TypeError(f"method must return a Heat or maps N×h×w, but it returned {kind}")
     return maps.detach().cpu().double().flatten(1)
 
 
 def _similarity(original: Tensor, new: Tensor) -> tuple[float, float]:
-    """The rank correlation of two sets of maps, mean over the samples, and that of their absolute values."""
+    """The rank correlation of two sets of maps, averaged over the samples, and that of their absolute values."""
     if original.shape != new.shape:
         raise ValueError(
-            f"method gave maps of {list(new.shape)} places for random weights, and of {list(original.shape)} before;"
-            " name the layer that the maps are of"
+            f"method returned maps of shape {list(new.shape)} for random weights, but {list(original.shape)} before;"
+            " name the layer to make the maps of"
         )
     pairs = list(zip(original, new, strict=True))
     return _mean(rank_correlation(a, b) for a, b in pairs), _mean(rank_correlation(a.abs(), b.abs()) for a, b in pairs)
@@ -272,9 +273,9 @@ def _mean(values: Iterator[float]) -> float:
 
 
 def rank_correlation(a: Tensor, b: Tensor) -> float:
-    """Spearman's: 1 if both rise together, 0 if one says nothing of the other; equals share their rank.
+    """Spearman's rank correlation: 1 if both rise together, 0 if they are unrelated; equal values share their rank.
 
-    It is 0 if `b` is the same everywhere or not finite, for then nothing is left of `a`; NaN if `a` is.
+    It is NaN if `a` is constant or not finite, and 0 if `b` is, since then nothing is left of `a`.
 
     >>> rank_correlation(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 10.0, 11.0]))
     1.0

@@ -1,7 +1,7 @@
-"""What is to be explained: a `target` becomes a score, one number a sample of what the model says.
+"""What to explain: a `target` becomes a score, one number per sample computed from the output of the model.
 
-A score is made once, of the target and the output of the plain run, which settles the classes; from then on it can be
-asked of any other output of the model, with its rows in any order.
+A score is made once, from the target and the output of the plain run, which fixes the classes. After that it applies to
+any other output of the model, with its rows in any order.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from torchhook.core.text import shape_of
 from torchhook.core.trees import leaves
 
 Target: TypeAlias = int | Sequence[int] | Tensor | Callable[[Any], Tensor] | None
-"""A class, one a sample, a function of the output that gives one number a sample, or None for the predicted class."""
+"""A class, one class per sample, a function from the output to one number per sample, or None (the predicted class)."""
 
 
 class Score:
-    """One number a sample: the logit of its class, or what a function says."""
+    """One number per sample: the logit of its class, or the result of a function."""
 
     def __init__(self, of: Callable[[Any, Tensor | None], Tensor], classes: Tensor | None, name: str) -> None:
         self._of = of
-        self._classes = classes  # stays where the model is, since to read it waits for an accelerator
+        self._classes = classes  # stays on the model's device: reading it would wait for an accelerator
         self._name = name
 
     @staticmethod
     def of(target: Target, output: Any, samples: int | None = None) -> Score:
-        """The score that `target` means, settled for the samples of `output`.
+        """The score that `target` stands for, with the classes fixed for the samples of `output`.
 
         >>> output = torch.tensor([[1.0, 5.0, 2.0], [4.0, 0.0, 3.0]])
         >>> score = Score.of(None, output)
@@ -42,27 +42,27 @@ class Score:
         tensor([5., 4.])
         """
         if callable(target) and not isinstance(target, Tensor):
-            return Score(_asking(target, samples), None, _name_of(target))
+            return Score(_result_of(target, samples), None, _name_of(target))
         logits = logits_of(output)
         classes = logits.detach().argmax(1) if target is None else _classes(target, logits)
-        return Score(_picking(classes), classes, "")
+        return Score(_logit_of(classes), classes, "")
 
     def __call__(self, output: Any, rows: Tensor | None = None) -> Tensor:
-        """The number of each row of `output`; `rows` says which sample each belongs to, if not one each in order."""
+        """The score of each row of `output`; `rows` says which sample each belongs to, by default one each in order."""
         return self._of(output, rows)
 
     def explained(self, samples: int) -> list[int | str | None]:
-        """What is explained of each sample, to be told: its class, or the name of the function."""
+        """What is explained for each sample: its class, or the name of the function."""
         if self._classes is None:
             return [self._name] * samples
         classes: list[int | str | None] = self._classes.tolist()
         return classes
 
 
-def at_hand(target: Target) -> Target:
-    """The same, with classes in a list: read before a run, a tensor on an accelerator waits for nothing.
+def classes_as_list(target: Target) -> Target:
+    """The target, with a tensor of classes as a list: reading it before the run does not wait for an accelerator.
 
-    >>> at_hand(torch.tensor([3, 4]))
+    >>> classes_as_list(torch.tensor([3, 4]))
     [3, 4]
     """
     return target.tolist() if isinstance(target, Tensor) else target
@@ -80,26 +80,26 @@ def first_target(target: Target) -> Target:
 
 
 def logits_of(output: Any) -> Tensor:
-    """The logits, samples × classes: the output itself, or what it has by that name, as Hugging Face's does.
+    """The logits, samples × classes: the output itself, or its attribute of that name, as in Hugging Face models.
 
     >>> logits_of({"out": torch.ones(2, 21, 8, 8)})
     Traceback (most recent call last):
         ...
-    ValueError: the model returned a dict, {out: 2×21×8×8}, which has no classes to choose from; pass a function of it \
-that returns one number a sample, as target=lambda out: out['out'][:, 0].mean((1, 2))
+    ValueError: the model returned a dict, {out: 2×21×8×8}, which has no classes to choose from; pass a function that \
+turns it into one number per sample, such as target=lambda out: out['out'][:, 0].mean((1, 2))
     """
     found = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if isinstance(found, Tensor) and found.dim() == 2 and found.is_floating_point():
         return found
     kind = "a tensor" if isinstance(output, Tensor) else f"a {type(output).__name__},"
     raise ValueError(
-        f"the model returned {kind} {_outline(output)}, which has no classes to choose from; pass a function of it that"
-        f" returns one number a sample, as target=lambda out: {_example(output)}"
+        f"the model returned {kind} {_outline(output)}, which has no classes to choose from; pass a function that turns"
+        f" it into one number per sample, such as target=lambda out: {_example(output)}"
     )
 
 
-def _picking(classes: Tensor) -> Callable[[Any, Tensor | None], Tensor]:
-    """The score that is the logit of the class."""
+def _logit_of(classes: Tensor) -> Callable[[Any, Tensor | None], Tensor]:
+    """The score of a class: its logit."""
 
     def pick(output: Any, rows: Tensor | None) -> Tensor:
         chosen = classes if rows is None else classes[rows.to(classes.device)]
@@ -108,36 +108,38 @@ def _picking(classes: Tensor) -> Callable[[Any, Tensor | None], Tensor]:
     return pick
 
 
-def _asking(function: Callable[[Any], Any], samples: int | None) -> Callable[[Any, Tensor | None], Tensor]:
-    """The score that a function says."""
+def _result_of(function: Callable[[Any], Any], samples: int | None) -> Callable[[Any, Tensor | None], Tensor]:
+    """The score of a function: its result, checked."""
 
     def ask(output: Any, rows: Tensor | None) -> Tensor:
         found = function(output)
         name = _name_of(function)
         if not isinstance(found, Tensor) or not found.is_floating_point() or found.dim() > 1:
             said = f"shape {shape_of(found)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
-            raise TypeError(f"target {name} must return a tensor of one number a sample, and it returned {said}")
+            raise TypeError(f"target {name} must return a tensor with one number per sample, but it returned {said}")
         needed = samples if rows is None else len(rows)
         if needed is not None and found.shape != (needed,) and (found.dim() or rows is not None):
             said = "one number" if not found.dim() else f"{len(found)} numbers"
-            raise ValueError(f"target {name} returned {said} for {needed} samples; return one for each, as out[:, 3]")
+            raise ValueError(
+                f"target {name} returned {said} for {needed} samples; return one for each, such as out[:, 3]"
+            )
         return found
 
     return ask
 
 
 def _classes(target: Any, logits: Tensor) -> Tensor:
-    """The class of each sample, if there are such classes and so many samples."""
+    """The class of each sample; raises if a class is out of range or their number is wrong."""
     samples, count = logits.shape
     given = target.tolist() if hasattr(target, "tolist") else target  # tensors and arrays
     given = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else given
     classes = [_class(one, target) for one in given] if isinstance(given, list) else [_class(given, target)] * samples
     if len(classes) != samples:
-        raise ValueError(f"target must be one class a sample: it has {len(classes)}, and there are {samples} samples")
+        raise ValueError(f"target must be one class per sample: it has {len(classes)} for {samples} samples")
     for one in classes:
         if not 0 <= one < count:
             raise ValueError(f"target {one} is out of range: the model has {count} classes, 0 to {count - 1}")
-    return torch.tensor(classes).to(logits.device, non_blocking=True)  # which waits for no run that is under way
+    return torch.tensor(classes).to(logits.device, non_blocking=True)  # without waiting for a run in progress
 
 
 def _class(one: Any, target: Any) -> int:
@@ -147,7 +149,7 @@ def _class(one: Any, target: Any) -> int:
         return index(one)
     except TypeError:
         raise TypeError(
-            "target must be a class, one class a sample, a function of the model's output or None for the predicted"
+            "target must be a class, one class per sample, a function of the model's output or None for the predicted"
             f" class, not {target!r:.80}"
         ) from None
 
@@ -164,7 +166,7 @@ def _outline(output: Any) -> str:
 
 
 def _example(output: Any) -> str:
-    """How to come from such an output to one number a sample."""
+    """An expression that turns such an output into one number per sample."""
     address, tensor = next(leaves(output), ((), None))
     place = "out" + "".join(f"[{key!r}]" for key in address)
     if isinstance(output, list) and output and not isinstance(output[0], Tensor):

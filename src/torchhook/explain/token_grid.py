@@ -1,8 +1,8 @@
-"""From what a layer gave to maps, samples × channels × height × width: tokens are laid out as the patches they are of.
+"""Fold the output of a layer into maps, samples × channels × height × width: tokens return to the grid of patches.
 
-Which patch a token is of, its shape alone does not say. The grid is that of the convolution that cut the image into
-patches in the same pass, if there are as many tokens, or as many more as usually come first and are of no patch (class,
-distillation and register tokens). Else it is the one grid of so many patches that has the proportions of the image.
+The shape alone does not say which patch a token belongs to. The grid is that of the convolution that cut the image into
+patches in the same pass, if the number of tokens fits it, allowing for the usual tokens before the patches (class,
+distillation and register tokens). Otherwise it is the only grid of that many patches with the proportions of the image.
 """
 
 from __future__ import annotations
@@ -15,59 +15,60 @@ from torch import Tensor, nn
 from torchhook.core.text import shape_of
 
 Fold = Callable[[Tensor], Tensor]
-"""From the value of a layer, or its gradient, to maps: it may only put in order what is there."""
+"""From the value of a layer, or its gradient, to maps: it may only rearrange the numbers."""
 
 Grid = tuple[int, int]
 
-_COMMON = (1, 2, 5)  # tokens of no patch that models have: class, distillation, class and four registers
+_COMMON = (1, 2, 5)  # usual numbers of tokens before the patches: class; and distillation; class and four registers
 _RARE = (3, 4, 8, 9, 16, 17)  # other numbers of registers, with and without a class token
 _PREFIXES = (*_COMMON, *_RARE)
-_LAST = (nn.LayerNorm, nn.Linear)  # themselves, not their subclasses, have the channels last, whatever the shape
+_LAST = (nn.LayerNorm, nn.Linear)  # these classes, but not their subclasses, always have the channels last
 
 
-class Setting(NamedTuple):
-    """What is known of a pass: how many samples, the size of the images, the grids into which they were cut."""
+class ImageLayout(NamedTuple):
+    """What is known of the images in a pass: how many, their size, and the grids of patches they were cut into."""
 
     samples: int | None
     size: Grid | None
     grids: tuple[Grid, ...] = ()
 
 
-def folding(value: Tensor, module: nn.Module, setting: Setting) -> Fold | None:
-    """How to make maps of `value`, which `module` gave; None if it has no spatial extent.
+def fold_for(value: Tensor, module: nn.Module, layout: ImageLayout) -> Fold | None:
+    """How to fold `value`, the output of `module`, into maps; None if it has no spatial extent.
 
     >>> import torch
     >>> tokens = torch.arange(5.0).view(1, 5, 1).expand(1, 5, 8)
-    >>> fold = folding(tokens, nn.Identity(), Setting(1, (32, 32)))
+    >>> fold = fold_for(tokens, nn.Identity(), ImageLayout(1, (32, 32)))
     >>> fold(tokens)[0, 0]
     tensor([[1., 2.],
             [3., 4.]])
     """
-    if not value.is_floating_point() or setting.samples not in (None, value.shape[0] if value.dim() else None):
+    if not value.is_floating_point() or layout.samples not in (None, value.shape[0] if value.dim() else None):
         return None
     if value.dim() == 4:
-        return _of_maps(value, module, setting.size)
-    if value.dim() == 3 and value.shape[2] > 1:  # what was averaged over its tokens has one number a channel
-        return _of_tokens(value.shape[1], setting)
+        return _fold_of_maps(value, module, layout.size)
+    if value.dim() == 3 and value.shape[2] > 1:  # a value that was averaged over its tokens has one number per channel
+        return _fold_of_tokens(value.shape[1], layout)
     return None
 
 
-def checked(fold: Fold, samples: int | None) -> Fold:
-    """A user's `fold`, which must give maps."""
+def checked_fold(fold: Fold, samples: int | None) -> Fold:
+    """A user's `fold`, with a check that it returns maps."""
 
     def fold_and_check(value: Tensor) -> Tensor:
         maps = fold(value)
         if isinstance(maps, Tensor) and maps.dim() == 4 and samples in (None, len(maps)):
             return maps
         many = "samples" if samples is None else f"{samples} samples"
-        said = f"fold must return {many} × channels × height × width, and of {shape_of(value)} it made {shape_of(maps)}"
-        raise ValueError(said)
+        raise ValueError(
+            f"fold must return {many} × channels × height × width, but turned {shape_of(value)} into {shape_of(maps)}"
+        )
 
     return fold_and_check
 
 
 def is_like(grid: Grid, size: Grid) -> bool:
-    """Whether a grid has the proportions of an image, but for less than one cell.
+    """Whether a grid has the proportions of an image, to within less than one cell.
 
     >>> is_like((7, 11), (224, 340)), is_like((7, 13), (224, 340))
     (True, False)
@@ -75,36 +76,36 @@ def is_like(grid: Grid, size: Grid) -> bool:
     return abs(grid[0] * size[1] - grid[1] * size[0]) < max(size)
 
 
-def _of_maps(value: Tensor, module: nn.Module, size: Grid | None) -> Fold | None:
+def _fold_of_maps(value: Tensor, module: nn.Module, size: Grid | None) -> Fold | None:
     first, last = (value.shape[2], value.shape[3]), (value.shape[1], value.shape[2])
     like_last = size is not None and is_like(last, size) and not is_like(first, size)
     if like_last or type(module) in _LAST:
         return _channels_first if last[0] * last[1] > 1 else None
-    return _as_it_is if first[0] * first[1] > 1 else None
+    return _unchanged if first[0] * first[1] > 1 else None
 
 
-def _of_tokens(tokens: int, setting: Setting) -> Fold | None:
-    grid = next(_grids(tokens, setting), None)
-    return None if grid is None or grid[0] * grid[1] < 2 else _Laying(grid)
+def _fold_of_tokens(tokens: int, layout: ImageLayout) -> Fold | None:
+    grid = next(_grids(tokens, layout), None)
+    return None if grid is None or grid[0] * grid[1] < 2 else _TokenFold(grid)
 
 
-def _grids(tokens: int, setting: Setting) -> Iterator[Grid]:
-    """The grids that so many tokens may lie on, the likeliest first."""
-    seen = [(tokens - grid[0] * grid[1], grid) for grid in reversed(setting.grids)]
+def _grids(tokens: int, layout: ImageLayout) -> Iterator[Grid]:
+    """The grids that this number of tokens may form, the likeliest first."""
+    seen = [(tokens - grid[0] * grid[1], grid) for grid in reversed(layout.grids)]
     yield from (grid for more, grid in seen if not more)
-    # A single row, or less, is rather what the keys of an attention were reduced to than what the image was cut into.
+    # A grid of a single row or column rather holds the reduced keys of an attention than the patches of the image.
     yield from (grid for more, grid in seen if more in _PREFIXES and min(grid) > 1)
-    yield from _like_the_image(tokens, setting.size)
+    yield from _image_like_grids(tokens, layout.size)
     yield from (grid for more, grid in seen if more in _PREFIXES)
-    if all(more < 0 for more, _ in seen):  # more than were cut, and not as usual, may lie after the patches
+    if all(more < 0 for more, _ in seen):  # more tokens than patches, by an unusual number, may come after them
         for prefix in _COMMON:
-            yield from _like_the_image(tokens - prefix, setting.size)
-        rare = [grid for prefix in _RARE for grid in _like_the_image(tokens - prefix, setting.size)]
+            yield from _image_like_grids(tokens - prefix, layout.size)
+        rare = [grid for prefix in _RARE for grid in _image_like_grids(tokens - prefix, layout.size)]
         yield from rare if len(rare) == 1 else ()
 
 
-def _like_the_image(patches: int, size: Grid | None) -> Iterator[Grid]:
-    """The grids of so many patches that have the proportions of the image."""
+def _image_like_grids(patches: int, size: Grid | None) -> Iterator[Grid]:
+    """The grids of this many patches that have the proportions of the image."""
     if size is None or patches < 1:
         return
     about = int((patches * size[0] / size[1]) ** 0.5)
@@ -114,7 +115,7 @@ def _like_the_image(patches: int, size: Grid | None) -> Iterator[Grid]:
             yield high, wide
 
 
-def _as_it_is(value: Tensor) -> Tensor:
+def _unchanged(value: Tensor) -> Tensor:
     return value
 
 
@@ -122,8 +123,8 @@ def _channels_first(value: Tensor) -> Tensor:
     return value.permute(0, 3, 1, 2)
 
 
-class _Laying:
-    """Lays tokens on a grid, without those before them."""
+class _TokenFold:
+    """Arranges tokens in a grid, without those before the patches."""
 
     def __init__(self, grid: Grid) -> None:
         self.grid = grid

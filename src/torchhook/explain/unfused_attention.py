@@ -1,4 +1,4 @@
-"""A model whose attention computes its weights openly, for a while."""
+"""Run a model with attention that computes its weights explicitly, instead of in a fused kernel."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _CHOICE = "_attn_implementation_internal"
 
 @contextmanager
 def unfused(model: nn.Module) -> Iterator[None]:
-    """Hugging Face models in the implementation ``"eager"`` and timm's without fused kernels, inside the block.
+    """Switch Hugging Face models to the ``"eager"`` implementation and timm models off fused kernels, inside the block.
 
     >>> block = nn.Sequential(nn.ReLU())
-    >>> block[0].fused_attn = True  # as timm's attention says it
+    >>> block[0].fused_attn = True  # as in timm's attention
     >>> with unfused(block):
     ...     print(block[0].fused_attn)
     False
@@ -24,7 +24,7 @@ def unfused(model: nn.Module) -> Iterator[None]:
     True
     """
     with ExitStack() as stack:
-        module: Any  # with what models of these libraries have
+        module: Any  # with attributes of these libraries
         for module in model.modules():
             if vars(module).get("fused_attn") is True:
                 stack.callback(setattr, module, "fused_attn", True)
@@ -37,7 +37,7 @@ def unfused(model: nn.Module) -> Iterator[None]:
 
 
 def implementation_of(module: nn.Module) -> str | None:
-    """How a Hugging Face model computes attention; None if it is none.
+    """The attention implementation of a Hugging Face model; None for any other module.
 
     >>> implementation_of(nn.ReLU()) is None
     True
@@ -46,7 +46,7 @@ def implementation_of(module: nn.Module) -> str | None:
 
 
 def _configs(config: Any) -> Iterator[Any]:
-    """A configuration and those inside."""
+    """A configuration and those nested in it."""
     yield config
     for name in getattr(config, "sub_configs", ()):
         inner = getattr(config, name, None)

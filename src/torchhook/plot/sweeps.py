@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from torchhook.edits.sweep import Row
+from torchhook.edits.sweep import SweepRow
 from torchhook.plot.style import BLUE, GREY, ORANGE, legend_above, mark_odd, name_layers, place, quiet, rows_page
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def sweep(table: Sequence[Row], *, ax: Axes | None = None) -> Figure:
+def sweep(table: Sequence[SweepRow], *, ax: Axes | None = None) -> Figure:
     """What the edit of each site does to the metric, the first site on top: what `torchhook.sweep` gave, or some rows.
 
     Where there was a clean run, it is the share of the way there that each site brings back: 1 is all of it. Else it is
@@ -46,17 +46,17 @@ def sweep(table: Sequence[Row], *, ax: Axes | None = None) -> Figure:
     return figure
 
 
-def _rows(table: Any) -> Sequence[Row]:
-    is_sweep = isinstance(table, Sequence) and all(isinstance(row, Row) for row in table)
+def _rows(table: Any) -> Sequence[SweepRow]:
+    is_sweep = isinstance(table, Sequence) and all(isinstance(row, SweepRow) for row in table)
     if not is_sweep:
         raise TypeError(f"table must be what torchhook.sweep gave, or rows of it, not {table!r:.80}")
     if not table:
         raise ValueError("table is empty: the sweep had no sites")
-    rows: Sequence[Row] = table
+    rows: Sequence[SweepRow] = table
     return rows
 
 
-def _names(rows: Sequence[Row]) -> list[str]:
+def _names(rows: Sequence[SweepRow]) -> list[str]:
     """The paths; with the port where that is not the same for all."""
     several = len({row.site.port for row in rows}) > 1
     return [f"{row.site.path} {row.site.port}" if several else row.site.path for row in rows]

@@ -14,7 +14,7 @@ from torchhook.core.model_state import buffers_kept, inference, random_state_kep
 from torchhook.core.progress import track
 from torchhook.core.selection import Query, require_module, unwrapped
 from torchhook.edits import ablate
-from torchhook.edits.sweep import Row, Sweep, sweep
+from torchhook.edits.sweep import Sweep, SweepRow, sweep
 from torchhook.prune.score_points import outlets
 
 
@@ -80,7 +80,7 @@ def _mean(sweeps: list[tuple[int, Sweep]]) -> Sweep:
     rows = []
     for number, row in enumerate(sweeps[0][1]):
         value = sum(count * found[number].value for count, found in sweeps) / total
-        rows.append(Row(row.site, value, value - baseline, None))
+        rows.append(SweepRow(row.site, value, value - baseline, None))
     return Sweep(sorted(rows, key=lambda row: -abs(row.change)), baseline, None)
 
 

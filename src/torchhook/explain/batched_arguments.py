@@ -1,8 +1,7 @@
-"""Which of a model's arguments are by sample, so that some of the samples can be run alone, or one several times.
+"""Which arguments of a model have one row per sample, so that it can run on any selection of the samples.
 
-The images are. What else there is may be as long as the batch by chance: as many prompts as images, or a scale for each
-of three channels with three images. So it is left as it is wherever the model then says the same of each sample, and
-cut only where that shows it to be needed.
+The images do. Another argument may have as many rows by chance: as many prompts as images, or one scale for each of
+three channels with three images. Such an argument is indexed only if the scores of the samples change without it.
 """
 
 from __future__ import annotations
@@ -15,46 +14,46 @@ import torch
 from torch import Tensor
 
 from torchhook.core.trees import Address, Arguments, leaves, put, taken
-from torchhook.explain.token_grid import Grid, Setting
+from torchhook.explain.token_grid import Grid, ImageLayout
 
-_NEAR = 5e-3  # of the largest score: what the size of a batch may change
+_NEAR = 5e-3  # by how much of the largest score the batch size may change the scores
 
 
 @dataclass(frozen=True, eq=False)
-class Samples:
-    """What a model is given, and what of it is by sample.
+class BatchedArguments:
+    """The arguments of a model, and which of them have one row per sample.
 
     >>> images, prompts = torch.ones(2, 3, 32, 48), torch.ones(2, 77)
-    >>> samples = Samples.of(Arguments.of({"prompts": prompts, "images": images}))
-    >>> samples.setting(), samples.others
-    (Setting(samples=2, size=(32, 48), grids=()), ((1, 'prompts'),))
+    >>> batched = BatchedArguments.of(Arguments.of({"prompts": prompts, "images": images}))
+    >>> batched.layout(), batched.others
+    (ImageLayout(samples=2, size=(32, 48), grids=()), ((1, 'prompts'),))
     """
 
     given: Arguments
-    images: Address | None  # a batch or a list of them, or else the first batch of whatever it is
-    others: tuple[Address, ...]  # those that are cut with them
+    images: Address | None  # a batch or a list of images; without images, the first argument that has rows
+    others: tuple[Address, ...]  # the other arguments to index by sample
 
     @staticmethod
-    def of(given: Arguments) -> Samples:
-        """All that may be by sample: what is as long as the batch of images."""
+    def of(given: Arguments) -> BatchedArguments:
+        """With every argument that may have one row per sample: all that are as long as the batch of images."""
         batches = _batches(given)
         images = next((address for is_it in _KINDS for address in batches if is_it(address, batches[address])), None)
         count = None if images is None else len(batches[images])
         others = (address for address, item in batches.items() if address != images and len(item) == count)
-        return Samples(given, images, tuple(others))
+        return BatchedArguments(given, images, tuple(others))
 
-    def setting(self) -> Setting:
-        """How many samples there are, and how large."""
+    def layout(self) -> ImageLayout:
+        """The number of samples and the size of the images."""
         if self.images is None:
-            return Setting(None, None)
+            return ImageLayout(None, None)
         batch = taken(self.given, self.images)
         sizes = {_size(batch)} if _is_tensor(batch, 4) else {_size(one) for one in batch if one.dim() == 3}
-        return Setting(len(batch), sizes.pop() if len(sizes) == 1 else None)
+        return ImageLayout(len(batch), sizes.pop() if len(sizes) == 1 else None)
 
     def picked(self, rows: Tensor, change: Callable[[Tensor], Tensor] | None = None) -> Arguments:
-        """Some of the samples, by their numbers, with their images, samples × channels × h × w, changed.
+        """The samples with the indices `rows`; `change` is applied to their images, samples × channels × h × w.
 
-        >>> Samples.of(Arguments.of(torch.arange(3.0))).picked(torch.tensor([2, 0, 2])).args
+        >>> BatchedArguments.of(Arguments.of(torch.arange(3.0))).picked(torch.tensor([2, 0, 2])).args
         (tensor([2., 0., 2.]),)
         """
         given = self.given
@@ -66,16 +65,16 @@ class Samples:
         return given
 
     def first(self) -> Arguments | None:
-        """The first sample alone; None if it is the only one, or if more than the images may have to be cut for it."""
+        """The first sample alone; None if it is the only one, or if other arguments may have to be indexed as well."""
         is_plain = self.images is not None and not self.others and len(taken(self.given, self.images)) > 1
         return self.picked(torch.zeros(1, dtype=torch.long)) if is_plain else None
 
     def apart(
         self, run: Callable[[Arguments], Any], score: Callable[[Any, Tensor | None], Tensor], output: Any
-    ) -> Samples:
-        """The same without those of the others that are not by sample; `output` is what comes of all.
+    ) -> BatchedArguments:
+        """The same, with only those `others` that do have one row per sample; `output` is that of the whole batch.
 
-        To see which, the samples are run in another order, with one of them twice: what is said of each must stay.
+        To find them, the samples are run in another order, one of them twice: the score of each must stay the same.
         """
         if self.images is None or not self.others:
             return self
@@ -85,25 +84,25 @@ class Samples:
         expected = expected[rows.to(expected.device)]
         fault = None
         for others in _choices(self.others):
-            cut = replace(self, others=others)
+            some = replace(self, others=others)
             try:
-                if _is_same(score(run(cut.picked(rows)), rows), expected):
-                    return cut
-            except Exception as error:  # whatever a model raises for arguments that do not fit
+                if _is_same(score(run(some.picked(rows)), rows), expected):
+                    return some
+            except Exception as error:  # a model may raise anything for arguments that do not fit
                 fault = error
         names = ", ".join(repr(address[-1]) for address in self.others)
         raise ValueError(
-            "the samples cannot be run in another order or number: what is said of them changes, whether or not"
-            f" arguments {names} are taken to be one a sample; pass the samples one by one"
+            "the samples cannot be run in another order or number: their scores change, whether or not the arguments"
+            f" {names} are taken to have one row per sample; pass the samples one by one"
         ) from fault
 
 
 def _batches(given: Arguments) -> dict[Address, Any]:
-    """Where there are tensors with a first dimension, and lists of such as are no batches themselves."""
+    """All tensors with a first dimension, and lists of tensors that are not batches themselves, by address."""
     found: dict[Address, Any] = {}
     for address, tensor in leaves(given):
         owner = taken(given, address[:-1])
-        if len(address) > 2 and _is_list(owner):  # what has two is an argument
+        if len(address) > 2 and _is_list(owner):  # an address of length two is an argument
             found[address[:-1]] = owner
         elif tensor.dim():
             found[address] = tensor
@@ -118,7 +117,7 @@ def _is_tensor(item: Any, dims: int) -> bool:
     return isinstance(item, Tensor) and item.dim() == dims
 
 
-_KINDS: tuple[Callable[[Address, Any], bool], ...] = (  # what images are, the likeliest first
+_KINDS: tuple[Callable[[Address, Any], bool], ...] = (  # what the images may be, the likeliest first
     lambda address, item: _is_tensor(item, 4) and item.is_floating_point(),
     lambda address, item: _is_tensor(item, 4),
     lambda address, item: not isinstance(item, Tensor) and all(_is_tensor(one, 3) for one in item),
@@ -127,7 +126,7 @@ _KINDS: tuple[Callable[[Address, Any], bool], ...] = (  # what images are, the l
 
 
 def _choices(others: tuple[Address, ...]) -> Iterable[tuple[Address, ...]]:
-    """What may be by sample: nothing, all, one, all but one."""
+    """Which arguments may have one row per sample: none, all, one, all but one."""
     alone = [(one,) for one in others]
     without = [tuple(other for other in others if other != one) for one in others]
     return dict.fromkeys([(), others, *alone, *without])

@@ -1,0 +1,151 @@
+"""Which layer a class activation map is made of, and which of its calls: the one named, or the last that matters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchhook.core.errors import SelectionError
+from torchhook.core.selection import Query, select, walk
+from torchhook.core.session import Session
+from torchhook.core.tap import Tap
+from torchhook.core.torch_internals import submodules
+from torchhook.core.trees import Arguments, mapped
+from torchhook.explain.batched_arguments import BatchedArguments
+from torchhook.explain.layer_values import LayerCall, no_such_call
+from torchhook.explain.module_calls import ModuleCall, on_first_sample, trial_run
+from torchhook.explain.targets import Score, Target, first_target
+from torchhook.explain.token_grid import Fold, Grid, is_like
+
+_SHOWN = 3  # modules that an error names
+_ROUNDED = 0.02  # how far from 1 half precision may take a sum of weights
+
+
+def choose_layer(
+    model: nn.Module,
+    given: Arguments,
+    target: Target,
+    layer: Query | None,
+    call: int | None = None,
+    fold: Fold | None = None,
+    *,
+    scored: bool = True,
+) -> LayerCall:
+    """The call of the layer to explain; called inside `inference`.
+
+    Without a `layer`, it is the last one on which the target depends. If the map needs no score (`scored` is False) and
+    the output has no classes to take one from, it is the last one with a spatial extent.
+    """
+    if call is not None and (isinstance(call, bool) or not isinstance(call, int)):
+        raise TypeError(f"call must be an integer or None, not {call!r}")
+    if layer is None:
+        if call is not None or fold is not None:
+            raise ValueError(f"{'fold' if call is None else 'call'}= applies to one layer: name it with layer=")
+        return on_first_sample(
+            lambda some: _last_that_matters(model, some, target if some is given else first_target(target), scored),
+            given,
+        )
+    found = select(model, layer)
+    if len({id(module) for module in found.values()}) > 1:
+        some = ", ".join(map(repr, list(found)[:_SHOWN]))
+        raise SelectionError(f"layer must be one module, but {layer!r:.80} selects {len(found)}: {some}, …; name one")
+    path, module = next(iter(found.items()))
+    if call is not None and call < 0:
+        calls = on_first_sample(lambda some: _count_calls(model, some, path), given)
+        if call + calls < 0:
+            raise no_such_call(path, call, calls)
+        call += calls
+    return LayerCall(path, module, call)
+
+
+def _last_that_matters(model: nn.Module, given: Arguments, target: Target, scored: bool) -> LayerCall:
+    """The last call with a spatial extent on which the target depends.
+
+    In a model whose head reads the class token alone, this is a call before the last attention, since the patches no
+    longer affect the output after it. Modules inside an attention are considered only if there is nothing else.
+    """
+    output, calls = trial_run(model, given)
+    layout, score = BatchedArguments.of(given).layout(), None
+    if scored or target is not None or _has_classes(output):
+        with torch.enable_grad():
+            score = Score.of(target, output, layout.samples)(output)
+    candidates = _with_maps(calls, model, layout.size)
+    possible = candidates if score is None else _leading_to(score, candidates)
+    if possible:
+        last = possible[-1]
+        is_only = sum(other.path == last.path for other in calls) == 1
+        return LayerCall(last.path, last.module, None if is_only else last.call)
+    raise ValueError(
+        "no layer of the model has a spatial extent and affects the target; name one with layer=, and pass a function"
+        " fold= that turns its output into samples × channels × height × width"
+    )
+
+
+def _leading_to(score: Tensor, calls: Sequence[ModuleCall]) -> list[ModuleCall]:
+    """The last call with a nonzero gradient, or, if all are zero as with a head of zeros, all that have one."""
+    calls = [call for call in calls if call.value.requires_grad] if score.requires_grad else []
+    if not calls:
+        return []
+    gradients = torch.autograd.grad(score, [call.value for call in calls], torch.ones_like(score), allow_unused=True)
+    possible = [(call, found) for call, found in zip(calls, gradients, strict=True) if found is not None]
+    for call, found in reversed(possible):
+        if call.fold is not None and call.fold(found).count_nonzero():  # folded: tokens without a patch do not count
+            return [call]
+    return [call for call, _ in possible]
+
+
+def _with_maps(calls: list[ModuleCall], model: nn.Module, size: Grid | None) -> list[ModuleCall]:
+    """The calls that returned maps, without values that only look like maps: those inside an attention."""
+    token_counts, spatial, attentions = set[int](), list[ModuleCall](), set[str]()
+    for call in calls:
+        if call.fold is None:
+            continue
+        shape = call.value.shape
+        if len(shape) == 3:
+            token_counts.add(shape[1])
+        elif token_counts.intersection(shape[2:]) and _are_attention_weights(call.value):
+            attentions.add(call.path.rpartition(".")[0])
+            continue
+        elif token_counts.intersection(shape[1:]) and size is not None and not is_like((shape[2], shape[3]), size):
+            continue  # heads × tokens × features
+        spatial.append(call)
+    hidden = _inside_attention(model, attentions)
+    return [call for call in spatial if call.path not in hidden] or spatial
+
+
+def _are_attention_weights(value: Tensor) -> bool:
+    """Whether no value is negative and every row sums to 1."""
+    value = value.detach().float()
+    return bool((value >= 0).all()) and bool(((value.sum(-1) - 1).abs() < _ROUNDED).all())
+
+
+def _inside_attention(model: nn.Module, known: set[str]) -> set[str]:
+    """The paths of all modules inside an attention, which is a `known` path or has a class named after it."""
+    inside = set[str]()
+    for path, module in walk(model):  # parents before children
+        owner = path.rpartition(".")[0]
+        if owner in inside:
+            inside.add(path)
+        elif path and (path in known or any(word in type(module).__name__.lower() for word in ("attention", "attn"))):
+            inside.update(f"{path}.{name}" for name in submodules(module))
+    return inside
+
+
+def _count_calls(model: nn.Module, given: Arguments, path: str) -> int:
+    """How often a layer is called in one pass."""
+    calls: list[int] = []
+    given = mapped(Tensor.clone, given)
+    with Session(model, [Tap(path, lambda event: calls.append(event.call))]):
+        model(*given.args, **given.kwargs)
+    return len(calls)
+
+
+def _has_classes(output: Any) -> bool:
+    try:
+        Score.of(None, output)
+    except ValueError:
+        return False
+    return True
