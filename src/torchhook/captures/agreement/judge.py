@@ -19,7 +19,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchhook.captures.agreement.forced import See
 from torchhook.captures.agreement.recorded_run import Moment, Place
 from torchhook.captures.agreement.rounding import (
     TINY,
@@ -35,6 +34,7 @@ from torchhook.captures.agreement.rounding import (
     precision,
     rms,
 )
+from torchhook.captures.agreement.teacher_forcing import See
 from torchhook.core.site import Site
 from torchhook.core.text import shape_of
 from torchhook.core.torch_internals import DROPOUTS

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from torch import nn
 
-from torchhook.captures.agreement.forced import Forced, See
 from torchhook.captures.agreement.judge import Judge, Misfit, Seen
 from torchhook.captures.agreement.pairs import matched, unmatched
 from torchhook.captures.agreement.recorded_run import Moment, Place, Recording, ToNumber, is_compiled, record
 from torchhook.captures.agreement.rounding import comparable, gap, precision
+from torchhook.captures.agreement.teacher_forcing import Forced, See
 from torchhook.compare.diff.names import Names, told
 from torchhook.compare.diff.result import Difference, Row, place_of
 from torchhook.core.batch import Batch
