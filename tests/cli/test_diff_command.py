@@ -47,15 +47,15 @@ def test_ends_with_0_if_they_are_the_same(compared):
     assert (done.code, done.err) == (0, "")
     assert done.out.splitlines()[0].startswith("site ")
     assert "3.weight, param_grad" in done.out
-    assert done.out.splitlines()[-1].startswith("they do not part: rounding (float32/bfloat16) explains all")
-    assert compared("Net", "Net").out.endswith("they do not part: all values are equal\n")  # dropout and all
+    assert done.out.splitlines()[-1].startswith("a and b agree: rounding (float32/bfloat16) explains all")
+    assert compared("Net", "Net").out.endswith("a and b agree: all values are equal\n")  # dropout and all
     assert compared("embedding", "embedding", shape="4,3:int").code == 0
 
 
-def test_ends_with_1_if_they_part(compared):
+def test_ends_with_1_if_they_diverge(compared):
     done = compared("Net", "other", "--eval")
     assert (done.code, done.err) == (1, "")
-    assert done.out.splitlines()[-1].startswith("they part at 1 (LayerNorm): its output is off by 0.00")
+    assert done.out.splitlines()[-1].startswith("a and b diverge at 1 (LayerNorm): its output is off by 0.00")
     assert "\x1b" not in done.out
     assert compared("Net", "other", "--eval", "--tolerance", "0.1").code == 0
     assert compared("Net", "other", "--eval", "--tolerance", "1e-5").code == 1
@@ -76,9 +76,9 @@ def test_a_table_in_a_terminal(compared, monkeypatch):
 
 def test_what_is_wrong_is_said(compared, command):
     for arguments, said in (
-        (["--loss", "mse_loss"], "compares with targets, which random inputs have not"),
-        (["--match", "old"], "write path-in-A=path-in-B, not 'old'"),
-        (["--match", "old=new"], "match names 'old', which a has not"),
+        (["--loss", "mse_loss"], "mse_loss needs targets, but random inputs have none"),
+        (["--match", "old"], "must be path-in-A=path-in-B, not 'old'"),
+        (["--match", "old=new"], "match: a has no module 'old'"),
         (["--tolerance", "-1"], "tolerance"),
     ):
         done = compared("Net", "Net", *arguments)

@@ -70,7 +70,7 @@ def test_leaves_everything_as_it_was(fails):
 def test_random_numbers_are_the_same_in_both():
     a = small(training=True)
     found = diff(a, copy.deepcopy(a), X)
-    assert found.same and found.verdict == "they do not part: all values are equal"
+    assert found.same and found.verdict == "a and b agree: all values are equal"
 
 
 def test_dropouts_with_other_numbers_are_not_judged():
@@ -82,7 +82,7 @@ def test_dropouts_with_other_numbers_are_not_judged():
     a, b = small(training=True), small(training=True)
     b[3] = Drawing(0.5)
     found = diff(a, b, X)
-    assert found.same and any("'3' drops other numbers" in note for note in found.notes)
+    assert found.same and any("'3' was not judged: it drops different elements" in note for note in found.notes)
     b[3] = nn.Dropout(0.4)
     assert diff(a, b, X).first == Site("3")
 
@@ -141,7 +141,7 @@ def test_a_mapping_says_what_belongs_together():
     b.forward = lambda x: b["new"]["net"](x)
     found = diff(a, b, X, match={"old": "new.net"})
     assert {row.site.path: row.partner for row in found.table}["old.0"] == "new.net.0" and not found.unmatched
-    with pytest.raises(SelectionError, match=r"match names 'newt', which b has not; nearest: 'new'"):
+    with pytest.raises(SelectionError, match=r"match: b has no module 'newt'; nearest: 'new'"):
         diff(a, b, X, match={"old": "newt"})
     with pytest.raises(TypeError, match="match must map paths"):
         diff(a, b, X, match=["old"])
@@ -162,7 +162,7 @@ def test_what_has_no_partner_is_listed_with_the_reason():
 
 
 def test_nothing_in_common_is_refused():
-    with pytest.raises(ValueError, match="nothing of a and b can be compared"):
+    with pytest.raises(ValueError, match="cannot compare a and b: no module call"):
         diff(nn.Sequential(nn.Linear(6, 2)), nn.Sequential(nn.Linear(6, 3)), X)
 
 
@@ -297,7 +297,7 @@ def test_compiled_models_are_seen_inside(loss):
     a = small()
     b = torch.compile(copy.deepcopy(a), backend="aot_eager")
     found = diff(a, b, X, loss)
-    assert found.same and found.notes[0].startswith("b is compiled: it was compiled anew")
+    assert found.same and found.notes[0].startswith("b is compiled: it was recompiled")
     b._orig_mod[1].eps = 1e-3
     for pair in ((a, b), (b, a), (torch.compile(a, backend="eager"), b)):
         torch.compiler.reset()
@@ -320,10 +320,12 @@ def test_looks():
     b[1].eps = 1e-3
     found = diff(a, b, X)
     head, columns, *rows = repr(found).splitlines()
-    assert head.startswith("they part at 1 (BatchNorm1d): its output is off by 0.00049 relative to its size, most at (")
+    assert head.startswith(
+        "a and b diverge at 1 (BatchNorm1d): its output is off by 0.00049 relative to its size, most at ("
+    )
     assert columns.split()[:3] == ["site", "module", "error"]
     assert [row.split()[0] for row in rows] == ["0", "1", "2", "3", "4", "(model)"]
-    assert [row.endswith("parts") for row in rows].index(True) == 1
-    assert "<td>parts</td>" in found._repr_html_()
+    assert [row.endswith("diverges") for row in rows].index(True) == 1
+    assert "<td>diverges</td>" in found._repr_html_()
     named = nn.Sequential(OrderedDict({"<b>": nn.Identity()}))
     assert "<b>" not in diff(named, named, X)._repr_html_()

@@ -100,5 +100,5 @@ def test_b05_where_two_models_first_part(digits):
     ported = copy.deepcopy(original)
     ported[2].weight.data = ported[2].weight.data.T.clone()
     found = th.diff(original, ported, x[:8])
-    assert (found.first.path, found.module) == ("2", "2") and "they part at 2 (Linear)" in found.verdict
+    assert (found.first.path, found.module) == ("2", "2") and "a and b diverge at 2 (Linear)" in found.verdict
     assert th.diff(original, copy.deepcopy(original).bfloat16(), x[:8]).first is None

@@ -1,4 +1,4 @@
-"""``torchhook diff``: where two models part, and 1 at the end if they do."""
+"""``torchhook diff``: where two models diverge; exit code 1 if they do."""
 
 from __future__ import annotations
 
@@ -21,42 +21,45 @@ if TYPE_CHECKING:
 def diff(
     a: Annotated[
         str,
-        typer.Argument(metavar="A", help="package.module:name of a model, or of a function or class that makes one."),
+        typer.Argument(metavar="A", help="package.module:name of a model, or of a function or class that returns one."),
     ],
-    b: Annotated[str, typer.Argument(metavar="B", help="The same of the other model.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The same for the other model.")],
     shapes: Annotated[
         list[str],
         typer.Option(
             "--input",
             metavar="SHAPE",
-            help="Random inputs, as 2,3,224,224, or 2,64:int for an embedding; once for each input of the models.",
+            help="Shape of a random input: 2,3,224,224, or 2,64:int for token ids. Repeat it for each input.",
         ),
     ],
     loss: Annotated[
-        str | None, typer.Option(metavar="NAME", help="A function of the output, to compare gradients from, too.")
+        str | None, typer.Option(metavar="NAME", help="A loss function of the output; also compares gradients.")
     ] = None,
     tolerance: Annotated[
         float | None,
-        typer.Option(metavar="NUMBER", min=0.0, help="Part at this relative error, whatever the dtype explains."),
+        typer.Option(metavar="NUMBER", min=0.0, help="Diverge above this relative error, whatever rounding explains."),
     ] = None,
     match: Annotated[
         list[str] | None,
-        typer.Option(metavar="A=B", help="What a module of A, with all below it, is called in B. May be repeated."),
+        typer.Option(metavar="A=B", help="Path of a module in A and its path in B, with all below. Repeatable."),
     ] = None,
-    evaluated: Annotated[bool, typer.Option("--eval", help="Put both in eval mode first.")] = False,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of the random input, and of each model that is made.")] = 0,
+    evaluated: Annotated[bool, typer.Option("--eval", help="Put both models in eval mode first.")] = False,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the random input and of each model's weights.")] = 0,
 ) -> None:
-    """Run two models on the same input, and say where they first part.
+    """Run two models on the same input and find where they first diverge.
 
-    A, B and NAME are package.module:name, also of modules in the current folder.
-    Rounding is not held against them: float32 and bfloat16 do not part.
-    Ends with 0 if they are the same, with 1 if they part.
+    A, B and NAME are package.module:name; modules in the current folder work too.
+    Rounding does not count: float32 and bfloat16 copies of a model agree.
+    Exits with 0 if they agree and with 1 if they diverge.
 
     [bold]torchhook diff net:original net:ported --input 2,3,224,224 --eval[/]
     """
     inputs = [Shape.of(text) for text in shapes]
     if loss is not None and ":" not in loss:
-        raise wrong("--loss", f"{loss} compares with targets, which random inputs have not: write package.module:name")
+        raise wrong(
+            "--loss",
+            f"{loss} needs targets, but random inputs have none: pass package.module:name of a loss of the output",
+        )
     renamed = dict(_pair(text) for text in match or ())
 
     import torch
@@ -74,7 +77,7 @@ def diff(
 def _made(name: str, option: str, seed: int, evaluated: bool) -> nn.Module:
     import torch
 
-    torch.manual_seed(seed)  # so that two that are made alike are alike
+    torch.manual_seed(seed)  # the same weights for the same code
     model = model_of(name, option)
     return model.eval() if evaluated else model
 
@@ -82,12 +85,12 @@ def _made(name: str, option: str, seed: int, evaluated: bool) -> nn.Module:
 def _pair(text: str) -> tuple[str, str]:
     left, equals, right = text.partition("=")
     if not equals:
-        raise wrong("--match", f"write path-in-A=path-in-B, not {text!r}")
+        raise wrong("--match", f"must be path-in-A=path-in-B, not {text!r}")
     return left, right
 
 
 def _show(found: Difference) -> None:
-    """A table on a terminal, elsewhere lines to be searched; and what it comes to last, where one looks."""
+    """Print a table in a terminal and plain lines elsewhere; the verdict comes last, where people look."""
     console = Console(highlight=False)
     if console.is_terminal:
         shown = Table(*found.HEADER, box=None, pad_edge=False, header_style="bold")
@@ -105,5 +108,5 @@ def _show(found: Difference) -> None:
 
 
 def _printable(text: str) -> str:
-    """`text` without characters that a terminal should not get, its lines kept."""
+    """`text` without control characters, line by line."""
     return "\n".join(map(printable, text.splitlines()))

@@ -1,1 +1,1 @@
-"""Run two models side by side, and tell rounding from a mistake."""
+"""Run two models on one batch and tell rounding from a real difference; start at `paired_runs.PairedRuns`."""

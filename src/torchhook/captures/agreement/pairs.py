@@ -1,7 +1,7 @@
-"""Which call of the one model is which call of the other: by mapping, by name, else by order and shape.
+"""Which call in model a matches which call in model b: by `match`, by name, else by execution order and shape.
 
-Modules that hold others and go by another name are matched by what they hold. That is a guess: a block may do in its
-own forward what in the other model the caller of the block does. So nothing is handed on there, see `judging`.
+Containers with different names are matched by their contents. That is only a guess, because a block may do in its own
+forward what the caller of the block does in the other model. So teacher forcing replaces nothing there (see `judge`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from torchhook.captures.agreement.recorded_run import Moment, Place, Recording
+from torchhook.captures.agreement.recorded_run import Location, Observation, RecordedRun
 from torchhook.captures.agreement.rounding import comparable, gap, is_leaf
 from torchhook.core.errors import SelectionError
 from torchhook.core.selection import nearest, walk
@@ -21,11 +21,11 @@ from torchhook.core.text import shape_of
 from torchhook.core.torch_internals import DROPOUTS
 
 PASSIVE = (DROPOUTS, nn.Identity)
-"""Modules that in eval mode hand on what they are given."""
+"""Modules that return their input in eval mode."""
 
 
 class Unmatched(NamedTuple):
-    """A module of one model without a partner in the other."""
+    """A module of one model that has no match in the other."""
 
     model: str  # "a" or "b"
     path: str
@@ -40,17 +40,17 @@ class Call(NamedTuple):
 
 
 class Pairs:
-    """The calls of two models that belong together, and those that have no partner."""
+    """The calls of two models that match, and those without a match."""
 
-    def __init__(self, a: Recording, b: Recording) -> None:
+    def __init__(self, a: RecordedRun, b: RecordedRun) -> None:
         self.a = _calls(a)
         self.b = _calls(b)
         self.partners: dict[Call, Call] = {}  # from a to b
-        self.odd: dict[Call, Call] = {}  # called alike, and shaped otherwise
-        self.likely: dict[Call, Call] = {}  # modules that hold the same, by other names
+        self.misshapen: dict[Call, Call] = {}  # the same name, but outputs of different shapes
+        self.likely: dict[Call, Call] = {}  # containers with the same contents but different names
 
     def join(self, pairs: Iterable[tuple[Call, Call]]) -> None:
-        """Make partners of the pairs that are both free."""
+        """Match those of `pairs` of which both calls are still free."""
         taken = set(self.partners.values())
         for mine, other in pairs:
             if mine in self.a and other in self.b and mine not in self.partners and other not in taken:
@@ -58,27 +58,29 @@ class Pairs:
                     self.partners[mine] = other
                     taken.add(other)
                 else:
-                    self.odd[mine] = other
+                    self.misshapen[mine] = other
 
-    def align(self, key: Callable[[Moment], Hashable], known: Mapping[Call, Call]) -> None:
-        """Make partners of leaves with the same `key` that come in the same order between the same `known` ones."""
-        mine, others = _free(self.a, {call: call for call in known}), _free(self.b, _turned(known))
+    def align(self, key: Callable[[Observation], Hashable], known: Mapping[Call, Call]) -> None:
+        """Match free leaf modules with equal `key` that run in the same order between the same `known` pairs."""
+        mine, others = _free(self.a, {call: call for call in known}), _free(self.b, _inverted(known))
         left, right = list(mine), list(others)
         left_keys = [(mine[call], key(self.a[call])) for call in left]
         right_keys = [(others[call], key(self.b[call])) for call in right]
         for i, j, size in SequenceMatcher(None, left_keys, right_keys, autojunk=False).get_matching_blocks():
             self.join(zip(left[i : i + size], right[j : j + size], strict=True))
 
-    def settle(self) -> None:
-        """Forget of those that are shaped otherwise what has found a partner since."""
+    def drop_matched(self) -> None:
+        """Remove from the misshapen pairs those of which one call has found a match since."""
         taken = set(self.partners.values())
-        self.odd = {mine: other for mine, other in self.odd.items() if mine not in self.partners and other not in taken}
+        self.misshapen = {
+            mine: other for mine, other in self.misshapen.items() if mine not in self.partners and other not in taken
+        }
 
-    def fold(self, a: Recording, b: Recording) -> None:
-        """Make likely partners of free modules that hold the same partners; of several, the nearest by value."""
-        known = {**self.partners, **self.odd}
-        mine = _holders(a, {call: call for call in self.partners}, known)
-        others = _holders(b, _turned(self.partners), _turned(known))
+    def guess_containers(self, a: RecordedRun, b: RecordedRun) -> None:
+        """Match free containers with the same matched contents; of several, those with the closest outputs."""
+        known = {**self.partners, **self.misshapen}
+        mine = _contents(a, {call: call for call in self.partners}, known)
+        others = _contents(b, _inverted(self.partners), _inverted(known))
         errors = {
             (one, other): gap(self.a[one].tensors[0], self.b[other].tensors[0]).error
             for one, held in mine.items()
@@ -93,41 +95,41 @@ class Pairs:
 
     @property
     def everyone(self) -> dict[Call, Call]:
-        """From a to b, also those that are shaped otherwise and the likely ones."""
-        return {**self.partners, **self.odd, **self.likely}
+        """All pairs, from a to b, including misshapen and likely ones."""
+        return {**self.partners, **self.misshapen, **self.likely}
 
-    def finder(self, from_a: bool, likely: bool = False) -> Callable[[Place], Place | None]:
-        """What finds to a place of one model that of the other, or a `likely` one; parameters go with their modules."""
-        both = self.everyone if likely else {**self.partners, **self.odd}
-        calls = both if from_a else _turned(both)
+    def finder(self, from_a: bool, likely: bool = False) -> Callable[[Location], Location | None]:
+        """A function from a location in one model to that in the other; parameters are matched by their modules."""
+        both = self.everyone if likely else {**self.partners, **self.misshapen}
+        calls = both if from_a else _inverted(both)
         names = {mine.path: other.path for mine, other in reversed(calls.items())}
 
-        def find(place: Place) -> Place | None:
-            site = place.site
+        def find(location: Location) -> Location | None:
+            site = location.site
             if site.port == "param_grad":
                 owner, _, name = site.path.rpartition(".")
                 other = names.get(owner, owner)
-                return Place(Site(f"{other}.{name}" if other else name, site.port), 0)
-            partner = calls.get(Call(site.path, place.call))
-            return None if partner is None else Place(Site(partner.path, site.port), partner.number, place.leaf)
+                return Location(Site(f"{other}.{name}" if other else name, site.port), 0)
+            partner = calls.get(Call(site.path, location.call))
+            return None if partner is None else Location(Site(partner.path, site.port), partner.number, location.leaf)
 
         return find
 
 
-def matched(a: Recording, b: Recording, renamed: Mapping[str, str]) -> Pairs:
-    """The calls that belong together. `renamed` says of modules of a, and all below, what they are called in b."""
+def matched(a: RecordedRun, b: RecordedRun, renamed: Mapping[str, str]) -> Pairs:
+    """Match the calls of two runs. `renamed` maps paths in a to paths in b, including everything below them."""
     pairs = Pairs(a, b)
     pairs.join((call, Call(renaming(call.path, renamed), call.number)) for call in pairs.a)
-    pairs.align(_closely, pairs.partners)
-    pairs.align(_roughly, pairs.partners)
-    pairs.settle()
-    pairs.align(_otherwise, {**pairs.partners, **pairs.odd})
-    pairs.fold(a, b)
+    pairs.align(_shapes_and_size, pairs.partners)
+    pairs.align(_shapes, pairs.partners)
+    pairs.drop_matched()
+    pairs.align(_type_and_parameters, {**pairs.partners, **pairs.misshapen})
+    pairs.guess_containers(a, b)
     return pairs
 
 
 def renaming(path: str, renamed: Mapping[str, str]) -> str:
-    """What the module at `path` is called in the other model.
+    """The path in b of the module at `path` in a.
 
     >>> renaming("transformer.h.0.attn", {"transformer.h": "blocks"})
     'blocks.0.attn'
@@ -140,7 +142,7 @@ def renaming(path: str, renamed: Mapping[str, str]) -> str:
 
 
 def require_mapping(match: Any, a: nn.Module, b: nn.Module) -> dict[str, str]:
-    """`match`, if it maps paths of a to paths of b."""
+    """Return `match` as a dict; raise unless it maps paths in a to paths in b."""
     if match is None:
         return {}
     if not isinstance(match, Mapping):
@@ -149,87 +151,89 @@ def require_mapping(match: Any, a: nn.Module, b: nn.Module) -> dict[str, str]:
     for pair in match.items():
         for name, path, paths in zip("ab", pair, known, strict=True):
             if path not in paths:
-                raise SelectionError(f"match names {path!r}, which {name} has not; {nearest(str(path), paths)}")
+                raise SelectionError(f"match: {name} has no module {path!r}; {nearest(str(path), paths)}")
     return dict(match)
 
 
 def unmatched(pairs: Pairs, a: nn.Module, b: nn.Module) -> list[Unmatched]:
-    """The modules of each model that were called and have no partner, with the reason."""
+    """The modules of each model that ran without a match in the other, with the reason."""
     modules = {path for path, _ in walk(a)}, {path for path, _ in walk(b)}
     everyone = pairs.everyone
     taken = set(everyone.values())
-    lonely = [("a", call, "b", modules[1], pairs.b) for call in pairs.a if call not in everyone or call in pairs.odd]
+    lonely = [
+        ("a", call, "b", modules[1], pairs.b) for call in pairs.a if call not in everyone or call in pairs.misshapen
+    ]
     lonely += [("b", call, "a", modules[0], pairs.a) for call in pairs.b if call not in taken]
     found: dict[tuple[str, str], str] = {}
     for name, call, other, known, calls in lonely:
-        if name == "a" and call in pairs.odd:
-            reason = _unlike(pairs.a[call], pairs.b[pairs.odd[call]])
+        if name == "a" and call in pairs.misshapen:
+            reason = _shapes_differ(pairs.a[call], pairs.b[pairs.misshapen[call]])
         elif call.path not in known:
             reason = f"{other} has no such module"
         elif all(call.path != path for path, _ in calls):
             reason = f"{other} does not call it"
         else:
-            reason = f"{other} calls it less often, or has something else there"
+            reason = f"{other} calls it fewer times, or runs a different module there"
         if reason:
             found.setdefault((name, call.path), reason)
     return [Unmatched(name, path, reason) for (name, path), reason in found.items()]
 
 
-def _unlike(a: Moment, b: Moment) -> str:
-    """Why what two modules return cannot be compared; empty if there is nothing to compare."""
+def _shapes_differ(a: Observation, b: Observation) -> str:
+    """Why the outputs of two modules cannot be compared; empty if neither has tensors."""
     if not a.tensors and not b.tensors:
         return ""
     return f"it returns {shape_of(a.tensors)} in a and {shape_of(b.tensors)} in b"
 
 
-def _calls(recording: Recording) -> dict[Call, Moment]:
-    return {Call(moment.place.site.path, moment.place.call): moment for moment in recording.of("output")}
+def _calls(run: RecordedRun) -> dict[Call, Observation]:
+    return {Call(output.location.site.path, output.location.call): output for output in run.of("output")}
 
 
-def _free(calls: Mapping[Call, Moment], known: Mapping[Call, Call]) -> dict[Call, Call | None]:
-    """The leaves without a partner, in order, and after which partner (as a call of a) each comes."""
+def _free(calls: Mapping[Call, Observation], known: Mapping[Call, Call]) -> dict[Call, Call | None]:
+    """The unmatched calls of leaf modules, in order, each with the last matched call (as one of a) before it."""
     free: dict[Call, Call | None] = {}
     before = None
-    for call, moment in calls.items():
+    for call, output in calls.items():
         if call in known:
             before = known[call]
-        elif is_leaf(moment.module):
+        elif is_leaf(output.module):
             free[call] = before
     return free
 
 
-def _holders(recording: Recording, partners: Mapping[Call, Call], known: Mapping[Call, Call]) -> dict[Call, set[Call]]:
-    """The calls that are not `known` in the course of which there were others with partners, and those partners."""
-    held: dict[Call, set[Call]] = {}
-    under_way: list[Call] = []
-    for place in recording.moments:
-        call = Call(place.site.path, place.call)
-        if place.site.port == "input":
-            under_way.append(call)
-        elif place.site.port == "output" and call in under_way:
-            while under_way.pop() != call:
-                pass  # calls that raised, and somebody caught it
-            for above in under_way if call in partners else ():
-                held.setdefault(above, set()).add(partners[call])
-    return {call: inside for call, inside in held.items() if call not in known}
+def _contents(run: RecordedRun, partners: Mapping[Call, Call], known: Mapping[Call, Call]) -> dict[Call, set[Call]]:
+    """The calls that are not `known` and the matched calls, as those of a, that ran inside each of them."""
+    inside: dict[Call, set[Call]] = {}
+    running: list[Call] = []
+    for location in run.observations:
+        call = Call(location.site.path, location.call)
+        if location.site.port == "input":
+            running.append(call)
+        elif location.site.port == "output" and call in running:
+            while running.pop() != call:
+                pass  # calls that raised an exception which the model caught
+            for above in running if call in partners else ():
+                inside.setdefault(above, set()).add(partners[call])
+    return {call: calls for call, calls in inside.items() if call not in known}
 
 
-def _turned(calls: Mapping[Call, Call]) -> dict[Call, Call]:
+def _inverted(calls: Mapping[Call, Call]) -> dict[Call, Call]:
     return {other: mine for mine, other in calls.items()}
 
 
-def _closely(moment: Moment) -> Hashable:
-    """What a module and its partner by another name have in common: shapes of outputs, number of parameters."""
-    return *_roughly(moment), sum(parameter.numel() for parameter in moment.module.parameters())
+def _shapes_and_size(output: Observation) -> Hashable:
+    """What a module has in common with its match of another name: output shapes and the number of parameters."""
+    return *_shapes(output), sum(parameter.numel() for parameter in output.module.parameters())
 
 
-def _roughly(moment: Moment) -> tuple[Hashable, ...]:
-    """The same without that number."""
-    has_parameters = next(moment.module.parameters(), None) is not None
-    shapes = tuple(tuple(tensor.shape) for tensor in moment.tensors)
-    return isinstance(moment.module, PASSIVE), has_parameters, shapes
+def _shapes(output: Observation) -> tuple[Hashable, ...]:
+    """The same without the number of parameters."""
+    has_parameters = next(output.module.parameters(), None) is not None
+    shapes = tuple(tuple(tensor.shape) for tensor in output.tensors)
+    return isinstance(output.module, PASSIVE), has_parameters, shapes
 
 
-def _otherwise(moment: Moment) -> Hashable:
-    """What a module has in common with one that gives other shapes: its kind, and the shapes of its parameters."""
-    return type(moment.module), tuple(tuple(parameter.shape) for parameter in moment.module.parameters())
+def _type_and_parameters(output: Observation) -> Hashable:
+    """What a module has in common with a match whose output has another shape: its type and parameter shapes."""
+    return type(output.module), tuple(tuple(parameter.shape) for parameter in output.module.parameters())

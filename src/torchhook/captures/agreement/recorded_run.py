@@ -1,13 +1,13 @@
-"""One run of a model with all that flows written down, and everything as before afterwards.
+"""Run a model once and record every input, output and gradient of its modules.
 
-What a run does to the model (buffers of batch norms) and to the random number generators is undone, so that each run
-begins where the first one did. No gradient is left in a parameter.
+Afterwards the buffers of the model and the random number generators are restored, so that every run starts from the
+same state. No ``.grad`` is written.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchhook.core.batch import Batch, fitted, on_device
+from torchhook.core.batch import Batch, Loss, fitted, on_device
 from torchhook.core.call_wrapper import compiled_among
 from torchhook.core.edit import Edit
 from torchhook.core.event import Event
@@ -27,12 +27,9 @@ from torchhook.core.snapshot import snapshot
 from torchhook.core.tap import Tap
 from torchhook.core.trees import Address, leaves, mapped
 
-ToNumber = Callable[[Any, Any], Tensor]
-"""A loss of the output and the target."""
 
-
-class Place(NamedTuple):
-    """A site at one of its calls; of a gradient, that of the `leaf`-th tensor there."""
+class Location(NamedTuple):
+    """A site in one of its calls. For an output gradient, `leaf` is the number of the tensor in the output."""
 
     site: Site
     call: int
@@ -40,61 +37,72 @@ class Place(NamedTuple):
 
 
 @dataclass(eq=False)
-class Moment:
-    """What flowed at a place: its tensors, in order, and whose they are."""
+class Observation:
+    """The tensors that flowed at a location, in order, and the module they belong to."""
 
-    place: Place
+    location: Location
     module: nn.Module
     tensors: list[Tensor]
     addresses: list[Address] = field(default_factory=list)
-    graded: list[bool] = field(default_factory=list)  # which of the tensors require a gradient
-    growth: float = 1.0  # how much more than a spacing sums of many numbers may be off, where they are summed in order
+    requires_grad: list[bool] = field(default_factory=list)  # of each tensor
+    growth: float = 1.0  # factor by which long sums, if added in order, may exceed the error of one rounding
 
 
-class Recording:
-    """All that flowed in one run, by place, in the order in which it did."""
+class RecordedRun:
+    """Everything that flowed in one run, by location, in execution order."""
 
     def __init__(self) -> None:
-        self.moments: dict[Place, Moment] = {}
+        self.observations: dict[Location, Observation] = {}
 
-    def note(self, event: Event) -> None:
-        """What a tap is told."""
+    def record(self, event: Event) -> None:
+        """Add what a tap saw."""
         site, call = event.site, event.call
         if site.port == "grad_output":
-            output = self.moments.get(Place(Site(site.path), call))
+            output = self.observations.get(Location(Site(site.path), call))
             if output is not None and event.leaf in output.addresses:
-                place = Place(site, call, output.addresses.index(event.leaf))
-                self.moments[place] = Moment(place, event.module, [event.value])
+                location = Location(site, call, output.addresses.index(event.leaf))
+                self.observations[location] = Observation(location, event.module, [event.value])
             return
         value = (event.value, snapshot(event.kwargs)) if event.args and event.kwargs else event.value
         found = list(leaves(value))
-        place = Place(site, call)
-        self.moments[place] = Moment(
-            place,
+        location = Location(site, call)
+        self.observations[location] = Observation(
+            location,
             event.module,
             [tensor for _, tensor in found],
             [address for address, _ in found],
             [tensor.requires_grad for _, tensor in leaves(event.live)],
         )
 
-    def find(self, place: Place) -> Moment | None:
-        """What flowed at a place; a gradient that should have come and did not is zero."""
-        if place.site.port != "grad_output" or place in self.moments:
-            return self.moments.get(place)
-        output = self.moments.get(Place(Site(place.site.path), place.call))
-        if output is None or output.graded[place.leaf : place.leaf + 1] != [True]:
+    def find(self, location: Location) -> Observation | None:
+        """What flowed at a location; an expected gradient that autograd never computed is zero."""
+        if location.site.port != "grad_output" or location in self.observations:
+            return self.observations.get(location)
+        output = self.observations.get(Location(Site(location.site.path), location.call))
+        if output is None or output.requires_grad[location.leaf : location.leaf + 1] != [True]:
             return None
-        return Moment(place, output.module, [torch.zeros_like(output.tensors[place.leaf])])
+        return Observation(location, output.module, [torch.zeros_like(output.tensors[location.leaf])])
 
-    def of(self, port: str) -> list[Moment]:
-        """What flowed at the places of one port, in order."""
-        return [moment for moment in self.moments.values() if moment.place.site.port == port]
+    def of(self, port: str) -> list[Observation]:
+        """What flowed at one port, in execution order."""
+        return [observed for observed in self.observations.values() if observed.location.site.port == port]
+
+    def gradient_order(self) -> dict[Location, float]:
+        """When each gradient was computed: those of parameters come after the last output gradient of their module."""
+        gradients = self.of("grad_output")
+        order = {observed.location: float(number) for number, observed in enumerate(gradients)}
+        last = {observed.location.site.path: float(number) for number, observed in enumerate(gradients)}
+        for observed in self.of("param_grad"):
+            owner = observed.location.site.path.rpartition(".")[0]
+            order[observed.location] = last.get(owner, float(len(gradients))) + 0.5
+        return order
 
 
-class Apart(Edit):
-    """A copy of what a module returns.
+class CopiedOutputs(Edit):
+    """Passes on a copy of a module's output.
 
-    Without it the gradient of a tensor that the module uses itself, or was given, would not be that of its output.
+    Without the copy, the gradient of an output that the module also uses itself, or that is its input, would include
+    those other uses.
     """
 
     whole = True
@@ -104,10 +112,10 @@ class Apart(Edit):
 
 
 def everywhere(model: nn.Module) -> Selector:
-    """All modules of `model` that can be tapped, the model itself too."""
+    """All modules of `model` that can be tapped, including the model itself."""
     uncalled: set[str] = set()
     for path, module in walk(model):
-        if isinstance(module, torch.fx.GraphModule):  # which may hold modules that nobody calls
+        if isinstance(module, torch.fx.GraphModule):  # it may hold modules that its graph never calls
             called = {str(node.target) for node in module.graph.nodes if node.op == "call_module"}
             inside = {name for name, _ in module.named_modules() if name} - called
             uncalled |= {f"{path}.{name}" if path else name for name in inside}
@@ -118,22 +126,22 @@ def everywhere(model: nn.Module) -> Selector:
     return Selector.union(["", lambda path, module: path in wanted])
 
 
-def record(model: nn.Module, batch: Batch, loss: ToNumber | None) -> Recording:
-    """Run `model` on a batch, and backwards from `loss` if there is one, and write down what flows."""
-    recording = Recording()
+def record(model: nn.Module, batch: Batch, loss: Loss | None) -> RecordedRun:
+    """Run `model` on a batch, and backward from `loss` if given, and record what flows."""
+    recorded = RecordedRun()
     where = everywhere(model)
-    taps = [Tap(where, recording.note, "input"), Tap(where, recording.note, "output")]
+    taps = [Tap(where, recorded.record, "input"), Tap(where, recorded.record, "output")]
     if loss is not None:
-        taps = [Tap(where, Apart()), *taps, Tap(where, recording.note, "grad_output")]
-    for place, gradient in run(model, batch, loss, taps).items():
-        recording.moments[place] = Moment(place, model, [gradient])
-    return recording
+        taps = [Tap(where, CopiedOutputs()), *taps, Tap(where, recorded.record, "grad_output")]
+    for location, gradient in run(model, batch, loss, taps).items():
+        recorded.observations[location] = Observation(location, model, [gradient])
+    return recorded
 
 
 def run(
-    model: nn.Module, batch: Batch, loss: ToNumber | None, taps: Sequence[Tap], eager: bool = False
-) -> dict[Place, Tensor]:
-    """Run `model` on a batch with `taps`, `eager` even if it is compiled; the gradients of its parameters by loss."""
+    model: nn.Module, batch: Batch, loss: Loss | None, taps: Sequence[Tap], eager: bool = False
+) -> dict[Location, Tensor]:
+    """Run `model` on a batch with `taps`, uncompiled if `eager`, and return the gradients of its parameters."""
     given = fitted(batch.arguments, model)
     stance = torch.compiler.set_stance("force_eager") if eager else nullcontext()
     taken = Session(model, taps, on_silent="ignore")
@@ -142,25 +150,25 @@ def run(
         return {} if loss is None else _gradients(model, loss(output, on_device(batch.target, model)))
 
 
-def _gradients(model: nn.Module, loss: Tensor) -> dict[Place, Tensor]:
+def _gradients(model: nn.Module, loss: Tensor) -> dict[Location, Tensor]:
     named = {plain(path): parameter for path, parameter in model.named_parameters() if parameter.requires_grad}
     if not named or not loss.requires_grad:
-        raise ValueError("loss has no gradient: no parameter requires one, or loss is not made of the output")
+        raise ValueError("loss has no gradient: no parameter requires one, or the loss does not depend on the output")
     found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     return {
-        Place(Site(path, "param_grad"), 0): torch.zeros_like(parameter) if gradient is None else gradient
+        Location(Site(path, "param_grad"), 0): torch.zeros_like(parameter) if gradient is None else gradient
         for (path, parameter), gradient in zip(named.items(), found, strict=True)
     }
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether some of `model` is compiled by torch.compile."""
+    """Whether `model` or a part of it was compiled by torch.compile."""
     return bool(compiled_among(model.modules()))
 
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """`state_kept`, without the warnings of taps inside compiled graphs: they are there for the comparison alone."""
+    """`state_kept`, without the warnings about slower paths: the taps are there for the comparison alone."""
     with state_kept(model), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "a tap is inside")
         yield

@@ -1,4 +1,4 @@
-"""How far two tensors are apart, and how far their dtypes alone may carry them."""
+"""The difference of two tensors, and how much of it the rounding of their dtypes can explain."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from torch import Tensor, nn
 
 from torchhook.core.torch_internals import CONVOLUTIONS, submodules
 
-TINY = torch.finfo(torch.float64).tiny  # stands for zero where something is divided
+TINY = torch.finfo(torch.float64).tiny  # added to divisors that may be zero
 _TF32 = 2.0**-10
-_INT8 = 2.0**-5  # eight bits from the smallest number to the largest, which is a few times the usual one
+_INT8 = 2.0**-5  # eight bits span the range from the smallest to the largest value, several times a typical one
 _QUANTIZED = ("torch.ao.nn.", "torchao.")
 
 
 @dataclass(frozen=True)
 class Gap:
-    """How far the tensor of one model is from that of the other.
+    """The difference between a tensor of one model and the same tensor of another.
 
-    `rms` is the root of the mean square of the difference, `scale` that of the first tensor; `peak` is the largest
-    difference over what the number there and the tensor as a whole amount to, so that one wrong number among millions
-    shows. Numbers that are not finite count as equal where they are the same, as infinitely far apart elsewhere.
+    `rms` is the root mean square of the difference and `scale` that of the first tensor. `peak` is the largest
+    difference of one element, relative to that element plus `scale`, so that one wrong element among millions shows;
+    `worst` is its index, and `values` has both of its values. Non-finite elements are equal if they are the same, and
+    infinitely far apart otherwise.
     """
 
     rms: float
@@ -35,7 +36,7 @@ class Gap:
 
     @property
     def error(self) -> float:
-        """The difference relative to the first tensor.
+        """The RMS of the difference relative to that of the first tensor.
 
         >>> gap(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5])).error
         0.1
@@ -44,7 +45,7 @@ class Gap:
 
 
 def gap(a: Tensor, b: Tensor) -> Gap:
-    """How far `b` is from `a`, a tensor of the same shape.
+    """The difference of `b` from `a`, a tensor of the same shape.
 
     >>> gap(torch.tensor([1.0, torch.nan]), torch.tensor([1.0, torch.nan])).error
     0.0
@@ -55,16 +56,16 @@ def gap(a: Tensor, b: Tensor) -> Gap:
     y = y.to(x.device)
     if not x.numel():
         return Gap(0.0, 0.0, 0.0, 1.0, (), (0.0, 0.0))
-    d = _apart(x, y)
+    d = _difference(x, y)
     x, y = (torch.where(t.isfinite(), t, 0.0) for t in (x, y))
     scale = rms(x)
-    place = int((d / _weight(x, scale)).argmax())
-    index = torch.unravel_index(torch.tensor(place), x.shape)
-    worst = float(d.flatten()[place])
+    farthest = int((d / _weight(x, scale)).argmax())
+    index = torch.unravel_index(torch.tensor(farthest), x.shape)
+    worst = float(d.flatten()[farthest])
     return Gap(
         rms=rms(d),
         scale=scale,
-        peak=worst / (abs(float(x.flatten()[place])) + scale + TINY),
+        peak=worst / (abs(float(x.flatten()[farthest])) + scale + TINY),
         cosine=_cosine(x, y, scale),
         worst=tuple(int(number) for number in index) if worst else (),
         values=(_item(a, index), _item(b, index)),
@@ -72,24 +73,24 @@ def gap(a: Tensor, b: Tensor) -> Gap:
 
 
 def precision(tensors: Iterable[Tensor], *modules: nn.Module) -> float:
-    """The coarsest spacing of numbers just above 1 among `tensors` and what `modules` compute with; 0 of whole numbers.
+    """The coarsest machine epsilon among `tensors` and what `modules` compute with; 0 for integers.
 
     >>> precision([torch.ones(1), torch.ones(1, dtype=torch.bfloat16)])
     0.0078125
     """
     kept = [parameter for module in modules for parameter in module.parameters(recurse=False)]
-    own = [_own(module) for module in modules]
-    return max([0.0, *own, *(spacing(tensor) for tensor in [*tensors, *kept])])
+    reduced = [_reduced_precision(module) for module in modules]
+    return max([0.0, *reduced, *(spacing(tensor) for tensor in [*tensors, *kept])])
 
 
-def between(tensors: Iterable[Tensor]) -> float:
-    """The spacing of numbers that code outside of modules may have computed with, where that is coarser than theirs."""
+def matmul_precision(tensors: Iterable[Tensor]) -> float:
+    """The machine epsilon of TF32 if code outside of modules may have computed `tensors` with it, else 0."""
     fast = torch.backends.cuda.matmul.allow_tf32
     return _TF32 if fast and any(one.is_cuda and one.dtype == torch.float32 for one in tensors) else 0.0
 
 
 def floor(tensors: Iterable[Tensor]) -> float:
-    """The smallest number above zero that the coarsest of `tensors` can hold.
+    """The smallest positive number that the coarsest dtype of `tensors` can represent.
 
     >>> floor([torch.ones(1), torch.ones(1, dtype=torch.float16)])
     5.960464477539063e-08
@@ -98,30 +99,30 @@ def floor(tensors: Iterable[Tensor]) -> float:
     return max((info.smallest_normal * info.eps for info in infos), default=0.0)
 
 
-def apart(a: Tensor, b: Tensor) -> Tensor:
-    """How far each number of `b` is from that of `a`; infinitely, if one of them alone is not finite.
+def difference(a: Tensor, b: Tensor) -> Tensor:
+    """The absolute difference of `a` and `b`, element by element; infinite where only one of them is finite.
 
-    >>> apart(torch.tensor([1.0, torch.nan]), torch.tensor([3.0, torch.nan])).tolist()
+    >>> difference(torch.tensor([1.0, torch.nan]), torch.tensor([3.0, torch.nan])).tolist()
     [2.0, 0.0]
     """
     x = _numbers(a)
-    return _apart(x, _numbers(b).to(x.device))
+    return _difference(x, _numbers(b).to(x.device))
 
 
-def highest(differences: Tensor, a: Tensor, scale: float) -> float:
-    """The largest of `differences` from `a`, a tensor of this scale, measured as in `Gap.peak`."""
+def peak_of(differences: Tensor, a: Tensor, scale: float) -> float:
+    """The largest of some absolute `differences` from `a`, relative to its elements and `scale` as in `Gap.peak`."""
     return float((differences / _weight(_numbers(a), scale).to(differences.device)).max())
 
 
-def left(a: Tensor, b: Tensor, reach: Tensor, scale: float) -> tuple[float, float]:
-    """`Gap.rms` and `Gap.peak` of what is left of the gap when each number may be off by `reach`."""
-    gaps = apart(a, b)
-    rest = (gaps - reach.nan_to_num(posinf=0.0).to(gaps.device)).clamp(min=0.0)
-    return rms(rest), highest(rest, a, scale)
+def unexplained(a: Tensor, b: Tensor, reach: Tensor, scale: float) -> tuple[float, float]:
+    """`Gap.rms` and `Gap.peak` of what remains of the difference once `reach` is subtracted from each element."""
+    apart = difference(a, b)
+    rest = (apart - reach.nan_to_num(posinf=0.0).to(apart.device)).clamp(min=0.0)
+    return rms(rest), peak_of(rest, a, scale)
 
 
 def spacing(tensor: Tensor) -> float:
-    """The spacing of the numbers of this dtype just above 1; 0 of whole numbers, which have no rounding."""
+    """The machine epsilon of a tensor's dtype: the spacing of numbers just above 1; 0 for integers, which are exact."""
     if tensor.is_quantized:
         return _INT8
     dtype = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
@@ -129,7 +130,7 @@ def spacing(tensor: Tensor) -> float:
 
 
 def comparable(a: Sequence[Tensor], b: Sequence[Tensor]) -> int:
-    """How many tensors, from the first on, have the same shape in both."""
+    """How many tensors at the start of both sequences have the same shapes, so that they can be compared."""
     count = 0
     for x, y in zip(a, b, strict=False):
         if x.is_nested or y.is_nested or x.shape != y.shape or x.is_meta or y.is_meta:
@@ -139,7 +140,7 @@ def comparable(a: Sequence[Tensor], b: Sequence[Tensor]) -> int:
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Whether a module has no others in it; those that a quantized one keeps its weights in do not count."""
+    """Whether a module has no submodules, not counting those in which a quantized one keeps its weights."""
     return not submodules(module) or _is_quantized(module)
 
 
@@ -147,8 +148,8 @@ def _is_quantized(module: nn.Module) -> bool:
     return type(module).__module__.startswith(_QUANTIZED)
 
 
-def _own(module: nn.Module) -> float:
-    """The precision of a module that computes with less than its dtype says."""
+def _reduced_precision(module: nn.Module) -> float:
+    """The machine epsilon of a module that computes with less precision than its dtype has; 0 if it does not."""
     if _is_quantized(module):
         return _INT8
     first = next(module.parameters(recurse=False), None)
@@ -160,12 +161,12 @@ def _own(module: nn.Module) -> float:
 
 
 def _numbers(tensor: Tensor) -> Tensor:
-    """The numbers of a tensor in double precision; the outermost of its dtype, which masks are made of, as infinite."""
+    """A tensor in float64, with the extreme values of its dtype, which masks use, as infinities."""
     tensor = tensor.detach()
     tensor = tensor.dequantize() if tensor.is_quantized else tensor
     tensor = tensor.to_dense() if tensor.layout != torch.strided else tensor
     tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    tensor = tensor.cpu() if tensor.device.type == "mps" else tensor  # which has no double precision
+    tensor = tensor.cpu() if tensor.device.type == "mps" else tensor  # which does not support float64
     wide = tensor.double()
     if not tensor.dtype.is_floating_point:
         return wide
@@ -174,17 +175,17 @@ def _numbers(tensor: Tensor) -> Tensor:
 
 
 def _weight(x: Tensor, scale: float) -> Tensor:
-    """What each difference is measured by: the number there, and the tensor as a whole."""
+    """What the difference of each element is relative to: that element, and the scale of the tensor."""
     return torch.where(x.isfinite(), x.abs(), 0.0) + scale + TINY
 
 
-def _apart(x: Tensor, y: Tensor) -> Tensor:
+def _difference(x: Tensor, y: Tensor) -> Tensor:
     same = (x == y) | (x.isnan() & y.isnan())
     return torch.where(same, 0.0, (y - x).abs()).nan_to_num(nan=math.inf)
 
 
 def rms(x: Tensor) -> float:
-    """The root of the mean square."""
+    """The root mean square."""
     return float(torch.linalg.vector_norm(x)) / math.sqrt(x.numel())
 
 

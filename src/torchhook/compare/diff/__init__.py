@@ -1,1 +1,1 @@
-"""`torchhook.diff`: the first module where two models part."""
+"""`torchhook.diff`: the first module where two models diverge."""

@@ -1,4 +1,4 @@
-"""What `diff` gives back: where two models part, whose doing it is, and a row for every place that was compared."""
+"""The result of `diff`: where two models diverge, which module is at fault, and one row per compared location."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ _HEADER = ("site", "module", "error", "cosine", "own error", "explained", "worst
 
 @dataclass(frozen=True)
 class Row:
-    """One place of both models.
+    """One location in both models.
 
-    `error` and `cosine` are those of b's value against a's, in two plain runs; `own` is the error that is left when all
-    before it is as in a, and `explained` how much of that rounding may make; both are None where nothing was in doubt.
+    `error` and `cosine` compare b's value with a's, as both models run by themselves. `own` is the error that remains
+    if everything before is as in a, and `explained` the part of it that rounding can make; both are None if the models
+    are equal. `parts` is True if the models diverge here.
     """
 
     site: Site
@@ -28,15 +29,15 @@ class Row:
     error: float
     cosine: float
     worst: tuple[int, ...]
-    values: tuple[float, float]  # of a and of b, where they are farthest apart
+    values: tuple[float, float]  # in a and in b, where they differ most
     dtype: str
-    leaf: int = 0  # of a gradient: which of the tensors of the output it belongs to
+    leaf: int = 0  # for an output gradient: the number of the tensor in the output
     own: float | None = None
     explained: float | None = None
     parts: bool = False
 
     def cells(self) -> list[Any]:
-        """What a table shows."""
+        """The cells of the table, as in `Difference.HEADER`."""
         return [
             place_of(self.site, self.call),
             self.kind,
@@ -47,18 +48,18 @@ class Row:
             ", ".join(map(str, self.worst)),
             *(f"{value:.4g}" for value in self.values),
             self.dtype,
-            "parts" if self.parts else "",
+            "diverges" if self.parts else "",
         ]
 
 
 @dataclass(frozen=True, repr=False)
 class Difference:
-    """Where two models part; see `torchhook.diff`.
+    """Where two models diverge; see `torchhook.diff`.
 
-    `first` is the first site at which they do, None if they do not. `module` is the path of the module whose doing it
-    is: that of the site, or, where already what it is given differs, the one that calls it. `verdict` says it in a
-    sentence, `table` has the rows in execution order (gradients in that of the backward), `unmatched` what has no
-    partner, `notes` what else there is to know.
+    `first` is the first site where they diverge, or None. `module` is the path of the module at fault: that of the
+    site or, if already its input differs, the module that calls it. `verdict` says so in a sentence. `table` has one
+    row per location in execution order (gradients in the order of the backward), `unmatched` the modules without a
+    match, and `notes` other remarks.
     """
 
     first: Site | None
@@ -72,11 +73,11 @@ class Difference:
 
     @property
     def same(self) -> bool:
-        """Whether they part nowhere."""
+        """Whether the models agree everywhere."""
         return self.first is None
 
     def lines(self) -> list[str]:
-        """What there is to say besides the table."""
+        """The notes, including one for each module that was not compared."""
         lonely = [
             f"{one.path or 'the model'!r} of {one.model} was not compared: {one.reason}" for one in self.unmatched
         ]
@@ -91,7 +92,7 @@ class Difference:
 
 
 def place_of(site: Site, call: int) -> str:
-    """A place in a few words.
+    """A site and a call in a few words.
 
     >>> place_of(Site("fc", "grad_output"), 1)
     'fc, grad_output, call 1'

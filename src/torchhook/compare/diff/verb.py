@@ -1,4 +1,4 @@
-"""`diff`: where two models that should be the same first part."""
+"""`diff`: the first place where two models that should be the same diverge."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchhook.captures.agreement.pairs import require_mapping
-from torchhook.captures.agreement.recorded_run import ToNumber
 from torchhook.compare.diff.comparison import Comparison
 from torchhook.compare.diff.result import Difference
-from torchhook.core.batch import Batch
+from torchhook.core.batch import Batch, Loss
 from torchhook.core.selection import require_module
 from torchhook.core.trees import Arguments
 
@@ -25,25 +24,25 @@ def diff(
     tolerance: float | None = None,
     match: Mapping[str, str] | None = None,
 ) -> Difference:
-    """Run two models on the same input and say where they first part: ``.first``, a site or None.
+    """Run two models on the same input and find where they first diverge: ``.first``, a site or None.
 
-    Rounding is not held against them, however far it carries: b is run once more with what a had at every place handed
-    on from module to module, so that each differs by its own error alone, and that is compared with the spacing of the
-    numbers there and with what noise of that size does. So bfloat16 against float32, compiled against eager or another
-    memory format do not part, while an epsilon that was mistyped does, at its module. Differences that are smaller than
-    the rounding of the coarser dtype cannot be seen.
+    Rounding does not count as a difference, however far it accumulates: b runs once more, with the output of every
+    module replaced by what a had there. So each module differs by its own error alone, which is compared with the
+    rounding of its dtype and with the effect of noise of that size. bfloat16 and float32, compiled and eager, or two
+    memory formats therefore agree, while a mistyped epsilon is found at its module. Differences below the rounding of
+    the coarser dtype cannot be seen.
 
-    The models are run as they are, in train mode if they are in it, one after the other, with the same random numbers;
-    their buffers and gradients and the random number generators are as before afterwards.
+    The models run as they are (train or eval mode), one after the other, with the same random numbers. Afterwards their
+    buffers, gradients and the random number generators are as before.
 
     Args:
-        x: An input, a tuple of positional arguments or a dict of keyword arguments; for each model moved to its device
-            and, where it is of floating point, cast to its dtype.
-        loss: Compare gradients, too, from this backwards. A function of the output; or of output and target, which is
-            then the last of the tuple `x` (with other `x`, all of it).
-        tolerance: Instead of all that, part at the first relative error above this one in two plain runs.
-        match: Of modules in a, and all below them, what they are called in b. Modules of one name belong together, and
-            the rest by order of execution and shape.
+        x: An input, a tuple of positional arguments, or a dict of keyword arguments. It is moved to the device of each
+            model, and floating-point tensors are cast to its dtype.
+        loss: Also compare gradients, backward from this loss. A function of the output; or of output and target, which
+            is then the last element of the tuple `x` (or all of `x` if it is not a tuple).
+        tolerance: Instead of all that, run each model once and diverge at the first relative error above `tolerance`.
+        match: Paths of modules in a and what they are called in b, including everything below them. Other modules are
+            matched by name, and the rest by execution order and shape.
 
     >>> import copy, torch
     >>> from torchhook import diff
@@ -64,13 +63,13 @@ def diff(
     if tolerance is not None and (isinstance(tolerance, bool) or not isinstance(tolerance, (int, float))):
         raise TypeError(f"tolerance must be a number or None, not {tolerance!r:.80}")
     if tolerance is not None and not tolerance >= 0:
-        raise ValueError(f"tolerance must not be negative, and is {tolerance}")
+        raise ValueError(f"tolerance must not be negative, but is {tolerance}")
     comparison = Comparison(a, b, *_task(x, loss), require_mapping(match, a, b))
     return comparison.judged() if tolerance is None else comparison.within(tolerance)
 
 
-def _task(x: Any, loss: Callable[..., Tensor] | None) -> tuple[Batch, ToNumber | None]:
-    """What the models are given, and the loss as a function of output and target."""
+def _task(x: Any, loss: Callable[..., Tensor] | None) -> tuple[Batch, Loss | None]:
+    """The batch for the models, and the loss as a function of output and target."""
     if loss is not None and _takes_target(loss):
         return Batch.of(x), loss
     return Batch(Arguments.of(x), None), None if loss is None else lambda output, _: loss(output)
@@ -83,6 +82,6 @@ def _takes_target(loss: Callable[..., Tensor]) -> bool:
         signature.bind("output")
     except TypeError:
         return True
-    except ValueError:  # a builtin that does not say what it takes
+    except ValueError:  # a builtin without a signature
         return False
     return False
