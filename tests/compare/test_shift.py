@@ -12,6 +12,7 @@ from sklearn.preprocessing import StandardScaler
 from torch import nn
 
 from torchhook.compare import distances
+from torchhook.compare.auc import auc_of
 from torchhook.compare.domain_shift import Drawn, shift
 from torchhook.core.errors import SelectionError
 
@@ -80,14 +81,14 @@ def test_p_value_counts_ties():
 
 def test_classifier_is_the_one_of_scikit_learn():
     x, y = DIGITS[:300] + 0.0, DIGITS[300:560] + 0.0
-    fitted = distances._fitted(x, y)
+    fitted = distances._LogisticRegression(x, y)
     peer = make_pipeline(StandardScaler(), LogisticRegression(tol=1e-8, max_iter=2000))
     both, labels = torch.cat([x, y]).numpy(), [0] * 300 + [1] * 260
     peer.fit(both, labels)
     ours = fitted(DIGITS[560:800])
     assert ours.numpy() == pytest.approx(peer.decision_function(DIGITS[560:800].numpy()), abs=2e-3)
     scores = fitted(torch.cat([x, y]))
-    assert distances.auc(scores[:300], scores[300:]) == pytest.approx(roc_auc_score(labels, scores), rel=1e-12)
+    assert auc_of(scores[300:], scores[:300]).value == pytest.approx(roc_auc_score(labels, scores), rel=1e-12)
 
 
 def test_channels_that_drive_it_come_first():

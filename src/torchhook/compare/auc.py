@@ -23,8 +23,10 @@ class Estimate(NamedTuple):
 
 
 def auc_of(positive: Tensor, negative: Tensor) -> Estimate:
-    """The share of pairs in which the positive one scores higher, ties counting half; the interval is DeLong's.
+    """The share of pairs in which the positive sample scores higher, ties counting half, with DeLong's interval.
 
+    >>> auc_of(torch.tensor([1.0, 2.0]), torch.tensor([0.0, 1.0])).value
+    0.875
     >>> str(auc_of(torch.tensor([2.0, 3.0, 1.0]), torch.tensor([1.0, 0.0])))
     '0.917 [0.686, 1.000]'
     """

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchhook.compare.auc import auc_of
+
 FOLDS = 5
 _PENALTY = 1.0  # on the squared weights of a feature in units of its deviation
 _AT_ONCE = 256  # permutations
@@ -107,23 +109,12 @@ def classifier_auc(x: Tensor, y: Tensor, generator: torch.Generator) -> float:
         (seen_x, new_x), (seen_y, new_y) = (
             (side[of != fold], side[of == fold]) for side, of in zip((x, y), folds, strict=True)
         )
-        weights = _fitted(seen_x, seen_y)
-        found.append(auc(weights(new_x), weights(new_y)))
+        scores = _LogisticRegression(seen_x, seen_y)
+        found.append(auc_of(scores(new_y), scores(new_x)).value)
     return sum(found) / len(found)
 
 
-def auc(negative: Tensor, positive: Tensor) -> float:
-    """The share of pairs in which the positive one scores higher; ties count half.
-
-    >>> auc(torch.tensor([0.0, 1.0]), torch.tensor([1.0, 2.0]))
-    0.875
-    """
-    order = negative.sort().values
-    below = torch.searchsorted(order, positive, right=False) + torch.searchsorted(order, positive, right=True)
-    return float(below.double().mean() / (2 * len(negative)))
-
-
-class _fitted:  # noqa: N801 (it reads as a function)
+class _LogisticRegression:
     """Logistic regression of which side a sample is of, with a penalty as scikit-learn has it by default."""
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
