@@ -4,6 +4,7 @@ import copy
 import gc
 import html
 import io
+import re
 
 import pytest
 import torch
@@ -164,7 +165,7 @@ def test_what_rounding_has_spoiled_is_left_out_and_not_a_number(dtype, size):
     x[0] = torch.rand(6) + 1.5
     result = cka(nn.Sequential(nn.Identity(), Rare()), None, x.split(size))
     assert result.rows == ("0",)
-    assert "as far as its precision tells" in result.left_out["1"]
+    assert "up to its precision" in result.left_out["1"]
 
 
 @pytest.mark.parametrize("max_bytes", [2**28, 0])
@@ -195,7 +196,7 @@ def test_arguments_that_are_no_samples_may_come_first():
     assert cka(Scaled(), None, [(torch.ones(3), part, torch.zeros(20)) for part in x.split(20)]).n == 60
     rows = [{"table": torch.ones(7, 3), "scale": torch.ones(3), "x": x, "labels": torch.ones(60)}]
     assert cka(Scaled(), None, rows).n == 60
-    with pytest.raises(ValueError, match=r"for a batch of 70 \(so long is the argument 'table'\)"):
+    with pytest.raises(ValueError, match=r"for a batch of 70 \(the length of argument 'table'\)"):
         cka(Scaled(), None, [{"table": torch.ones(70, 3), "scale": torch.ones(3), "x": x}])
 
 
@@ -309,7 +310,7 @@ def test_layers_that_say_nothing_are_left_out_by_name(x):
     assert "250 for a batch of 50" in result.left_out["1"]
     assert "2 layers left out" in repr(result)
     assert result.matrix.isfinite().all()
-    with pytest.warns(UserWarning, match="left out: 3: it gives the same"):
+    with pytest.warns(UserWarning, match="left out: 3: up to its precision, its output is the same"):
         assert cka(model, None, x.split(50), ["0", "3"]).rows == ("0",)
     with pytest.raises(ValueError, match="no layer of model a can be compared"):
         cka(model, None, x.split(50), "3")
@@ -373,27 +374,27 @@ def test_values_that_are_not_finite_name_their_layer(models, x):
     with torch.no_grad():
         b[3].weight[0, 0] = float("nan")
     for max_bytes in (2**28, 0):
-        with pytest.raises(ValueError, match=r"'3' of model b gave values that are not finite"):
+        with pytest.raises(ValueError, match=r"'3' of model b has values that are not finite"):
             cka(a, b, x.split(50), max_bytes=max_bytes)
 
 
 def test_refusals_say_what_to_do(models, x):
     a, b = models
-    with pytest.raises(BudgetError, match=r"svcca needs all moments.*'early' alone has 12 features.*pool='mean'"):
+    with pytest.raises(BudgetError, match=r"svcca needs the moments of .*'early' alone has 12 features.*pool='mean'"):
         cka(a, b, [x], by="svcca", max_bytes=5000)
     with pytest.raises(BudgetError, match=r"debiased=False"):
         cka(a, b, [x], debiased=False, max_bytes=0)
     with pytest.raises(SelectionError, match=r"sites_b: .*early.*pass sites_b="):
         cka(a, b, [x], "early")
-    with pytest.raises(ValueError, match=r"sites_b is for a second model"):
+    with pytest.raises(ValueError, match=r"sites_b needs a second model"):
         cka(a, None, [x], sites_b="early")
     with pytest.raises(TypeError, match=r"loader must give batches.*put the batch you have into a list"):
         cka(a, b, x)
-    with pytest.raises(ValueError, match=r"loader gave no samples"):
+    with pytest.raises(ValueError, match=r"loader has no samples"):
         cka(a, b, [])
-    with pytest.raises(ValueError, match=r"3 samples, and cka needs 4"):
+    with pytest.raises(ValueError, match=r"3 samples, but cka needs at least 4"):
         cka(a, b, [x[:3]])
-    with pytest.raises(ValueError, match=r"cca is 1 for any layer.*'early' has 12 for 10"):
+    with pytest.raises(ValueError, match=r"cca is 1 for every layer.*'early' has 12 features for 10"):
         cka(a, b, [x[:10]], by="cca")
     with pytest.raises(ValueError, match=r"by must be one of 'cka'"):
         cka(a, b, [x], by="rsa")
@@ -415,12 +416,12 @@ def test_models_that_change_from_batch_to_batch_are_refused():
             return self.extra(x) if x.shape[1] > 4 else x
 
     short, long = torch.randn(8, 4, 2), torch.randn(8, 6, 2)
-    with pytest.raises(ValueError, match=r"'embed' gave 12 features a sample in the first batch, and now 18; pool"):
+    with pytest.raises(ValueError, match=r"'embed' had 12 features per sample in .* and now has 18; pass pool"):
         cka(Lengths(), None, [short, long], "embed")
     assert cka(Lengths(), None, [short, long], "embed", pool="mean").n == 16
-    with pytest.raises(ValueError, match=r"'extra' was not called in a later batch"):
+    with pytest.raises(ValueError, match=r"does not call 'extra' in a later batch"):
         cka(Lengths(), None, [long, short], pool="mean")
-    with pytest.raises(ValueError, match=r"'extra' of model a is not what it was"):
+    with pytest.raises(ValueError, match=r"'extra' of model a is not as in the first batch"):
         cka(Lengths(), None, [short, long], pool="mean")
     with pytest.raises(SilentError):
         cka(Lengths(), None, [short], ["embed", "extra"])
@@ -437,17 +438,29 @@ def test_result_reads_and_draws():
     assert result.figure().axes[0].texts
 
 
-def test_progress_in_a_terminal_alone(models, x):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
 
-    seen, hidden = Terminal(), io.StringIO()
-    cka(*models, x.split(30), progress=seen)
-    cka(*models, x.split(30), progress=hidden)
-    assert "cka" in seen.getvalue()
-    assert "4/4" in seen.getvalue()
-    assert not hidden.getvalue()
+
+def test_progress_shows_in_a_terminal(models, x, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "100")
+    shown = Terminal()
+    cka(*models, x.split(30), progress=shown)
+    assert re.search(r"cka .*━.*4/4", shown.getvalue())
+    assert shown.getvalue().endswith("\x1b[2K")  # and is gone at the end
+
+
+def test_progress_is_silent_elsewhere(models, x, monkeypatch, capfd):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    file = io.StringIO()
+    cka(*models, x.split(30), progress=file)
+    cka(*models, x.split(30), progress=None)
+    monkeypatch.setenv("TERM", "dumb")
+    dumb = Terminal()
+    cka(*models, x.split(30), progress=dumb)
+    assert (file.getvalue(), dumb.getvalue(), *capfd.readouterr()) == ("", "", "", "")
 
 
 def test_memory_is_flat_in_the_number_of_samples():

@@ -114,14 +114,14 @@ class Keywords(nn.Module):
 
 
 NORMS = {
-    "tied": (Tied, (4,), {"'a'": "weight is used elsewhere", "'b'": "weight is used elsewhere"}),
-    "sequence first": (SequenceFirst, (8, 4), {"'fc'": "does not see a row a sample"}),
+    "tied": (Tied, (4,), {"'a'": "weight is also used elsewhere", "'b'": "weight is also used elsewhere"}),
+    "sequence first": (SequenceFirst, (8, 4), {"'fc'": "do not have one row per sample"}),
     "attention": (Attentive, (6, 4), {}),
     "uncalled": (Uncalled, (4,), {"'unused'": "it was not called in every batch"}),
     "parametrized": (
         lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 5)), nn.Linear(5, 3)),
         (4,),
-        {"'0'": "made of other parameters"},
+        {"'0'": "computed from other parameters"},
     ),
     "frozen": (
         lambda: nn.Sequential(nn.Linear(4, 5).requires_grad_(False), nn.ReLU(), nn.Linear(5, 3)),
@@ -267,7 +267,7 @@ def test_how_many_a_shared_gradient_gives_away(overfit, size, expected):
     mine = (active & (active.sum(0) == 1)).any(1).nonzero()[:, 0].tolist()
     assert list(first.alone) == list(first.inverted) == mine and len(mine) == expected
     assert result.layer == "0" and result.given_away >= expected
-    assert f"gives away what {result.given_away} of {size + 8} members put into it, exactly" in repr(result)
+    assert f"reveals its exact input for {result.given_away} of {size + 8} members" in repr(result)
 
 
 def test_a_loss_of_ones_own_sequences_and_reasons():
@@ -284,7 +284,7 @@ def test_a_loss_of_ones_own_sequences_and_reasons():
 
     model = Pooled()
     result = leakage(model, data(), data(), draws=10)
-    assert result.layer is None and "'fc' is called for several positions" in repr(result)
+    assert result.layer is None and "'fc' is applied to several positions" in repr(result)
     assert {signal.name for signal in result.signals} == {
         "loss",
         "confidence",
@@ -308,7 +308,7 @@ def test_samples_whose_score_is_nan_do_not_count():
     plain = leakage(model, [(x[1:20], y[1:20])], [(x[20:], y[20:])], draws=5)
     for name in ("loss", "confidence", "entropy", "gradient norm"):
         assert result[name].auc == plain[name].auc
-        assert result.left_out[name] == "it is NaN for 1 members and 0 others, which do not count in it"
+        assert result.left_out[name] == "it is NaN for 1 members and 0 others, which do not count"
     assert "the gradient of '0' is not finite" in repr(result)
     few = leakage(model, [(x[:20] * torch.nan, y[:20])], [(x[20:], y[20:])], draws=5)
     assert "loss" in few.left_out and not few.signals
@@ -342,7 +342,7 @@ def test_a_loss_of_tokens_is_not_guessed(words):
     model = GPT2LMHeadModel(GPT2Config(vocab_size=words, n_positions=16, n_embd=16, n_layer=1, n_head=2)).eval()
     ids = torch.randint(0, words, (12, 10))
     data = [{"input_ids": some, "labels": some} for some in ids.split(6)]
-    with pytest.raises(ValueError, match="which output is of which target is not known; pass loss="):
+    with pytest.raises(ValueError, match="which output belongs to which target is unknown; pass loss="):
         leakage(model, data, data, draws=5)
 
     def loss(output, target):
@@ -366,7 +366,9 @@ def test_a_loss_that_the_model_brings_along_is_not_overruled():
 
     data = [{"x": 9 * torch.randn(16, 4), "labels": torch.randint(0, 3, (16,))}]
     assert leakage(Smooth(0.0), data, data, draws=5)["loss"].auc.value == 0.5
-    with pytest.raises(ValueError, match=r"the model's own loss of a batch is .*, and what is guessed .*; pass loss="):
+    with pytest.raises(
+        ValueError, match=r"the model's own loss for a batch is .*, but the guessed one is .*; pass loss="
+    ):
         leakage(Smooth(0.9), data, data, draws=5)
 
 
@@ -392,9 +394,9 @@ def test_what_is_refused():
     model, x = nn.Linear(3, 2), torch.randn(8, 3)
     with pytest.raises(TypeError, match="members must give batches"):
         leakage(model, x, [x])
-    with pytest.raises(ValueError, match="members gave 2 samples, and 5 are needed"):
+    with pytest.raises(ValueError, match="members has 2 samples, but at least 5 are needed"):
         leakage(model, [(x[:2], torch.zeros(2).long())], [(x, torch.zeros(8).long())])
-    with pytest.raises(ValueError, match="so the loss is not known; pass loss="):
+    with pytest.raises(ValueError, match="cannot guess the loss: .*; pass loss="):
         leakage(model, [x], [x])
-    with pytest.raises(KeyError, match="there is no signal 'los', but"):
+    with pytest.raises(KeyError, match="no signal 'los'; there are"):
         leakage(model, [(x, torch.zeros(8).long())], [(x, torch.zeros(8).long())], draws=5)["los"]

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchhook.compare.accumulators import Alignments, Layer, Moments, exact_width, in_full
-from torchhook.compare.features import Place
+from torchhook.compare.accumulators import Alignments, LayerFeatures, PairMoments, exact_width, in_full
+from torchhook.compare.features import LayerCall
 from torchhook.compare.measures import DEBIASED_CKA, MEASURES, likeness, moments, u_centred, unbiased
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -125,7 +125,9 @@ def test_moments_are_the_same_for_every_split(seed, cuts):
     generator = torch.Generator().manual_seed(seed)
     x, y = torch.randn(60, 3, generator=generator).double() + 1e4, torch.randn(60, 8, generator=generator).double()
     y[:, :3] += x
-    found = Moments([Layer(Place("x", 0), x)], [Layer(Place("y", 0), y)], torch.device("cpu"))
+    found = PairMoments(
+        [LayerFeatures(LayerCall("x", 0), x)], [LayerFeatures(LayerCall("y", 0), y)], torch.device("cpu")
+    )
     for part, other in zip(x.tensor_split(sorted(cuts)), y.tensor_split(sorted(cuts)), strict=True):
         found.add([part], [other])
     found.settle()
@@ -152,7 +154,7 @@ def test_groups_give_an_unbiased_estimate_of_hsic():
 
 
 def test_groups_wait_for_one_another_and_the_last_ones_count():
-    layer = Layer(Place("x", 0), torch.randn(3, 5))
+    layer = LayerFeatures(LayerCall("x", 0), torch.randn(3, 5))
     assert layer.grams(torch.randn(3, 5)) == []  # too few
     assert [gram.numel() for gram in layer.grams(torch.randn(40, 5))] == [43**2]
     assert [gram.numel() for gram in layer.grams(torch.randn(600, 5))] == [200**2] * 3

@@ -13,7 +13,7 @@ from torch import nn
 
 from torchhook.compare import distances
 from torchhook.compare.auc import auc_of
-from torchhook.compare.domain_shift import Drawn, shift
+from torchhook.compare.domain_shift import Reservoir, shift
 from torchhook.core.errors import SelectionError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -126,7 +126,7 @@ def test_same_seed_same_result_and_nobodys_random_numbers():
 def test_large_data_sets_are_drawn_from_evenly():
     result = shift(nn.Identity(), DIGITS.split(100), DIGITS[:90].split(7), "", max_samples=80, permutations=9)
     assert (result.sources, result.targets) == (80, 80)
-    drawn = Drawn(500, torch.Generator().manual_seed(0))
+    drawn = Reservoir(500, torch.Generator().manual_seed(0))
     for part in torch.arange(5000.0)[:, None].split(37):
         drawn.add(None, part)
     assert drawn.seen == 5000
@@ -145,7 +145,7 @@ def test_what_is_in_place_and_called_twice():
 
     model = Twice().train()
     source, target = DIGITS[:50], DIGITS[50:120]
-    with pytest.raises(ValueError, match=r"'relu' is called 2 times in a pass: pass call="):
+    with pytest.raises(ValueError, match=r"'relu' is called 2 times per batch: pass call="):
         shift(model, [source], [target], "relu")
     first = shift(model, [source], [target], "relu", call=0, permutations=9)
     assert first.frechet == pytest.approx(distances.frechet(source, target), rel=1e-6)
@@ -157,19 +157,19 @@ def test_refusals_say_what_to_do():
     model = nn.Sequential(nn.Linear(64, 3), nn.Linear(3, 3)).double()
     with pytest.raises(SelectionError, match=r"site: .*nope"):
         shift(model, [DIGITS], [DIGITS], "nope")
-    with pytest.raises(ValueError, match=r"site must be one layer.*'0', '1'"):
+    with pytest.raises(ValueError, match=r"site must select one layer, but matches '0', '1'"):
         shift(model, [DIGITS[:9]], [DIGITS[:9]], nn.Linear)
-    with pytest.raises(ValueError, match=r"target gave 3 samples, and 5 are needed"):
+    with pytest.raises(ValueError, match=r"target has 3 samples, but 5 are needed"):
         shift(model, [DIGITS], [DIGITS[:3]], "0")
-    with pytest.raises(ValueError, match=r"source gave 0 samples"):
+    with pytest.raises(ValueError, match=r"source has 0 samples"):
         shift(model, [], [DIGITS], "0")
     with pytest.raises(TypeError, match=r"source must give batches"):
         shift(model, DIGITS, [DIGITS], "0")
-    with pytest.raises(ValueError, match=r"'0' gave values that are not finite for source"):
+    with pytest.raises(ValueError, match=r"'0' has values that are not finite for source"):
         shift(model, [DIGITS / 0], [DIGITS], "0")
-    with pytest.raises(ValueError, match=r"64 features a sample of source and 32 of target"):
+    with pytest.raises(ValueError, match=r"64 features per sample for source and 32 for target"):
         shift(nn.Identity(), [DIGITS], [DIGITS[:, :32]], "")
-    with pytest.raises(ValueError, match=r"gives the same for every sample"):
+    with pytest.raises(ValueError, match=r"is the same for every sample"):
         shift(nn.Identity(), [DIGITS * 0], [DIGITS * 0], "")
 
 

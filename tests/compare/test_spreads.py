@@ -113,7 +113,7 @@ def test_a_change_of_the_data_is_found_at_the_first_layer():
     assert (finding.code, finding.site, str(finding.severity)) == ("TH901", "0", "error") and not result.report.ok
     assert result.reference == "train" and result.others == ("test",)
     assert repr(result).startswith("test against train: 5 layers, the furthest first\nlayer  distance")
-    assert result.figure().axes[0].get_xlabel() == "distance from train, in deviations"
+    assert result.figure().axes[0].get_xlabel() == "distance from train (standard deviations)"
     assert "<td>0</td>" in result._repr_html_() and result.table()[0]["path"] == "0"
 
 
@@ -149,7 +149,7 @@ def test_real_networks_of_which_one_is_deeper():
 
     result = models({"18": resnet18(), "34": resnet34()}, torch.randn(2, 3, 32, 32))
     assert len(result.rows) == 52 and result.left_out["layer4.2.bn2"] == "it did not run in 18"
-    assert "… and 32 more: .table() has all" in repr(result)
+    assert "… and 32 more: see .table()" in repr(result)
 
 
 def test_channels_that_are_not_the_same_and_one_sample():
@@ -158,8 +158,8 @@ def test_channels_that_are_not_the_same_and_one_sample():
     assert not len(result.rows[0].shifts) and math.isnan(result.rows[0].shift) and result.rows[0].distance > 0
     result = inputs(a, torch.randn(1, 3), torch.randn(1, 3))
     assert result.report.notes == (
-        "x1 is one piece: how far its samples are apart is not known",
-        "1 of 1 layers gave a channel less than two values: its shift and ratio are NaN",
+        "x1 could not be split into parts: how much its samples vary is unknown",
+        "1 of 1 layers have a channel with fewer than two values: its shift and ratio are NaN",
     )
     assert result.rows[0].shifts.isnan().all() and math.isnan(result.rows[0].ratio)
     keywords = inputs(a, {"input": torch.randn(9, 3)}, {"input": torch.randn(5, 3)})
@@ -168,9 +168,9 @@ def test_channels_that_are_not_the_same_and_one_sample():
 
 def test_what_is_refused():
     model, x = net(), torch.randn(4, 3, 8, 8)
-    with pytest.raises(ValueError, match="models must be a mapping of names to models, two at least"):
+    with pytest.raises(ValueError, match="models must be a mapping of names to at least two models"):
         models({"a": model}, x)
-    with pytest.raises(ValueError, match="train_loader gave no batch"):
+    with pytest.raises(ValueError, match="train_loader has no samples"):
         datasets(model, [], [x])
     with pytest.raises(TypeError, match="test_loader must give batches"):
         datasets(model, [x], x)
@@ -178,9 +178,9 @@ def test_what_is_refused():
         inputs(model, x, x, "conv")
     with pytest.raises(SelectionError, match=r"\(in models\['b'\]\)"):
         models({"a": model, "b": nn.Sequential(*net()[:3])}, x, "4")
-    with pytest.raises(ValueError, match="x1 has no sample: its first dimension is 0"):
+    with pytest.raises(ValueError, match="x1 has no samples: its first dimension is 0"):
         inputs(model, x[:0], x)
-    with pytest.raises(ValueError, match="test_loader gave no batch, or none that has a sample"):
+    with pytest.raises(ValueError, match="test_loader has no samples"):
         datasets(model, [x], [x[:0]])
     with pytest.raises(ValueError, match="no layer has the same path in a and b"):
         models({"a": model, "b": nn.Sequential()}, x)

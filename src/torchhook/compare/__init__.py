@@ -1,4 +1,4 @@
-"""Models, layers, inputs, data sets and domains against one another, by what happens inside.
+"""Compare models, layers, inputs, data sets and domains by what happens inside the models.
 
 torchhook.compare.cka(a, b, loader).matrix
 torchhook.compare.datasets(model, train_loader, test_loader)

@@ -1,10 +1,10 @@
-"""What is kept of the features of two models while a data set goes by: never more, however long it is.
+"""Running sums over the features of two models, whose size does not depend on the number of samples.
 
-Of narrow layers, the moments of every pair: exact, whatever the batches are. Of wide ones, for which these would be too
-large, the unbiased estimate from groups of samples, summed over the groups: it needs the products of samples alone.
-Moments are made in float64 of features about the mean of the first samples, so that neither large means nor a few large
-samples cost precision. Products of samples are made as precisely as the features are given, of each group about its own
-mean, and summed in float64.
+Narrow layers keep the moments of every pair, which are exact for any batch sizes. For wide layers those would be too
+large, so they sum an unbiased estimate over groups of samples, which only needs the inner products of samples. Moments
+are computed in float64, relative to the mean of the first samples, so that neither large means nor a few large samples
+cost precision. Inner products are computed in the precision of the features, relative to the mean of their group, and
+summed in float64.
 """
 
 from __future__ import annotations
@@ -18,54 +18,54 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchhook.compare.features import Place
+from torchhook.compare.features import LayerCall
 from torchhook.compare.measures import u_centred, widened
 
-GROUP_LEAST, GROUP_MOST = 32, 256  # samples whose products are taken together
-LEAST = 4  # samples that an unbiased estimate needs
-_ROWS = 256  # samples that wait for one another: to add to large moments costs as much for one as for all
+GROUP_LEAST, GROUP_MOST = 32, 256  # samples in a group
+LEAST = 4  # samples that an unbiased estimate needs at least
+_ROWS = 256  # samples to collect first: adding to large moments costs as much for one as for many
 
 
-class Layer:
-    """One layer as it is executed, with the origin of its features, and those that are waiting for more."""
+class LayerFeatures:
+    """One call of a layer: the origin of its features, and samples that wait until a group is complete."""
 
-    def __init__(self, place: Place, rows: Tensor) -> None:
-        self.place = place
+    def __init__(self, layer_call: LayerCall, rows: Tensor) -> None:
+        self.layer_call = layer_call
         self.width = rows.shape[1]
         self.device = rows.device
         self.precision = torch.finfo(rows.dtype).eps  # of the features
-        self.eps = torch.finfo(_computed(rows.dtype)).eps  # of what is computed of them
+        self.eps = torch.finfo(_computed(rows.dtype)).eps  # of what is computed from them
         self._origin: Tensor | None = None
         self._rest: Tensor | None = None
 
     @property
     def origin(self) -> Tensor:
-        """About what the features are taken; known once there were enough of them."""
+        """What is subtracted from the features; known once the first group or batch has been added."""
         assert self._origin is not None
         return self._origin.double()
 
     @cached_property
     def noise(self) -> float:
-        """How far the features of a sample may be from those of another for no other reason than rounding."""
+        """How far rounding alone may move the features of two samples apart."""
         return 2 * self.eps * float(self.origin.norm())
 
     def require_width(self, rows: Tensor) -> None:
-        """Raise unless there are as many features as there were."""
+        """Raise unless the number of features is that of the first batch."""
         if rows.shape[1] != self.width:
             raise ValueError(
-                f"{self.place} gave {self.width} features a sample in the first batch, and now {rows.shape[1]};"
-                " pool='mean' makes them as many as there are channels"
+                f"{self.layer_call} had {self.width} features per sample in the first batch and now has"
+                f" {rows.shape[1]}; pass pool='mean' for one feature per channel"
             )
 
     def moved(self, x: Tensor) -> Tensor:
-        """Features in float64 about the origin, which is the mean of the first that come: let them be many."""
+        """Features in float64 minus the origin, which is the mean of those in the first call."""
         x = x.double()
         if self._origin is None:
             self._origin = x.mean(0)
         return x - self._origin
 
     def grams(self, x: Tensor, last: bool = False) -> list[Tensor]:
-        """The products of samples, by groups; what is too few for one waits for the next batch."""
+        """The inner products of samples, group by group; too few samples for a group wait for the next batch."""
         if self._rest is not None:
             x = torch.cat([self._rest, x])
         self._rest = None
@@ -84,14 +84,14 @@ class Layer:
             return group @ group.T
 
     def last_grams(self) -> list[Tensor]:
-        """The same of those that still wait when there are no more batches; fewer than four are not enough."""
+        """The same for samples still waiting after the last batch; fewer than four are dropped."""
         return [] if self._rest is None else self.grams(self._rest[:0], last=True)
 
 
-class Moments:
-    """The moments of every pair of layers of two models, or of one and itself; exact."""
+class PairMoments:
+    """The exact moments of every pair of layers of two models, or of one model with itself."""
 
-    def __init__(self, left: Sequence[Layer], right: Sequence[Layer], device: torch.device) -> None:
+    def __init__(self, left: Sequence[LayerFeatures], right: Sequence[LayerFeatures], device: torch.device) -> None:
         self._layers = left, right
         widths = [[layer.width for layer in layers] for layers in self._layers]
         self.left, self.right = (_slices(side) for side in widths)
@@ -100,13 +100,13 @@ class Moments:
         self._waiting: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []
 
     def add(self, left: Sequence[Tensor], right: Sequence[Tensor]) -> None:
-        """Add the features of a batch, a tensor a layer; both are the same list for a model and itself."""
+        """Add the features of a batch, one tensor per layer; pass the same list twice for one model with itself."""
         self._waiting.append((left, right))
         if sum(len(x) for (x, *_), _ in self._waiting) >= _ROWS:
             self.settle()
 
     def settle(self) -> None:
-        """Add what still waits."""
+        """Add the samples that still wait."""
         if not self._waiting:
             return
         left, right = zip(*self._waiting, strict=True)
@@ -123,11 +123,11 @@ class Moments:
         return self._cross[self.left[row], self.right[column]]
 
     def own(self, side: int, layer: int) -> Tensor:
-        """Those of a layer of the left (0) or right (1) model with itself."""
+        """The moments of a layer of the left (0) or right (1) model with itself."""
         return self._own[side][layer]
 
     def _widened(self, batches: Sequence[Sequence[Tensor]], side: int) -> Tensor:
-        """Everything about the samples of some batches in a row each; adds each layer to its own moments."""
+        """The widened features of all layers, one row per sample; also adds each layer to its own moments."""
         features = zip(self._layers[side], zip(*batches, strict=True), strict=True)
         found = [widened(layer.moved(torch.cat(parts)).to(self._cross.device)) for layer, parts in features]
         for moments, z in zip(self._own[side], found, strict=True):
@@ -136,7 +136,7 @@ class Moments:
 
 
 class Alignments:
-    """How the products of samples agree between every pair of layers: an unbiased estimate from each group, summed."""
+    """How inner products of samples agree between every pair of layers: unbiased estimates, summed over groups."""
 
     def __init__(self, left: int, right: int, device: torch.device) -> None:
         self.cross = torch.zeros(left, right, dtype=torch.float64, device=device)
@@ -145,7 +145,7 @@ class Alignments:
         self.samples = 0
 
     def add(self, left: Sequence[Sequence[Tensor]], right: Sequence[Sequence[Tensor]]) -> None:
-        """Add the groups of a batch, of each layer."""
+        """Add the groups of a batch, for each layer."""
         for grams in zip(self._stacked(left), self._stacked(right), strict=True):
             x, y = (u_centred(gram).flatten(1) for gram in grams)
             self.cross += x @ y.T
@@ -155,13 +155,13 @@ class Alignments:
             self.samples += grams[0].shape[-1]
 
     def _stacked(self, layers: Sequence[Sequence[Tensor]]) -> Iterator[Tensor]:
-        """Group by group, those of all layers."""
+        """Group by group, the inner products in all layers."""
         for groups in zip(*layers, strict=True):
             yield torch.stack([group.to(self.cross.device) for group in groups])
 
 
 def exact_width(left: Sequence[int], right: Sequence[int], max_bytes: int) -> int:
-    """Up to which width layers have their moments kept, so that all of them fit into `max_bytes`; 0 if none do.
+    """The largest width up to which the moments of all layers fit into `max_bytes`; 0 if none do.
 
     >>> exact_width([8, 8, 1000], [8], 10_000)
     8
@@ -176,7 +176,7 @@ def exact_width(left: Sequence[int], right: Sequence[int], max_bytes: int) -> in
 
 @contextmanager
 def in_full(device: torch.device) -> Iterator[None]:
-    """Multiply as precisely as the type can: neither autocast nor a setting for speed has a say."""
+    """Multiply matrices in the full precision of their dtype, whatever autocast and TF32 settings say."""
     backends: Any = torch.backends
     backend = backends.cuda.matmul if device.type == "cuda" else backends.mkldnn.matmul
     before = backend.fp32_precision
@@ -189,7 +189,7 @@ def in_full(device: torch.device) -> Iterator[None]:
 
 
 def _computed(dtype: torch.dtype) -> torch.dtype:
-    """In which type features are multiplied that are given in another."""
+    """The dtype in which features of another dtype are multiplied."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

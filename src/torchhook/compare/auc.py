@@ -1,4 +1,4 @@
-"""How well a score tells samples of one kind from those of another, and how sure that is."""
+"""How well a score separates positive from negative samples, with confidence intervals."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_SURE = 1.959963984540054  # deviations of a normal distribution that hold 95 % of it
+_SURE = 1.959963984540054  # standard deviations around the mean that hold 95 % of a normal distribution
 
 
 class Estimate(NamedTuple):
-    """A number, and the bounds of its 95 % confidence interval."""
+    """A number with its 95 % confidence interval."""
 
     value: float
     low: float
@@ -38,10 +38,10 @@ def auc_of(positive: Tensor, negative: Tensor) -> Estimate:
 
 
 def true_positives(positive: Tensor, negative: Tensor, rate: float, draws: int, generator: torch.Generator) -> Estimate:
-    """The share of positives that score above all negatives but `rate` of them; the interval is by the bootstrap.
+    """The true positive rate at a false positive rate of `rate`, with a bootstrap interval.
 
-    Positives and negatives are drawn again apart, `draws` times, and the threshold is found anew each time. That is
-    approximate: of few negatives above the threshold, it holds the truth less often than it says.
+    Positives and negatives are resampled separately, `draws` times, each time with a new threshold. The interval is
+    approximate: with few negatives above the threshold it covers the true value in less than 95 % of cases.
 
     >>> draw = torch.Generator().manual_seed(0)
     >>> true_positives(torch.arange(10.0) + 5, torch.arange(10.0), 0.1, 50, draw).value
@@ -54,7 +54,7 @@ def true_positives(positive: Tensor, negative: Tensor, rate: float, draws: int, 
 
 
 def _passing(positive: Tensor, negative: Tensor, rate: float) -> Tensor:
-    """By row, the share of positives above the threshold that lets at most `rate` of the negatives pass."""
+    """For each row, the share of positives above the threshold that at most `rate` of the negatives pass."""
     allowed = int(rate * negative.shape[1])
     threshold = negative.sort(1, descending=True).values[:, allowed, None]
     return (positive > threshold).double().mean(1)
@@ -62,7 +62,7 @@ def _passing(positive: Tensor, negative: Tensor, rate: float) -> Tensor:
 
 def _require_numbers(*scores: Tensor) -> None:
     if any(bool(some.isnan().any()) for some in scores):
-        raise ValueError("scores must not be NaN, which is neither above nor below others: leave those samples out")
+        raise ValueError("scores must not be NaN, which cannot be ranked: leave those samples out")
 
 
 def _redrawn(values: Tensor, draws: int, generator: torch.Generator) -> Tensor:
@@ -70,12 +70,12 @@ def _redrawn(values: Tensor, draws: int, generator: torch.Generator) -> Tensor:
 
 
 def _share_below(values: Tensor, of: Tensor) -> Tensor:
-    """Which share of `values` lies below each of some others; one that is equal counts half."""
+    """For each element of `of`, the share of `values` below it; equal values count half."""
     order = values.sort().values
     both = torch.searchsorted(order, of, right=False) + torch.searchsorted(order, of, right=True)
     return both.double() / (2 * len(values))
 
 
 def _error(shares: Tensor) -> float:
-    """The square of the standard error of a mean."""
+    """The squared standard error of the mean."""
     return float(shares.var() / len(shares)) if len(shares) > 1 else 0.0

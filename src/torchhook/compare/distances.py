@@ -1,8 +1,7 @@
-"""How far two samples are from one another: distances of distributions, a test of whether there is any, and a judge.
+"""How far apart two sets of samples are: distances between distributions, a permutation test, and a classifier.
 
-Each function takes the features of both, samples × features in float64. Where one speaks of U and V: a V-statistic
-counts every sample with itself too, and is too large for few samples; a U-statistic does not, and is below zero as
-often as above when nothing differs.
+Each function takes the features of both sets, samples × features in float64. A V-statistic also pairs every sample with
+itself and is too large for few samples. A U-statistic does not, and is as often below zero as above if nothing differs.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ from torch import Tensor
 from torchhook.compare.auc import auc_of
 
 FOLDS = 5
-_PENALTY = 1.0  # on the squared weights of a feature in units of its deviation
-_AT_ONCE = 256  # permutations
+_PENALTY = 1.0  # on the squared weights of standardized features
+_AT_ONCE = 256  # permutations in one matrix product
 
 
-class Between(NamedTuple):
-    """A distance as the mean over pairs of samples: unbiased, and with every sample paired with itself too."""
+class Statistics(NamedTuple):
+    """A distance as the mean over pairs of samples: as a U-statistic (unbiased) and as a V-statistic."""
 
     u: float
     v: float
 
 
 def squared_distances(x: Tensor) -> Tensor:
-    """Those of all samples from one another.
+    """The squared distances of all samples from one another.
 
     >>> squared_distances(torch.tensor([[1.0], [4.0]]).double())
     tensor([[0., 9.],
@@ -43,31 +42,31 @@ def squared_distances(x: Tensor) -> Tensor:
 
 
 def bandwidth(squared: Tensor) -> Tensor:
-    """Twice the variance of a Gaussian kernel: the median of the squared distances of two samples."""
+    """Twice the variance of a Gaussian kernel: the median squared distance of two samples."""
     first, second = torch.triu_indices(len(squared), len(squared), 1, device=squared.device)
     pairs = squared[first, second]
     median = pairs.median()
-    return median if median > 0 else pairs.mean()  # more than half of the samples are the same
+    return median if median > 0 else pairs.mean()  # more than half of the pairs are equal
 
 
-def between(kernel: Tensor, sources: int) -> Between:
-    """K within the first `sources` samples plus K within the others, less twice K between them, on average."""
+def between(kernel: Tensor, sources: int) -> Statistics:
+    """The mean of K within the first `sources` samples, plus that within the others, minus twice that between them."""
     n, m = sources, len(kernel) - sources
     within, others, across = kernel[:n, :n], kernel[n:, n:], kernel[:n, n:].mean()
     v = within.mean() + others.mean() - 2 * across
-    u = _apart(within) / (n * (n - 1)) + _apart(others) / (m * (m - 1)) - 2 * across
-    return Between(float(u), float(v))
+    u = _off_diagonal(within) / (n * (n - 1)) + _off_diagonal(others) / (m * (m - 1)) - 2 * across
+    return Statistics(float(u), float(v))
 
 
 def p_value(kernel: Tensor, sources: int, permutations: int, generator: torch.Generator) -> float:
-    """How often samples that are told apart at random differ at least as much: (1 + k) / (1 + permutations)."""
+    """How often random splits of the samples differ at least as much: (1 + k) / (1 + permutations)."""
     total, n = len(kernel), sources
     m = total - n
     apart = kernel.clone().fill_diagonal_(0)
     rows = apart.sum(1)
     order = torch.arange(total, device=kernel.device)
     observed = _statistics(apart, rows, (order < n).double()[:, None], n, m)
-    slack = 1e-9 * kernel.abs().max()  # so that a tie counts, however it is rounded
+    slack = 1e-9 * kernel.abs().max()  # so that ties count despite rounding
     beyond = 0
     for count in _portions(permutations):
         labels = torch.rand(total, count, generator=generator, dtype=torch.float64).argsort(0).to(kernel.device) < n
@@ -78,7 +77,7 @@ def p_value(kernel: Tensor, sources: int, permutations: int, generator: torch.Ge
 def coral(x: Tensor, y: Tensor) -> float:
     """|S - T|² / 4d², of the covariances S and T of d features (Sun and Saenko 2016)."""
     x, y = _scaled(x), _scaled(y)
-    if x.shape[1] > max(len(x), len(y)):  # what is small of a wide matrix is what its rows make with one another
+    if x.shape[1] > max(len(x), len(y)):  # the Gram matrix is smaller than the covariance
         squared = (x @ x.T).square().sum() + (y @ y.T).square().sum() - 2 * (x @ y.T).square().sum()
     else:
         squared = (x.T @ x - y.T @ y).square().sum()
@@ -86,7 +85,7 @@ def coral(x: Tensor, y: Tensor) -> float:
 
 
 def frechet(x: Tensor, y: Tensor) -> float:
-    """|m - o|² + tr(S + T - 2 (ST)^½), of the means and covariances: the distance of the normal distributions."""
+    """|m - o|² + tr(S + T - 2 (ST)^½) of means m, o and covariances S, T: the distance of normal distributions."""
     shift = (x.mean(0) - y.mean(0)).square().sum()
     x, y = _scaled(x), _scaled(y)
     if x.shape[1] > max(len(x), len(y)):
@@ -99,9 +98,9 @@ def frechet(x: Tensor, y: Tensor) -> float:
 
 
 def classifier_auc(x: Tensor, y: Tensor, generator: torch.Generator) -> float:
-    """How well a logistic regression tells one from the other on samples that it was not fitted to; 0.5 is not at all.
+    """How well a logistic regression separates `y` from `x` on held-out samples; 0.5 means not at all.
 
-    The area under the ROC curve, a mean over five folds.
+    The area under the ROC curve, averaged over five folds.
     """
     folds = [torch.randperm(len(side), generator=generator).to(side.device) % FOLDS for side in (x, y)]
     found = []
@@ -115,7 +114,7 @@ def classifier_auc(x: Tensor, y: Tensor, generator: torch.Generator) -> float:
 
 
 class _LogisticRegression:
-    """Logistic regression of which side a sample is of, with a penalty as scikit-learn has it by default."""
+    """Logistic regression that separates `y` from `x`, with the default penalty of scikit-learn."""
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
         both = torch.cat([x, y])
@@ -146,7 +145,7 @@ class _LogisticRegression:
 
 
 def _statistics(apart: Tensor, rows: Tensor, labels: Tensor, n: int, m: int) -> Tensor:
-    """The U-statistic for each column of `labels`, which is 1 for the sources; `apart` has zeros in its diagonal."""
+    """The U-statistic for each column of `labels`, which is 1 for sources; the diagonal of `apart` is zero."""
     within = (labels * (apart @ labels)).sum(0)
     touched = rows @ labels
     across = touched - within
@@ -159,12 +158,12 @@ def _portions(count: int) -> Iterator[int]:
         yield min(_AT_ONCE, count - begin)
 
 
-def _apart(kernel: Tensor) -> Tensor:
+def _off_diagonal(kernel: Tensor) -> Tensor:
     """The sum over all pairs of different samples."""
     return kernel.sum() - kernel.trace()
 
 
 def _scaled(x: Tensor) -> Tensor:
-    """Samples whose products are the covariance."""
+    """Centred samples X such that X'X is the covariance."""
     centred = x - x.mean(0)
     return centred / math.sqrt(len(x) - 1)

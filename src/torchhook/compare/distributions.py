@@ -1,8 +1,8 @@
-"""`models`, `inputs`, `datasets`: how far apart the values are that layers give, by how they are distributed.
+"""`models`, `inputs`, `datasets`: how far apart the distributions of layer outputs are.
 
-One side is the reference and each other is held against it, layer by layer: the Wasserstein distance of the histograms
-in deviations of the reference, and by channel the shift of the mean and the ratio of the variances. What is far is what
-the rule of drift finds (`TH901`), by how much parts of the reference differ among themselves.
+One side is the reference, and every other is compared with it layer by layer: the Wasserstein distance of the
+histograms in standard deviations of the reference, and for each channel the shift of the mean and the ratio of the
+variances. The drift rule (`TH901`) decides what is far, judging by how much parts of the reference differ.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 
 Sites = Query | Iterable[Query] | None
 
-_PARTS = 4  # of the reference, which tell how far its samples are apart
-_WINDOWS = 32  # of a data set; when there are more, two become one
-_TOLD = 20  # rows in a table
+_PARTS = 4  # of the reference, which show how much its samples vary
+_WINDOWS = 32  # of a data set; if there are more, neighbours are merged
+_SHOWN = 20  # rows in a table
 
 
 class Layer(NamedTuple):
-    """How far what a layer gives is from the reference.
+    """How far the output of a layer is from the reference.
 
-    `distance` is in deviations of the reference, `noise` how far parts of that are apart, in the same unit. `shifts` of
-    the means and `ratios` of the variances are by channel, the first in deviations; empty where channels differ, and
-    NaN where a channel had one value.
+    `distance` is in standard deviations of the reference, and `noise` is how far parts of the reference are apart, in
+    the same unit. `shifts` of the means (in standard deviations) and `ratios` of the variances are per channel: empty
+    if the number of channels differs, and NaN for a channel with a single value.
     """
 
     path: str
@@ -57,12 +57,12 @@ class Layer(NamedTuple):
 
     @property
     def shift(self) -> float:
-        """The shift of the channel that shifts most."""
+        """The largest shift of a channel."""
         return float(self.shifts[self.shifts.abs().nan_to_num(-1).argmax()]) if len(self.shifts) else float("nan")
 
     @property
     def ratio(self) -> float:
-        """The ratio of the variances that is furthest from 1."""
+        """The ratio of variances that is furthest from 1."""
         return float(self.ratios[self.ratios.log().abs().nan_to_num(-1).argmax()]) if len(self.ratios) else float("nan")
 
 
@@ -71,9 +71,9 @@ class Spreads:
     """How far others are from a reference, layer by layer.
 
     Args:
-        reference, others: What was compared.
-        rows: A layer of an other each, in execution order.
-        report: What of it is far, as findings: those of `TH901`, and of values that are not finite.
+        reference, others: The names of what was compared.
+        rows: One row per layer and other, in execution order.
+        report: Findings on layers that are far from the reference (`TH901`) or have non-finite values.
         left_out: Layers that could not be compared, and why.
     """
 
@@ -88,12 +88,12 @@ class Spreads:
         return sorted(self.rows, key=lambda row: -row.distance if row.distance == row.distance else float("-inf"))
 
     def table(self) -> list[dict[str, Any]]:
-        """A plain dictionary a layer, for pandas and the like."""
+        """One plain dictionary per row, for pandas and similar tools."""
         names = ("path", "other", "distance", "noise", "shift", "ratio")
         return [{name: getattr(row, name) for name in names} for row in self.rows]
 
     def figure(self, ax: Axes | None = None) -> Figure:
-        """The distances, the first layer on top, a colour for each that is compared with the reference."""
+        """The distances as bars, the first layer on top, one colour per other."""
         from torchhook.plot.style import BLUE, ORANGE, legend_above, name_layers, place, quiet, rows_page
 
         paths = list(dict.fromkeys(row.path for row in self.rows))
@@ -104,13 +104,13 @@ class Spreads:
             some = [(paths.index(row.path) + (number + 0.5) * high - 0.4, row.distance) for row in self.rows_of(other)]
             colour = (BLUE, ORANGE)[number] if number < 2 else None
             ax.barh([y for y, _ in some], [x for _, x in some], height=high, color=colour, label=other)
-        ax.set_xlabel(f"distance from {self.reference}, in deviations")
+        ax.set_xlabel(f"distance from {self.reference} (standard deviations)")
         quiet(ax)
         legend_above(ax)
         return figure
 
     def rows_of(self, other: str) -> list[Layer]:
-        """The rows of one that was compared with the reference."""
+        """The rows of one of the others."""
         return [row for row in self.rows if row.other == other]
 
     def __repr__(self) -> str:
@@ -124,8 +124,8 @@ class Spreads:
         return f"{', '.join(self.others)} against {self.reference}: {len(self.rows)} layers, the furthest first"
 
     def _rest(self) -> str:
-        more = len(self.rows) - _TOLD
-        return f"\n… and {more} more: .table() has all" if more > 0 else ""
+        more = len(self.rows) - _SHOWN
+        return f"\n… and {more} more: see .table()" if more > 0 else ""
 
     def _header(self) -> list[str]:
         several = ["of"] if len(self.others) > 1 else []
@@ -141,19 +141,19 @@ class Spreads:
                 f"{row.shift:+.3g}",
                 f"{row.ratio:.3g}",
             ]
-            for row in self.ranked()[:_TOLD]
+            for row in self.ranked()[:_SHOWN]
         ]
 
 
 def models(models: Mapping[str, nn.Module], x: Any, sites: Sites = None) -> Spreads:
-    """How the layers of models differ on the same input: the first is the reference.
+    """How the layer outputs of several models differ on the same input: the first model is the reference.
 
-    Layers are compared by their paths. All models are in eval mode for the time, and `x` is moved and cast for each.
+    Layers are matched by path. All models run in eval mode, and `x` is moved and cast for each.
 
     Args:
-        models: Two or more, by name.
-        x: An input, a tuple of positional arguments or a dict of keyword arguments.
-        sites: Queries for the layers; None means every leaf.
+        models: Two or more models, by name.
+        x: An input, a tuple of positional arguments, or a dict of keyword arguments.
+        sites: Queries for the layers; None means every leaf module.
 
     >>> from torchhook.compare.distributions import models
     >>> first, second = nn.Sequential(nn.Linear(4, 8), nn.ReLU()), nn.Sequential(nn.Linear(4, 8), nn.ReLU())
@@ -163,7 +163,7 @@ def models(models: Mapping[str, nn.Module], x: Any, sites: Sites = None) -> Spre
     [('0', <Severity.ERROR: 'error'>)]
     """
     if not isinstance(models, Mapping) or len(models) < 2:
-        raise ValueError("models must be a mapping of names to models, two at least")
+        raise ValueError("models must be a mapping of names to at least two models")
     for name, model in models.items():
         require_module(model, f"models[{name!r}]")
         require_sites(model, sites, "sites", f" (in models[{name!r}])")
@@ -173,12 +173,12 @@ def models(models: Mapping[str, nn.Module], x: Any, sites: Sites = None) -> Spre
 
 
 def inputs(model: nn.Module, x1: Any, x2: Any, sites: Sites = None) -> Spreads:
-    """How what the layers of a model give differs between two inputs: `x1` is the reference.
+    """How the layer outputs of a model differ between two inputs: `x1` is the reference.
 
     Args:
-        x1, x2: An input each, a tuple of positional arguments or a dict of keyword arguments, of many samples; they
-            need not be as many.
-        sites: Queries for the layers; None means every leaf.
+        x1, x2: Inputs, tuples of positional arguments, or dicts of keyword arguments. Each should have many samples;
+            the numbers may differ.
+        sites: Queries for the layers; None means every leaf module.
 
     >>> from torchhook.compare.distributions import inputs
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh())
@@ -203,15 +203,15 @@ def datasets(
     *,
     progress: TextIO | None = sys.stderr,
 ) -> Spreads:
-    """How what the layers of a model give differs between two data sets: the first is the reference.
+    """How the layer outputs of a model differ between two data sets: the first is the reference.
 
-    What is kept does not grow with the data sets.
+    Memory does not grow with the data sets.
 
     Args:
-        train_loader, test_loader: Give batches, of any number: tensors, tuples whose last is a target, or mappings,
-            which are keyword arguments.
-        sites: Queries for the layers; None means every leaf.
-        progress: Where to show it; only a terminal does.
+        train_loader, test_loader: Yield batches: tensors, tuples whose last element is a target, or mappings of keyword
+            arguments.
+        sites: Queries for the layers; None means every leaf module.
+        progress: Where to show a progress bar; only a terminal shows one.
 
     >>> from torchhook.compare.distributions import datasets
     >>> _ = torch.manual_seed(0)
@@ -229,47 +229,47 @@ def datasets(
         batches = track(loader, batch_count(loader), argument, progress)
         found = _measured(model, map(Batch.of, batches), sites)
         if not found:
-            raise ValueError(f"{argument} gave no batch, or none that has a sample")
+            raise ValueError(f"{argument} has no samples")
         sides[argument.removesuffix("_loader")] = found
     return _compared(sides, type(model).__name__, "train_loader")
 
 
-class Window(NamedTuple):
-    """What layers gave for some samples in a row."""
+class SampleWindow(NamedTuple):
+    """The statistics of layer outputs over some consecutive samples."""
 
     samples: int
     snapshot: Snapshot
 
 
 def _measured(model: nn.Module, batches: Iterable[Batch], sites: Sites) -> list[Snapshot]:
-    """What layers give, for parts of the samples that are about as large, `_PARTS` if there are as many batches."""
-    windows: list[Window] = []
+    """The statistics of layer outputs for `_PARTS` parts of the samples of about equal size, or fewer."""
+    windows: list[SampleWindow] = []
     stats = measure(model, *queries_of(sites), stats=("moments", "histogram", "channels"), on_silent="ignore")
-    least = count = 0  # samples of a window, and those since the last one
+    least = count = 0  # size above which a window is complete, and samples since the last one
     with state_kept(model), evaluating(model), torch.no_grad(), stats:
         for batch in batches:
             call(model, Batch(fitted(batch.arguments, model), None))
             count += _samples(batch)
             if count > least:
-                windows.append(Window(count, settled(stats.snapshot())))
+                windows.append(SampleWindow(count, settled(stats.snapshot())))
                 stats.reset()
                 count = 0
             if len(windows) > _WINDOWS:
                 windows = [_joined(windows[k : k + 2]) for k in range(0, len(windows), 2)]
                 least = windows[0].samples - 1
         if count:
-            windows.append(Window(count, settled(stats.snapshot())))
+            windows.append(SampleWindow(count, settled(stats.snapshot())))
     return [_joined(part).snapshot for part in _quarters(windows)]
 
 
-def _quarters(windows: list[Window]) -> list[list[Window]]:
-    """Windows in parts of about as many samples; what is less than half a part is joined with its neighbour."""
+def _quarters(windows: list[SampleWindow]) -> list[list[SampleWindow]]:
+    """The windows in parts of about equal size; less than half a part is merged with its neighbour."""
     total, seen = sum(window.samples for window in windows), 0
-    parts: dict[int, list[Window]] = {}
+    parts: dict[int, list[SampleWindow]] = {}
     for window in windows:
         parts.setdefault(int(_PARTS * (seen + window.samples / 2) / total), []).append(window)
         seen += window.samples
-    found: list[list[Window]] = []
+    found: list[list[SampleWindow]] = []
     for part in parts.values():
         if found and 2 * _PARTS * min(sum(window.samples for window in some) for some in (part, found[-1])) < total:
             found[-1] += part
@@ -282,12 +282,12 @@ def _samples(batch: Batch) -> int:
     return samples_of(batch).length if any(leaf.dim() for _, leaf in leaves(batch.arguments)) else 1
 
 
-def _joined(windows: list[Window]) -> Window:
-    """Windows as one, now and not when it is read, so that they need not be kept."""
+def _joined(windows: list[SampleWindow]) -> SampleWindow:
+    """One window for several, merged now and not lazily, so that the originals can be freed."""
     whole = settled(joined(window.snapshot for window in windows))
     for place in whole:
         whole[place].states()
-    return Window(sum(window.samples for window in windows), whole)
+    return SampleWindow(sum(window.samples for window in windows), whole)
 
 
 def _compared(sides: dict[str, list[Snapshot]], model: str, argument: str) -> Spreads:
@@ -307,9 +307,13 @@ def _compared(sides: dict[str, list[Snapshot]], model: str, argument: str) -> Sp
         reports.append(_report(Profile(common, model), found, name if len(others) > 1 else ""))
     if not rows:
         raise ValueError(f"no layer has the same path in {reference} and {', '.join(name for name, _ in others)}")
-    notes = [f"{argument} is one piece: how far its samples are apart is not known"] if len(windows) < 2 else []
+    notes = (
+        [f"{argument} could not be split into parts: how much its samples vary is unknown"] if len(windows) < 2 else []
+    )
     if single := sum(bool(row.shifts.isnan().any()) for row in rows):
-        notes.append(f"{single} of {len(rows)} layers gave a channel less than two values: its shift and ratio are NaN")
+        notes.append(
+            f"{single} of {len(rows)} layers have a channel with fewer than two values: its shift and ratio are NaN"
+        )
     findings = tuple(finding for report in reports for finding in report.findings)
     report = replace(reports[0], findings=findings, notes=tuple(notes))
     left_out = {label: f"it did not run in {', '.join(where)}" for label, where in silent.items()}
@@ -317,7 +321,7 @@ def _compared(sides: dict[str, list[Snapshot]], model: str, argument: str) -> Sp
 
 
 def _report(profile: Profile, windows: list[Snapshot], name: str) -> Report:
-    """What the rules say; with the name of what they say it of, if there are several."""
+    """The findings of the rules, each preceded by `name` if that is not empty."""
     history = History(profile=profile)
     for number, window in enumerate(windows):
         history.add(number, window)
@@ -332,27 +336,29 @@ def _layer(place: Place, name: str, known: Known, reference: Reading, live: Read
 
 
 def _by_channel(reference: Reading, live: Reading, unit: float) -> tuple[Tensor, Tensor]:
-    """The shifts of the means and the ratios of the variances; empty where there are not the same channels."""
+    """The shifts of the means and the ratios of the variances; empty if the channels differ."""
     none = torch.empty(0, dtype=torch.float64)
     if "channels" not in reference or "channels" not in live:
         return none, none
     a, b = reference.channels, live.channels
     if a.mean.shape != b.mean.shape:
         return none, none
-    least = (1e-3 * unit) ** 2  # beside the layer, such a channel gives one value all the time
+    least = (1e-3 * unit) ** 2  # compared with the layer, such a channel is constant
     before, after = (side.std.square() + least for side in (a, b))
     return (b.mean - a.mean) / ((before + after) / 2).sqrt(), after / before
 
 
 def _parts(x: Any, argument: str) -> Iterator[Batch]:
-    """An input in some parts of its samples."""
+    """An input split into parts of its samples."""
     given = Arguments.of(x)
     found = [leaf for _, leaf in leaves(given)]
     if not found:
-        raise TypeError(f"{argument} must be an input, a tuple of arguments or a dict of keywords, not {x!r:.80}")
+        raise TypeError(
+            f"{argument} must be an input, a tuple of arguments, or a dict of keyword arguments, not {x!r:.80}"
+        )
     sizes = {len(leaf) if leaf.dim() else None for leaf in found}
     if sizes == {0}:
-        raise ValueError(f"{argument} has no sample: its first dimension is 0")
+        raise ValueError(f"{argument} has no samples: its first dimension is 0")
     count = (sizes.pop() or 0) if len(sizes) == 1 else 0
     step = max(1, -(-count // _PARTS))
     cuts: list[Callable[[Tensor], Tensor]] = [_cut(k, k + step) for k in range(0, count, step)]

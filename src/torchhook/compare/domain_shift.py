@@ -1,4 +1,4 @@
-"""`shift`: how far the data of one domain is from that of another, as a layer of a model sees them."""
+"""`shift`: how far the data of two domains are apart in the features of one layer."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from torchhook.compare import distances
-from torchhook.compare.features import Gathering, Place, Pool, require_pool
+from torchhook.compare.features import FeatureReader, LayerCall, Pool, require_pool
 from torchhook.core.batch import batch_count, require_loader
 from torchhook.core.progress import track
 from torchhook.core.selection import Query, require_module, require_sites
 from torchhook.core.tap import require_count
 from torchhook.core.text import html_table, table
 
-_TOLD = 10  # channels in a table
+_SHOWN = 10  # channels in a table
 
 
 class Drift(NamedTuple):
     """How one channel differs between source and target.
 
-    `shift` is the difference of the means (target less source) in units of the deviation, `variance_ratio` that of
-    target over source, and `distance` what both come to: the Fréchet distance of the channel alone in those units.
+    `shift` is the difference of the means (target minus source) in standard deviations, `variance_ratio` is target over
+    source, and `distance` combines both: the Fréchet distance of the channel alone, in standard deviations.
     """
 
     channel: int
@@ -37,18 +37,18 @@ class Drift(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Shift:
-    """How far target data is from source data at one place of a model; all distances are 0 where nothing differs.
+    """How far target data is from source data at one layer of a model; all distances are 0 if nothing differs.
 
     Args:
         site: The path of the layer.
         sources, targets: How many samples were compared.
-        p_value: How probable an `mmd` as large as this is if both are drawn from the same; by permutations.
-        mmd: Squared maximum mean discrepancy, Gaussian kernel, unbiased; `mmd_biased` is its V-statistic.
+        p_value: The probability, by permutations, of an `mmd` this large if both come from the same distribution.
+        mmd: Squared maximum mean discrepancy with a Gaussian kernel, unbiased; `mmd_biased` is its V-statistic.
         energy: Energy distance, unbiased; `energy_biased` is its V-statistic.
         coral: The squared difference of the covariances over 4d².
         frechet: The Fréchet distance of the normal distributions (squared, as in FID); too large for few samples.
-        auc: How well a linear classifier tells target from source, from 0.5, not at all, to 1.
-        channels: All channels, the one that differs most first.
+        auc: How well a linear classifier separates target from source, from 0.5 (not at all) to 1.
+        channels: All channels, those that differ most first.
     """
 
     site: str
@@ -65,7 +65,7 @@ class Shift:
     channels: tuple[Drift, ...]
 
     def table(self) -> list[dict[str, Any]]:
-        """The channels as plain dictionaries, for pandas and the like."""
+        """One plain dictionary per channel, for pandas and similar tools."""
         return [channel._asdict() for channel in self.channels]
 
     def __repr__(self) -> str:
@@ -83,14 +83,14 @@ class Shift:
         )
 
     def _most(self) -> str:
-        most = min(_TOLD, len(self.channels))
+        most = min(_SHOWN, len(self.channels))
         return f"The {most} of {len(self.channels)} channels that differ most"
 
     def _tables(self) -> list[tuple[tuple[str, ...], list[list[str]]]]:
         names = ("mmd", "energy", "coral", "frechet", "auc")
         channels = [
             [str(drift.channel), f"{drift.shift:+.3f}", f"{drift.variance_ratio:.3g}", f"{drift.distance:.3f}"]
-            for drift in self.channels[:_TOLD]
+            for drift in self.channels[:_SHOWN]
         ]
         return [
             (("measure", "value"), [[name, f"{getattr(self, name):.4g}"] for name in names]),
@@ -111,19 +111,18 @@ def shift(
     generator: torch.Generator | None = None,
     progress: TextIO | None = sys.stderr,
 ) -> Shift:
-    """How far the data of `target` is from that of `source`, as the layer at `site` sees them; which channels say so.
+    """How far the data of `target` is from that of `source` at the layer `site`, and in which channels.
 
     Args:
-        source, target: Give batches, of any number: tensors, tuples whose last is a target, or mappings, which are
-            keyword arguments.
+        source, target: Yield batches: tensors, tuples whose last element is a target, or mappings of keyword arguments.
         site: A query for one layer.
-        call: Which of its calls, if the model calls it several times.
+        call: The number of the call, if the model calls the layer several times.
         pool: How an output becomes the features of a sample: ``"mean"`` takes the mean of each channel over all
             positions, ``"flatten"`` all values; or a function of the output, such as ``lambda x: x[:, 0]``.
-        permutations: For the p-value, which is never less than 1 / (1 + permutations).
-        max_samples: Of each data set, if it has more, as many are kept, drawn at random.
-        generator: Draws them and the permutations; by itself the same every time.
-        progress: Where to show it; only a terminal does.
+        permutations: For the p-value, which is at least 1 / (1 + permutations).
+        max_samples: How many samples of each data set are kept, drawn at random.
+        generator: Draws samples and permutations; by default with the same seed every time.
+        progress: Where to show a progress bar; only a terminal shows one.
 
     >>> from torchhook.compare.domain_shift import shift
     >>> model = nn.Flatten()
@@ -142,26 +141,28 @@ def shift(
     require_count(permutations, "permutations")
     require_count(max_samples, "max_samples")
     draw = torch.Generator().manual_seed(0) if generator is None else generator
-    with Gathering(model, site, pool) as gathering:
-        place, x = _features(gathering, source, "source", call, max_samples, draw, progress)
-        _, y = _features(gathering, target, "target", call, max_samples, draw, progress)
+    with FeatureReader(model, site, pool) as reader:
+        layer_call, x = _features(reader, source, "source", call, max_samples, draw, progress)
+        _, y = _features(reader, target, "target", call, max_samples, draw, progress)
     if x.shape[1] != y.shape[1]:
         raise ValueError(
-            f"{place} has {x.shape[1]} features a sample of source and {y.shape[1]} of target; pass pool='mean', or a"
-            " function that makes them alike"
+            f"{layer_call} has {x.shape[1]} features per sample for source and {y.shape[1]} for target; pass"
+            " pool='mean' or a function that makes them equal"
         )
-    return _compared(place, x, y, permutations, draw)
+    return _compared(layer_call, x, y, permutations, draw)
 
 
-def _compared(place: Place, x: Tensor, y: Tensor, permutations: int, draw: torch.Generator) -> Shift:
+def _compared(layer_call: LayerCall, x: Tensor, y: Tensor, permutations: int, draw: torch.Generator) -> Shift:
     squared = distances.squared_distances(torch.cat([x, y]))
     width = distances.bandwidth(squared)
     if not width > 0:
-        raise ValueError(f"{place} gives the same for every sample of source and target: there is nothing to compare")
+        raise ValueError(
+            f"the output of {layer_call} is the same for every sample of source and target: nothing to compare"
+        )
     kernel = torch.exp(-squared / width)
     mmd, energy = distances.between(kernel, len(x)), distances.between(-squared.sqrt(), len(x))
     return Shift(
-        site=place.path,
+        site=layer_call.path,
         sources=len(x),
         targets=len(y),
         p_value=distances.p_value(kernel, len(x), permutations, draw),
@@ -177,12 +178,12 @@ def _compared(place: Place, x: Tensor, y: Tensor, permutations: int, draw: torch
 
 
 def _drifts(x: Tensor, y: Tensor) -> tuple[Drift, ...]:
-    """The channels, the one that differs most first."""
+    """The channels, those that differ most first."""
     (x_var, x_mean), (y_var, y_mean) = torch.var_mean(x, 0), torch.var_mean(y, 0)
     scale = ((x_var + y_var) / 2).sqrt()
     off = y_mean - x_mean
     apart = (off.square() + (y_var.sqrt() - x_var.sqrt()).square()).sqrt()
-    # two constants that differ are infinitely far apart, and two that do not are the same
+    # constant channels that differ are infinitely far apart; equal ones have distance 0
     columns = [_over(off, scale), _over(y_var, x_var, same=1.0), _over(apart, scale)]
     drifts = [Drift(k, *row) for k, row in enumerate(torch.stack(columns, 1).tolist())]
     return tuple(sorted(drifts, key=lambda drift: -drift.distance))
@@ -193,56 +194,56 @@ def _over(a: Tensor, b: Tensor, same: float = 0.0) -> Tensor:
 
 
 def _features(
-    gathering: Gathering,
+    reader: FeatureReader,
     loader: Iterable[Any],
     name: str,
     call: int | None,
     most: int,
     draw: torch.Generator,
     progress: TextIO | None,
-) -> tuple[Place, Tensor]:
-    """Where they are of, and the features of the samples of a loader: all, or so many drawn at random."""
-    drawn: Drawn | None = None
-    found: dict[Place, Tensor | str] = {}
+) -> tuple[LayerCall, Tensor]:
+    """The layer call, and its features for all samples of a loader, or for `most` drawn at random."""
+    drawn: Reservoir | None = None
+    found: dict[LayerCall, Tensor | str] = {}
     for batch in track(loader, batch_count(loader), name, progress):
         found.clear()
-        gathering.run(batch, lambda place, rows: found.update({place: _kept(rows)}))
-        place, rows = _chosen(found, call)
-        drawn = drawn or Drawn(most, draw)
-        drawn.add(place, rows)
+        reader.run(batch, lambda layer_call, rows: found.update({layer_call: _copied(rows)}))
+        layer_call, rows = _chosen(found, call)
+        drawn = drawn or Reservoir(most, draw)
+        drawn.add(layer_call, rows)
     if drawn is None or drawn.rows is None or len(drawn.rows) < distances.FOLDS:
-        raise ValueError(f"{name} gave {0 if drawn is None else drawn.seen} samples, and {distances.FOLDS} are needed")
+        raise ValueError(f"{name} has {0 if drawn is None else drawn.seen} samples, but {distances.FOLDS} are needed")
     if not drawn.rows.isfinite().all():
         raise ValueError(
-            f"{place} gave values that are not finite for {name}; torchhook.diagnose tells where they come from"
+            f"{layer_call} has values that are not finite for {name}; torchhook.diagnose finds their origin"
         )
-    return place, drawn.rows
+    return layer_call, drawn.rows
 
 
-def _kept(rows: Tensor | str) -> Tensor | str:
-    """Features that stay as they are, whatever the model does to its output next."""
+def _copied(rows: Tensor | str) -> Tensor | str:
+    """A copy of the features: the model may overwrite its output."""
     return rows if isinstance(rows, str) else rows.to(torch.float64, copy=True)
 
 
-def _chosen(found: dict[Place, Tensor | str], call: int | None) -> tuple[Place, Tensor]:
-    """The one layer and call that there are, or that was asked for."""
-    paths = list(dict.fromkeys(place.path for place in found))
+def _chosen(found: dict[LayerCall, Tensor | str], call: int | None) -> tuple[LayerCall, Tensor]:
+    """The only layer call, or the one asked for, with its features."""
+    paths = list(dict.fromkeys(layer_call.path for layer_call in found))
     if len(paths) > 1:
-        raise ValueError(f"site must be one layer, and these answer to it: {', '.join(map(repr, paths[:5]))}")
-    wanted = [place for place in found if call is None or place.call == call]
+        raise ValueError(f"site must select one layer, but matches {', '.join(map(repr, paths[:5]))}")
+    wanted = [layer_call for layer_call in found if call is None or layer_call.call == call]
     if len(wanted) > 1:
-        raise ValueError(f"{paths[0]!r} is called {len(wanted)} times in a pass: pass call=, from 0")
+        raise ValueError(f"{paths[0]!r} is called {len(wanted)} times per batch: pass call=, counted from 0")
     if not wanted:
-        said = "was not called" if call is None else f"has no call {call}"
-        raise ValueError(f"site {said} in a batch; it was called {len(found)} times")
+        what = "was not called" if call is None else f"has no call {call}"
+        raise ValueError(f"site {what} in a batch; it was called {len(found)} times")
     rows = found[wanted[0]]
     if isinstance(rows, str):
         raise ValueError(f"{wanted[0]} cannot be compared: {rows}")
     return wanted[0], rows
 
 
-class Drawn:
-    """At most so many rows of all that come by, each with the same chance: those whose random numbers are least."""
+class Reservoir:
+    """A random sample of at most `most` rows: each row gets a random number, and the smallest stay."""
 
     def __init__(self, most: int, draw: torch.Generator) -> None:
         self.most = most
@@ -251,12 +252,12 @@ class Drawn:
         self.rows: Tensor | None = None
         self._chances = torch.zeros(0, dtype=torch.float64)
 
-    def add(self, place: Place, rows: Tensor) -> None:
-        """Take some of `rows`, perhaps in place of others."""
+    def add(self, layer_call: LayerCall, rows: Tensor) -> None:
+        """Keep some of `rows`, perhaps instead of others."""
         if self.rows is not None and rows.shape[1] != self.rows.shape[1]:
             raise ValueError(
-                f"{place} gave {self.rows.shape[1]} features a sample, and now {rows.shape[1]}; pool='mean' makes them"
-                " as many as there are channels"
+                f"{layer_call} had {self.rows.shape[1]} features per sample and now has {rows.shape[1]}; pass"
+                " pool='mean' for one feature per channel"
             )
         self.seen += len(rows)
         chances = torch.rand(len(rows), generator=self.draw, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The features of a model at some of its places: a matrix with a row a sample for every call, as it flows."""
+"""The features that layers of a model compute for a batch: for every call a matrix with one row per sample."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from torchhook.stats import Channels
 from torchhook.stats.stat import counted
 
 Pool: TypeAlias = Literal["flatten", "mean"] | Callable[[Tensor], Tensor]
-"""How the output of a layer becomes a row a sample: all of it, the mean of each channel, or as a function says."""
+"""How the output of a layer becomes one row per sample: flattened, the mean of each channel, or by a function."""
 
 
-class Place(NamedTuple):
-    """A layer as it is executed: which module, and which of its calls in the pass."""
+class LayerCall(NamedTuple):
+    """One call of a layer: the path of the module and the number of the call in the pass."""
 
     path: str
     call: int
@@ -37,16 +37,16 @@ class Place(NamedTuple):
         return f"{self.path or 'the model'!r}" + (f" (call {self.call})" if self.call else "")
 
 
-Take = Callable[[Place, "Tensor | str"], None]
-"""Takes the features of a call, or the reason why there are none."""
+Take = Callable[[LayerCall, "Tensor | str"], None]
+"""Receives the features of a call, or the reason why it has none."""
 
 
-class Gathering(Sink):
-    """Runs a model on batches and hands over the features at its sites, each the moment that it flows.
+class FeatureReader(Sink):
+    """Runs a model on batches and passes on the features of its layers as soon as they are computed.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Flatten())
-    >>> with Gathering(model, None, "flatten") as gathering:
-    ...     _ = gathering.run(torch.ones(2, 3, 5, 5), lambda place, rows: print(place, tuple(rows.shape)))
+    >>> with FeatureReader(model, None, "flatten") as reader:
+    ...     _ = reader.run(torch.ones(2, 3, 5, 5), lambda layer, rows: print(layer, tuple(rows.shape)))
     '0' (2, 100)
     '1' (2, 100)
     """
@@ -57,13 +57,13 @@ class Gathering(Sink):
         self.model = model
         self.pool = pool
         self._samples = Samples(0, "")
-        self._take: Take | None = None  # while it runs: others, too, may call what this model is made of
+        self._take: Take | None = None  # only during run(): other code may call the same modules
         self._open = ExitStack()
-        # what of every leaf is not called is told by `silent`
+        # if sites is None, layers that are never called are in `silent`
         tap = Tap(Selector.union(queries_of(sites)), self)
         self._session = Session(model, [tap], on_silent="ignore" if sites is None else None)
 
-    def __enter__(self) -> Gathering:
+    def __enter__(self) -> FeatureReader:
         with ExitStack() as opening:
             opening.enter_context(random_state_kept(self.model))
             opening.enter_context(evaluating(self.model))
@@ -79,11 +79,11 @@ class Gathering(Sink):
 
     @property
     def silent(self) -> dict[str, str]:
-        """The paths that were never called, and why; known at the end."""
+        """The paths that were never called, and why. Only complete after the last batch."""
         return {site.path: reason for site, reason in self._session.silent.items()}
 
     def run(self, data: Any, take: Take) -> int:
-        """Run the model on one batch; how many samples it has."""
+        """Run the model on one batch and return its number of samples."""
         batch = Batch.of(fitted(data, self.model))
         self._samples, self._take = samples_of(batch), take
         try:
@@ -94,17 +94,17 @@ class Gathering(Sink):
         return self._samples.length
 
     def receive(self, event: Event) -> None:
-        """Hand over the features of one value, while a batch runs."""
+        """Pass on the features of one value, while a batch runs."""
         if self._take is not None:
-            place = Place(event.path, event.call)
-            self._take(place, rows_of(event.live, event.module, self._samples, self.pool))
+            layer_call = LayerCall(event.path, event.call)
+            self._take(layer_call, rows_of(event.live, event.module, self._samples, self.pool))
 
 
 def rows_of(value: Any, module: nn.Module, samples: Samples, pool: Pool) -> Tensor | str:
-    """The features of the samples in what `module` gave, or the reason why there are none."""
+    """The features of the samples in the output of `module`, or the reason why there are none."""
     found = next((leaf for _, leaf in leaves(value) if leaf.is_floating_point()), None)
     if found is None:
-        return "it gives no tensor of real numbers"
+        return "its output has no floating-point tensor"
     x: Any = counted(found)
     if callable(pool):
         x = pool(frozen(x))
@@ -113,17 +113,17 @@ def rows_of(value: Any, module: nn.Module, samples: Samples, pool: Pool) -> Tens
         assert isinstance(units, Channels)
         x = x.movedim(units.placed(x)[1], 1).flatten(2).mean(2)
     if not isinstance(x, Tensor):
-        return f"pool made a {type(x).__name__} of it, and not a tensor"
+        return f"pool returned a {type(x).__name__}, not a tensor"
     if not x.dim() or len(x) != samples.length:
         return (
-            f"it gives {shape_of(x)} for a batch of {samples.length} (so long is the argument {samples.argument}),"
-            " which is not a row a sample; pool= a function makes rows"
+            f"its output is {shape_of(x)} for a batch of {samples.length} (the length of argument {samples.argument}),"
+            " which is not one row per sample; pass a function as pool= that returns rows"
         )
     rows = x.reshape(len(x), -1)
     return rows if rows.is_floating_point() else rows.float()
 
 
 def require_pool(pool: Any) -> None:
-    """Raise unless `pool` is one of those there are."""
+    """Raise unless `pool` is a known name or a function."""
     if not (callable(pool) or pool in ("flatten", "mean")):
         raise ValueError(f"pool must be 'flatten', 'mean' or a function from an output to rows, not {pool!r}")

@@ -1,4 +1,4 @@
-"""`cka`: how alike the layers of two models are, every pair of them, in one pass over a data set."""
+"""`cka`: how similar every pair of layers of two models is, in one pass over a data set."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 import torch
 from torch import Tensor, nn
 
-from torchhook.compare.features import Gathering, Pool, require_pool
+from torchhook.compare.features import FeatureReader, Pool, require_pool
 from torchhook.compare.measures import MEASURES
-from torchhook.compare.pairwise import Side, Tally
+from torchhook.compare.pairwise import ModelLayers, Tally
 from torchhook.core.batch import batch_count, require_loader
 from torchhook.core.progress import track
 from torchhook.core.selection import Query, require_module, require_sites
@@ -29,13 +29,13 @@ By = Literal["cka", "cca", "svcca", "pwcca", "procrustes"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Likeness:
-    """How alike layers are: a row a layer of the first model, a column a layer of the second, in execution order.
+    """How similar layers are: one row per layer of the first model, one column per layer of the second.
 
     Args:
-        matrix: rows × columns, in float64; 1 is the same but for a rotation and a scale.
-        rows, columns: The paths of the layers; of a module that is called several times, with which call it was.
+        matrix: rows × columns, in float64; 1 means the same up to a rotation and a scale.
+        rows, columns: The paths of the layers in execution order, with the call if a module is called several times.
         by: The measure.
-        n: How many samples there were.
+        n: The number of samples.
         exact: rows × columns, whether a number is exact for these samples or an unbiased estimate from groups of them.
         left_out: Layers without a row or column, and why.
 
@@ -56,7 +56,7 @@ class Likeness:
     itself: bool = False  # whether the columns are the same layers as the rows
 
     def table(self) -> list[dict[str, Any]]:
-        """A plain dictionary a pair, for pandas and the like."""
+        """One plain dictionary per pair, for pandas and similar tools."""
         return [
             {"row": row, "column": column, self.by: float(self.matrix[i, j]), "exact": bool(self.exact[i, j])}
             for i, row in enumerate(self.rows)
@@ -64,7 +64,7 @@ class Likeness:
         ]
 
     def figure(self, ax: Axes | None = None) -> Figure:
-        """The matrix as colours; see `torchhook.plot.similarity`."""
+        """The matrix as a heat map; see `torchhook.plot.similarity`."""
         from torchhook.plot import similarity
 
         return similarity(self.matrix, self.rows, self.columns, ax=ax)
@@ -85,7 +85,7 @@ class Likeness:
         return "layer", "nearest other" if self.itself else "nearest", self.by.rjust(5)
 
     def _nearest(self) -> list[list[str]]:
-        """Each row with the column that is most like it."""
+        """Each row with the most similar column."""
         matrix = self.matrix.clone()
         if self.itself:
             matrix.fill_diagonal_(-torch.inf)
@@ -109,28 +109,27 @@ def cka(
     max_bytes: int = 2**28,
     progress: TextIO | None = sys.stderr,
 ) -> Likeness:
-    """How alike the layers of `a` and `b` are on the samples of `loader`, every pair of them, in one pass.
+    """How similar every pair of layers of `a` and `b` is on the samples of `loader`, in one pass.
 
-    The models may be of any two kinds, with layers of any widths; both are given the same batches, moved to the device
-    and cast to the dtype of each, in eval mode. What is kept does not grow with the data set. Where its moments fit
-    into `max_bytes`, the likeness of two layers is that of the whole data set, exactly, whatever the batches are. The
-    widest layers are compared in groups of 32 to 256 samples, which gives an unbiased estimate of the same;
-    ``result.exact`` says which a number is.
+    The models may have any architectures and widths. Both run in eval mode on the same batches, moved to the device and
+    cast to the dtype of each. Memory does not grow with the data set. If the moments of two layers fit into
+    `max_bytes`, their similarity is exactly that of the whole data set, for any batch sizes. Wider layers are compared
+    in groups of 32 to 256 samples, which gives an unbiased estimate of the same; ``result.exact`` says which it is.
 
     Args:
-        b: None, or `a` itself, compares the layers of `a` with one another.
-        loader: Gives batches: tensors, tuples whose last is a target, or mappings, which are keyword arguments.
-        sites, sites_b: Queries for the layers of `a` and of `b`; None means every leaf, and for `b` the same as for
-            `a`.
-        by: ``"cka"``, linear centred kernel alignment; the mean correlation of canonical variables (``"cca"``), of
-            those of the directions that hold 99 % of the variance (``"svcca"``), or weighted by what they account for
-            in the layer with fewer directions, else in that of `a` (``"pwcca"``); ``"procrustes"``, the nuclear norm of
+        b: The second model; None, or `a` itself, compares the layers of `a` with one another.
+        loader: Yields batches: tensors, tuples whose last element is a target, or mappings of keyword arguments.
+        sites, sites_b: Queries for the layers of `a` and of `b`. None means every leaf module, and for `b` the same
+            queries as for `a`.
+        by: ``"cka"``, linear centred kernel alignment; ``"cca"``, the mean canonical correlation; ``"svcca"``, the same
+            for the directions that hold 99 % of the variance; ``"pwcca"``, the same weighted by what each direction
+            accounts for in the layer with fewer directions, else in that of `a`; ``"procrustes"``, the nuclear norm of
             X'Y for layers of norm 1 (the squared distance after the best rotation is two minus twice that).
-        debiased: Whether CKA is corrected for how many features there are; without, it is too high for few samples.
+        debiased: Correct CKA for the number of features; without the correction it is too high for few samples.
         pool: How an output becomes the features of a sample: ``"flatten"`` takes all of it, ``"mean"`` the mean of
             each channel over all positions; or a function of the output, such as ``lambda x: x[:, 0]``.
-        max_bytes: For moments of narrow layers. More makes wider layers exact; 0 estimates all.
-        progress: Where to show it; only a terminal does.
+        max_bytes: Memory for the moments of narrow layers. More makes wider layers exact; 0 estimates all.
+        progress: Where to show a progress bar; only a terminal shows one.
 
     >>> from torchhook.compare.likeness import cka
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Tanh())
@@ -149,15 +148,15 @@ def cka(
         hint = "; pass sites_b= for the layers of the second model" if sites_b is None else ""
         require_sites(second, named, "sites_b", hint)
     elif sites_b is not None:
-        raise ValueError("sites_b is for a second model; one is compared with itself, all of sites with one another")
-    other = nullcontext() if second is None else Gathering(second, named, pool)
-    with Gathering(a, sites, pool) as left, other as right:
-        sides = [Side(gathering, name) for gathering, name in ((left, "a"), (right, "b")) if gathering is not None]
+        raise ValueError("sites_b needs a second model: without one, the layers of sites are compared with one another")
+    other = nullcontext() if second is None else FeatureReader(second, named, pool)
+    with FeatureReader(a, sites, pool) as left, other as right:
+        sides = [ModelLayers(reader, name) for reader, name in ((left, "a"), (right, "b")) if reader is not None]
         tally = Tally(sides, by, debiased, max_bytes)
         for batch in track(loader, batch_count(loader), by, progress):
             tally.add(batch)
         if not tally.n:
-            raise ValueError("loader gave no samples")
+            raise ValueError("loader has no samples")
     numbers = tally.numbers()
     if numbers.left_out and not sites is sites_b is None:
         warn("left out: " + "; ".join(f"{name}: {why}" for name, why in numbers.left_out.items()))

@@ -1,8 +1,8 @@
-"""How alike two sets of features are, from their moments alone.
+"""How similar two sets of features are, computed from their moments alone.
 
-The moments of two layers are one matrix, the sum over the samples of (x, |x|², 1) times (y, |y|², 1): all that a
-measure needs is in it, it is exact however the samples come, and it may be about any origin. In the formulas K and L
-are the matrices of the products of all samples with one another, of x and of y.
+The moments of two layers are one matrix, the sum over samples of (x, |x|², 1) times (y, |y|², 1). It has all that a
+measure needs, is exact for any batch sizes, and may be relative to any origin. In the formulas K and L are the Gram
+matrices of x and y: the inner products of all samples with one another.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 _KEPT = 0.99  # of the variance, by SVCCA
-_ROUNDED = 4  # times the precision of features: what the sums in a layer may be off
+_ROUNDED = 4  # machine epsilons by which the sums in a layer may be off
 
 
 class Measure(NamedTuple):
-    """A likeness in two steps: what is needed of each layer alone, and what the two make of it.
+    """A similarity in two steps: `own` prepares each layer by itself, and `joint` combines two of them.
 
-    The first is told how much of the variance of a direction may be `rounding`.
+    The second argument of `own` is how much of the variance in a direction may be rounding.
     """
 
     own: Callable[[Tensor, float], Any]
@@ -37,27 +37,27 @@ def widened(x: Tensor) -> Tensor:
 
 
 def moments(x: Tensor, y: Tensor) -> Tensor:
-    """The moments of two sets of features with the same rows, about the means of `x` and `y`."""
+    """The moments of two sets of features of the same samples, relative to the means of `x` and `y`."""
     x, y = x.double(), y.double()
     return widened(x - x.mean(0)).T @ widened(y - y.mean(0))
 
 
 def rounding(moments: Tensor, origin: Tensor, eps: float) -> float:
-    """How much of the variance in a direction may be rounding alone, for moments about `origin` of one set of features.
+    """How much of the variance in a direction may be rounding alone, for moments relative to `origin`.
 
-    Each feature is off by its size times `eps`, on its own, so that no direction is off by more than the largest.
+    Each feature is off independently by its size times `eps`, so no direction is off by more than the largest.
     """
     squares = moments.diagonal()[:-2] + 2 * origin * moments[:-2, -1] + count_of(moments) * origin.square()
     return (_ROUNDED * eps) ** 2 * float(squares.max())
 
 
 def count_of(moments: Tensor) -> Tensor:
-    """How many samples there were."""
+    """The number of samples."""
     return moments[-1, -1]
 
 
 def centred(moments: Tensor) -> Tensor:
-    """X'Y of features whose mean is zero: the covariance times the number of samples."""
+    """X'Y of the centred features: the covariance times the number of samples."""
     return moments[:-2, :-2] - torch.outer(moments[:-2, -1], moments[-1, :-2]) / count_of(moments)
 
 
@@ -76,7 +76,7 @@ def unbiased(moments: Tensor) -> Tensor:
 
 
 def u_centred(gram: Tensor) -> Tensor:
-    """Products of n samples such that those of two sets of features, multiplied and summed, are `unbiased`.
+    """A centred Gram matrix of n samples: the sum of the product of two of them is `unbiased`.
 
     Rows and columns sum to zero, and the diagonal is zero (Székely and Rizzo 2014).
     """
@@ -91,18 +91,18 @@ def u_centred(gram: Tensor) -> Tensor:
 
 
 class Whitening(NamedTuple):
-    """What makes features uncorrelated, and back: the directions over, and times, how far they reach."""
+    """The map that makes features uncorrelated with variance 1, and its inverse."""
 
     to_white: Tensor  # features × directions
     from_white: Tensor  # directions × features
 
 
 def _whitening(moments: Tensor, rounding: float, kept: float = 1.0) -> Whitening:
-    """For the directions that hold a share of the variance, the largest first; none of them is rounding."""
+    """The whitening of the largest directions that hold a share of the variance, leaving out those of rounding."""
     values, vectors = torch.linalg.eigh(centred(moments))
     values, vectors = values.flip(0), vectors.flip(1)
     real = values > (values[0] * len(values) * torch.finfo(values.dtype).eps * 10).clamp(min=rounding)
-    real[0] = True  # whether the layer varies at all is asked before
+    real[0] = True  # whether the layer varies at all is checked before
     if kept < 1:
         before = values.cumsum(0) - values  # variance of all larger ones
         real &= before < kept * values.sum()
@@ -120,7 +120,7 @@ def _mean_correlation(x: Whitening, y: Whitening, moments: Tensor) -> Tensor:
 
 
 def _projection_weighted(x: Whitening, y: Whitening, moments: Tensor) -> Tensor:
-    """Each correlation weighs as much as its direction accounts for in the layer with fewer of them (Morcos 2018)."""
+    """Correlations weighted by what their direction accounts for in the layer with fewer of them (Morcos 2018)."""
     left, values, right = torch.linalg.svd(_correlations(x, y, moments), full_matrices=False)
     of_x = len(x.from_white) <= len(y.from_white)
     weights: Tensor = ((left.T @ x.from_white) if of_x else (right @ y.from_white)).abs().sum(1)
@@ -139,11 +139,11 @@ MEASURES = {
         lambda xx, _: centred(xx).trace().sqrt(), lambda x, y, xy: torch.linalg.svdvals(centred(xy)).sum() / (x * y)
     ),
 }
-"""The measures that moments are enough for; each is 1 for what is the same but for a rotation and a scale."""
+"""The measures, all computed from moments; each is 1 for features that differ by a rotation and a scale."""
 
 
 def likeness(x: Tensor, y: Tensor, measure: Measure) -> float:
-    """The likeness of two sets of features, given whole.
+    """The similarity of two sets of features, each given as a whole.
 
     >>> x = torch.tensor([[0.0, 1.0], [1.0, 0.0], [2.0, 3.0], [5.0, 1.0], [4.0, 4.0]])
     >>> round(likeness(x, x * 3 + 1, DEBIASED_CKA), 6)

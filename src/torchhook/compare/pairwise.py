@@ -1,4 +1,4 @@
-"""Two models side by side, batch by batch: what their layers gave is added up, and becomes a number a pair."""
+"""Run two models batch by batch, sum up the features of their layers, and compute one number per pair of layers."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchhook.compare.accumulators import LEAST, Alignments, Layer, Moments, exact_width
-from torchhook.compare.features import Gathering, Place
+from torchhook.compare.accumulators import LEAST, Alignments, LayerFeatures, PairMoments, exact_width
+from torchhook.compare.features import FeatureReader, LayerCall
 from torchhook.compare.measures import DEBIASED_CKA, MEASURES, centred, rounding, unbiased
 from torchhook.core.errors import BudgetError
 from torchhook.core.text import in_units
 
-_SAME = "the calls of a model must be the same for every batch; select places for which they are, with sites="
-_CONSTANT = "it gives the same for every sample, or for all but one, as far as its precision tells"
-_ROUNDING = 16  # times the precision of products of samples: less than that is nothing
-_CANCELLED = 2**10 * torch.finfo(torch.float64).eps  # what is left of moments must be more, to be right to a thousandth
-_CORRELATIONS = ("cca", "pwcca")  # which are all 1 once there are as many features as samples
+_SAME = "a model must call the same layers in every batch; select layers for which it does with sites="
+_CONSTANT = "up to its precision, its output is the same for every sample, or for all but one"
+_ROUNDING = 16  # machine epsilons of inner products: smaller variations count as rounding
+_CANCELLED = 2**10 * torch.finfo(torch.float64).eps  # less than this after cancellation is not right to 0.1 %
+_CORRELATIONS = ("cca", "pwcca")  # always 1 once there are as many features as samples
 
 
 class Batched(NamedTuple):
-    """What a model made of one batch: the features of its narrow layers, and the products of samples of all."""
+    """One batch in a model: the features of its narrow layers, and the inner products of samples in all layers."""
 
     features: list[Tensor]
     grams: list[list[Tensor]]
 
 
-class Numbers(NamedTuple):
-    """What came out: see `Likeness`."""
+class PairwiseResult(NamedTuple):
+    """The fields of `Likeness` that are computed here."""
 
     matrix: Tensor
     rows: tuple[str, ...]
@@ -41,93 +41,93 @@ class Numbers(NamedTuple):
     left_out: dict[str, str]
 
 
-class Side:
-    """One of the models with its layers in execution order, and what the batch under way has of them."""
+class ModelLayers:
+    """One of the models and its layers in execution order."""
 
-    def __init__(self, gathering: Gathering, name: str) -> None:
-        self.gathering = gathering
+    def __init__(self, reader: FeatureReader, name: str) -> None:
+        self.reader = reader
         self.name = name
         self.count = 0  # samples in the latest batch
-        self.layers: dict[Place, Layer] = {}
-        self.left_out: dict[Place, str] = {}
+        self.layers: dict[LayerCall, LayerFeatures] = {}
+        self.left_out: dict[LayerCall, str] = {}
 
     @property
     def widths(self) -> list[int]:
-        """How many features a sample has, by layer."""
+        """The number of features per sample, by layer."""
         return [layer.width for layer in self.layers.values()]
 
     def narrow(self, width: int) -> list[int]:
-        """Which layers are not wider than that."""
+        """The numbers of the layers that are at most `width` wide."""
         return [number for number, own in enumerate(self.widths) if own <= width]
 
-    def labels(self) -> dict[Place, str]:
-        """What the layers are called: by path, and by call where there are several."""
+    def labels(self) -> dict[LayerCall, str]:
+        """The names of the layers: the path, and the call if there are several."""
         calls: dict[str, int] = {}
         for path, _ in (*self.layers, *self.left_out):
             calls[path] = calls.get(path, 0) + 1
         return {
-            place: (place.path or "''") + (f" (call {place.call})" if calls[place.path] > 1 else "")
-            for place in (*self.layers, *self.left_out)
+            layer_call: (layer_call.path or "''") + (f" (call {layer_call.call})" if calls[layer_call.path] > 1 else "")
+            for layer_call in (*self.layers, *self.left_out)
         }
 
     def run(self, batch: Any, width: int, grams: bool) -> Batched:
-        """Run a batch, and take of each layer up to `width` its features, and of all, if wanted, the products.
+        """Run a batch and collect the features of layers up to `width` and, if `grams`, the inner products of all.
 
-        The first batch says which layers there are.
+        The first batch determines which layers there are.
         """
-        batched, met = Batched([], []), list[Place]()
+        batched, met = Batched([], []), list[LayerCall]()
         is_first = not self.layers
 
-        def take(place: Place, rows: Tensor | str) -> None:
+        def take(layer_call: LayerCall, rows: Tensor | str) -> None:
             if is_first:
-                self._meet(place, rows)
-            layer = self.layers.get(place)
+                self._meet(layer_call, rows)
+            layer = self.layers.get(layer_call)
             if layer is None or isinstance(rows, str):
-                if layer is not None or place not in self.left_out:
-                    raise ValueError(f"{place} of model {self.name} is not what it was in the first batch: {_SAME}")
+                if layer is not None or layer_call not in self.left_out:
+                    raise ValueError(f"{layer_call} of model {self.name} is not as in the first batch: {_SAME}")
                 return
-            met.append(place)
+            met.append(layer_call)
             layer.require_width(rows)
             if layer.width <= width:
                 batched.features.append(rows.clone())  # the model may overwrite them
             if grams:
                 batched.grams.append(layer.grams(rows))
 
-        self.count = self.gathering.run(batch, take)
+        self.count = self.reader.run(batch, take)
         if met != list(self.layers):
-            missing = next((place for place in self.layers if place not in met), None)
-            what = "layers are called in another order" if missing is None else f"{missing} was not called"
-            raise ValueError(f"{what} in a later batch of model {self.name} than in the first: {_SAME}")
+            missing = next((layer_call for layer_call in self.layers if layer_call not in met), None)
+            what = "calls its layers in another order" if missing is None else f"does not call {missing}"
+            raise ValueError(f"model {self.name} {what} in a later batch than the first: {_SAME}")
         if not self.layers:
-            reasons = "; ".join(f"{place}: {why}" for place, why in self.left_out.items())
+            reasons = "; ".join(f"{layer_call}: {why}" for layer_call, why in self.left_out.items())
             raise ValueError(f"no layer of model {self.name} can be compared: {reasons}")
         return batched
 
-    def _meet(self, place: Place, rows: Tensor | str) -> None:
+    def _meet(self, layer_call: LayerCall, rows: Tensor | str) -> None:
         if isinstance(rows, str):
-            self.left_out[place] = rows
+            self.left_out[layer_call] = rows
         else:
-            self.layers[place] = Layer(place, rows)
+            self.layers[layer_call] = LayerFeatures(layer_call, rows)
 
 
 class Tally:
-    """What is known of every pair of layers, so far."""
+    """The running sums over every pair of layers."""
 
-    def __init__(self, sides: Sequence[Side], by: str, debiased: bool, max_bytes: int) -> None:
+    def __init__(self, sides: Sequence[ModelLayers], by: str, debiased: bool, max_bytes: int) -> None:
         self.left, self.right = sides[0], sides[-1]
         self.by = by
         self.estimable = by == "cka" and debiased
         self.measure = DEBIASED_CKA if self.estimable else MEASURES[by]
         self.max_bytes = max_bytes
         self.n = 0
-        # until all layers are known, those that may be narrow and those that may be wide
+        # until the first batch has shown all widths, assume both narrow and wide layers
         self.width = math.isqrt(max_bytes // 8)
         self.grams = self.estimable
-        self.moments: Moments | None = None
+        self.moments: PairMoments | None = None
         self.alignments: Alignments | None = None
 
     def add(self, batch: Any) -> None:
-        """Run both models on one batch, and add what they made of it."""
+        """Run both models on one batch and add their features."""
         x = self.left.run(batch, self.width, self.grams)
         y = x if self.right is self.left else self.right.run(batch, self.width, self.grams)
         if not self.n:
@@ -140,7 +140,7 @@ class Tally:
             self.alignments.add(x.grams, y.grams)
 
     def _begin(self) -> None:
-        """Decide of which layers moments are kept, once it is known how wide they are."""
+        """Decide which layers keep moments, now that the widths are known."""
         left, right = self.left.widths, self.right.widths
         self.width = exact_width(left, right, self.max_bytes)
         self._require_exact()
@@ -148,19 +148,19 @@ class Tally:
         x, y = (
             [layer for layer in side.layers.values() if layer.width <= self.width] for side in (self.left, self.right)
         )
-        self.moments = Moments(x, y, device) if x and y else None
+        self.moments = PairMoments(x, y, device) if x and y else None
         self.grams = max(*left, *right) > self.width
         self.alignments = Alignments(len(left), len(right), device) if self.grams else None
 
     def _narrow(self, batched: Batched) -> list[Tensor]:
         return [x for x in batched.features if x.shape[1] <= self.width]
 
-    def numbers(self) -> Numbers:
-        """The likeness of every pair of layers that vary at all."""
+    def numbers(self) -> PairwiseResult:
+        """The similarity of every pair of layers that vary at all."""
         self._settle()
         sides = (self.left, self.right)
         rows, columns = (self._varying(number) for number in (0, 1))
-        labels = [[side.labels()[place] for place in side.layers] for side in sides]
+        labels = [[side.labels()[layer_call] for layer_call in side.layers] for side in sides]
         matrix, exact = self._estimates(), torch.zeros(len(labels[0]), len(labels[1]), dtype=torch.bool)
         if self.moments is not None:
             narrow = [side.narrow(self.width) for side in sides]
@@ -172,7 +172,7 @@ class Tally:
                 if i in own[0] and j in own[1]:
                     matrix[i, j] = self.measure.joint(own[0][i], own[1][j], self.moments.pair(x, y))
                     exact[i, j] = True
-        return Numbers(
+        return PairwiseResult(
             matrix.cpu()[rows][:, columns],
             tuple(labels[0][i] for i in rows),
             tuple(labels[1][j] for j in columns),
@@ -182,22 +182,22 @@ class Tally:
         )
 
     def _own(self, side: int, number: int, k: int) -> Any:
-        """What the measure needs of layer `k` of a model alone, whose moments are those with that number."""
+        """What the measure prepares of layer `k` of a model, whose moments have that number."""
         assert self.moments is not None
         moments = self.moments.own(side, number)
         layer = list((self.left, self.right)[side].layers.values())[k]
         return self.measure.own(moments, rounding(moments, layer.origin.to(moments.device), layer.precision))
 
     def _settle(self) -> None:
-        """Add what still waits for more samples; raise if there are too few in all."""
+        """Add the samples that still wait; raise if there are too few in total."""
         least = LEAST if self.estimable else 2
         if self.n < least:
-            raise ValueError(f"loader gave {self.n} samples, and {self.by} needs {least} at least")
+            raise ValueError(f"loader has {self.n} samples, but {self.by} needs at least {least}")
         widest = max((*self.left.layers.values(), *self.right.layers.values()), key=lambda layer: layer.width)
         if self.by in _CORRELATIONS and widest.width >= self.n:
             raise ValueError(
-                f"{self.by} is 1 for any layer with as many features as there are samples, and {widest.place} has"
-                f" {widest.width} for {self.n}; pass pool='mean', more samples, or by='svcca' or 'cka'"
+                f"{self.by} is 1 for every layer with as many features as samples, and {widest.layer_call} has"
+                f" {widest.width} features for {self.n} samples; pass pool='mean', more samples, or by='svcca' or 'cka'"
             )
         if self.alignments is not None:
             grams = [layer.last_grams() for layer in self.left.layers.values()]
@@ -215,9 +215,11 @@ class Tally:
         return self.alignments.cross / torch.outer(x.sqrt(), y.sqrt())
 
     def _varying(self, number: int) -> list[int]:
-        """Which layers of a model say something of the samples; raise for one that gives NaN or Inf."""
+        """The numbers of the layers of a model that vary between samples; raise if one has NaN or Inf."""
         side = (self.left, self.right)[number]
-        narrow = {k: place for place, k in enumerate(side.narrow(self.width))} if self.moments is not None else {}
+        narrow = (
+            {k: layer_call for layer_call, k in enumerate(side.narrow(self.width))} if self.moments is not None else {}
+        )
         varying = []
         for k, layer in enumerate(side.layers.values()):
             if self.moments is not None and k in narrow:
@@ -229,23 +231,23 @@ class Tally:
                 varies = own > (_ROUNDING * layer.eps) ** 2 * raw and own > least**2 if math.isfinite(own) else None
             if varies is None:
                 raise ValueError(
-                    f"{layer.place} of model {side.name} gave values that are not finite, or too large to be squared;"
-                    " torchhook.diagnose tells where they come from, sites= leaves it out"
+                    f"{layer.layer_call} of model {side.name} has values that are not finite, or too large to square;"
+                    " torchhook.diagnose finds their origin, and sites= can leave the layer out"
                 )
             if varies:
                 varying.append(k)
         if not varying:
-            raise ValueError(f"no layer of model {side.name} can be compared: {_CONSTANT}, for each")
+            raise ValueError(f"no layer of model {side.name} can be compared; for each of them: {_CONSTANT}")
         return varying
 
-    def _varies(self, moments: Tensor, layer: Layer) -> bool | None:
-        """Whether a layer with these moments gives different features; None if they are not finite."""
+    def _varies(self, moments: Tensor, layer: LayerFeatures) -> bool | None:
+        """Whether the features of a layer with these moments vary; None if they are not finite."""
         covariance = centred(moments)
         spread = float(covariance.trace())
         if not math.isfinite(spread):
             return None
         least = self.n * layer.noise**2
-        if self.estimable:  # of samples that differ in one alone, no two have anything in common
+        if self.estimable:  # if only one sample differs, no two others have anything in common
             left = float(unbiased(moments))
             if not math.isfinite(left):
                 return None
@@ -253,14 +255,14 @@ class Tally:
         return spread > least
 
     def _left_out(self, kept: Sequence[list[int]], labels: Sequence[list[str]]) -> dict[str, str]:
-        """Why layers of either model have no row or column."""
+        """Why some layers of either model have no row or column."""
         reasons: dict[str, str] = {}
         both = zip((self.left, self.right), kept, labels, strict=True)
         for side, varying, names in list(both)[: 1 if self.right is self.left else 2]:
             of = "" if self.right is self.left else f" of {side.name}"
             known = side.labels()
-            reasons |= {f"{path or repr('')}{of}": why for path, why in side.gathering.silent.items()}
-            reasons |= {f"{known[place]}{of}": why for place, why in side.left_out.items()}
+            reasons |= {f"{path or repr('')}{of}": why for path, why in side.reader.silent.items()}
+            reasons |= {f"{known[layer_call]}{of}": why for layer_call, why in side.left_out.items()}
             reasons |= {f"{name}{of}": _CONSTANT for k, name in enumerate(names) if k not in varying}
         return reasons
 
@@ -271,7 +273,7 @@ class Tally:
         if widest.width > self.width:
             what = self.by if self.by != "cka" else "cka with debiased=False"
             raise BudgetError(
-                f"{what} needs all moments of all layers, which take more than max_bytes ({in_units(self.max_bytes)}):"
-                f" {widest.place} alone has {widest.width} features a sample; pass pool='mean', fewer sites, or more"
-                " max_bytes"
+                f"{what} needs the moments of all layers, which take more than max_bytes ({in_units(self.max_bytes)}):"
+                f" {widest.layer_call} alone has {widest.width} features per sample; pass pool='mean', fewer sites, or"
+                " a larger max_bytes"
             )

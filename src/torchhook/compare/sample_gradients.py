@@ -1,9 +1,9 @@
 """The norm of each sample's own gradient, from one backward of the whole batch.
 
-The gradient of a weight is a sum, over samples and positions, of products of what the layer was given and the gradient
-of what it gave, so its norm for one sample follows from both without ever being made: |a|² |g|² for one position, and
-for several the sum over pairs of them, (a·a') (g·g'). Calls of one module are further positions. That is the whole
-gradient only if nothing else uses the weight, which is checked against autograd's.
+The gradient of a weight is a sum over samples and positions of products of the layer's input a and the gradient g of
+its output. So its norm for one sample follows from both without computing the gradient itself: |a|² |g|² for one
+position, and for several the sum over pairs of positions, (a·a') (g·g'). Several calls of a module count as further
+positions. That is the whole gradient only if nothing else uses the weight, which is checked against autograd.
 """
 
 from __future__ import annotations
@@ -27,40 +27,41 @@ from torchhook.core.tap import Tap
 from torchhook.core.torch_internals import CONVOLUTIONS
 from torchhook.core.trees import leaves
 
-GHOSTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+COUNTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+"""The layers whose gradients count."""
 
 
 @dataclass
 class Flow:
-    """What one layer was given in a pass, and the gradient of what it gave, call by call."""
+    """The inputs of one layer in a pass and the gradients of its outputs, call by call."""
 
     module: nn.Module
     inputs: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
-    totals: dict[str, Tensor] = field(default_factory=dict)  # the gradients of weight and bias that require one
+    totals: dict[str, Tensor] = field(default_factory=dict)  # the gradients of weight and bias over the whole batch
 
     def squares(self, count: int) -> Tensor | str:
-        """The square of the norm of the gradient of weight and bias, by sample; or why there is none."""
+        """For each sample the squared norm of the gradient of weight and bias, or why it is unknown."""
         if not self.totals:
             return "it is frozen"
         if any(not x.dim() or len(x) != count for x in (*self.inputs, *self.gradients)):
-            return f"it does not see a row a sample for a batch of {count}"
+            return f"its inputs do not have one row per sample for a batch of {count}"
         pairs = [_positions(self.module, *pair) for pair in zip(self.inputs, self.gradients, strict=True)]
         a, g = (torch.cat(some, 1) for some in zip(*pairs, strict=True))
         squares = []
         if "weight" in self.totals:
             squares.append(_squares(a, g))
             if _differ(torch.einsum("ntgd,ntgc->gcd", a, g), self.totals["weight"], squares[-1]):
-                return "its weight is used elsewhere, too, or made of other parameters"
+                return "its weight is also used elsewhere, or computed from other parameters"
         if "bias" in self.totals:
             squares.append(g.sum(1).double().square().sum((1, 2)))
             if _differ(g.sum((0, 1)), self.totals["bias"], squares[-1]):
-                return "its bias is used elsewhere, too, or made of other parameters"
+                return "its bias is also used elsewhere, or computed from other parameters"
         return torch.stack(squares).sum(0)
 
 
 class _Offsets(Edit):
-    """Adds zeros to what layers give, whose gradients are those of what they give."""
+    """Adds zeros to the outputs of layers: the gradients of these zeros are those of the outputs."""
 
     def __init__(self, zeros: dict[str, list[Tensor]]) -> None:
         super().__init__()
@@ -79,7 +80,7 @@ class _Offsets(Edit):
 
 
 class _Inputs(Sink):
-    """Keeps what layers were given."""
+    """Keeps the inputs of layers."""
 
     def __init__(self) -> None:
         self.flows: dict[str, Flow] = {}
@@ -92,7 +93,7 @@ class _Inputs(Sink):
 
 @dataclass(frozen=True)
 class Backward:
-    """A forward and a backward of a batch: what the model said, each sample's loss, and what flowed in the layers."""
+    """A forward and backward of a batch: the output, the loss of each sample, and what flowed through the layers."""
 
     output: Any
     losses: Tensor
@@ -102,7 +103,7 @@ class Backward:
 def backward(model: nn.Module, batch: Batch, losses: Callable[[Any, Any], Tensor]) -> Backward:
     """Run a batch forward and backward; no ``.grad`` is written.
 
-    `losses` gives a number a sample, of output and target.
+    `losses` maps output and target to one number per sample.
 
     >>> model = nn.Linear(2, 1)
     >>> found = backward(model, Batch.of(torch.ones(3, 2)), lambda output, target: output[:, 0])
@@ -132,9 +133,9 @@ def backward(model: nn.Module, batch: Batch, losses: Callable[[Any, Any], Tensor
 
 
 def not_by_sample(model: nn.Module, batch: Batch, count: int) -> set[str]:
-    """The layers that do not see `count` rows, as many as the batch has samples.
+    """The layers whose inputs do not have `count` rows, the number of samples in the batch.
 
-    Where time is the first dimension it may be as long as a batch by chance; it is not if the batch is cut.
+    If time is the first dimension, it may have the size of a batch by chance, but not also after the batch is cut.
 
     >>> sorted(not_by_sample(nn.Sequential(nn.Flatten(0, 1), nn.Linear(2, 1)), Batch.of(torch.ones(1, 3, 2)), 1))
     ['1']
@@ -146,7 +147,7 @@ def not_by_sample(model: nn.Module, batch: Batch, count: int) -> set[str]:
 
 
 def _taps(model: nn.Module, inputs: Sink, outputs: Edit | None = None) -> list[Tap]:
-    paths = [path for path, module in model.named_modules() if isinstance(module, GHOSTS)]
+    paths = [path for path, module in model.named_modules() if isinstance(module, COUNTED)]
     if not paths:
         return []
     where = Selector.union(paths)
@@ -172,7 +173,7 @@ def _positions(layer: nn.Module, x: Tensor, gradient: Tensor) -> tuple[Tensor, T
 
 
 def _windows(layer: Any, x: Tensor) -> Tensor:
-    """What the kernel of a convolution lies on: samples × positions × channels × kernel."""
+    """The inputs under the kernel of a convolution: samples × positions × channels × kernel."""
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
     x = F.pad(x, layer._reversed_padding_repeated_twice, mode)
     dims = len(layer.kernel_size)
@@ -182,7 +183,7 @@ def _windows(layer: Any, x: Tensor) -> Tensor:
 
 
 def _squares(a: Tensor, g: Tensor) -> Tensor:
-    """By sample, the sum over groups of |Σ g a'|²; whichever way has the smaller matrices."""
+    """For each sample the sum over groups of |Σ g a'|², computed with the smaller matrices."""
     if a.shape[1] ** 2 <= a.shape[-1] * g.shape[-1]:
         products = torch.einsum("ntgd,nugd->ngtu", a, a) * torch.einsum("ntgc,nugc->ngtu", g, g)
         return products.sum((1, 2, 3), dtype=torch.float64).clamp(min=0)
@@ -190,6 +191,6 @@ def _squares(a: Tensor, g: Tensor) -> Tensor:
 
 
 def _differ(seen: Tensor, total: Tensor, squares: Tensor) -> bool:
-    """Whether a gradient is another than the sum of what was seen of each sample, by more than it is rounded."""
+    """Whether a gradient differs by more than rounding from the sum over samples."""
     off = (seen.flatten().double() - total.flatten().double()).norm()
     return bool(off > torch.finfo(total.dtype).eps ** 0.5 * squares.sqrt().sum())
