@@ -1,10 +1,10 @@
-"""How long the likeness of all pairs of 50 × 50 layers takes, here and elsewhere, and in how much memory.
+"""Time and memory of CKA between 50 × 50 layers, for torchhook and other libraries.
 
-Two ResNet-34, the first 50 convolutions and batch norms of the blocks of each, debiased linear CKA of the whole outputs
-of the layers. Every way runs in a process of its own, in turn. Direct is the formula on all data: features of all
-images are kept, then come the products of all images with one another, and what the pairs of layers make of them. How
-far a way is from that in any pair is what its estimate, or a mistake, costs. A peer that is missing or fails is left
-out, by name. Then: ours on a quarter of the images, for what memory depends on.
+Debiased linear CKA of the whole layer outputs of two ResNet-34: the first 50 convolutions and batch norms in the blocks
+of each. Every method runs in its own process, in turn. "Direct" is the formula on all data: it keeps the features of
+all images and computes their Gram matrices. The distance of a method from that, in any pair of layers, is the cost of
+its estimate (or a mistake). A peer that is missing or fails is left out by name. Ours also runs on a quarter of the
+images, to show how memory depends on their number.
 
     python benchmarks/compare.py [--images 2000] [--pixels 32] [--batch 100] [--rounds 3] [--device cuda] [--no-peers]
 """
@@ -28,13 +28,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 LAYERS = 50
-TARGET = 10  # times as fast as the fastest peer
+TARGET = 10  # times faster than the fastest peer
 FLAT = 16  # MiB more for four times the images
-Way = Callable[[nn.Module, nn.Module, DataLoader, list[str], str], "Tensor | None"]
+Method = Callable[[nn.Module, nn.Module, DataLoader, list[str], str], "Tensor | None"]
 
 
 class Setting(NamedTuple):
-    """What all ways are given."""
+    """The setting of all methods."""
 
     images: int
     pixels: int
@@ -42,8 +42,8 @@ class Setting(NamedTuple):
     device: str
 
 
-class Run(NamedTuple):
-    """One way, once: seconds, MiB that it needed at most beyond models and data, and the matrix."""
+class Timing(NamedTuple):
+    """One run of a method: seconds, peak MiB beyond models and data, and the matrix."""
 
     seconds: float
     memory: float
@@ -104,7 +104,7 @@ def torch_cka(a: nn.Module, b: nn.Module, loader: DataLoader, layers: list[str],
     from torch_cka import CKA
 
     calculator = CKA(a, b, "a", "b", layers, layers, device=device)
-    with torch.no_grad():  # which it leaves to others
+    with torch.no_grad():  # it does not disable autograd itself
         calculator.compare(loader)
     return calculator.hsic_matrix
 
@@ -116,18 +116,18 @@ def ckatorch(a: nn.Module, b: nn.Module, loader: DataLoader, layers: list[str], 
     return CKA(a, b, layers, layers, "a", "b", torch.device(device))(named, epochs=1).cpu()
 
 
-PEERS: dict[str, Way] = {
+PEERS: dict[str, Method] = {
     "pytorch-cka": pytorch_cka,
     "cka-pytorch": cka_pytorch,
     "torch-cka": torch_cka,
     "ckatorch": ckatorch,
 }
 OURS, BARE, DIRECT = "torchhook", "both forwards alone", "direct, all data at once"
-WAYS: dict[str, Way] = {BARE: forwards, OURS: torchhook, DIRECT: direct, **PEERS}
+METHODS: dict[str, Method] = {BARE: forwards, OURS: torchhook, DIRECT: direct, **PEERS}
 
 
-def measured(name: str, setting: Setting) -> Run | str:
-    """One way, once, or why not."""
+def measured(name: str, setting: Setting) -> Timing | str:
+    """One run of a method, or why it failed."""
     torch.set_num_threads(torch.get_num_threads() if setting.device == "cuda" else 1)
     warnings.simplefilter("ignore")
     let_torchvision_import()
@@ -144,17 +144,17 @@ def measured(name: str, setting: Setting) -> Run | str:
         forwards(a, b, warm, layers, setting.device)
         before = occupied(setting.device)
         start = time.perf_counter()
-        matrix = WAYS[name](a, b, loader, layers, setting.device)
+        matrix = METHODS[name](a, b, loader, layers, setting.device)
         seconds = time.perf_counter() - start
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     if matrix is not None and matrix.shape != (LAYERS, LAYERS):
-        return f"it gave {tuple(matrix.shape)} numbers"
-    return Run(seconds, occupied(setting.device) - before, matrix)
+        return f"its result has shape {tuple(matrix.shape)}"
+    return Timing(seconds, occupied(setting.device) - before, matrix)
 
 
 def occupied(device: str) -> float:
-    """MiB that were occupied at most until now."""
+    """Peak memory so far, in MiB."""
     if device == "cuda":
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() / 2**20
@@ -169,13 +169,13 @@ def titled(name: str) -> str:
 
 
 def report(setting: Setting, rounds: int, with_peers: bool) -> None:
-    names = [name for name in WAYS if with_peers or name not in PEERS]
-    runs: dict[str, list[Run]] = {name: [] for name in names}
+    names = [name for name in METHODS if with_peers or name not in PEERS]
+    runs: dict[str, list[Timing]] = {name: [] for name in names}
     left_out: dict[str, str] = {}
     for _ in range(rounds):
         for name in names:
             run = name not in left_out and in_fresh_process(measured, name, setting)
-            if isinstance(run, Run):
+            if isinstance(run, Timing):
                 runs[name].append(run)
             elif run:
                 left_out[name] = run
@@ -189,7 +189,7 @@ def report(setting: Setting, rounds: int, with_peers: bool) -> None:
     print(*verdicts(runs, seconds, quarter), sep="\n")
 
 
-def rows(runs: dict[str, list[Run]], seconds: dict[str, float]) -> list[list[str]]:
+def rows(runs: dict[str, list[Timing]], seconds: dict[str, float]) -> list[list[str]]:
     truth = runs[DIRECT][0].matrix
     lines = []
     for name, taken in seconds.items():
@@ -200,7 +200,7 @@ def rows(runs: dict[str, list[Run]], seconds: dict[str, float]) -> list[list[str
     return lines
 
 
-def verdicts(runs: dict[str, list[Run]], seconds: dict[str, float], quarter: Run | str) -> list[str]:
+def verdicts(runs: dict[str, list[Timing]], seconds: dict[str, float], quarter: Timing | str) -> list[str]:
     lines = []
     rivals = {name: taken for name, taken in seconds.items() if name in PEERS}
     if rivals:
@@ -208,10 +208,10 @@ def verdicts(runs: dict[str, list[Run]], seconds: dict[str, float], quarter: Run
         share = seconds[OURS] / rivals[fastest]
         lines.append(verdict(f"{share:.2f}× the time of the fastest, {fastest}", f"{1 / TARGET}×", share <= 1 / TARGET))
         least = seconds[BARE] / rivals[fastest]
-        lines.append(f"- of which both forwards alone are {least:.2f}×: nobody who runs the models is faster than that")
+        lines.append(f"- of which both forwards alone are {least:.2f}×, a lower bound for every method")
     share = seconds[OURS] / seconds[DIRECT]
     lines.append(verdict(f"{share:.2f}× the time of the direct computation", "1×", share <= 1))
-    if isinstance(quarter, Run):
+    if isinstance(quarter, Timing):
         more = max(run.memory for run in runs[OURS]) - quarter.memory
         lines.append(
             verdict(f"memory: {more:.0f} MiB more than for a quarter of the images", f"{FLAT} MiB", more <= FLAT)
@@ -229,7 +229,7 @@ def main() -> None:
     parser.add_argument("--no-peers", action="store_true")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("there is no CUDA device here")
+        sys.exit("no CUDA device found")
     setting = Setting(options.images, options.pixels, options.batch, options.device)
     report(setting, options.rounds, with_peers=not options.no_peers)
 

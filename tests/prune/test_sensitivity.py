@@ -58,7 +58,7 @@ def test_it_can_be_drawn_and_some_layers_are_enough():
 
 def test_what_is_refused():
     loader, _, _ = data()
-    with pytest.raises(ValueError, match="loader gave no batch"):
+    with pytest.raises(ValueError, match="loader has no batches"):
         sensitivity(Net(), [], F.cross_entropy)
     with pytest.raises(ValueError, match="with_ must be 'zero' or 'mean'"):
         sensitivity(Net(), loader, F.cross_entropy, with_="noise")

@@ -1,4 +1,4 @@
-"""What a model can do without: how much each channel matters, which to remove, and the model without them.
+"""Prune a model: score its channels, choose those to remove, and remove them.
 
 importance = torchhook.prune.importance(model, loader, by="taylor")
 pruned = torchhook.prune.apply(model, torchhook.prune.plan(importance, ratio=0.3), loader=test_loader)

@@ -1,4 +1,4 @@
-"""`sensitivity`: how much the model needs each of its layers, by taking one after the other away."""
+"""`sensitivity`: how much a model needs each of its layers, by ablating one after the other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchhook.core.progress import track
 from torchhook.core.selection import Query, require_module, unwrapped
 from torchhook.edits import ablate
 from torchhook.edits.sweep import Sweep, SweepRow, sweep
-from torchhook.prune.score_points import outlets
+from torchhook.prune.score_points import score_points
 
 
 def sensitivity(
@@ -27,17 +27,17 @@ def sensitivity(
     with_: Literal["zero", "mean"] = "zero",
     progress: TextIO | None = sys.stderr,
 ) -> Sweep:
-    """What becomes of `metric` without each layer in turn; the layer that matters most comes first.
+    """How `metric` changes without each layer in turn; the layer that matters most comes first.
 
-    What a layer gives is replaced, all of its channels, and the metric is a mean over the batches of `loader`, each by
-    its number of samples. The model is in eval mode for the time. `torchhook.plot.sweep` draws what comes back.
+    All channels in the output of a layer are replaced, and the metric is averaged over the batches of `loader`,
+    weighted by their numbers of samples. The model runs in eval mode. `torchhook.plot.sweep` draws the result.
 
     Args:
-        loader: Gives batches: tuples whose last is the target, tensors, or mappings, which are keyword arguments.
-        metric: A number from output and target, such as a loss, which is a mean over the batch.
+        loader: Yields batches: tuples whose last element is the target, tensors, or mappings of keyword arguments.
+        metric: From output and target to a number that is a mean over the batch, such as a loss.
         layers: Queries for some of the convolutions and linear layers; None means all.
-        with_: What takes the place of a channel: ``"zero"``, or its ``"mean"`` over batch and positions.
-        progress: Where to show it; only a terminal does.
+        with_: What replaces a channel: ``"zero"``, or its ``"mean"`` over batch and positions.
+        progress: Where to show a progress bar; only a terminal shows one.
 
     >>> import torch
     >>> from torchhook.prune.ablation import sensitivity
@@ -59,8 +59,8 @@ def sensitivity(
         batches = iter(loader)
         first = next(batches, _NOTHING)
         if first is _NOTHING:
-            raise ValueError("loader gave no batch")
-        paths = list(outlets(model, Batch.of(on_device(first, model)), layers).layers)
+            raise ValueError("loader has no batches")
+        paths = list(score_points(model, Batch.of(on_device(first, model)), layers).layers)
         for data in track(chain([first], batches), batch_count(loader), "sensitivity", progress):
             batch = Batch.of(on_device(data, model))
             x = batch.arguments.args or batch.arguments.kwargs
@@ -74,7 +74,7 @@ def _of_output(metric: Callable[[Any, Any], Any], target: Any) -> Callable[[Any]
 
 
 def _mean(sweeps: list[tuple[int, Sweep]]) -> Sweep:
-    """The sweeps of all batches as one, the rows that change most first."""
+    """The sweeps of all batches as one; the rows that change most come first."""
     total = sum(count for count, _ in sweeps)
     baseline = sum(count * found.baseline for count, found in sweeps) / total
     rows = []

@@ -1,4 +1,4 @@
-"""`plan`: which channels of which layers go, by what they are worth."""
+"""`plan`: choose the channels to remove by their scores."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from torchhook.core.batch import Batch, Loss, call, on_device
 from torchhook.core.model_state import evaluating, random_state_kept
 from torchhook.core.selection import Query, queries_of, select, unwrapped
 from torchhook.core.text import html_table, table
-from torchhook.prune.dependencies import Graph, Group, copied
-from torchhook.prune.score_points import channels_of, inputs_of
+from torchhook.prune.dependencies import ChannelGroup, Graph, copied
+from torchhook.prune.layers import channels_of, inputs_of
 from torchhook.prune.scores import Importance
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan:
-    """Which channels go.
+    """Which channels to remove.
 
     Args:
-        channels: The numbers of those that go, by the path of the layer; of every layer that loses some.
-        sizes: How many each of these layers has.
-        cuts: The same by group: channels of one layer, with which those of all others go.
-        flops: Of one batch, before and after; the latter as far as convolutions and linear layers tell.
-        left_out: Layers whose channels all stay, and why.
+        channels: For every layer that loses channels, by path: their numbers.
+        sizes: How many channels each of these layers has.
+        cuts: The same for one layer of each group; the channels of the others go with them.
+        flops: FLOPs for one batch, before and after; the latter estimated from convolutions and linear layers.
+        left_out: Layers that keep all their channels, and why.
         x, loss: The example batch and the loss of `importance`, for `apply`.
 
     >>> Plan({"conv": (1, 3)}, {"conv": 8}, {"conv": (1, 3)}, (100, 75), {}, None, None)
-    Plan: 2 of 8 channels of 1 layer go, and 25.0 % of the FLOPs
-    layer  channels  go
-    conv          8   2
+    Plan: remove 2 of 8 channels of 1 layer and 25.0 % of the FLOPs
+    layer  channels  removed
+    conv          8        2
     """
 
     channels: Mapping[str, tuple[int, ...]]
@@ -48,7 +48,7 @@ class Plan:
     loss: Loss | None
 
     def table(self) -> list[dict[str, Any]]:
-        """A plain dictionary a layer, for pandas and the like."""
+        """One plain dictionary per layer, for pandas and similar tools."""
         return [{"layer": path, "channels": self.sizes[path], "go": len(gone)} for path, gone in self.channels.items()]
 
     def __repr__(self) -> str:
@@ -62,7 +62,7 @@ class Plan:
         before, after = self.flops
         share = 1 - after / before if before else 0.0
         return (
-            f"Plan: {gone} of {sum(self.sizes.values())} channels of {count} layer{'s' if count != 1 else ''} go,"
+            f"Plan: remove {gone} of {sum(self.sizes.values())} channels of {count} layer{'s' if count != 1 else ''}"
             f" and {100 * share:.1f} % of the FLOPs"
         )
 
@@ -81,21 +81,21 @@ def plan(
     ignore: Query | Iterable[Query] = (),
     x: Any = None,
 ) -> Plan:
-    """Choose the channels that are worth least.
+    """Choose the channels with the lowest scores.
 
-    Channels that have to go together, as those of layers whose outputs are added, are one choice, and count as one.
-    The layers that make what the model gives are never touched.
+    Channels that must go together, like those of layers whose outputs are added, are one choice and count as one. The
+    layers that compute the output of the model are never touched.
 
     Args:
-        importance: What channels are worth, as `importance` or you say.
-        ratio: Which part of the channels goes. Or:
-        flops: Which part of the FLOPs goes, at least.
+        importance: The scores, from `importance` or your own.
+        ratio: The fraction of channels to remove. Or:
+        flops: The fraction of FLOPs to save at least.
         ranking: ``"global"`` ranks the channels of all layers together; scores that are not in units of the loss are
-            divided by the mean of their layer first. ``"layer"`` takes the same part of each layer.
-        combine: What channels that go together are worth: the mean, sum or largest of what each is.
-        most: Which part of the channels of a layer may go at most; one always stays.
-        ignore: Queries for layers whose channels stay, and those tied to them.
-        x: A batch to trace the model with, if not the first that `importance` saw.
+            divided by the mean of their layer first. ``"layer"`` removes the same fraction of each layer.
+        combine: The score of channels that go together: the mean, sum or maximum of their scores.
+        most: The largest fraction of a layer's channels to remove; one always stays.
+        ignore: Queries for layers to leave alone, with all layers tied to them.
+        x: A batch to trace the model with; by default the first that `importance` saw.
 
     >>> from torchhook.prune.planner import plan
     >>> from torchhook.prune.scores import importance
@@ -103,7 +103,7 @@ def plan(
     >>> found = importance(model, [(torch.rand(8, 4), torch.rand(8, 2))])
     >>> chosen = plan(found, ratio=0.3)
     >>> {path: len(channels) for path, channels in chosen.channels.items()}, chosen.left_out
-    ({'0': 3}, {'2': 'it makes what the model gives'})
+    ({'0': 3}, {'2': 'it computes the output of the model'})
     """
     _require(importance, ratio, flops, ranking, combine, most)
     example = importance.x if x is None else x
@@ -122,8 +122,8 @@ def plan(
     return _plan(importance, example, free, gone, cost, left_out)
 
 
-class Unit(NamedTuple):
-    """One choice of a group, with everything that goes with it."""
+class Candidate(NamedTuple):
+    """One choice of a group that may be removed, with its score."""
 
     score: float
     group: int
@@ -131,14 +131,14 @@ class Unit(NamedTuple):
 
 
 class Cost:
-    """What a batch costs, layer by layer, and what it would without some channels."""
+    """The FLOPs of a batch, layer by layer, with and without some channels."""
 
     def __init__(self, model: nn.Module, batch: Batch) -> None:
         self.model = model
         self.total, self.layers = flops_of(model, batch)
 
-    def without(self, groups: Sequence[Group], gone: Sequence[Tensor]) -> int:
-        """The FLOPs when of each group the channels are `gone` that a mask says."""
+    def without(self, groups: Sequence[ChannelGroup], gone: Sequence[Tensor]) -> int:
+        """The FLOPs without the channels in `gone`, one mask per group."""
         outputs: dict[str, int] = {}
         inputs: dict[str, int] = {}
         for group, mask in zip(groups, gone, strict=True):
@@ -155,16 +155,18 @@ class Cost:
 
 
 def flops_of(model: nn.Module, batch: Batch) -> tuple[int, dict[str, int]]:
-    """The FLOPs of a forward, in all and by module, as torch counts them."""
+    """The FLOPs of a forward as torch counts them: the total, and by module."""
     with torch.no_grad(), evaluating(model), FlopCounterMode(display=False) as counter:
         call(model, batch)
     named = {name.partition(".")[2]: sum(count.values()) for name, count in counter.get_flop_counts().items()}
     return counter.get_total_flops(), named
 
 
-def _free(groups: list[Group], importance: Importance, ignored: list[str]) -> tuple[list[Group], dict[str, str]]:
-    """The groups that may lose channels, and why the layers of others may not."""
-    free: list[Group] = []
+def _free(
+    groups: list[ChannelGroup], importance: Importance, ignored: list[str]
+) -> tuple[list[ChannelGroup], dict[str, str]]:
+    """The groups that may lose channels, and why the other layers may not."""
+    free: list[ChannelGroup] = []
     left_out: dict[str, str] = {}
     for group in groups:
         stays = [path for path in group.outputs if any(path == other or _is_in(path, other) for other in ignored)]
@@ -172,7 +174,7 @@ def _free(groups: list[Group], importance: Importance, ignored: list[str]) -> tu
         if not reason and not any(path in importance for path in group.outputs):
             reason = importance.left_out.get(group.root, "there are no scores for it")
         if not reason and group.choices < 2:
-            reason = "it has one channel, or its channels can only go all together"
+            reason = "it has only one channel, or all its channels must go together"
         if reason:
             left_out |= dict.fromkeys(group.outputs, reason)
         else:
@@ -181,19 +183,19 @@ def _free(groups: list[Group], importance: Importance, ignored: list[str]) -> tu
     left_out |= {path: "Torch-Pruning does not see it" for path in importance if path not in seen}
     if not free:
         reasons = "; ".join(f"{path!r}: {why}" for path, why in left_out.items())
-        raise ValueError(f"no layer of the model can lose channels: {reasons or 'there are none in its graph'}")
+        raise ValueError(f"no layer of the model can lose channels: {reasons or 'its graph has no layers'}")
     return free, left_out
 
 
-def _worth(group: Group, importance: Importance, combine: str, ranking: str) -> Tensor:
-    """What each choice of a group is worth."""
+def _worth(group: ChannelGroup, importance: Importance, combine: str, ranking: str) -> Tensor:
+    """The score of each choice of a group."""
     scored = [(path, importance[path].double(), index) for path, index in group.outputs.items() if path in importance]
     start = -torch.inf if combine == "max" else 0.0
     worth = torch.full((group.choices,), start, dtype=torch.float64)
     counts = torch.zeros(group.choices, dtype=torch.float64)
     for path, scores, (own, choice) in scored:
         if len(scores) <= int(own.max()):
-            raise ValueError(f"importance has {len(scores)} scores for {path!r}, which has more channels")
+            raise ValueError(f"importance has {len(scores)} scores for {path!r}, but the layer has more channels")
         worth.scatter_reduce_(0, choice, scores.cpu()[own], "amax" if combine == "max" else "sum")
         counts.scatter_add_(0, choice, torch.ones(len(own), dtype=torch.float64))
     if combine == "mean":
@@ -203,28 +205,28 @@ def _worth(group: Group, importance: Importance, combine: str, ranking: str) -> 
     return worth if importance.comparable else worth / worth.mean().clamp(min=torch.finfo(torch.float64).tiny)
 
 
-def _order(worth: list[Tensor], most: float) -> list[Unit]:
-    """All that may go, the least worth first."""
+def _order(worth: list[Tensor], most: float) -> list[Candidate]:
+    """All choices that may go, the lowest score first."""
     units = []
     for number, scores in enumerate(worth):
         allowed = min(int(most * len(scores)), len(scores) - 1)
         least = scores.argsort(stable=True)[:allowed]
-        units += [Unit(float(scores[choice]), number, int(choice)) for choice in least]
+        units += [Candidate(float(scores[choice]), number, int(choice)) for choice in least]
     return sorted(units)
 
 
-def _first(order: list[Unit], worth: list[Tensor], ratio: float) -> int:
+def _first(order: list[Candidate], worth: list[Tensor], ratio: float) -> int:
     total = sum(map(len, worth))
     count = round(ratio * total)
     if count > len(order):
         raise ValueError(
-            f"ratio={ratio} is {count} of {total} channels, and most= lets {len(order)} go; pass a larger most="
+            f"ratio={ratio} means {count} of {total} channels, but most= allows {len(order)}; pass a larger most="
         )
     return count
 
 
-def _enough(order: list[Unit], groups: list[Group], cost: Cost, flops: float) -> int:
-    """How many have to go for the FLOPs to be fewer by that part."""
+def _enough(order: list[Candidate], groups: list[ChannelGroup], cost: Cost, flops: float) -> int:
+    """How many choices must go to save that fraction of the FLOPs."""
     widths = [group.choices for group in groups]
 
     def saved(count: int) -> float:
@@ -232,15 +234,15 @@ def _enough(order: list[Unit], groups: list[Group], cost: Cost, flops: float) ->
 
     reachable = saved(len(order))
     if reachable < flops:
-        raise ValueError(f"flops={flops} cannot be reached: with all that may go it is {reachable:.3f}; see most=")
+        raise ValueError(f"flops={flops} cannot be reached: at most {reachable:.3f} can be saved; pass a larger most=")
     return bisect_left(range(len(order)), flops, key=saved)
 
 
-def _chosen(units: list[Unit], worth: list[Tensor]) -> list[Tensor]:
+def _chosen(units: list[Candidate], worth: list[Tensor]) -> list[Tensor]:
     return _masks(units, [len(scores) for scores in worth])
 
 
-def _masks(units: list[Unit], widths: list[int]) -> list[Tensor]:
+def _masks(units: list[Candidate], widths: list[int]) -> list[Tensor]:
     masks = [torch.zeros(width, dtype=torch.bool) for width in widths]
     for unit in units:
         masks[unit.group][unit.choice] = True
@@ -248,7 +250,7 @@ def _masks(units: list[Unit], widths: list[int]) -> list[Tensor]:
 
 
 def _plan(
-    importance: Importance, x: Any, groups: list[Group], gone: list[Tensor], cost: Cost, left_out: dict[str, str]
+    importance: Importance, x: Any, groups: list[ChannelGroup], gone: list[Tensor], cost: Cost, left_out: dict[str, str]
 ) -> Plan:
     channels: dict[str, tuple[int, ...]] = {}
     cuts: dict[str, tuple[int, ...]] = {}
@@ -278,16 +280,16 @@ def _is_in(path: str, above: str) -> bool:
 
 def _require(importance: Any, ratio: Any, flops: Any, ranking: Any, combine: Any, most: Any) -> None:
     if not isinstance(importance, Importance):
-        raise TypeError(f"importance must be what prune.importance gave, not {importance!r:.80}")
+        raise TypeError(f"importance must be a result of prune.importance, not {importance!r:.80}")
     if (ratio is None) == (flops is None):
-        raise ValueError("give one of ratio= and flops=, which part of the channels or of the FLOPs goes")
+        raise ValueError("pass either ratio= or flops=: the fraction of channels to remove or of FLOPs to save")
     for name, value in (("ratio", ratio), ("flops", flops), ("most", most)):
         if value is not None and not (isinstance(value, (int, float)) and 0 <= value < 1 + (name == "most")):
-            raise ValueError(f"{name} must be a part, from 0 to less than 1, not {value!r}")
+            raise ValueError(f"{name} must be a fraction from 0 to less than 1, not {value!r}")
     if ranking not in ("global", "layer"):
         raise ValueError(f"ranking must be 'global' or 'layer', not {ranking!r}")
     if combine not in ("mean", "sum", "max"):
         raise ValueError(f"combine must be 'mean', 'sum' or 'max', not {combine!r}")
 
 
-_HEADER = ("layer", "channels", "go")
+_HEADER = ("layer", "channels", "removed")

@@ -1,4 +1,4 @@
-"""`importance`: what each channel of each layer is worth, from one pass over a data set."""
+"""`importance`: a score for each channel of each layer, from one pass over a data set."""
 
 from __future__ import annotations
 
@@ -24,23 +24,25 @@ from torchhook.core.sink import Sink
 from torchhook.core.site import Site
 from torchhook.core.tap import Tap
 from torchhook.core.text import html_table, shape_of, table
-from torchhook.prune.score_points import Outlets, Place, Trail, channel_dim, first_of, outlets
+from torchhook.prune.layers import channel_dim, first_of
+from torchhook.prune.score_point_tracker import ScorePointTracker
+from torchhook.prune.score_points import ModuleCall, ScorePoints, score_points
 
 By = Literal["taylor", "fisher", "l1", "activation", "apoz", "wanda"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Importance(Mapping[str, Tensor]):
-    """What channels are worth: a tensor with a number an output channel, in float64, by the path of the layer.
+    """Scores of channels: for each layer, by path, a float64 tensor with one score per output channel.
 
-    Layers are in execution order. The larger a number, the more is lost with the channel.
+    Layers are in execution order. The higher the score, the more is lost with the channel.
 
     Args:
-        scores: The numbers.
-        by: What they are.
-        n: How many samples they are from; 0 where they are from the weights alone.
+        scores: The scores.
+        by: The kind of score.
+        n: The number of samples; 0 if the scores use the weights alone.
         model, x, loss: The model, its first batch and the loss, for `plan` and `apply`.
-        left_out: Layers that cannot be scored so, and why.
+        left_out: Layers that cannot be scored this way, and why.
 
     >>> scores = {"conv": torch.tensor([0.5, 0.0, 2.0])}
     >>> Importance(scores, "taylor", 64, nn.Identity(), None)
@@ -68,11 +70,11 @@ class Importance(Mapping[str, Tensor]):
 
     @property
     def comparable(self) -> bool:
-        """Whether a number in one layer can be compared with one in another: those in units of the loss can."""
+        """Whether scores of different layers can be compared, being in units of the loss."""
         return self.by in ("taylor", "fisher")
 
     def table(self) -> list[dict[str, Any]]:
-        """A plain dictionary a channel, for pandas and the like."""
+        """One plain dictionary per channel, for pandas and similar tools."""
         return [
             {"layer": path, "channel": number, "score": float(score)}
             for path, scores in self.scores.items()
@@ -105,24 +107,23 @@ def importance(
     layers: Query | Iterable[Query] | None = None,
     progress: TextIO | None = sys.stderr,
 ) -> Importance:
-    """What each output channel of each convolution and linear layer is worth, in one pass over `loader`.
+    """A score for each output channel of each convolution and linear layer, in one pass over `loader`.
 
-    The value of a channel is read off behind the batch norm and the activation that follow its layer, for they go with
-    it. Nothing of the model is touched: it is in eval mode for the time, and no ``.grad`` is written.
+    The value `a` of a channel is taken behind the batch norm and the activation that follow its layer, because they are
+    pruned with it. The model is not changed: it runs in eval mode, and no ``.grad`` is written.
 
     Args:
-        loader: Gives batches: tuples whose last is the target, tensors, or mappings, which are keyword arguments.
-        by: ``"taylor"``, by how much the loss of a sample would change without the channel, to first order: the mean
-            over samples of |Σ a · dL/da| over its positions. ``"fisher"``, half the mean of its square.
-            ``"l1"``, Σ |w| of its filter, scaled as the batch norm behind it does (of several norms, behind several
-            calls, the one that does most). ``"wanda"``, the same with each
-            weight times the root mean square of the input that it is for. ``"activation"``, the mean of |a|.
-            ``"apoz"``, the share of values above zero, which is one less the average percentage of zeros.
-        loss: From output and target to a number, a mean over the batch as torch's are. Without one it is the loss
-            that the output has, cross entropy if the targets are classes, the mean square if they look like the
-            outputs; of mappings the targets are the ``labels``.
+        loader: Yields batches: tuples whose last element is the target, tensors, or mappings of keyword arguments.
+        by: ``"taylor"``, how much the loss of a sample would change without the channel, to first order: the mean over
+            samples of |Σ a · dL/da| over positions. ``"fisher"``, half the mean of its square. ``"l1"``, Σ |w| of its
+            filter, scaled as by the batch norm behind it (of several norms behind several calls, the largest scale).
+            ``"wanda"``, the same with each weight times the root mean square of its input. ``"activation"``, the mean
+            of |a|. ``"apoz"``, the share of values above zero: one minus the average percentage of zeros.
+        loss: From output and target to a number, a mean over the batch like torch's losses. The default is the loss in
+            the output if it has one, cross entropy if the targets are classes, and the mean squared error if they have
+            the shape of the outputs. For mappings the targets are the ``labels``.
         layers: Queries for some of the layers; None means all.
-        progress: Where to show it; only a terminal does.
+        progress: Where to show a progress bar; only a terminal shows one.
 
     >>> from torchhook.prune.scores import importance
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
@@ -138,13 +139,13 @@ def importance(
         raise ValueError(f"by must be one of {', '.join(map(repr, _SCORERS))}, not {by!r}")
     if loss is not None and not callable(loss):
         raise TypeError(f"loss must be callable on output and target, not {loss!r}")
-    whole, model = model, unwrapped(model)  # inside a compiled graph nobody sees which tensor is which
+    whole, model = model, unwrapped(model)  # inside a compiled graph tensors cannot be identified
     with random_state_kept(model), buffers_kept(model), inference(model):
         batches = iter(loader)
         first = next(batches, _NOTHING)
         if first is _NOTHING:
-            raise ValueError("loader gave no batch")
-        found = outlets(model, Batch.of(on_device(first, model)), layers)
+            raise ValueError("loader has no batches")
+        found = score_points(model, Batch.of(on_device(first, model)), layers)
         scorer = _SCORERS[by](found)
         n = 0
         with Session(model, scorer.taps(), on_silent="ignore"):
@@ -158,32 +159,32 @@ def importance(
     for path, values in scores.items():
         if not values.isfinite().all():
             raise ValueError(
-                f"the {by} scores of {path!r} are not finite; torchhook.diagnose tells where that comes from, layers="
-                " leaves it out"
+                f"the {by} scores of {path!r} are not finite; torchhook.diagnose finds the cause, and layers= can leave"
+                " the layer out"
             )
     return Importance(scores, by, n, whole, first, loss, scorer.left_out)
 
 
 class Scorer(ABC):
-    """Adds up, batch by batch, what the scores are made of."""
+    """Accumulates scores batch by batch."""
 
     runs = True  # whether it needs the data
 
-    def __init__(self, found: Outlets) -> None:
+    def __init__(self, found: ScorePoints) -> None:
         self.found = found
-        self.trail = Trail(found)
+        self.tracker = ScorePointTracker(found)
         self.left_out: dict[str, str] = {}
 
     @abstractmethod
     def taps(self) -> list[Tap]:
-        """What to look at, or to do, in a pass."""
+        """The taps of the scorer."""
 
     def run(self, model: nn.Module, batch: Batch, loss: Loss | None, count: int) -> None:
-        """One batch of `count` samples."""
-        self.trail.begin()
+        """Run one batch of `count` samples."""
+        self.tracker.begin()
         with torch.no_grad():
             call(model, batch)
-        self.trail.end()
+        self.tracker.end()
 
     @abstractmethod
     def score(self, path: str, layer: nn.Module, n: int) -> Tensor:
@@ -191,7 +192,7 @@ class Scorer(ABC):
 
 
 class _Gates(Edit):
-    """Multiplies each channel of each sample by a one, whose gradient is Σ a · dL/da over the positions."""
+    """Multiplies each channel of each sample by 1; the gradient of that 1 is Σ a · dL/da over positions."""
 
     by_call = True
 
@@ -204,57 +205,59 @@ class _Gates(Edit):
         return _Gates(self.scorer, site.path)
 
     def change(self, x: Any, call: int) -> Any:
-        layer = self.scorer.trail.given(Place(self.path, call), x)
+        layer = self.scorer.tracker.layer_at(ModuleCall(self.path, call), x)
         return x if layer is None else self.scorer.gated(layer, x)
 
 
 class _ByLoss(Scorer):
-    """What the loss would lose to first order, channel by channel and sample by sample."""
+    """The first-order change of the loss without each channel, sample by sample."""
 
     power = 1
 
-    def __init__(self, found: Outlets) -> None:
+    def __init__(self, found: ScorePoints) -> None:
         super().__init__(found)
         self.count = 0
-        self.gates: dict[str, Tensor] = {}  # samples × channels, one for all calls of a layer, for they share them
+        self.gates: dict[str, Tensor] = {}  # samples × channels, shared by all calls of a layer
         self.sums: dict[str, Tensor] = {}
-        self.firsts: dict[str, Tensor] = {}  # what layers give for the first sample, if that may not be their first row
+        self.firsts: dict[str, Tensor] = {}  # outputs for the first sample, of layers whose first row it may not be
         self.checked = False
 
     def taps(self) -> list[Tap]:
-        return [*self.trail.taps(), Tap(Selector.union(self.found.paths()), _Gates(self))]
+        return [*self.tracker.taps(), Tap(Selector.union(self.found.paths()), _Gates(self))]
 
     def gated(self, path: str, x: Tensor) -> Tensor:
-        """`x`, which has the channels of a layer, through the gate of these."""
+        """`x`, which has the channels of a layer, times the gates of these channels."""
         dim = channel_dim(self.found.layers[path]) % x.dim()
         if not torch.is_grad_enabled():
             self.left_out[path] = "it runs without autograd"
         elif not dim or not len(x) or len(x) % self.count:
-            self.left_out[path] = f"it does not give a row a sample: {shape_of(x)} for a batch of {self.count}"
+            self.left_out[path] = (
+                f"its output does not have one row per sample: {shape_of(x)} for a batch of {self.count}"
+            )
         if path in self.left_out:
             return x
         if path not in self.gates:
             self.gates[path] = x.new_ones(self.count, x.shape[dim]).requires_grad_()
-        parts: Tensor = x.unflatten(0, (self.count, -1))  # samples may be cut into rows, as tokens or windows
+        parts: Tensor = x.unflatten(0, (self.count, -1))  # samples may be cut into rows, like tokens or windows
         if not self.checked and (self.count == 1 or len(x) != self.count or self.count in _others(x, dim)):
             self.firsts.setdefault(path, parts[0].detach().clone())
-        shape = [size if place in (0, dim + 1) else 1 for place, size in enumerate(parts.shape)]
-        return (parts * self.gates[path].to(x.dtype).view(shape)).flatten(0, 1)
+        sizes = [size if position in (0, dim + 1) else 1 for position, size in enumerate(parts.shape)]
+        return (parts * self.gates[path].to(x.dtype).view(sizes)).flatten(0, 1)
 
     def run(self, model: nn.Module, batch: Batch, loss: Loss | None, count: int) -> None:
         self.count = count
         self.gates.clear()
-        self.trail.begin()
+        self.tracker.begin()
         with torch.enable_grad():
             guess = loss_of(call(model, batch), target_of(batch, loss), loss)
-            self.trail.end()
+            self.tracker.end()
             if not guess.real:
-                raise ValueError("the batches of loader have no target that a loss could be guessed from; pass loss=")
+                raise ValueError("cannot guess a loss: the batches of loader have no suitable target; pass loss=")
             if not self.gates and self.left_out:
-                told = "; ".join(f"{path!r}: {why}" for path, why in self.left_out.items())
-                raise ValueError(f"there is no layer that can be scored by the loss: {told}")
+                reasons = "; ".join(f"{path!r}: {why}" for path, why in self.left_out.items())
+                raise ValueError(f"no layer can be scored by the loss: {reasons}")
             if not guess.loss.requires_grad:
-                raise ValueError("the loss does not depend on any layer, at least in no way that autograd sees")
+                raise ValueError("the loss does not depend on any layer, as far as autograd can see")
             found = torch.autograd.grad(guess.loss, list(self.gates.values()), allow_unused=True)
         for (path, gate), gradient in zip(self.gates.items(), found, strict=True):
             total = self.sums.setdefault(path, torch.zeros(gate.shape[1], dtype=torch.float64, device=gate.device))
@@ -267,19 +270,19 @@ class _ByLoss(Scorer):
         self.gates.clear()
 
     def _check(self, model: nn.Module, batch: Batch) -> None:
-        """Leave out layers whose first row is not what the first sample gives alone, as where sequences come first."""
+        """Leave out layers whose first row is not the output for the first sample alone, as if time comes first."""
         if not self.firsts:
             return
         expected, self.firsts, self.count = self.firsts, {}, 1
         self.gates.clear()
-        self.trail.begin()
-        reason = "it does not give a row a sample: its first is not what the first sample gives"
+        self.tracker.begin()
+        reason = "its output does not have one row per sample: the first row is not that of the first sample"
         try:
             with torch.enable_grad():
                 call(model, first_of(batch, 1))
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
-            reason = f"whether it gives a row a sample cannot be told, for the model does not run on one ({why})"
+            reason = f"cannot check for one row per sample, because the model does not run on one sample ({why})"
         for path, values in expected.items():
             if path not in self.firsts or not _alike(values, self.firsts[path]):
                 self.left_out[path] = reason
@@ -293,35 +296,35 @@ class _Fisher(_ByLoss):
 
 
 class _Values(Scorer, Sink):
-    """Sums of what comes out of each channel."""
+    """Sums over the values of each channel."""
 
-    def __init__(self, found: Outlets) -> None:
+    def __init__(self, found: ScorePoints) -> None:
         super().__init__(found)
         self.sums: dict[str, Tensor] = {}
         self.counts: dict[str, int] = {}
 
     def taps(self) -> list[Tap]:
-        return [*self.trail.taps(), Tap(Selector.union(self.found.paths()), self)]
+        return [*self.tracker.taps(), Tap(Selector.union(self.found.paths()), self)]
 
     def receive(self, event: Event) -> None:
-        """Add what one call gave."""
-        layer = self.trail.given(Place(event.path, event.call), event.live)
+        """Add the output of one call."""
+        layer = self.tracker.layer_at(ModuleCall(event.path, event.call), event.live)
         if layer is not None:
             self.add(layer, event.live.detach(), channel_dim(self.found.layers[layer]))
 
     def add(self, path: str, x: Tensor, dim: int) -> None:
         """Add the values in `x`, whose channels are in `dim`."""
         values = x.movedim(dim, -1).flatten(0, -2)
-        said = self.of(values).sum(0, dtype=torch.float64)
-        self.sums[path] = self.sums[path] + said if path in self.sums else said
+        total = self.of(values).sum(0, dtype=torch.float64)
+        self.sums[path] = self.sums[path] + total if path in self.sums else total
         self.counts[path] = self.counts.get(path, 0) + len(values)
 
     @abstractmethod
     def of(self, values: Tensor) -> Tensor:
-        """What is added up of each value."""
+        """What is summed up of each value."""
 
     def mean(self, path: str) -> Tensor:
-        """The mean by channel."""
+        """The mean of each channel."""
         return self.sums[path] / max(self.counts[path], 1)
 
     def score(self, path: str, layer: nn.Module, n: int) -> Tensor:
@@ -339,13 +342,13 @@ class _Apoz(_Values):
 
 
 class _Wanda(_Values):
-    """Weights, each times the size of the input that it is for."""
+    """Weights, each times the root mean square of its input."""
 
     def taps(self) -> list[Tap]:
         return [Tap(Selector.union(list(self.found.layers)), self, "input")]
 
     def receive(self, event: Event) -> None:
-        """Add what one call was given."""
+        """Add the input of one call."""
         x = event.args[0] if event.args else event.kwargs["input"]
         self.add(event.path, x.detach(), channel_dim(event.module))
 
@@ -373,7 +376,7 @@ class _L1(Scorer):
 
 
 def _filters(layer: nn.Module) -> Tensor:
-    """The sizes of the weights: output channels × input channels of a group × kernel."""
+    """The absolute weights: output channels × input channels of a group × kernel."""
     weight = layer.weight.detach().double().abs()  # type: ignore[operator]  # a tensor, in these modules
     assert isinstance(weight, Tensor)
     if getattr(layer, "transposed", False):  # inputs × outputs of a group × kernel
@@ -384,13 +387,13 @@ def _filters(layer: nn.Module) -> Tensor:
 
 
 def _scales(norms: list[nn.Module | None]) -> Tensor | float:
-    """What the norms behind the calls of a layer multiply each channel by, the largest if they are several."""
+    """The factor of each channel in the norms behind a layer; the largest if there are several norms."""
     scales = [torch.as_tensor(_scale(norm), dtype=torch.float64) for norm in dict.fromkeys(norms)]
     return torch.stack(torch.broadcast_tensors(*scales)).amax(0)
 
 
 def _scale(norm: nn.Module | None) -> Tensor | float:
-    """What a norm multiplies each channel by."""
+    """The factor of each channel in a norm."""
     if norm is None:
         return 1.0
     scale: Any = 1.0
@@ -402,12 +405,12 @@ def _scale(norm: nn.Module | None) -> Tensor | float:
 
 
 def _others(x: Tensor, dim: int) -> list[int]:
-    """The sizes of `x` but for the first and that of the channels."""
-    return [size for place, size in enumerate(x.shape) if place not in (0, dim)]
+    """The sizes of `x` except the first and that of the channels."""
+    return [size for position, size in enumerate(x.shape) if position not in (0, dim)]
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
-    """Whether they are the same, but for rounding."""
+    """Whether they are equal up to rounding."""
     if one.shape != other.shape:
         return False
     most = torch.finfo(one.dtype).eps ** 0.5 * one.abs().max()
@@ -415,7 +418,7 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 
 
 def target_of(batch: Batch, loss: Loss | None) -> Any:
-    """What the loss compares the output with; one that is guessed takes the labels of a mapping."""
+    """The target of the loss; a guessed loss uses the ``labels`` of a mapping."""
     target = batch.target
     return target["labels"] if loss is None and isinstance(target, Mapping) and "labels" in target else target
 

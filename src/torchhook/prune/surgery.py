@@ -1,4 +1,4 @@
-"""`apply`: the channels of a plan are really removed, and what that costs and saves is measured."""
+"""`apply`: remove the channels of a plan, and measure the model before and after."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from torchhook.core.tap import require_count
 from torchhook.core.text import html_table, table
 from torchhook.core.trees import leaves
 from torchhook.prune.dependencies import Graph, copied, tracing
+from torchhook.prune.layers import channels_of
 from torchhook.prune.planner import Plan, flops_of
-from torchhook.prune.score_points import channels_of
 from torchhook.prune.scores import target_of
 from torchhook.prune.verification import verified
 
@@ -36,14 +36,14 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Pruned:
-    """A model without some of its channels, and what has changed.
+    """A model without some of its channels, and how it has changed.
 
     Args:
-        model: It.
-        parameters: How many numbers it has.
-        flops: Of a forward of the example batch.
-        milliseconds: Of the same, the median of some runs, both models in turn.
-        loss: The mean over the batches; None if there is no loss to be measured.
+        model: The pruned model.
+        parameters: The number of parameters.
+        flops: FLOPs of a forward of the example batch.
+        milliseconds: Time of a forward of the example batch, the median of several runs, both models in turn.
+        loss: The mean loss over the batches; None if there is no loss to measure.
         note: Why it could not be verified that the right channels were cut; empty if it was.
 
     >>> Pruned(nn.Identity(), Change(1000, 490), Change(20_000, 9_000), Change(0.2, 0.1), Change(0.31, 0.33))
@@ -64,11 +64,11 @@ class Pruned:
 
     @property
     def verified(self) -> bool:
-        """Whether the model gives what the whole one does where nothing sees the channels that went."""
+        """Whether the output was checked against the whole model with zero weights for the removed channels."""
         return not self.note
 
     def table(self) -> list[dict[str, Any]]:
-        """A plain dictionary a measure, for pandas and the like."""
+        """One plain dictionary per measure, for pandas and similar tools."""
         return [{"measure": name, **change._asdict()} for name, change in self._changes().items()]
 
     def __repr__(self) -> str:
@@ -103,21 +103,21 @@ def apply(
     runs: int = 5,
     progress: TextIO | None = sys.stderr,
 ) -> Pruned:
-    """Remove the channels of `plan` from `model`, with all that goes with them, and measure before and after.
+    """Remove the channels of `plan` from `model`, with everything tied to them, and measure before and after.
 
-    The model that comes back is a copy, in which hooks are as in the model (of a compiled or parallel one, of what is
-    in it); an optimizer has to be made anew. Nothing is trained: do that next.
+    The pruned model is a copy with the same hooks (for a compiled or parallel model, of the module inside). Create a
+    new optimizer for it. Nothing is trained: do that next.
 
-    What comes out is compared on `x` with the whole model in which nothing is made of the channels that go, and refused
-    if they disagree. Where channels are mixed, as by a layer norm, that cannot be told, and ``note`` says so.
+    The output on `x` is compared with that of the whole model with zero weights for the removed channels, and if they
+    disagree, an error is raised. If channels are mixed, as by a layer norm, this cannot be checked; ``note`` says so.
 
     Args:
-        x: A batch to trace and to time the model with; None is the first that `importance` saw.
+        x: A batch to trace and time the model with; None means the first that `importance` saw.
         loader: Batches to measure the loss on; None measures it on `x`.
-        loss: From output and target to a number; None is that of `importance`, or a guess as there.
-        inplace: Cut `model` itself. It is left alone if what comes out does not run, or is wrong.
+        loss: From output and target to a number; None means that of `importance`, or a guess as there.
+        inplace: Cut `model` itself. It is left unchanged if the result does not run or is wrong.
         runs: How many forwards of each model to time.
-        progress: Where to show it; only a terminal does.
+        progress: Where to show a progress bar; only a terminal shows one.
 
     >>> from torchhook.prune.planner import plan
     >>> from torchhook.prune.scores import importance
@@ -130,12 +130,12 @@ def apply(
     require_module(model)
     require_count(runs, "runs")
     if not isinstance(plan, Plan):
-        raise TypeError(f"plan must be what prune.plan gave, not {plan!r:.80}")
+        raise TypeError(f"plan must be a result of prune.plan, not {plan!r:.80}")
     if loader is not None:
         require_loader(loader, "loader")
     example = plan.x if x is None else x
     if example is None:
-        raise ValueError("x: there is no example input to trace the model with; pass a batch")
+        raise ValueError("x: no example input to trace the model with; pass a batch")
     bare = unwrapped(model)
     _require_same(bare, plan)
     with random_state_kept(bare), torch.inference_mode(False):
@@ -154,7 +154,7 @@ def apply(
 
 
 def _cut(model: nn.Module, plan: Plan, batch: Batch) -> None:
-    with tracing(model):  # which also puts back what has no gradient, for cut parameters are new ones
+    with tracing(model):  # cutting creates new parameters; this also restores their requires_grad
         graph = Graph(model, batch)
         for root, channels in plan.cuts.items():
             graph.cut(root, channels)
@@ -163,14 +163,14 @@ def _cut(model: nn.Module, plan: Plan, batch: Batch) -> None:
 def _losses(
     models: list[nn.Module], measured: tuple[Iterable[Any], int | None], loss: Loss | None, progress: TextIO | None
 ) -> Change | None:
-    """The mean loss of each model; None if it can only be guessed that there is none."""
+    """The mean loss of each model; None if no loss was given and none can be guessed."""
     totals, n = [0.0 for _ in models], 0
     for data in track(*measured, "loss", progress):
         batch = Batch.of(on_device(data, models[0]))
         count = samples_of(batch).length
         n += count
         for number, model in enumerate(models):
-            with torch.enable_grad(), evaluating(model):  # a guess without a loss asks for a gradient
+            with torch.enable_grad(), evaluating(model):  # guessing a loss needs a gradient
                 guess = loss_of(call(model, Batch.of(on_device(data, model))), target_of(batch, loss), loss)
             if not guess.real:
                 return None
@@ -187,7 +187,7 @@ def _flops(before: nn.Module, after: nn.Module, batch: Batch) -> Change:
 
 
 def _times(before: nn.Module, after: nn.Module, batch: Batch, runs: int) -> Change:
-    """Of both in turn, so that a change of the machine hits both."""
+    """The time of a forward, measured in turn so that changes in machine load affect both."""
     times: list[list[float]] = [[], []]
     with torch.no_grad(), evaluating(before), evaluating(after):
         for number in range(2 * (runs + 1)):
@@ -203,25 +203,25 @@ def _require_same(model: nn.Module, plan: Plan) -> None:
     layers = dict(model.named_modules())
     for path, size in plan.sizes.items():
         if path not in layers:
-            raise ValueError(f"plan is of another model: this one has no {path!r}")
+            raise ValueError(f"plan is for another model: this one has no {path!r}")
         found = channels_of(layers[path])
         if found != size:
-            raise ValueError(f"plan is of another model: {path!r} has {size} channels there, and {found} here")
+            raise ValueError(f"plan is for another model: {path!r} has {size} channels there and {found} here")
 
 
 def _require_alike(model: nn.Module, twin: nn.Module, batch: Batch) -> None:
-    """Raise unless what was cut runs, and gives what has the same shapes."""
+    """Raise unless the cut model runs, with outputs of the same shapes."""
     with torch.no_grad(), evaluating(model), evaluating(twin):
         try:
             shapes = [[leaf.shape for _, leaf in leaves(call(one, batch))] for one in (model, twin)]
         except Exception as error:
             raise ValueError(
-                f"the model does not run without these channels ({type(error).__name__}: {error}); something in it"
-                " relies on a width that cannot be seen from outside: find the layer, and pass it to plan(ignore=)"
+                f"the model does not run without these channels ({type(error).__name__}: {error}); its code relies on"
+                " the width of a layer: find that layer and pass it to plan(ignore=)"
             ) from error
     if shapes[0] != shapes[1]:
         raise ValueError(
-            "the model gives other shapes without these channels; pass the layers that make its output to plan(ignore=)"
+            "the output shapes change without these channels; pass the layers that compute the output to plan(ignore=)"
         )
 
 

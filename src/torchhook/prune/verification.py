@@ -1,9 +1,9 @@
-"""Whether the channels that were cut are the right ones.
+"""Check that the right channels were cut.
 
-The model that was cut must give what the whole one does if nothing is made of the channels that went. So in a copy of
-that the weights for them are zero. Both have to agree, and what the channels are in the copy must not matter. That
-fails where channels are put in another order on their way, and Torch-Pruning did not see it; but also where they are
-mixed, as a layer norm does, for that is another one with fewer of them.
+The output of the cut model must be that of the whole model with zero weights for the removed channels. So a copy of the
+whole model gets such weights: both must agree, and the values of these channels in the copy must not matter. That fails
+if channels are reordered on their way without Torch-Pruning noticing. It also fails if channels are mixed: a layer
+norm, for example, computes something else from fewer channels.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _REDUCING = {"_softmax", "_log_softmax", "logsumexp", "mean", "sum", "amax", "am
 
 
 def verified(model: nn.Module, cut: nn.Module, plan: Plan, batch: Batch) -> str:
-    """Raise if the wrong channels of `model` were cut; why that cannot be told, if so, else nothing.
+    """Raise if the wrong channels of `model` were cut; return why that cannot be verified, or an empty string.
 
     >>> from torchhook.prune.dependencies import Graph
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.Sigmoid(), nn.Linear(3, 1))
@@ -49,34 +49,34 @@ def verified(model: nn.Module, cut: nn.Module, plan: Plan, batch: Batch) -> str:
         graph.silence(root, channels)
     expected = _output(silent, batch)
     if not all(leaf.isfinite().all() for leaf in expected):
-        return "what the model gives is not finite"
+        return "the output of the model is not finite"
     muted = _output(silent, batch, plan.channels)
     if _agree(expected, muted) and _agree(expected, _output(cut, batch)):
         return ""
     mixed = _mixed(model, batch)
     if mixed:
-        return f"there is {mixed} in the model, which is not the same with fewer channels"
+        return f"the model uses {mixed}, whose result depends on the number of channels"
     each = {path: _output(silent, batch, {path: channels}) for path, channels in plan.channels.items()}
     wrong = [repr(path) for path, found in each.items() if not _agree(expected, found)]
     raise ValueError(
-        f"the model would be cut wrongly: what {', '.join(wrong) or 'a layer'} gives comes in another order to what"
-        " it is for, as flip, roll, pixel_shuffle, or permute before flatten make it, and Torch-Pruning does not see"
-        " that; pass the layer to plan(ignore=)"
+        f"the model would be cut wrongly: the channels of {', '.join(wrong) or 'a layer'} are in another order when"
+        " they are used, as after flip, roll, pixel_shuffle, or permute before flatten, which Torch-Pruning does not"
+        " see; pass the layer to plan(ignore=)"
     )
 
 
 def _output(
     model: nn.Module, batch: Batch, without: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 ) -> list[torch.Tensor]:
-    """What a model gives, layers without some of their channels."""
+    """The output of a model, with some channels of its layers ablated."""
     taps = [Tap(Selector.of(path), ablate(channels=list(channels))) for path, channels in without.items()]
-    torch.manual_seed(0)  # for models that draw numbers
+    torch.manual_seed(0)  # for models that draw random numbers
     with torch.no_grad(), evaluating(model), Session(model, taps, on_silent="ignore"):
         return [leaf for _, leaf in leaves(call(model, batch)) if leaf.is_floating_point()]
 
 
 def _agree(expected: list[torch.Tensor], found: list[torch.Tensor]) -> bool:
-    """Whether all are the same, but for rounding."""
+    """Whether all are equal up to rounding."""
     for one, other in zip(expected, found, strict=True):
         if one.numel():
             most = torch.finfo(one.dtype).eps ** 0.5 * one.abs().max()
@@ -86,7 +86,7 @@ def _agree(expected: list[torch.Tensor], found: list[torch.Tensor]) -> bool:
 
 
 class _Mixing(DispatchMode):
-    """Notes what is computed over channels."""
+    """Notes operations that mix channels."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
@@ -102,7 +102,7 @@ class _Mixing(DispatchMode):
 
 
 def _over_channels(args: tuple[Any, ...]) -> bool:
-    """Whether the dimensions that a function is given may be that of channels: the second, or of few the last."""
+    """Whether a function may reduce over channels: the second dimension or, of up to three, the last."""
     x = args[0]
     said = next((arg for arg in args[1:] if isinstance(arg, (int, list, tuple)) and not isinstance(arg, bool)), None)
     dims = {said} if isinstance(said, int) else set(said or range(x.dim()))
