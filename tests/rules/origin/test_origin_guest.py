@@ -14,7 +14,7 @@ from specimens import Blocks, hooks_of
 from torchhook import capture
 from torchhook.core.errors import NonfiniteError
 from torchhook.origins import Catch
-from torchhook.rules.origin import search, watch
+from torchhook.rules.origin import search, sink
 from torchhook.rules.origin.catch import catch_nonfinite
 
 
@@ -182,7 +182,7 @@ def test_an_error_of_our_own_ends_the_watching_and_not_the_training(monkeypatch)
     def fail(*args):
         raise RuntimeError("ours")
 
-    monkeypatch.setattr(watch, "in_forward", fail)
+    monkeypatch.setattr(sink, "in_forward", fail)
     model = nn.Sequential(linear(), Divide())
     with pytest.warns(UserWarning, match="no longer watched.*ours"):
         with catch_nonfinite(model) as catch:

@@ -2,6 +2,6 @@
 
 from torchhook.rules.origin.files import replay
 from torchhook.rules.origin.origin import Origin, Range
-from torchhook.rules.origin.watch import Catch, origin_of
+from torchhook.rules.origin.sink import Catch, origin_of
 
 __all__ = ["Catch", "Origin", "Range", "origin_of", "replay"]

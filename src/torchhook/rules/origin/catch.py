@@ -10,7 +10,7 @@ from torch import nn
 
 from torchhook.core.selection import require_module
 from torchhook.rules.origin.files import require_safetensors
-from torchhook.rules.origin.watch import Catch
+from torchhook.rules.origin.sink import Catch
 
 
 def catch_nonfinite(
