@@ -133,7 +133,7 @@ def test_what_is_kept_goes_with_the_next_pass_and_with_the_block():
 
 def test_warn_warns_once_and_watches_no_more():
     model = nn.Sequential(linear(), Divide())
-    with pytest.warns(UserWarning, match="aten.div made it in '1'") as seen:
+    with pytest.warns(UserWarning, match="produced by aten.div in '1'") as seen:
         with catch_nonfinite(model, on_found="warn") as catch:
             for _ in range(3):
                 model(torch.ones(1, 4)).sum().backward()
@@ -175,7 +175,7 @@ def test_a_replay_that_does_not_show_it_is_said_and_no_more(into):
     with Catch(model, None, "record") as catch:
         model(torch.ones(1, 4))
     assert (catch.origin.path, catch.origin.op, catch.origin.what) == ("1", "", "Inf")
-    assert "did not show it again" in catch.finding.message
+    assert "did not reproduce it" in catch.finding.message
 
 
 def test_an_error_of_our_own_ends_the_watching_and_not_the_training(monkeypatch):
@@ -184,7 +184,7 @@ def test_an_error_of_our_own_ends_the_watching_and_not_the_training(monkeypatch)
 
     monkeypatch.setattr(sink, "in_forward", fail)
     model = nn.Sequential(linear(), Divide())
-    with pytest.warns(UserWarning, match="no longer watched.*ours"):
+    with pytest.warns(UserWarning, match="no longer watching.*ours"):
         with catch_nonfinite(model) as catch:
             for _ in range(2):
                 model(torch.ones(1, 4))
