@@ -86,7 +86,7 @@ def test_a_finding_fails_the_test_with_a_table(session):
             "TH503 at 2 (Sequential: 1 error)",
             "",
             "severity  code   where  what",
-            "error     TH503  2      the optimizer does not have it: weight, bias",
+            "error     TH503  2      not in the optimizer: weight, bias",
             "",
             "TH503: ?*",
         ]
@@ -163,9 +163,7 @@ def test_it_can_be_turned_off(session):
 
 
 def test_help_tells_of_the_option(pytester):
-    pytester.runpytest_inprocess("--help").stdout.fnmatch_lines(
-        ["checks of models by torchhook:", "*--torchhook-fail-on*"]
-    )
+    pytester.runpytest_inprocess("--help").stdout.fnmatch_lines(["model checks by torchhook:", "*--torchhook-fail-on*"])
 
 
 def test_workers_of_xdist_tell_it_too(pytester, monkeypatch):

@@ -552,7 +552,7 @@ def test_a_compiled_model(nothing_compiled):
 @pytest.mark.parametrize("loss", [F.cross_entropy, None])
 def test_a_lazy_model_has_to_be_run_first(loss):
     model = nn.Sequential(nn.LazyLinear(16), nn.ReLU(), nn.LazyLinear(3))
-    with pytest.raises(ValueError, match="'0.weight' has no values yet: run the model once"):
+    with pytest.raises(ValueError, match="'0.weight' is not initialised yet: run the model once"):
         diagnose(model, batches(), loss, steps=3)
     assert model[0].has_uninitialized_params()
     model(batches()[0][0])
