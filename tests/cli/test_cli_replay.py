@@ -33,7 +33,7 @@ def test_ends_with_0_once_it_is_mended(command, saved, monkeypatch):
     monkeypatch.setattr(net.Log, "forward", lambda _, x: (x * 0).exp())
     done = command("replay", saved, "--model", "small.net:infinite")
     assert (done.code, done.err) == (0, "")
-    assert done.out.startswith("All is finite this time. Saved was:\n-Inf in the forward of pass 0")
+    assert done.out.startswith("All values are finite this time. The saved call was:\n-Inf in the forward of pass 0")
 
 
 def test_what_cannot_be_replayed_ends_with_2(command, saved, project):
