@@ -13,7 +13,7 @@ from torchhook.cli.loaders import Shape, split
         (":Net", "write package.module:name, not ':Net'"),
         ("small.net:", "write package.module:name"),
         ("small/net.py:Net", "write it as an import, small.net:Net, not as a path, small/net.py:Net"),
-        ("./script.py", "script:name, not ./script.py"),
+        ("./script.py", "script:name, not as a path, ./script.py"),
         ("smal.net:Net", "there is no module 'smal', neither installed nor in"),
         ("small.nets:Net", "there is no module 'small.nets'"),
         ("small.net:Nte", "small.net has no 'Nte'; did you mean Net?"),
