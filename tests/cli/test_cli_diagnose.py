@@ -1,4 +1,4 @@
-"""``torchhook diagnose``: exit codes, what is printed, what is written."""
+"""``torchhook diagnose``: exit codes, and what is printed and written."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""What one writes on the command line, and what goes wrong with it."""
+"""Names and shapes on the command line, and what can go wrong with them."""
 
 import pytest
 import torch

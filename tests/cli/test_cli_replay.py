@@ -1,4 +1,4 @@
-"""``torchhook replay``: what catch_nonfinite has saved is shown again."""
+"""``torchhook replay``: reruns a call that catch_nonfinite saved."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""``[tool.torchhook]``: where it is found, what it may say, and what counts for more."""
+"""``[tool.torchhook]``: where it is found, what it may contain, and what takes precedence."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The pytest plugin, in sessions of pytest of its own."""
+"""The pytest plugin, in pytest sessions of its own."""
 
 import subprocess
 import sys
@@ -49,7 +49,7 @@ def test_scaled(model_check):
 
 @pytest.fixture(autouse=True, scope="module")
 def _warm():
-    """What a session inside of this process imports, it forgets again, and torch must not be imported twice."""
+    """Import torch first: a session inside this process forgets its imports, and torch must not be imported twice."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
@@ -60,7 +60,7 @@ def _warm():
 
 @pytest.fixture
 def session(pytester):
-    """Run pytest inside of this process on the tests given."""
+    """Run pytest inside this process on the given tests."""
 
     def run(*tests, arguments=(), pyproject=""):
         pytester.makepyfile(BATCHES + "".join(tests))
@@ -136,7 +136,7 @@ def test_wrong_settings_are_told_in_a_line(session):
 
 
 def test_junit_has_the_headline(session, pytester):
-    strict = ["-W", "error", "-p", "no:dash"]  # whose own plugin warns
+    strict = ["-W", "error", "-p", "no:dash"]  # its own plugin warns
     done = session(HEALTHY, FORGETFUL, arguments=["--junitxml=junit.xml", *strict])
     done.assert_outcomes(passed=1, failed=1)
     suites = ElementTree.parse(pytester.path / "junit.xml")

@@ -1,4 +1,4 @@
-"""Profile: what it stores, what it says of live batches, and what becomes of files that are not profiles."""
+"""Profile: what it stores, what it reports on live batches, and how it refuses files that are not profiles."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_file_holds_tensors_and_json_and_no_pickle(file):
     assert about["torchhook_profile"] == VERSION and about["model"] == "Net"
     assert {(known["path"], known["port"]) for known in about["places"]} >= {("first", "output"), ("head", "output")}
     assert len(raw) == 8 + length + max(each["data_offsets"][1] for each in header.values())
-    assert {each["dtype"] for each in header.values()} == {"F64"}  # all the rest is numbers
+    assert {each["dtype"] for each in header.values()} == {"F64"}  # everything else is numbers in the metadata
 
 
 def test_a_profile_has_all_leaves_in_execution_order_or_those_that_are_asked_for(model, profile):
@@ -201,7 +201,7 @@ def test_a_shift_of_values_that_are_far_from_zero_is_found(center):
 def test_a_file_without_means_is_read(model, profile, file):
     with safe_open(file, "pt") as stored:
         about = json.loads(stored.metadata()["torchhook"])
-        states = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (it is no mapping)
+        states = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (not a mapping)
     for place in about["places"]:
         assert place.pop("mean") == profile.places[place["path"], place["port"]].mean
     save_file(states, file, metadata={"torchhook": json.dumps(about)})

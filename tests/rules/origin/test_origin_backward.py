@@ -1,4 +1,4 @@
-"""The origin of NaN and Inf in a backward: the call whose backward made it, and the line of its forward."""
+"""The origin of NaN and Inf in a backward: the call whose backward produced it, and the line of its forward."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Compiled models: the call is found from inside the graph; the op and the line by a replay that is not compiled."""
+"""Compiled models: the call is found from inside the graph; the op and the line by an uncompiled replay."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The call at fault in one file, and its replay: the same numbers, in another process, and nothing run from a file."""
+"""The saved call and its replay: the same numbers in another process, without executing anything from the file."""
 
 import json
 import subprocess
@@ -70,7 +70,7 @@ def test_all_kinds_of_arguments_and_state_come_back(sick):
     assert catch.origin.path == "sick" and not catch.finding.evidence.get("not_stored")
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
-            tensor.fill_(7)  # those of the file count
+            tensor.fill_(7)  # the values of the file count
     model.eval()
     saved_calls.LATEST.clear(), saved_calls.BUILT.clear()
     torch.manual_seed(99)

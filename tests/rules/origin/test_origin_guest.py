@@ -1,4 +1,4 @@
-"""To be watched changes nothing, costs marks alone, stops nothing of its own accord, and leaves nothing behind."""
+"""Watching changes no result, only computes marks, stops nothing by its own errors, and leaves nothing behind."""
 
 import gc
 import warnings
@@ -45,7 +45,7 @@ def test_a_healthy_model_pays_with_marks_alone():
     assert not [name for name in watched if any(wait in name for wait in WAITS)]
     extra = {name for name in watched if watched.count(name) > plain.count(name)}
     assert {name.split(".")[1] for name in extra} <= {"aminmax", "_foreach_norm", "_lazy_clone", "detach", "stack"}
-    # Of the forward nothing is read before its last op, and of the rest nothing before the end of the backward.
+    # Nothing is read before the last op of the forward, and then nothing before the end of the backward.
     first_read = watched.index("aten.stack.default")
     linear_ops = [number for number, name in enumerate(watched) if name.startswith("aten.addmm")]
     assert len(linear_ops) == plain.count("aten.addmm.default") and first_read > linear_ops[-1]
