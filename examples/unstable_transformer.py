@@ -54,7 +54,7 @@ def train(net: Speller, letters: Tensor, warm: bool, name: str) -> th.Monitor:
 
 def main() -> None:
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", "a tap lies inside")  # that torch's fused layers are not used, which is fine
+    warnings.filterwarnings("ignore", "a tap is inside")  # fused layers are not used, which is fine
     words = "".join(getattr(datasets, f"load_{name}")().DESCR for name in ("iris", "wine", "breast_cancer", "digits"))
     letters = torch.tensor(list(map(ord, words))).unique(return_inverse=True)[1]
     share, some = letters.bincount() / len(letters), letters[: 8 * LENGTH].view(8, LENGTH)
