@@ -1,8 +1,8 @@
 """Which neurons are dead, and what killed them?
 
-A unit of a ReLU that is never positive passes no gradient on, so it does not come back. Here the same network learns
-handwritten digits with two learning rates. `diagnose` tries each training on a copy; then the units are counted.
-Needs scikit-learn beside '.[all]'.
+A unit of a ReLU that is never positive passes no gradient, so it never recovers. Here the same network learns
+handwritten digits with two learning rates. `diagnose` tries each training on a copy; then the dead units are counted.
+Needs scikit-learn in addition to '.[all]'.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, data: list[tuple[Ten
 
 
 def dead_units(net: nn.Module, data: list[tuple[Tensor, Tensor]]) -> dict[str, tuple[int, int]]:
-    """By ReLU: how many of its units are zero at every position of every image, and how many it has."""
+    """For each ReLU, how many of its units are zero at every position of every image, and how many it has."""
     with th.measure(net, nn.ReLU, by="channel") as stats, torch.no_grad():
         for images, _ in data:
             net(images)
@@ -59,7 +59,7 @@ def dead_units(net: nn.Module, data: list[tuple[Tensor, Tensor]]) -> dict[str, t
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # more gain nothing for so small a network
+    torch.set_num_threads(1)  # more threads do not help such a small network
     OUTPUT.mkdir(exist_ok=True)
     data, answer = batches(), []
     for rate in (0.05, 1.0):

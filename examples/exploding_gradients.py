@@ -1,8 +1,8 @@
 """Where do the gradients explode, and what helps?
 
-Sixteen layers whose weights begin twice as large as they should: with each layer back to the input the gradient grows.
-Three trainings on handwritten digits: as it is, with the gradients clipped, and with weights as He et al. scale them.
-Needs scikit-learn beside '.[all]'.
+Sixteen layers whose initial weights are twice too large: the gradient grows with every layer on its way back to the
+input. Three trainings on handwritten digits: unchanged, with clipped gradients, and with He initialisation.
+Needs scikit-learn in addition to '.[all]'.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ DEPTH, WIDTH, STEPS = 16, 64, 150
 
 
 def network(scale: float) -> nn.Sequential:
-    """`scale` times the weights that keep gradients as large as they are."""
+    """A network with `scale` times the weights that preserve the size of gradients."""
     torch.manual_seed(0)
     hidden = [part for _ in range(DEPTH - 1) for part in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
     net = nn.Sequential(*hidden, nn.Linear(WIDTH, 10))
@@ -50,7 +50,7 @@ def train(net: nn.Module, data: list[tuple[Tensor, Tensor]]) -> float:
 
 
 def growth(net: nn.Module, data: list[tuple[Tensor, Tensor]], name: str) -> float:
-    """How many times larger the gradient is behind the first layer than behind the one before the last."""
+    """How many times larger the gradient is after the first layer than after the second to last."""
     with th.measure(net, nn.Linear, grads=True) as stats:
         F.cross_entropy(net(data[0][0]), data[0][1]).backward()
     th.plot.gradient_flow(stats).savefig(OUTPUT / f"gradient_flow_{name}.png")
@@ -58,7 +58,7 @@ def growth(net: nn.Module, data: list[tuple[Tensor, Tensor]], name: str) -> floa
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # more gain nothing for so small a network
+    torch.set_num_threads(1)  # more threads do not help such a small network
     OUTPUT.mkdir(exist_ok=True)
     data, sick, healthy = batches(), network(2.0), network(1.0)
     print(report := th.diagnose(sick, data, F.cross_entropy, parts=["rest", "pass"]))
@@ -70,7 +70,7 @@ def main() -> None:
     losses["with weights of the right scale"] = train(healthy, data)
     told = ", ".join(f"{loss:.3g} {how}" for how, loss in losses.items())
     print(
-        f"Answer: back to the first layer the gradient grows {times:,.0f}-fold (healthy: {usual:.2g}-fold), for"
+        f"Answer: back to the first layer the gradient grows {times:,.0f}-fold (healthy: {usual:.2g}-fold), because"
         f" {report.findings[0].message}; the loss ends at {told}."
     )
 

@@ -66,7 +66,7 @@ def main() -> None:
     print(callback.report)
     finding = callback.report.findings[0]
     print(
-        f"Answer: it was stopped after {trainer.global_step} of {EPOCHS * len(loader)} steps, for at step"
+        f"Answer: it was stopped after {trainer.global_step} of {EPOCHS * len(loader)} steps, because at step"
         f" {finding.step} {finding.message} ({finding.code}, {finding.site or 'the model'})."
     )
 

@@ -53,7 +53,7 @@ def train(net: nn.Module, images: Tensor, labels: Tensor) -> None:
 def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)  # more gain nothing for so small a network
-    warnings.filterwarnings("ignore", "a tap lies inside")  # that torch's fused layers are not used, which is fine
+    warnings.filterwarnings("ignore", "a tap is inside")  # fused layers are not used, which is fine
     OUTPUT.mkdir(exist_ok=True)
     images, labels = map(torch.tensor, load_digits(return_X_y=True))
     pixels = images.float().view(-1, 1, 8, 8) / 16

@@ -1,7 +1,7 @@
 """Why is the transformer unstable at this learning rate, and what helps: a warm-up, or norms before the layers?
 
-A small model learns to spell. The run of a monitor tells how far the first step goes, a capture how much of the last
-output differs by letter, `explain.attention` how evenly heads look (1: at all). Needs scikit-learn beside '.[all]'.
+A small model learns to spell. A monitored run shows how far the first step goes, a capture how much of the last output
+depends on the letter, `explain.attention` how evenly heads attend (1: to all). Needs scikit-learn besides '.[all]'.
 """
 
 import warnings
@@ -17,7 +17,7 @@ import torchhook as th
 OUTPUT = Path("examples-output")
 STEPS, WARMUP, LENGTH, WIDTH = 150, 50, 32, 64
 TRAININGS = {"as it is": (False, False), "with a warm-up": (False, True), "with norms first": (True, False)}
-REASON = "So the first steps are too large: after them, blocks that end with a norm give the same for all letters."
+REASON = "So the first steps are too large: after them, blocks that end with a norm output the same for all letters."
 
 
 class Speller(nn.Module):
@@ -54,7 +54,7 @@ def train(net: Speller, letters: Tensor, warm: bool, name: str) -> th.Monitor:
 
 def main() -> None:
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", "a tap lies inside")  # that torch's fused layers are not used, which is fine
+    warnings.filterwarnings("ignore", "a tap is inside")  # fused layers are not used, which is fine
     words = "".join(getattr(datasets, f"load_{name}")().DESCR for name in ("iris", "wine", "breast_cancer", "digits"))
     letters = torch.tensor(list(map(ord, words))).unique(return_inverse=True)[1]
     share, some = letters.bincount() / len(letters), letters[: 8 * LENGTH].view(8, LENGTH)
@@ -73,7 +73,7 @@ def main() -> None:
         told.append(f"{name}, the first step moves the weights by {moved:.1%}, in the end {differs:.0%} of the output")
         told[-1] += f" differs by letter, the entropy is {entropy:.2f}, the loss {loss:.2f}"
     sick, *mended = shown.values()
-    print(f"Answer: {'; '.join(told)}. {REASON if sick < 0.1 < min(mended) else 'These numbers do not tell why.'}")
+    print(f"Answer: {'; '.join(told)}. {REASON if sick < 0.1 < min(mended) else 'These numbers do not show why.'}")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ ANSWERS = {
     ),
     "exploding_gradients.py": (
         "back to the first layer the gradient grows #-fold (healthy: #-fold),"
-        " for signals change in spread from # to # over the layers;"
+        " because the spread of activations goes from # to # over the layers;"
         " the loss ends at # as it is, # clipped, # with weights of the right scale.",
         lambda sick, healthy, low, high, plain, clipped, mended: (
             sick > 1000 > 10 > healthy and high > 100 * low and not plain < clipped and mended < min(clipped, 2.2)
@@ -88,8 +88,8 @@ ANSWERS = {
         lambda *both: all(after > max(0.8, before + 0.2) for after, before in zip(both[::2], both[1::2], strict=True)),
     ),
     "lightning_training.py": (
-        "it was stopped after # of # steps, for at step # the steps of the optimizer are # % of the weights:"
-        " too large to learn (TH501, the model).",
+        "it was stopped after # of # steps, because at step # each optimizer step changes the weights by #%:"
+        " too much to learn (TH501, the model).",
         lambda steps, most, broken, share: broken < 5 and share > 100 and 5 < steps < 40 < most,
     ),
     "mlflow_tracking.py": (

@@ -95,7 +95,7 @@ def _output(output: dict[str, Any]) -> str:
 def _about(rule: Any) -> str:
     from torchhook.rules import History
 
-    needs = rule.missing(History()).removeprefix("needs ") or "nothing that runs"  # of nothing, all is missing
+    needs = rule.missing(History()).removeprefix("needs ") or "nothing"  # an empty history lacks everything
     said = {"What to do": rule.hint, "When it is wrong": rule.wrong, "Needs": f"{needs[0].upper()}{needs[1:]}."}
     return "\n\n".join(
         [

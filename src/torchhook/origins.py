@@ -1,4 +1,4 @@
-"""Where the first NaN or infinity came from."""
+"""Where the first NaN or Inf of a model came from."""
 
 from torchhook.rules.origin import Catch, Origin, Range, origin_of, replay
 

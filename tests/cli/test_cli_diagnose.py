@@ -1,4 +1,4 @@
-"""``torchhook diagnose``: exit codes, what is printed, what is written."""
+"""``torchhook diagnose``: exit codes, and what is printed and written."""
 
 import json
 import sys
@@ -115,8 +115,8 @@ def test_adds_to_the_summary_of_a_job(diagnosed, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("file", "why"),
     [
-        ("report.pdf", "a report ends in .html, .json, .md, .xml, and 'report.pdf' does not"),
-        ("report", "a report ends in .html, .json, .md, .xml, and 'report' does not"),
+        ("report.pdf", "'report.pdf' must end in .html, .json, .md, .xml"),
+        ("report", "'report' must end in .html, .json, .md, .xml"),
         ("nowhere/report.html", "there is no folder 'nowhere'"),
         ("small.json", "'small.json' cannot be written"),
     ],
@@ -141,12 +141,12 @@ def test_refuses_a_page_without_plotly_before_it_works(diagnosed, monkeypatch, t
     ("arguments", "why"),
     [
         ([], "Missing argument 'MODEL'"),
-        (["small.net:Net"], "--input / --loader: give one of the two"),
-        (["small.net:Net", "--input", "1,8", "--loader", "small.data:batches"], "give one of the two"),
-        (["small.net:Net", "--input", "1,x"], "--input: write sizes with commas between, as 1,3,224,224, not '1,x'"),
+        (["small.net:Net"], "--input / --loader: pass exactly one of the two"),
+        (["small.net:Net", "--input", "1,8", "--loader", "small.data:batches"], "pass exactly one of the two"),
+        (["small.net:Net", "--input", "1,x"], "--input: write sizes separated by commas, such as 1,3,224,224"),
         (["small.net:Net", "--input", "0,8"], "not '0,8'"),
-        (["small.net:Net", "--input", "1,8:str"], "after the colon comes int, float or bool, not 'str'"),
-        (["small.net:Net", "--input", "1,8", "--loss", "mse_loss"], "mse_loss compares with targets"),
+        (["small.net:Net", "--input", "1,8:str"], "after the colon must be int, float or bool, not 'str'"),
+        (["small.net:Net", "--input", "1,8", "--loss", "mse_loss"], "mse_loss needs targets"),
         (["small.net:Net", "--input", "1,8", "--fail-on", "doom"], "--fail-on"),
         (["small.net:Net", "--input", "1,8", "--format", "pdf"], "--format"),
         (["small.net:Net", "--input", "1,8", "--steps", "-1"], "--steps"),

@@ -1,4 +1,4 @@
-"""What one writes on the command line, and what goes wrong with it."""
+"""Names and shapes on the command line, and what can go wrong with them."""
 
 import pytest
 import torch
@@ -12,13 +12,13 @@ from torchhook.cli.loaders import Shape, split
         ("small.net", "MODEL: write package.module:name, not 'small.net'"),
         (":Net", "write package.module:name, not ':Net'"),
         ("small.net:", "write package.module:name"),
-        ("small/net.py:Net", "write it as one imports it: small.net:Net, not small/net.py:Net"),
-        ("./script.py", "script:name, not ./script.py"),
+        ("small/net.py:Net", "write it as an import, small.net:Net, not as a path, small/net.py:Net"),
+        ("./script.py", "script:name, not as a path, ./script.py"),
         ("smal.net:Net", "there is no module 'smal', neither installed nor in"),
         ("small.nets:Net", "there is no module 'small.nets'"),
         ("small.net:Nte", "small.net has no 'Nte'; did you mean Net?"),
         ("small.net:Net.maker", "small.net has no 'Net.maker'"),
-        ("small.net:numbers", "small.net:numbers gave 3, which is no torch.nn.Module"),
+        ("small.net:numbers", "small.net:numbers is or returns 3, which is not a torch.nn.Module"),
     ],
 )
 def test_a_model_that_is_not_there(command, model, why):
@@ -31,7 +31,7 @@ def test_a_model_that_is_not_there(command, model, why):
     ("option", "name", "why"),
     [
         ("--loss", "cross_entropyy", "torch.nn.functional has no 'cross_entropyy'; did you mean cross_entropy"),
-        ("--loss", "small.training:number", "small.training:number is 3, which cannot be called"),
+        ("--loss", "small.training:number", "small.training:number is 3, which is not callable"),
         ("--optimizer", "Adma", "torch.optim has no 'Adma'; did you mean Adam"),
         ("--optimizer", "small.training:none", "--optimizer: small.training has no 'none'"),
         ("--device", "toaster", "toaster"),

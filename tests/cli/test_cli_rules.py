@@ -1,4 +1,4 @@
-"""``torchhook rules``: the list, and all about one."""
+"""``torchhook rules``: the list, and the explanation of one rule."""
 
 import pytest
 

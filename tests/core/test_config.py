@@ -1,4 +1,4 @@
-"""``[tool.torchhook]``: where it is found, what it may say, and what counts for more."""
+"""``[tool.torchhook]``: where it is found, what it may contain, and what takes precedence."""
 
 import json
 
@@ -35,7 +35,7 @@ def test_there_need_be_none(tmp_path):
         ("[tool.torchhook\n", "is not valid TOML: "),
         ("[tool]\ntorchhook = 3", "[tool.torchhook] must be a table, not 3"),
         ("[tool.torchhook]\nfail_on = 'error'", "there is no setting 'fail_on'; did you mean 'fail-on'?"),
-        ("[tool.torchhook]\nx = 1", "there are select, ignore, fail-on, per-module-ignores"),
+        ("[tool.torchhook]\nx = 1", "known settings are select, ignore, fail-on, per-module-ignores"),
         ("[tool.torchhook]\nselect = 'TH1'", "select must be a list of codes, not 'TH1'"),
         ("[tool.torchhook]\nignore = [1]", "ignore must be a list of codes, not [1]"),
         ("[tool.torchhook]\nfail-on = 'doom'", "fail-on must be info, warning or error, not 'doom'"),

@@ -1,4 +1,4 @@
-"""The pytest plugin, in sessions of pytest of its own."""
+"""The pytest plugin, in pytest sessions of its own."""
 
 import subprocess
 import sys
@@ -49,7 +49,7 @@ def test_scaled(model_check):
 
 @pytest.fixture(autouse=True, scope="module")
 def _warm():
-    """What a session inside of this process imports, it forgets again, and torch must not be imported twice."""
+    """Import torch first: a session inside this process forgets its imports, and torch must not be imported twice."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
@@ -60,7 +60,7 @@ def _warm():
 
 @pytest.fixture
 def session(pytester):
-    """Run pytest inside of this process on the tests given."""
+    """Run pytest inside this process on the given tests."""
 
     def run(*tests, arguments=(), pyproject=""):
         pytester.makepyfile(BATCHES + "".join(tests))
@@ -86,7 +86,7 @@ def test_a_finding_fails_the_test_with_a_table(session):
             "TH503 at 2 (Sequential: 1 error)",
             "",
             "severity  code   where  what",
-            "error     TH503  2      the optimizer does not have it: weight, bias",
+            "error     TH503  2      not in the optimizer: weight, bias",
             "",
             "TH503: ?*",
         ]
@@ -136,7 +136,7 @@ def test_wrong_settings_are_told_in_a_line(session):
 
 
 def test_junit_has_the_headline(session, pytester):
-    strict = ["-W", "error", "-p", "no:dash"]  # whose own plugin warns
+    strict = ["-W", "error", "-p", "no:dash"]  # its own plugin warns
     done = session(HEALTHY, FORGETFUL, arguments=["--junitxml=junit.xml", *strict])
     done.assert_outcomes(passed=1, failed=1)
     suites = ElementTree.parse(pytester.path / "junit.xml")
@@ -163,9 +163,7 @@ def test_it_can_be_turned_off(session):
 
 
 def test_help_tells_of_the_option(pytester):
-    pytester.runpytest_inprocess("--help").stdout.fnmatch_lines(
-        ["checks of models by torchhook:", "*--torchhook-fail-on*"]
-    )
+    pytester.runpytest_inprocess("--help").stdout.fnmatch_lines(["model checks by torchhook:", "*--torchhook-fail-on*"])
 
 
 def test_workers_of_xdist_tell_it_too(pytester, monkeypatch):

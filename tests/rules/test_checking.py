@@ -1,4 +1,4 @@
-"""check(): which rules are applied to what, what becomes of their findings, and that a watch collects no more."""
+"""check(): which rules are applied, what happens to their findings, and that a watch measures nothing else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture
 def registry():
-    """The rules, which are as before afterwards."""
+    """The registered rules, which are restored after the test."""
     before = dict(RULES)
     yield RULES
     RULES.clear()
@@ -212,7 +212,7 @@ def test_a_rule_without_what_it_needs_is_skipped_with_the_reason():
     assert "at rest" in report.skipped["TH302"]
     assert "optimizer" in report.skipped["TH503"]
     assert "profile" in report.skipped["TH901"]
-    assert "which only diagnose compares" in report.skipped["TH704"]
+    assert "which only diagnose makes" in report.skipped["TH704"]
 
 
 @pytest.mark.parametrize("broken", [Raises, RaisesEarly])
@@ -384,7 +384,7 @@ def watched(rules, with_optimizer, thorough=True, steps=2):
 def wanted(need, reading, stat):
     """Whether a statistic at a place is there because of a need."""
     flag, port = FLAGS.get(need.port), reading.port.partition("[")[0]
-    if flag in ("params", "param_grads", "updates"):  # whoever wants one of them gets those of the same measuring
+    if flag in ("params", "param_grads", "updates"):  # they are measured together
         return FLAGS.get(port) == flag and stat == "moments"
     kinds_fit = not need.kinds or kind_of(reading.module_class) in need.kinds
     return port == need.port and stat == need.stat and kinds_fit

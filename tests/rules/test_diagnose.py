@@ -1,4 +1,4 @@
-"""diagnose(): the model, the optimizer, the data and all dice are as before, whatever the data and the model are."""
+"""diagnose(): leaves the model, the optimizer, the data and all random states unchanged, for many kinds of models."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def batches(count=4, size=16):
 
 
 def bits(value):
-    """All that a value holds, to compare."""
+    """Everything that a value holds, to compare."""
     if isinstance(value, torch.Tensor):
         return value.dtype, tuple(value.shape), value.detach().cpu().numpy().tobytes()
     if isinstance(value, dict):
@@ -72,7 +72,7 @@ def bits(value):
 
 
 def state_of(model, optimizer=None):
-    """All that a diagnosis might have changed."""
+    """Everything that a diagnosis might change."""
     parameters = dict(model.named_parameters())
     return {
         "state": bits(model.state_dict(keep_vars=False)),
@@ -138,7 +138,7 @@ def test_no_die_is_cast():
     loader = DataLoader(TensorDataset(torch.randn(32, 8), torch.randint(3, (32,))), batch_size=16, shuffle=True)
     before = dice()
     model = Rolls()
-    assert dice() != before  # which it takes to make a model
+    assert dice() != before  # creating a model draws random numbers
     before = dice()
     assert len(diagnose(model, loader, F.cross_entropy, steps=5).losses) == 5
     assert dice() == before
@@ -301,7 +301,7 @@ def test_a_dict_is_keywords_and_the_output_brings_its_loss(make):
     report = diagnose(model, batch, steps=8)
     assert len(report.losses) == 8 and report.losses[7] < report.losses[0]
     assert not any("the loss is" in note for note in report.notes)
-    assert "TH803" in report.checked, report.skipped  # its attention was seen
+    assert "TH803" in report.checked, report.skipped  # its attention was measured
     assert "TH000" not in [finding.code for finding in report.findings]
     assert (state_of(model), bits(batch)) == (before, data_before)
 
@@ -397,7 +397,7 @@ def test_at_rest_the_model_is_not_run():
 
 def test_a_pass_does_not_train():
     model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), 1e9)  # whoever used it would see
+    optimizer = torch.optim.SGD(model.parameters(), 1e9)  # a step with it would show
     report = diagnose(model, batches(1), F.cross_entropy, optimizer, parts=("pass",))
     assert len(set(report.losses.values())) == 1
     assert not set(report.checked) & {"TH102", "TH302", "TH503", "TH501"}
@@ -552,7 +552,7 @@ def test_a_compiled_model(nothing_compiled):
 @pytest.mark.parametrize("loss", [F.cross_entropy, None])
 def test_a_lazy_model_has_to_be_run_first(loss):
     model = nn.Sequential(nn.LazyLinear(16), nn.ReLU(), nn.LazyLinear(3))
-    with pytest.raises(ValueError, match="'0.weight' has no values yet: run the model once"):
+    with pytest.raises(ValueError, match="'0.weight' is not initialised yet: run the model once"):
         diagnose(model, batches(), loss, steps=3)
     assert model[0].has_uninitialized_params()
     model(batches()[0][0])
@@ -714,7 +714,7 @@ def test_units_that_a_shared_module_kills_are_found_where_they_come_from():
 
 @pytest.mark.filterwarnings("error")
 def test_units_of_which_there_were_other_numbers_before_are_not_judged():
-    """The ReLU of a Conv1d is taken for one with its units last; batches of other lengths show that it has not."""
+    """The ReLU of a Conv1d is taken for one with its units last; batches of other lengths show that it is not."""
     model = nn.Sequential(nn.Conv1d(1, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(8, 3))
     with torch.no_grad():
         model[0].bias.fill_(-100)

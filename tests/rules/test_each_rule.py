@@ -1,4 +1,4 @@
-"""Each rule finds what it is about at its place, and is quiet where that is not so: far beyond any threshold."""
+"""Each rule finds its fault at the right place and is silent without it, in cases far from any threshold."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Example(NamedTuple):
-    """What makes a report by one rule, and where (at one of these sites) that finds something, if it does."""
+    """A function that makes a report by one rule, and the sites at one of which it must find something, if any."""
 
     code: str
     name: str
@@ -34,7 +34,7 @@ EXAMPLES: list[Example] = []
 
 
 def example(code, *sites, step=None):
-    """An example of one rule; without sites, of what it must not find."""
+    """Register an example for a rule; without sites, the rule must find nothing."""
 
     def add(make):
         EXAMPLES.append(Example(code, make.__name__, partial(make, code), sites, step))
@@ -57,7 +57,7 @@ def square(output, target):
 
 
 def flowed(code, model, x=None):
-    """What one rule says to one forward and backward, of which nothing is measured but what it asks for."""
+    """The report of one rule on one forward and backward, with only the statistics that it needs."""
     with Watch(model, [RULES[code]], history=History()) as watch:
         watch.be_thorough(True)
         model(torch.randn(512, 8) if x is None else x).float().sum().backward()
@@ -79,7 +79,7 @@ def trained(code, model, optimizer, data=None, loss=square, steps=25):
 
 
 def told(code, losses):
-    """What one rule says to some losses."""
+    """The report of one rule on some losses."""
     return check(History(losses=dict(enumerate(losses))), [code])
 
 
@@ -175,7 +175,7 @@ def a_dead_rectifier(code):
 
 
 class Rectified(nn.Module):
-    """A ReLU that is no module."""
+    """A ReLU that is not a module."""
 
     def __init__(self):
         super().__init__()
@@ -392,7 +392,7 @@ def batches_of_one_size(code):
 
 
 class Ends(nn.Module):
-    """Two layers, of which gradients reach the second; or both."""
+    """Two layers; gradients reach the second, or both."""
 
     def __init__(self, stopped):
         super().__init__()
@@ -662,7 +662,7 @@ def a_weight_of_full_rank(code):
 
 
 class Attends(nn.Module):
-    """Attention, of queries and keys that are larger by a factor."""
+    """Attention whose queries and keys are larger by a factor."""
 
     def __init__(self, scale=1.0):
         super().__init__()
@@ -730,7 +730,7 @@ def test_it_is_found_at_its_place(each):
 @pytest.mark.parametrize("each", [each for each in EXAMPLES if not each.sites], ids=named)
 def test_it_is_not_found_where_it_is_not(each):
     report = each.make()
-    assert report.checked == (each.code,), report.skipped  # it did look
+    assert report.checked == (each.code,), report.skipped  # the rule was applied
     assert not [finding for finding in report.findings if finding.severity >= "warning"]
 
 

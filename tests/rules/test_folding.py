@@ -1,4 +1,4 @@
-"""Folding: one root cause with all that it explains, whatever was found, by whom, and in which order."""
+"""Folding: one root cause with everything that it explains, for any findings in any order."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def fold(*pairs):
 
 
 def flat(findings):
-    """All findings, those that are affected too, without what they affect."""
+    """All findings, including the affected ones, each without its own affected."""
     for finding in findings:
         yield replace(finding, affected=())
         yield from flat(finding.affected)
@@ -169,7 +169,7 @@ STEPS, SEVERITIES = st.none() | st.integers(0, 3), st.sampled_from([*Severity])
 
 @st.composite
 def found_by_rules(draw, sites=SITES, unique=False):
-    """Findings of some rules, each with a message of its own, whose relation of causes is any at all."""
+    """Findings of some rules, each with its own message, with arbitrary relations of cause."""
     found = {}
     facts = st.tuples(st.sampled_from(sites), STEPS, SEVERITIES, st.integers(0, 2))
     many = st.lists(facts, max_size=4, unique_by=(lambda each: each[:3]) if unique else None)
@@ -240,5 +240,5 @@ def test_the_order_of_findings_does_not_matter_unless_they_are_of_one_place_and_
 
 
 def _shuffled(found, dice: random.Random):
-    """The same by other objects in another order."""
+    """Equal findings as other objects, in another order."""
     return {type(rule)(): found[rule] for rule in dice.sample([*found], len(found))}

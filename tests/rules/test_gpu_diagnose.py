@@ -1,4 +1,4 @@
-"""Diagnosis where the model is on a GPU: the same findings, and no waiting inside of a forward."""
+"""Diagnosis where the model is on a GPU: the same findings, and no waiting inside a forward."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""ModelDiagnostics: features and gradients in one object, as seed 003 wants it, on the same engine as all the rest."""
+"""ModelDiagnostics: features and gradients in one object, as seed 003 asks for, on the common engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchhook import ModelDiagnostics, SelectionError
 
 
 class Writer:
-    """Keeps what it is told, with the signature of TensorBoard's; it has nothing else to call."""
+    """Keeps what is written, with the signature of TensorBoard's `add_histogram` and nothing else."""
 
     def __init__(self):
         self.written = {}
@@ -34,7 +34,7 @@ def pictures():
 
 
 def seen(model, x):
-    """What layers give, and its gradients, by means of torch alone."""
+    """The outputs of layers and their gradients, with torch alone."""
     outputs, handles = {}, []
 
     def keep(path):
@@ -168,7 +168,7 @@ def test_gradients_of_nan_are_no_reason_to_fail():
         diagnostics.visualize(writer)
         report = diagnostics.check()
     assert bool(diagnostics.gradients["2"].isnan().all()) and bool(diagnostics.gradients["0"].isnan().any())
-    assert {tag for tag, _ in writer.written} == {"features/0", "features/2", "gradients/0"}  # of what is finite
+    assert {tag for tag, _ in writer.written} == {"features/0", "features/2", "gradients/0"}  # only of finite values
     assert [finding.code for finding in report.findings] == ["TH103"]
     assert report.findings[0].site == "2"
 
@@ -219,7 +219,7 @@ def test_hooks_are_gone_after_close_and_what_was_seen_stays():
     assert hooks_of(model) == before
     model(pictures())
     assert torch.equal(diagnostics.features["0"], feature)
-    diagnostics.close()  # once more does no harm
+    diagnostics.close()  # closing twice is fine
 
 
 def test_hooks_are_gone_after_an_error():

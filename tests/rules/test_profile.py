@@ -1,11 +1,11 @@
-"""Profile: what it stores, what it says of live batches, and what becomes of files that are no profiles."""
+"""Profile: what it stores, what it reports on live batches, and how it refuses files that are not profiles."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import struct
+import sys
 
 import pytest
 import torch
@@ -80,7 +80,7 @@ def test_a_file_holds_tensors_and_json_and_no_pickle(file):
     assert about["torchhook_profile"] == VERSION and about["model"] == "Net"
     assert {(known["path"], known["port"]) for known in about["places"]} >= {("first", "output"), ("head", "output")}
     assert len(raw) == 8 + length + max(each["data_offsets"][1] for each in header.values())
-    assert {each["dtype"] for each in header.values()} == {"F64"}  # all the rest is numbers
+    assert {each["dtype"] for each in header.values()} == {"F64"}  # everything else is numbers in the metadata
 
 
 def test_a_profile_has_all_leaves_in_execution_order_or_those_that_are_asked_for(model, profile):
@@ -201,7 +201,7 @@ def test_a_shift_of_values_that_are_far_from_zero_is_found(center):
 def test_a_file_without_means_is_read(model, profile, file):
     with safe_open(file, "pt") as stored:
         about = json.loads(stored.metadata()["torchhook"])
-        states = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (it is no mapping)
+        states = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (not a mapping)
     for place in about["places"]:
         assert place.pop("mean") == profile.places[place["path"], place["port"]].mean
     save_file(states, file, metadata={"torchhook": json.dumps(about)})
@@ -244,7 +244,7 @@ def test_outputs_in_containers_are_profiled():
 def test_what_is_no_profile_is_refused(tmp_path):
     for name, metadata in (("plain", None), ("other", {"torchhook": "{}"}), ("strange", {"format": "pt"})):
         save_file({"0": torch.ones(3)}, tmp_path / name, metadata)
-        with pytest.raises(ValueError, match="is no profile"):
+        with pytest.raises(ValueError, match="is not a profile"):
             Profile.load(tmp_path / name)
 
 
@@ -280,15 +280,12 @@ def test_a_file_that_is_not_there(tmp_path):
 
 def test_a_file_whose_metadata_are_no_json_is_refused(tmp_path):
     save_file({"0": torch.ones(3)}, tmp_path / "odd", {"torchhook": "{"})
-    with pytest.raises(ValueError, match="is no profile"):
+    with pytest.raises(ValueError, match="is not a profile"):
         Profile.load(tmp_path / "odd")
 
 
 def test_without_safetensors_it_says_what_to_install(monkeypatch, profile, file):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        "torchhook.rules.profile.find_spec", lambda name, *rest: None if name == "safetensors" else find(name, *rest)
-    )
+    monkeypatch.setitem(sys.modules, "safetensors", None)
     for action in (lambda: profile.save(file), lambda: Profile.load(file)):
         with pytest.raises(ImportError, match=r'pip install "torchhook\[files\]"'):
             action()

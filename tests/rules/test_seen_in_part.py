@@ -1,4 +1,4 @@
-"""Attention that grows, and statistics that could not be collected."""
+"""Attention that grows, and statistics that could not be measured."""
 
 import pytest
 import torch

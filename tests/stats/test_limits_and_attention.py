@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from contents import FLOATS, KINDS, SEEDS, filled
 from torchhook import Histogram
-from torchhook.rules.attention import Attending
+from torchhook.rules.attention import GuardedAttending
 from torchhook.stats import Attention, Headroom, Saturation
 
 NARROW = [torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -230,7 +230,7 @@ def told(function):
     state = torch.get_rng_state()
     expected = function()
     torch.set_rng_state(state)
-    with Attending(seen.append):
+    with GuardedAttending(seen.append):
         found = function()
     for one, other in zip(_tensors(found), _tensors(expected), strict=True):
         assert torch.equal(one, other)
@@ -453,7 +453,7 @@ def test_weights_that_meet_values_twice_are_told_once():
 def test_nothing_is_seen_a_second_time_in_a_backward_and_nothing_afterwards(reentrant, backward):
     query, key, value = (x.requires_grad_() for x in qkv())
     seen = []
-    with Attending(seen.append):
+    with GuardedAttending(seen.append):
         output = checkpoint(F.scaled_dot_product_attention, query, key, value, use_reentrant=reentrant)
         backward(output.sum())
     assert len(seen) == 1 and query.grad is not None
@@ -479,7 +479,7 @@ def test_a_fast_path_is_left_and_computes_the_same_up_to_rounding():
     x, seen = torch.randn(3, 5, 8), []
     with torch.no_grad():
         expected = layer(x)
-        with Attending(seen.append):
+        with GuardedAttending(seen.append):
             found = layer(x)
     assert len(seen) == 1
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
@@ -489,16 +489,16 @@ def test_what_cannot_be_looked_at_is_told_and_not_disturbed():
     x = torch.nested.nested_tensor([torch.randn(4, 2, 8), torch.randn(6, 2, 8)], layout=torch.jagged)
     query = x.transpose(1, 2)
     expected = F.scaled_dot_product_attention(query, query, query)
-    with Attending(lambda logits: None), pytest.warns(UserWarning, match="not measured"):
+    with GuardedAttending(lambda logits: None), pytest.warns(UserWarning, match="could not measure"):
         found = F.scaled_dot_product_attention(query, query, query)
     assert all(torch.equal(a, b) for a, b in zip(found.unbind(), expected.unbind(), strict=True))
 
 
 def test_a_fault_of_ours_stops_nothing(monkeypatch):
     logits, value = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 5, 6)
-    attending = Attending(lambda logits: None)
+    attending = GuardedAttending(lambda logits: None)
     monkeypatch.setattr(attending, "_open", None)  # which cannot be looked into
-    with attending, pytest.warns(UserWarning, match="what softmax looks at is not measured") as caught:
+    with attending, pytest.warns(UserWarning, match="could not measure the attention of softmax") as caught:
         found = logits.softmax(-1) @ value
     assert torch.equal(found, logits.softmax(-1) @ value)
     assert caught[0].filename == __file__

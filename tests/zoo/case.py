@@ -35,7 +35,7 @@ Sites = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Specimen:
-    """A kind of training. Without `codes` it is healthy; else any of them, at any of its `sites`, names its fault.
+    """A kind of training. Without `codes` it is healthy; otherwise, any of them at any of its `sites` names its fault.
 
     `step` is the first step (counted from 0, as the batches are) at which a fault of mid-training shows.
     """
@@ -52,12 +52,12 @@ class Specimen:
 
 
 def healthy(build: Callable[[int], Case]) -> Specimen:
-    """Make a healthy specimen of a function that builds its cases."""
+    """Turn a function that builds cases into a healthy specimen."""
     return Specimen(build.__name__, build)
 
 
 def fault(*codes: str, sites: Sites | Callable[[int], Sites] = ("",), step: int | None = None):
-    """Make a specimen with a planted fault of a function that builds its cases."""
+    """Turn a function that builds cases into a specimen with a planted fault."""
 
     def made(build: Callable[[int], Case]) -> Specimen:
         return Specimen(build.__name__, build, codes, sites, step)
@@ -72,7 +72,7 @@ def pick(seed: int, *options):
 
 
 def anywhere(model: nn.Module) -> Sites:
-    """All places of a model, for faults that lie in no layer more than in another."""
+    """All places of a model, for faults that are not specific to a layer."""
     return (*(path for path, _ in model.named_modules()), *(path for path, _ in model.named_parameters()))
 
 
@@ -82,7 +82,7 @@ def inside(model: nn.Module, *paths: str) -> Sites:
 
 
 def backward(case: Case, batch) -> torch.Tensor:
-    """One forward and backward pass of a training loop; gives the loss."""
+    """One forward and backward pass of a training loop; returns the loss."""
     x, y = batch
     case.optimizer.zero_grad()
     loss = case.loss(case.model(x), y)

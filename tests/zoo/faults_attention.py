@@ -1,4 +1,4 @@
-"""Faults of attention: each place looks at one other alone."""
+"""Faults of attention: each position attends to a single other one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _block_sites(seed: int) -> Sites:
 
 @fault("TH802", "TH803", sites=_block_sites)
 def sharp_attention(seed: int) -> Case:
-    """Queries and keys of one block are several times too large: almost all weight falls on one place."""
+    """Queries and keys of one block are several times too large: almost all weight falls on one position."""
     case = vit_warmup.build(seed)
     case.loop = None
     attention = case.model.blocks[seed % 2].attn

@@ -26,7 +26,7 @@ _RECURRENT = ("rnn", "rnn.weight_hh_l0", "rnn.weight_ih_l0", "rnn.bias_hh_l0", "
 
 @fault("TH402", sites=_RECURRENT)
 def exploding_rnn(seed: int) -> Case:
-    """Each of 24 moments multiplies by almost two."""
+    """Each of 24 time steps multiplies by almost two."""
     torch.manual_seed(seed)
     model = Recurrent(1, width=pick(seed, 24, 32), classes=4, kind=nn.RNN, nonlinearity="relu")
     nn.init.orthogonal_(model.rnn.weight_hh_l0, gain=pick(seed, 2.6, 2.9))
@@ -35,7 +35,7 @@ def exploding_rnn(seed: int) -> Case:
 
 @fault("TH402", sites=_RECURRENT)
 def chaotic_rnn(seed: int) -> Case:
-    """Its activations stay between -1 and 1, while its gradients grow from moment to moment."""
+    """Its activations stay between -1 and 1, while its gradients grow from time step to time step."""
     torch.manual_seed(seed)
     width = 48
     model = Recurrent(1, width=width, classes=4, kind=nn.RNN)
@@ -70,7 +70,7 @@ def corrupt_targets(seed: int) -> Case:
 
 @fault("TH602", "TH403", sites=lambda seed: anywhere(other_text.build(seed).model), step=SPIKE)
 def other_text(seed: int) -> Case:
-    """A language model of English meets one batch of two rare letters by turns."""
+    """A language model of English gets one batch of two alternating rare letters."""
     case = gpt.build(seed)
     case.data = [dict(case.data[i % len(case.data)]) for i in range(case.steps)]
     ids = torch.full_like(case.data[SPIKE]["ids"], 26)
@@ -80,7 +80,7 @@ def other_text(seed: int) -> Case:
 
 
 class Cut(FunctionalMlp):
-    """Cuts the graph behind one of its layers."""
+    """Cuts the graph after one of its layers."""
 
     def __init__(self, sizes, at: int):
         super().__init__(sizes)
@@ -106,7 +106,7 @@ def detached(seed: int) -> Case:
 
 
 class NoGradReader(Reader):
-    """Its words and its GRU run without a graph, left over from a time when they were frozen."""
+    """Its embedding and its GRU run without a graph, left over from when they were frozen."""
 
     def forward(self, ids):
         mask = (ids != 0).unsqueeze(2)
@@ -123,7 +123,7 @@ def left_in_no_grad(seed: int) -> Case:
 
 
 class Rounding(nn.Module):
-    """Eight levels: its derivative is 0 wherever it has one."""
+    """Rounds to eight levels: its derivative is 0 wherever it exists."""
 
     def forward(self, x):
         return (x * 8).round() / 8
@@ -147,7 +147,7 @@ def rounded(seed: int) -> Case:
 
 
 class Auxiliary(ConvNet):
-    """Has a second head that its forward forgot."""
+    """Has a second head that its forward does not call."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -162,7 +162,7 @@ def head_not_called(seed: int) -> Case:
 
 
 class LostSkip(UNet):
-    """Only what comes up through the middle is used on one level; its stage is called, to no effect."""
+    """On one level, only the path through the middle is used; its own stage is called to no effect."""
 
     def __init__(self, width: int):
         super().__init__(width)
@@ -182,7 +182,7 @@ class LostSkip(UNet):
 
 @fault("TH404", sites=lambda seed: inside(result_thrown_away.build(seed).model, "deepest"))
 def result_thrown_away(seed: int) -> Case:
-    """A convolution is called, and what it gives is not used."""
+    """A convolution is called, but its output is not used."""
     torch.manual_seed(seed)
     model = LostSkip(pick(seed, 6, 8))
     loss = F.binary_cross_entropy_with_logits

@@ -16,7 +16,7 @@ from zoo.tasks import cancer, diabetes, digits, generator
 
 @fault("TH601")
 def random_labels(seed: int) -> Case:
-    """There is nothing to learn: the labels are dice, thrown anew for each batch."""
+    """There is nothing to learn: the labels are random for each batch."""
     case = pick(seed, convnet, convnet_batchnorm, digits_unit).build(seed)
     case.steps = 80
     g = generator(seed)
@@ -26,7 +26,7 @@ def random_labels(seed: int) -> Case:
 
 @fault("TH601")
 def uphill(seed: int) -> Case:
-    """A sign is wrong: the optimizer goes up."""
+    """A sign is wrong: the optimizer ascends."""
     case = pick(seed, convnet, resnet_inplace).build(seed)
     rate = pick(seed, 1e-3, 3e-3)
     case.optimizer = torch.optim.Adam(case.model.parameters(), rate, maximize=True)
@@ -34,7 +34,7 @@ def uphill(seed: int) -> Case:
 
 
 class Probabilities(ConvNet):
-    """Gives probabilities, where logits are asked for."""
+    """Returns probabilities where logits are expected."""
 
     def forward(self, x):
         return F.softmax(super().forward(x), dim=1)
@@ -73,7 +73,7 @@ def broadcast_targets(seed: int) -> Case:
 
 @fault("TH303", sites=("", "features.conv0", "features.conv0.weight"))
 def pixels_as_bytes(seed: int) -> Case:
-    """0 to 255, as they came out of the file."""
+    """Pixels from 0 to 255, as read from the file."""
     case = convnet.build(seed)
     case.data = digits(seed, scale="raw")
     return case
@@ -97,7 +97,7 @@ _CHANGES = {
 
 @fault("TH901", sites=lambda seed: anywhere(drifted_pictures.build(seed).model))
 def drifted_pictures(seed: int) -> Case:
-    """The live pictures come from another camera than those of the profile."""
+    """The live pictures come from a different camera than those of the profile."""
     model = pretrained(seed)
     change = _CHANGES[pick(seed, *_CHANGES)]
     live = [(change(x), y) for x, y in digits(seed + 1, classes=range(5))]
@@ -107,7 +107,7 @@ def drifted_pictures(seed: int) -> Case:
 
 @fault("TH901", sites=lambda seed: anywhere(drifted_unit.build(seed).model))
 def drifted_unit(seed: int) -> Case:
-    """One or a few columns of a table are in another unit than those of the profile."""
+    """One or a few columns of a table have a different unit than in the profile."""
     torch.manual_seed(seed)
     model = Mlp([30, *[pick(seed, 16, 32)] * 2], classes=2)
     factor = torch.ones(30)

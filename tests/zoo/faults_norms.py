@@ -42,7 +42,7 @@ def eval_from_the_start(seed: int) -> Case:
 
 @fault("TH701", sites=lambda seed: _norms(statistics_stand_still.build(seed).model))
 def statistics_stand_still(seed: int) -> Case:
-    """The momentum is so small that running statistics stay where they began."""
+    """The momentum is so small that running statistics stay where they started."""
     case = pick(seed, convnet_batchnorm, resnet_inplace).build(seed)
     for module in case.model.modules():
         if isinstance(module, nn.BatchNorm2d):
@@ -52,7 +52,7 @@ def statistics_stand_still(seed: int) -> Case:
 
 @fault("TH701", "TH704", sites=lambda seed: ("", *_norms(statistics_of_the_last.build(seed).model)))
 def statistics_of_the_last(seed: int) -> Case:
-    """The momentum is so large that running statistics tell of the last batch alone, and batches alternate."""
+    """The momentum is so large that running statistics reflect only the last batch, and batches alternate."""
     torch.manual_seed(seed)
     model = ConvNet(width=pick(seed, 8, 12), depth=2, norm=lambda width: nn.BatchNorm2d(width, momentum=0.95))
     data = [(x * 3 + 2 if i % 2 else x, y) for i, (x, y) in enumerate(digits(seed))]
@@ -61,7 +61,7 @@ def statistics_of_the_last(seed: int) -> Case:
 
 @fault("TH701", "TH303", sites=lambda seed: ("", "body.features.conv0", *_norms(other_preprocessing.build(seed).model)))
 def other_preprocessing(seed: int) -> Case:
-    """A pretrained model with frozen statistics, fed with pixels on another scale than it knows."""
+    """A pretrained model with frozen statistics, fed with pixels on a different scale than in its training."""
     model = FrozenNorms(pretrained(seed))
     data = [(x * 6 + 5, y) for x, y in digits(seed, classes=range(5, 10))]
     return Case(model, data, F.cross_entropy, torch.optim.Adam(model.parameters(), 1e-3))
@@ -94,7 +94,7 @@ def tiny_batches(seed: int) -> Case:
 
 @fault("TH704", "TH701", sites=("", "dropout", "norm1", "head"))
 def dropout_before_norm(seed: int) -> Case:
-    """Dropout enlarges the variance that BatchNorm keeps for a time when nothing is dropped."""
+    """Dropout enlarges the variance that BatchNorm keeps for eval mode, where nothing is dropped."""
     torch.manual_seed(seed)
     model = Normed(pick(seed, 48, 64), dropout=pick(seed, 0.8, 0.9))
     return Case(model, digits(seed), F.cross_entropy, torch.optim.Adam(model.parameters(), 3e-3))

@@ -1,4 +1,4 @@
-"""Faults that make values which are no numbers, or nearly: NaN, infinity, the end of float16."""
+"""Faults that produce NaN or infinity, or values close to the maximum of float16."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zoo.nets import ConvNet, Mlp
 from zoo.tasks import bags, cancer, digits, waves
 
 BAD = 25
-"""The step whose batch brings out what the others leave hidden."""
+"""The step whose batch triggers the fault."""
 
 
 class LogEnergy(nn.Module):
@@ -45,7 +45,7 @@ def log_of_silence(seed: int) -> Case:
 
 
 class Spread(nn.Module):
-    """The mean and the deviation over all pixels, by a formula whose root may be of a negative number."""
+    """The mean and the deviation over all pixels, by a formula that may take the root of a negative number."""
 
     def forward(self, x):
         mean = x.mean((2, 3))
@@ -124,7 +124,7 @@ class AttentiveReader(nn.Module):
 
 @fault("TH101", sites=("layers.0", "layers.0.out"), step=BAD)
 def all_masked(seed: int) -> Case:
-    """A sentence of padding alone leaves a softmax nothing to choose from."""
+    """A sentence of padding alone leaves the softmax nothing to choose from."""
     torch.manual_seed(seed)
     model = AttentiveReader(pick(seed, 16, 24), pick(seed, 1, 2))
     return Case(model, _empty_sentences(seed), F.cross_entropy, torch.optim.Adam(model.parameters(), 5e-3))
@@ -184,7 +184,7 @@ class SignedRoot(nn.Module):
 
 
 class Bilinear(nn.Module):
-    """How much each pair of channels has in common, over all pixels: 0 for many pairs behind a ReLU."""
+    """How much each pair of channels has in common, over all pixels: 0 for many pairs after a ReLU."""
 
     def forward(self, x):
         x = x.flatten(2)
@@ -227,7 +227,7 @@ class Weighted(nn.Module):
 
 
 class Surprise(nn.Module):
-    """x log x, with a guard at 0 which the gradient does not know."""
+    """x log x, with a guard at 0 that does not protect the gradient."""
 
     def forward(self, x):
         return torch.where(x > 0, x * x.log(), torch.zeros_like(x))
@@ -235,7 +235,7 @@ class Surprise(nn.Module):
 
 @fault("TH103", sites=("1", "0", "0.weight"))
 def guarded_log(seed: int) -> Case:
-    """The branch of ``torch.where`` that was not chosen sends back NaN."""
+    """The branch of ``torch.where`` that was not taken sends back NaN."""
     torch.manual_seed(seed)
     model = nn.Sequential(Weighted(64), Surprise(), Mlp([64, pick(seed, 32, 64)]))
     data = [(x.flatten(1), y) for x, y in digits(seed, scale="unit")]
@@ -252,7 +252,7 @@ class GuardedReader(Reader):
 
 @fault("TH103", sites=lambda seed: ("", *inside(guarded_division.build(seed).model, "gru")), step=BAD)
 def guarded_division(seed: int) -> Case:
-    """The same, for one sentence of one batch: 0 / 0 is put right forward, and NaN backward."""
+    """The same, for one sentence of one batch: 0 / 0 is repaired in the forward, but NaN in the backward."""
     torch.manual_seed(seed)
     model = GuardedReader(width=pick(seed, 12, 16))
     return Case(model, _empty_sentences(seed), F.cross_entropy, torch.optim.Adam(model.parameters(), 5e-3))
@@ -296,7 +296,7 @@ class Energy(nn.Module):
 
 
 class Spectrum(nn.Module):
-    """How much of each frequency there is in a 16-bit recording, kept in half precision."""
+    """The spectrum of a 16-bit recording, kept in half precision."""
 
     def forward(self, x):
         return (torch.fft.rfft(x.squeeze(2) * 3500).abs()).half()
@@ -311,7 +311,7 @@ class Lowered(nn.Module):
 
 @fault("TH105", sites=("0",))
 def near_the_end_of_half(seed: int) -> Case:
-    """Values about 50000 in float16, which ends at 65504."""
+    """Values of about 50000 in float16, whose maximum is 65504."""
     torch.manual_seed(seed)
     if pick(seed, True, False):
         first, width, classes, data = Energy(pick(seed, 228.0, 240.0)), 64, 10, digits(seed, scale="unit")

@@ -1,4 +1,4 @@
-"""Faults of single layers whose units say nothing: dead, dormant, saturated, constant."""
+"""Faults of single layers whose units contribute nothing: dead, dormant, saturated, constant."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _residual_sites(seed: int) -> Sites:
 
 @fault("TH201", sites=_residual_sites)
 def dead_relu_inplace(seed: int) -> Case:
-    """Inside a residual block, behind BatchNorm."""
+    """Inside a residual block, after BatchNorm."""
     case = resnet_inplace.build(seed)
     _lowered(case.model.blocks[seed % 2].bn1.bias, 0.9)
     return case
@@ -65,11 +65,11 @@ JUMP = 30
 @fault(
     "TH201",
     "TH501",
-    sites=("", *(f"layers.{kind}{i}" for kind in ("linear", "act") for i in range(3))),  # the rate is everybody's
+    sites=("", *(f"layers.{kind}{i}" for kind in ("linear", "act") for i in range(3))),  # all layers share the rate
     step=JUMP,
 )
 def relus_die(seed: int) -> Case:
-    """At one step the learning rate is far too large, and what it killed stays dead."""
+    """At one step the learning rate is far too large, and the units that it killed stay dead."""
     torch.manual_seed(seed)
     model = Mlp([64, *[pick(seed, 32, 64)] * 3])
     case = Case(model, digits(seed), F.cross_entropy, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))

@@ -1,4 +1,4 @@
-"""Faults of the optimizer: what it does not hold, and how far its steps go."""
+"""Faults of the optimizer: parameters that it lacks, and steps that are too large or too small."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PARTS = ("blocks.1", "patches", "head", "norm")
 
 @fault("TH503", sites=lambda seed: inside(part_forgotten.build(seed).model, pick(seed, *_PARTS)))
 def part_forgotten(seed: int) -> Case:
-    """A submodule is trainable, and in no group of the optimizer."""
+    """A submodule is trainable but not in the optimizer."""
     torch.manual_seed(seed)
     model = ViT(width=pick(seed, 24, 32), depth=2)
     left = pick(seed, *_PARTS)
@@ -28,7 +28,7 @@ def part_forgotten(seed: int) -> Case:
 
 @fault("TH503", sites=("head", "head.weight", "head.bias"))
 def head_replaced(seed: int) -> Case:
-    """The optimizer was made before the model got its new head, and still holds the old one."""
+    """The optimizer was created before the model got its new head, and still has the old one."""
     model = pretrained(seed)
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     torch.manual_seed(seed + 1)
@@ -38,7 +38,7 @@ def head_replaced(seed: int) -> Case:
 
 @fault("TH503", "TH504", sites=lambda seed: anywhere(other_model.build(seed).model))
 def other_model(seed: int) -> Case:
-    """The optimizer belongs to another model of the same making."""
+    """The optimizer belongs to another model of the same kind."""
     case = pick(seed, convnet, digits_unit).build(seed)
     case.model = pick(seed, convnet, digits_unit).build(seed).model
     return case
@@ -82,7 +82,7 @@ def _slow_sites(seed: int) -> Sites:
 
 @fault("TH502", sites=_slow_sites)
 def body_too_slow(seed: int) -> Case:
-    """Two groups, and a slip of the exponent in one of them."""
+    """Two groups, with a wrong exponent in one of the learning rates."""
     case = convnet.build(seed)
     features, head = case.model.features.parameters(), case.model.head.parameters()
     case.optimizer = torch.optim.Adam([{"params": features, "lr": 1e-9}, {"params": head, "lr": 3e-3}])

@@ -1,4 +1,4 @@
-"""Faults of the weights that a training begins with: too small, too large, all alike, of rank one."""
+"""Faults of the initial weights: too small, too large, identical, of rank one."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def constant_layer(seed: int) -> Case:
 
 @fault("TH302", sites=lambda seed: anywhere(constant_everywhere.build(seed).model))
 def constant_everywhere(seed: int) -> Case:
-    """The same number for all weights of all layers: as good as one unit in each."""
+    """The same number for all weights of all layers: equivalent to one unit in each."""
     case = pick(seed, convnet_batchnorm, digits_unit).build(seed)
     for module in case.model.modules():
         if isinstance(module, nn.Linear | nn.Conv2d):
@@ -86,7 +86,7 @@ def zero_layer(seed: int) -> Case:
 
 @fault("TH603", sites=("head", "head.weight"))
 def large_head(seed: int) -> Case:
-    """Fifty times too large: sure of itself, and wrong, before it has seen anything."""
+    """Fifty times too large: confidently wrong before any training."""
     case = pick(seed, convnet_textures, convnet_batchnorm, vit_encoder_layers).build(seed)
     with torch.no_grad():
         case.model.head.weight *= 50
@@ -119,7 +119,7 @@ def rank_one_code(seed: int) -> Case:
 
 
 class Collapsing(Siamese):
-    """Without BatchNorm, a predictor or a stopped gradient: to say the same of all is the best answer."""
+    """Without BatchNorm, a predictor or a stopped gradient: the best solution is a constant output."""
 
     def __init__(self, width: int):
         nn.Module.__init__(self)

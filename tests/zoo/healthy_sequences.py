@@ -47,7 +47,7 @@ def rnn_clipped(seed: int) -> Case:
 
 
 class Reader(nn.Module):
-    """Embeds words, reads them both ways, and averages over those that are no padding."""
+    """Embeds words, reads them both ways, and averages over those that are not padding."""
 
     def __init__(self, words: int = 20, width: int = 16, classes: int = 4):
         super().__init__()

@@ -30,7 +30,7 @@ def autoencoder(seed: int) -> Case:
 
 
 class Variational(nn.Module):
-    """A variational autoencoder: gives the picture, the mean and the logarithm of the variance."""
+    """A variational autoencoder: returns the picture, the mean and the log variance."""
 
     def __init__(self, width: int, code: int):
         super().__init__()
@@ -111,7 +111,7 @@ class Experts(nn.Module):
 
 @healthy
 def mixture_of_experts(seed: int) -> Case:
-    """Some of the experts see nothing of some batches."""
+    """Some experts get no samples of some batches."""
     torch.manual_seed(seed)
     width = pick(seed, 16, 24)
     model = nn.Sequential(
@@ -146,7 +146,7 @@ def pretrained(seed: int) -> ConvNet:
 
 
 class FrozenNorms(nn.Module):
-    """A network whose BatchNorm layers stay in eval mode, whatever the rest does."""
+    """A network whose BatchNorm layers always stay in eval mode."""
 
     def __init__(self, body: nn.Module):
         super().__init__()
@@ -175,7 +175,7 @@ def finetuned(seed: int) -> Case:
 
 @healthy
 def linear_probe(seed: int) -> Case:
-    """Only the new head learns; the frozen rest is in no optimizer, and in eval mode altogether."""
+    """Only the new head learns; the frozen rest is not in the optimizer, and in eval mode."""
     model = pretrained(seed).eval()
     model.features.requires_grad_(False)
     optimizer = torch.optim.SGD(model.head.parameters(), 0.02, momentum=0.9)
@@ -183,7 +183,7 @@ def linear_probe(seed: int) -> Case:
 
 
 class Lora(nn.Module):
-    """A frozen linear layer and a correction of low rank that begins at zero."""
+    """A frozen linear layer and a low-rank correction that starts at zero."""
 
     def __init__(self, base: nn.Linear, rank: int):
         super().__init__()
@@ -210,7 +210,7 @@ def _vision_transformer(seed: int) -> dict:
 
 @healthy
 def lora(seed: int) -> Case:
-    """A transformer that knows the digits learns those that are turned over, by corrections to its weights alone."""
+    """A transformer that knows the digits learns flipped digits by low-rank corrections to its weights."""
     model = ViT(width=24, depth=2)
     model.load_state_dict(copy.deepcopy(_vision_transformer(seed)))
     model.requires_grad_(False)

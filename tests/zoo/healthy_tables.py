@@ -29,7 +29,7 @@ def digits_unit(seed: int) -> Case:
 
 @healthy
 def imbalanced(seed: int) -> Case:
-    """One class makes up nine tenths."""
+    """One class makes up 90% of the samples."""
     torch.manual_seed(seed)
     model = Mlp([16, pick(seed, 16, 32), 16], classes=4)
     data = blobs(seed, share=(0.9, 0.05, 0.03, 0.02))
@@ -38,7 +38,7 @@ def imbalanced(seed: int) -> Case:
 
 @healthy
 def deep_kaiming(seed: int) -> Case:
-    """Twenty layers, initialised as they should be."""
+    """Twenty layers, initialised correctly."""
     torch.manual_seed(seed)
     model = Mlp([8, *[pick(seed, 32, 48)] * 20], classes=3)
     for layer in model.layers:
@@ -55,7 +55,7 @@ class LogSoftmaxMlp(Mlp):
 
 @healthy
 def dropout_nll(seed: int) -> Case:
-    """Half of the features are dropped; log-probabilities go to the loss that wants them."""
+    """Half of the features are dropped; log-probabilities go to the loss that expects them."""
     torch.manual_seed(seed)
     model = LogSoftmaxMlp([64, pick(seed, 64, 96)], dropout=0.5)
     return Case(model, digits(seed), F.nll_loss, torch.optim.Adam(model.parameters(), 5e-3))

@@ -46,7 +46,7 @@ def resnet_inplace(seed: int) -> Case:
 
 @healthy
 def resnet_functional(seed: int) -> Case:
-    """``F.relu``, and residual branches that begin at zero, as torchvision offers it."""
+    """``F.relu``, and residual branches that start at zero, as torchvision offers it."""
     torch.manual_seed(seed)
     model = ResNet(width=pick(seed, 12, 16), depth=pick(seed, 2, 3), block=FunctionalResidual, zero=True)
     optimizer = torch.optim.Adam(model.parameters(), 3e-3)
@@ -54,7 +54,7 @@ def resnet_functional(seed: int) -> Case:
 
 
 class SqueezeExcite(nn.Module):
-    """Scales each channel by a sigmoid of what all of them are on average."""
+    """Scales each channel by a sigmoid of the channel means."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -118,7 +118,7 @@ def unet(seed: int) -> Case:
 
 @healthy
 def same_pictures_as_the_profile(seed: int) -> Case:
-    """Live data that are other samples of what the profile was made from: nothing drifts."""
+    """Live data that are other samples from the same distribution as the profile: nothing drifts."""
     case = convnet_batchnorm.build(seed)
     case.profile_data = digits(seed + 100)
     return case

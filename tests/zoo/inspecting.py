@@ -1,4 +1,4 @@
-"""The diagnosis of a specimen, as its case wants it: by `diagnose`, by its own loop, or against a profile."""
+"""The diagnosis of a specimen: by `diagnose`, by its own training loop, or against a profile."""
 
 from __future__ import annotations
 

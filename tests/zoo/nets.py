@@ -141,7 +141,7 @@ class Block(nn.Module):
 
 
 class EncoderBlock(nn.TransformerEncoderLayer):
-    """PyTorch's own layer, post-norm and ReLU as it comes."""
+    """PyTorch's own layer, with the defaults: post-norm and ReLU."""
 
     def __init__(self, width: int, heads: int = 2):
         super().__init__(width, heads, 2 * width, dropout=0.0, batch_first=True)
@@ -164,7 +164,7 @@ class ViT(nn.Module):
 
 
 class Gpt(nn.Module):
-    """A causal language model whose head is its embedding; it gives its own loss, as those of transformers do."""
+    """A causal language model whose head is its embedding; it returns its own loss, as models of transformers do."""
 
     def __init__(self, words=27, width=32, depth=2, heads=2, length=24, attention=Attention):
         super().__init__()
@@ -187,7 +187,7 @@ class Gpt(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """``rnn`` over the rows of a picture or the moments of a series, and a ``head`` that reads its last state."""
+    """``rnn`` over the rows of a picture or the steps of a series, and a ``head`` that reads its last state."""
 
     def __init__(self, width_in: int, width: int = 24, classes: int = 10, kind=nn.LSTM, **options):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Small things to learn: real data that scikit-learn and scikit-image ship, and sequences made up by a rule."""
+"""Small tasks: real data from scikit-learn and scikit-image, and synthetic sequences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def generator(seed: int) -> torch.Generator:
 
 
 def batched(x: torch.Tensor, y: torch.Tensor, seed: int, batches: int, size: int) -> list:
-    """Batches of samples in a random order, beginning anew where they run out."""
+    """Batches of samples in a random order, reshuffled when they run out."""
     order = torch.cat(
         [torch.randperm(len(x), generator=generator(seed + i)) for i in range(batches * size // len(x) + 1)]
     )
@@ -87,7 +87,7 @@ def diabetes(seed: int, batches: int = 12, size: int = 32) -> list:
 
 
 def rings(seed: int, batches: int = 16, size: int = 32, classes: int = 3, width: int = 8, share=None) -> list:
-    """Points on noisy shells, one radius for each class; `share`: how often each class comes."""
+    """Points on noisy shells, one radius for each class; `share` is the frequency of each class."""
     count = batches * size
     share = torch.ones(classes) if share is None else torch.tensor(share)
     y = torch.multinomial(share, count, replacement=True, generator=generator(seed))
@@ -125,7 +125,7 @@ def text(seed: int, batches: int = 20, size: int = 24, length: int = 24) -> torc
 
 
 def bags(seed: int, batches: int = 16, size: int = 32, length: int = 12, words: int = 20, classes: int = 4) -> list:
-    """Sentences of various lengths, padded with 0, most of whose words belong to the class that is asked for."""
+    """Sentences of various lengths, padded with 0, most of whose words belong to the class."""
     g, count = generator(seed), batches * size
     y = torch.randint(classes, (count,), generator=g)
     own = 1 + y[:, None] + classes * torch.randint(words // classes, (count, length), generator=g)

@@ -1,4 +1,4 @@
-"""All commands in one application."""
+"""The application with all commands."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ app.command("harvest")(harvest.harvest)
 app.command("doctor")(doctor.doctor)
 
 
-def _tell_version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"torchhook {__version__}")
         raise typer.Exit
@@ -38,15 +38,15 @@ def _tell_version(wanted: bool) -> None:
 @app.callback()
 def torchhook(
     version: Annotated[
-        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Show the version.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
     """See, record, change and diagnose what happens inside a PyTorch model.
 
-    Commands end with 0 if all is well, 1 if something was found, 2 if one failed;
-    run ends as the script that it runs.
+    Exit codes: 0 if all is well, 1 if something was found, 2 for a failure;
+    run ends like the script that it runs.
     """
 
 
 command = get_command(app)
-"""The parser itself: `app` would put a hook for uncaught exceptions into the process, which may be a script's."""
+"""The parser itself: `app` would install a hook for uncaught exceptions into the process, which may run a script."""

@@ -1,4 +1,4 @@
-"""``torchhook diagnose``: inspect a model, and end with 1 if something is wrong."""
+"""``torchhook diagnose``: inspect a model, and exit with code 1 if something is wrong."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchhook.core.findings import Severity
 from torchhook.core.progress import progress_bar
 
 _BATCHES = 4
-_TASK = "What it is trained on"
+_TASK = "What to train on"
 
 
 def diagnose(
@@ -29,13 +29,13 @@ def diagnose(
             "--input",
             metavar="SHAPE",
             rich_help_panel=_TASK,
-            help="Random inputs, as 2,3,224,224, or 2,64:int for an embedding; once for each input of the model.",
+            help="Shape of a random input: 2,3,224,224, or 2,64:int for an embedding. Repeat for each input.",
         ),
     ] = None,
     loader: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", rich_help_panel=_TASK, help="Batches (input, target), or a function that makes them."
+            metavar="NAME", rich_help_panel=_TASK, help="Batches (input, target), or a function that returns them."
         ),
     ] = None,
     loss: Annotated[
@@ -43,7 +43,7 @@ def diagnose(
         typer.Option(
             metavar="NAME",
             rich_help_panel=_TASK,
-            help="A function of output and target, or the name of one of torch.nn.functional.",
+            help="A function of output and target, or the name of one in torch.nn.functional.",
         ),
     ] = None,
     optimizer: Annotated[
@@ -51,18 +51,18 @@ def diagnose(
         typer.Option(
             metavar="NAME",
             rich_help_panel=_TASK,
-            help="A function that makes it from the model, or the name of a class of torch.optim.",
+            help="A function that creates it from the model, or the name of a class in torch.optim.",
         ),
     ] = None,
     steps: Annotated[
-        int, typer.Option(metavar="N", min=0, rich_help_panel=_TASK, help="How many to train a copy for; 0 for none.")
+        int, typer.Option(metavar="N", min=0, rich_help_panel=_TASK, help="Steps to train a copy for; 0 for none.")
     ] = 100,
     device: Annotated[
-        str | None, typer.Option(metavar="NAME", rich_help_panel=_TASK, help="Where to put the model: cuda, cpu, ...")
+        str | None, typer.Option(metavar="NAME", rich_help_panel=_TASK, help="Device to run on: cuda, cpu, ...")
     ] = None,
     seed: Annotated[
         int,
-        typer.Option(metavar="N", rich_help_panel=_TASK, help="Of all random numbers, so that findings come again."),
+        typer.Option(metavar="N", rich_help_panel=_TASK, help="Random seed, for reproducible findings."),
     ] = 0,
     select: Select = None,
     ignore: Ignore = None,
@@ -71,30 +71,30 @@ def diagnose(
         typer.Option(
             metavar="SEVERITY",
             rich_help_panel=RULES,
-            help="End with 1 from this on: info, warning or, if not said, error.",
+            help="Exit with code 1 from this severity on: info, warning or error (default).",
         ),
     ] = None,
     reports: Reports = None,
     form: Form = Format.TEXT,
 ) -> None:
-    """Inspect a model: at rest, in a pass, and in a short training of a copy.
+    """Inspect a model at rest, in one pass, and in a short training of a copy.
 
-    NAME and MODEL are package.module:name, also of modules in the current folder.
-    With --input there are no targets, and nothing is trained.
-    Rules may be chosen in pyproject.toml, too: \\[tool.torchhook] with select,
-    ignore, fail-on and per-module-ignores. What is said here counts for more.
+    NAME and MODEL are package.module:name; modules in the current folder are
+    found, too. With --input there are no targets, and nothing is trained.
+    Rules can also be configured in pyproject.toml: \\[tool.torchhook] with select,
+    ignore, fail-on and per-module-ignores. Options given here take precedence.
 
     [bold]torchhook diagnose torchvision.models:resnet18 --input 2,3,224,224
     torchhook diagnose net:Net --loader data:batches --report report.html[/]
     """
     inputs = [Shape.of(text) for text in shapes or ()]
     if bool(inputs) == bool(loader):
-        raise wrong("--input / --loader", "give one of the two: what the model is to be run on")
+        raise wrong("--input / --loader", "pass exactly one of the two, to say what to run the model on")
     if inputs and loss and ":" not in loss:
-        raise wrong("--loss", f"{loss} compares with targets, which random inputs have not: use --loader")
+        raise wrong("--loss", f"{loss} needs targets, but random inputs have none: use --loader")
     require_writable(reports or ())
     config = Config.find(Path.cwd()).overruled(split(select), split(ignore), fail_on)
-    # What the user's own code prints must not get between the lines that a program reads.
+    # Output of the user's own code must not get between the lines that a program reads.
     with (
         progress_bar("loading", sys.stderr) as progress,
         nullcontext() if form == Format.TEXT else redirect_stdout(sys.stderr),
@@ -102,7 +102,7 @@ def diagnose(
         from torchhook.rules import chosen
         from torchhook.rules.diagnose import diagnose as inspect
 
-        chosen(config.select, config.ignore)  # raises for an unknown one
+        chosen(config.select, config.ignore)  # raises if one is unknown
         _seed(seed)
         net = model_of(model) if device is None else model_of(model).to(device)
         data = data_of(loader) if loader else _random(inputs)
@@ -120,7 +120,7 @@ def diagnose(
 
 
 def _random(inputs: list[Shape]) -> list[tuple[Any, ...]]:
-    """Some batches of random inputs, without targets."""
+    """A few batches of random inputs, without targets."""
     return [(*(shape.random() for shape in inputs), None) for _ in range(_BATCHES)]
 
 

@@ -1,4 +1,4 @@
-"""What fails ends with 2 and a sentence."""
+"""Failures end the command line with exit code 2 and one sentence."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _ON_PURPOSE = (ImportError, TorchhookError, ValueError)
 
 
 @contextmanager
-def told() -> Iterator[None]:
-    """Say in a line what was raised, and end with 2; with TORCHHOOK_TRACEBACK=1, show the traceback instead."""
+def errors_reported() -> Iterator[None]:
+    """Print an exception as one line, or with TORCHHOOK_TRACEBACK=1 as a traceback, and exit with code 2."""
     try:
         yield
     except Exception as error:
@@ -29,7 +29,7 @@ def told() -> Iterator[None]:
 
 
 def in_words(error: Exception) -> str:
-    """What was raised and on which line of the user's; of what we raise ourselves, the message is enough.
+    """What was raised, and on which line of the user's code; for our own errors, only the message.
 
     >>> print(in_words(ZeroDivisionError("division by zero")))
     ZeroDivisionError: division by zero

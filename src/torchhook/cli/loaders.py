@@ -1,4 +1,4 @@
-"""From what one writes on a command line to objects: ``package.module:name``, and shapes of inputs."""
+"""Turns arguments of the command line into objects: ``package.module:name``, and shapes of inputs."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ if TYPE_CHECKING:
 
 
 class Shape(NamedTuple):
-    """The shape of a random input, and of what kind its numbers are."""
+    """The shape of a random input, and the kind of its numbers."""
 
     sizes: tuple[int, ...]
     kind: str = "float"
 
     @classmethod
     def of(cls, text: str) -> Shape:
-        """The shape that is written as ``1,3,224,224``, or as ``4,64:int`` for an embedding.
+        """Parse a shape such as ``1,3,224,224``, or ``4,64:int`` for an embedding.
 
         >>> Shape.of("4,64:int")
         Shape(sizes=(4, 64), kind='int')
         """
         sizes, _, kind = text.partition(":")
         if kind not in ("", "bool", "float", "int"):
-            raise wrong("--input", f"after the colon comes int, float or bool, not {kind!r}")
+            raise wrong("--input", f"the kind after the colon must be int, float or bool, not {kind!r}")
         if not all(size.strip().isdecimal() and int(size) for size in sizes.split(",")):
-            raise wrong("--input", f"write sizes with commas between, as 1,3,224,224, not {text!r}")
+            raise wrong("--input", f"write sizes separated by commas, such as 1,3,224,224, not {text!r}")
         return cls(tuple(map(int, sizes.split(","))), kind or "float")
 
     def random(self) -> Tensor:
-        """An input: normal numbers, or whole ones below ten."""
+        """A random input: standard normal numbers, integers below ten, or booleans."""
         import torch
 
         if self.kind == "float":
@@ -46,35 +46,35 @@ class Shape(NamedTuple):
 
 
 def model_of(target: str, option: str = "MODEL") -> nn.Module:
-    """The model that ``package.module:name`` names: a module, or a function or class that makes one."""
+    """The model that ``package.module:name`` names: a module, or a function or class that creates one."""
     from torch import nn
 
     found = named(target, option)
     model = found if isinstance(found, nn.Module) else _called(found, target)
     if not isinstance(model, nn.Module):
-        raise wrong(option, f"{target} gave {model!r:.60}, which is no torch.nn.Module")
+        raise wrong(option, f"{target} is or returns {model!r:.60}, which is not a torch.nn.Module")
     return model
 
 
 def data_of(target: str, option: str = "--loader") -> Any:
-    """Batches: what ``package.module:name`` names, or makes."""
+    """The batches that ``package.module:name`` names or returns."""
     found = named(target, option)
     return _called(found, target) if callable(found) else found
 
 
 def loss_of(target: str) -> Callable[[Any, Any], Any]:
-    """The loss by its name in torch.nn.functional, or as ``package.module:name``."""
+    """The loss, by its name in torch.nn.functional or as ``package.module:name``."""
     from torch import nn
 
     found = named(target if ":" in target else f"torch.nn.functional:{target}", "--loss")
     made = _called(found, target) if isinstance(found, type) and issubclass(found, nn.Module) else found
     if not callable(made):
-        raise wrong("--loss", f"{target} is {made!r:.60}, which cannot be called")
+        raise wrong("--loss", f"{target} is {made!r:.60}, which is not callable")
     return made  # type: ignore[no-any-return]  # it was imported by its name
 
 
 def optimizer_of(target: str, model: nn.Module) -> Any:
-    """The optimizer: a class by its name in torch.optim, or what ``package.module:name`` makes of the model."""
+    """The optimizer: a class by its name in torch.optim, or what ``package.module:name`` creates from the model."""
     from torch.optim import Optimizer
 
     found = named(target if ":" in target else f"torch.optim:{target}", "--optimizer")
@@ -87,7 +87,7 @@ def named(target: str, option: str) -> Any:
     module, _, name = target.partition(":")
     if module.endswith(".py") or "/" in module:
         dotted = module.removesuffix(".py").strip("./").replace("/", ".")
-        raise wrong(option, f"write it as one imports it: {dotted}:{name or 'name'}, not {target}")
+        raise wrong(option, f"write it as an import, {dotted}:{name or 'name'}, not as a path, {target}")
     if not module.strip(".") or not name:
         raise wrong(option, f"write package.module:name, not {target!r}")
     found: Any = _imported(module, option)
@@ -100,12 +100,12 @@ def named(target: str, option: str) -> Any:
 
 
 def wrong(option: str, why: str) -> typer.BadParameter:
-    """That an option is used wrongly."""
+    """An error that an option was used wrongly, and why."""
     return typer.BadParameter(why, param_hint=option)
 
 
 def split(texts: Iterable[str] | None) -> list[str]:
-    """What was written at once, with commas between, or one after the other; codes in capitals.
+    """The words of a repeated or comma-separated option; codes in capitals.
 
     >>> split(["th1,TH202", "loss-spike"])
     ['TH1', 'TH202', 'loss-spike']
@@ -119,7 +119,7 @@ def _imported(module: str, option: str) -> Any:
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        with _going_on(f"importing {module}"):
+        with _exit_refused(f"importing {module}"):
             return import_module(module)
     except ModuleNotFoundError as error:
         if error.name and f"{module}.".startswith(f"{error.name}."):
@@ -128,13 +128,13 @@ def _imported(module: str, option: str) -> Any:
 
 
 def _called(maker: Callable[..., Any], target: str, *args: Any) -> Any:
-    with _going_on(target):
+    with _exit_refused(target):
         return maker(*args)
 
 
 @contextmanager
-def _going_on(what: str) -> Iterator[None]:
-    """A script that ends the process when it is imported must not end this one as if all were well."""
+def _exit_refused(what: str) -> Iterator[None]:
+    """Turn SystemExit into an error: a script that exits when it is imported must not look like success."""
     try:
         yield
     except SystemExit as error:

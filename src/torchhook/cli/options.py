@@ -1,4 +1,4 @@
-"""Options that several commands have, said once."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RULES, OUTPUT = "What to look for", "What to write"
 
 Model = Annotated[
     str,
-    typer.Argument(metavar="MODEL", help="package.module:name of a model, or of a function or class that makes one."),
+    typer.Argument(metavar="MODEL", help="package.module:name of a model, or of a function or class that creates one."),
 ]
 Select = Annotated[
     list[str] | None,
@@ -22,11 +22,11 @@ Select = Annotated[
         "--rules",
         metavar="CODES",
         rich_help_panel=RULES,
-        help="Only these rules: TH201, or TH2,TH4 for families.",
+        help="Apply only these rules: TH201, or TH2,TH4 for families.",
     ),
 ]
 Ignore = Annotated[
-    list[str] | None, typer.Option("--ignore", metavar="CODES", rich_help_panel=RULES, help="Not these rules.")
+    list[str] | None, typer.Option("--ignore", metavar="CODES", rich_help_panel=RULES, help="Do not apply these rules.")
 ]
 Reports = Annotated[
     list[Path] | None,

@@ -1,4 +1,4 @@
-"""Where a report goes: to standard output in some form, to files, to the summary of a CI job."""
+"""Where a report goes: standard output, files, and the summary of a CI job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchhook.render.files import FORMATS
 
 
 class Format(str, Enum):
-    """What is printed."""
+    """The format to print a report in."""
 
     TEXT = "text"
     JSON = "json"
@@ -26,10 +26,10 @@ class Format(str, Enum):
 
 
 def require_writable(paths: Iterable[Path]) -> None:
-    """Refuse files that a report could not be written to, before anything is worked for."""
+    """Refuse files that a report cannot be written to, before any work is done."""
     for path in paths:
         if path.suffix.lower() not in FORMATS:
-            raise wrong("--report", f"a report ends in {', '.join(FORMATS)}, and {path.name!r} does not")
+            raise wrong("--report", f"{path.name!r} must end in {', '.join(FORMATS)}")
         if not path.parent.is_dir():
             raise wrong("--report", f"there is no folder {str(path.parent)!r}")
         if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
@@ -39,7 +39,7 @@ def require_writable(paths: Iterable[Path]) -> None:
 
 
 def deliver(report: Report, form: Format, paths: Iterable[Path]) -> None:
-    """Write the files, print the report, and add it to the summary of a GitHub job if this is one."""
+    """Write the files, print the report, and in a GitHub job add it to the summary."""
     paths = list(paths)
     for path in paths:
         render.save(report, path)

@@ -1,4 +1,4 @@
-"""``torchhook replay``: show again what `catch_nonfinite` has saved."""
+"""``torchhook replay``: rerun a call that `catch_nonfinite` saved."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ def replay(
     file: Annotated[
         Path,
         typer.Argument(
-            exists=True, dir_okay=False, metavar="FILE", help="What catch_nonfinite(model, save=...) has written."
+            exists=True, dir_okay=False, metavar="FILE", help="A file written by catch_nonfinite(model, save=...)."
         ),
     ],
     model: Annotated[
         str,
-        typer.Option(metavar="NAME", help="What the call was of: a model, or a function or class that makes one."),
+        typer.Option(metavar="NAME", help="The model of the call, or a function or class that creates it."),
     ],
 ) -> None:
-    """Run a call that catch_nonfinite saved, and show where NaN or Inf begins.
+    """Rerun a call that catch_nonfinite saved, and show where NaN or Inf begins.
 
-    Weights, arguments and random states are those of the file.
-    Ends with 1 if it shows again, with 0 if all is finite this time.
+    Weights, arguments and random states come from the file.
+    Exits with 1 if NaN or Inf appears again, with 0 if all is finite.
 
     [bold]torchhook replay nonfinite_head_forward_3.safetensors --model net:make[/]
     """
@@ -32,6 +32,10 @@ def replay(
 
     origin = run(file, model_of(model, "--model"))
     shown = bool(origin.op or origin.came_with)
-    lines = [origin.message(), origin.hint] if shown else ["All is finite this time. Saved was:", origin.message()]
+    lines = (
+        [origin.message(), origin.hint]
+        if shown
+        else ["All values are finite this time. The saved call was:", origin.message()]
+    )
     typer.echo("\n".join(filter(None, lines)))
     raise typer.Exit(1 if shown else 0)

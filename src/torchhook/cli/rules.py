@@ -1,4 +1,4 @@
-"""``torchhook rules``: what can be found, and all about one of it."""
+"""``torchhook rules``: list the rules, or explain one."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 def rules(
     rule: Annotated[
-        str | None, typer.Argument(metavar="RULE", help="A code, the beginning of one, or a name; without it, all.")
+        str | None,
+        typer.Argument(metavar="RULE", help="A code, the beginning of one, or a name; all rules if omitted."),
     ] = None,
 ) -> None:
-    """List the rules, or tell of one what it finds, what to do, when it is wrong.
+    """List the rules, or explain one: what it finds, what to do, when it is wrong.
 
     [bold]torchhook rules[/]
     [bold]torchhook rules TH201[/]
@@ -34,14 +35,14 @@ def rules(
         _list(console, chosen())
         return
     try:
-        told = chosen(split([rule]))
+        found = chosen(split([rule]))
     except ValueError as error:
         raise wrong("RULE", str(error)) from None
-    console.print("\n\n".join(map(_all_about, told)))
+    console.print("\n\n".join(map(_explanation, found)))
 
 
 def _list(console: Console, rules: list[Rule]) -> None:
-    """A table on a terminal; elsewhere a line a rule, to be searched."""
+    """Print a table on a terminal; elsewhere one line per rule, which is easy to search."""
     header = ["code", "name", "severity", "finds"]
     rows = [
         [rule.code, rule.name, str(rule.severity), _paragraphs(rule)[0].split(". ")[0].rstrip(".")] for rule in rules
@@ -57,14 +58,14 @@ def _list(console: Console, rules: list[Rule]) -> None:
     console.print(shown)
 
 
-def _all_about(rule: Rule) -> str:
-    needs = ", ".join([*map(str, rule.needs), *rule.facts]) or "nothing that runs"
+def _explanation(rule: Rule) -> str:
+    needs = ", ".join([*map(str, rule.needs), *rule.facts]) or "nothing"
     parts = {"What to do": rule.hint, "When it is wrong": rule.wrong, "Needs": needs}
     title = f"[bold]{rule.code} {rule.name}[/] ({rule.severity})"
-    said = [f"[bold]{name}:[/] {escape(text)}" for name, text in parts.items() if text]
-    return "\n\n".join([title, *map(escape, _paragraphs(rule)), *said])
+    advice = [f"[bold]{name}:[/] {escape(text)}" for name, text in parts.items() if text]
+    return "\n\n".join([title, *map(escape, _paragraphs(rule)), *advice])
 
 
 def _paragraphs(rule: Rule) -> list[str]:
-    """What the rule says of itself, each paragraph in a line."""
+    """The docstring of a rule, each paragraph as one line."""
     return [" ".join(text.split()) for text in inspect.cleandoc(type(rule).__doc__ or "").split("\n\n")]

@@ -25,7 +25,7 @@ from torchhook.core.text import html_table, table
 from torchhook.core.trees import Arguments, leaves, mapped
 from torchhook.rules.check import check
 from torchhook.rules.history import History, joined, settled
-from torchhook.rules.profile import Known, Profile, known_of
+from torchhook.rules.profile import LayerProfile, Profile, layer_profile
 from torchhook.stats.measure import measure
 from torchhook.stats.reading import Place, Reading, Snapshot
 
@@ -293,7 +293,7 @@ def _joined(windows: list[SampleWindow]) -> SampleWindow:
 def _compared(sides: dict[str, list[Snapshot]], model: str, argument: str) -> Spreads:
     (reference, windows), *others = sides.items()
     whole = settled(joined(windows))
-    known = {place: known_of(whole[place], place, windows) for place in whole if place[1].startswith("output")}
+    known = {place: layer_profile(whole[place], place, windows) for place in whole if place[1].startswith("output")}
     rows: list[Layer] = []
     silent: dict[str, dict[str, None]] = {}  # where a layer did not run
     reports = []
@@ -331,7 +331,7 @@ def _report(profile: Profile, windows: list[Snapshot], name: str) -> Report:
     return replace(report, findings=tuple(replace(one, message=f"{name}: {one.message}") for one in report.findings))
 
 
-def _layer(place: Place, name: str, known: Known, reference: Reading, live: Reading) -> Layer:
+def _layer(place: Place, name: str, known: LayerProfile, reference: Reading, live: Reading) -> Layer:
     return Layer(_label(place), name, known.distance(live), known.noise, *_by_channel(reference, live, known.unit))
 
 

@@ -1,4 +1,4 @@
-"""What a project wants of the rules: ``[tool.torchhook]`` of its pyproject.toml, in the shape that linters have.
+"""The settings of a project: ``[tool.torchhook]`` in its pyproject.toml, as for a linter.
 
 [tool.torchhook]
 select = ["TH1", "TH2"]
@@ -28,7 +28,7 @@ SEVERITIES = ("info", "warning", "error")
 
 @dataclass(frozen=True)
 class Config:
-    """Which rules to apply, and how bad a finding may be."""
+    """Which rules to apply, and from which severity on they fail."""
 
     select: tuple[str, ...] | None = None
     ignore: tuple[str, ...] = ()
@@ -37,7 +37,7 @@ class Config:
 
     @classmethod
     def find(cls, start: Path) -> Config:
-        """That of the nearest pyproject.toml with a table for us, upwards from `start`."""
+        """The settings of the nearest pyproject.toml with a table ``[tool.torchhook]``, upwards from `start`."""
         for folder in (start, *start.parents):
             file = folder / "pyproject.toml"
             table = _table(file) if file.is_file() else None
@@ -47,7 +47,7 @@ class Config:
 
     @classmethod
     def of(cls, table: Any, where: str = "[tool.torchhook]") -> Config:
-        """The settings of a table.
+        """The settings in a table.
 
         >>> Config.of({"ignore": ["TH202"], "fail-on": "warning"}).ignore
         ('TH202',)
@@ -60,11 +60,11 @@ class Config:
         for key, value in table.items():
             if key not in _KEYS:
                 near = get_close_matches(key, _KEYS, 1)
-                known = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(_KEYS)}"
+                known = f"did you mean {near[0]!r}?" if near else f"known settings are {', '.join(_KEYS)}"
                 raise ValueError(f"{where}: there is no setting {key!r}; {known}")
-            meant, is_meant = _KEYS[key]
-            if not is_meant(value):
-                raise ValueError(f"{where}: {key} must be {meant}, not {value!r}")
+            expected, is_valid = _KEYS[key]
+            if not is_valid(value):
+                raise ValueError(f"{where}: {key} must be {expected}, not {value!r}")
         return cls(
             select=tuple(table["select"]) if "select" in table else None,
             ignore=tuple(table.get("ignore", ())),
@@ -73,7 +73,7 @@ class Config:
         )
 
     def overruled(self, select: Sequence[str] = (), ignore: Sequence[str] = (), fail_on: str | None = None) -> Config:
-        """With what somebody says here and now: `select` begins anew, `ignore` takes more away.
+        """The settings with arguments of one call: `select` replaces the selection, `ignore` adds to the ignored.
 
         >>> Config(ignore=("TH2",)).overruled(["TH201"]).arguments()["ignore"]
         ()
@@ -82,13 +82,13 @@ class Config:
         return replace(base, ignore=(*base.ignore, *ignore), fail_on=fail_on or self.fail_on)
 
     def arguments(self) -> dict[str, Any]:
-        """As `diagnose` and `check` take them."""
+        """The settings as keyword arguments of `diagnose` and `check`."""
         rules = {"rules": self.select, "ignore": self.ignore, "per_module": self.per_module}
         return {**rules, "fail_on": self.fail_on}
 
 
 def _table(file: Path) -> Any:
-    """What a pyproject.toml has for us."""
+    """The table ``[tool.torchhook]`` of a pyproject.toml; None if there is none."""
     try:
         tool = tomllib.loads(file.read_text(encoding="utf-8")).get("tool", {})
     except ValueError as error:
@@ -96,16 +96,16 @@ def _table(file: Path) -> Any:
     return tool.get("torchhook") if isinstance(tool, dict) else None
 
 
-def _is_codes(value: Any) -> bool:
+def _are_codes(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(code, str) for code in value)
 
 
 _KEYS = {
-    "select": ("a list of codes", _is_codes),
-    "ignore": ("a list of codes", _is_codes),
+    "select": ("a list of codes", _are_codes),
+    "ignore": ("a list of codes", _are_codes),
     "fail-on": ("info, warning or error", lambda value: value in SEVERITIES),
     "per-module-ignores": (
         "a table of lists of codes",
-        lambda value: isinstance(value, dict) and all(map(_is_codes, value.values())),
+        lambda value: isinstance(value, dict) and all(map(_are_codes, value.values())),
     ),
 }

@@ -1,6 +1,6 @@
-"""What was found: a `Finding` is a frozen fact about one place, a `Report` an ordered collection of them.
+"""A `Finding` is one fact about one place in a model; a `Report` is an ordered collection of findings.
 
-Plain data, without torch: whatever shows a report needs nothing else.
+Both are plain data and do not need torch.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from enum import Enum
 from typing import Any
 
 SCHEMA = 1
-"""The version of the dictionaries that `Report.to_dict` gives; it grows when a reader of the old ones would fail."""
+"""The version of the dictionaries that `Report.to_dict` returns; it is raised when older readers would fail."""
 
 
 class Severity(str, Enum):
-    """How bad it is: ``info`` is worth knowing, a ``warning`` worth a look, an ``error`` is broken.
+    """How bad a finding is: an ``info`` is good to know, a ``warning`` worth a look, an ``error`` means broken.
 
     >>> Severity.ERROR == "error", Severity("warning") >= Severity.INFO
     (True, True)
@@ -48,15 +48,15 @@ class Severity(str, Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One fact: what rule found it, how bad it is, the sentence, where, since which step, and what to do about it.
+    """One fact about a model: the code of the rule, how bad it is, what happened, where, since which step, what to do.
 
-    `site` is the path of a module or a parameter, empty for the model as a whole. `evidence` are the numbers that the
-    rule went by. `affected` are the findings that this one explains: sixty layers of NaN are one finding with
-    fifty-nine affected.
+    `site` is the path of a module or parameter, empty for the whole model. `evidence` has the numbers behind the
+    finding. `affected` are the findings that this one explains: sixty layers of NaN are one finding with fifty-nine
+    affected.
 
-    >>> finding = Finding("TH201", Severity.ERROR, "61 % of the units never fire", site="layer3.1.relu", step=240)
+    >>> finding = Finding("TH201", Severity.ERROR, "61% of the units never fire", site="layer3.1.relu", step=240)
     >>> print(finding)
-    TH201 error: layer3.1.relu, step 240: 61 % of the units never fire
+    TH201 error: layer3.1.relu, step 240: 61% of the units never fire
     """
 
     code: str
@@ -73,12 +73,12 @@ class Finding:
 
     @property
     def where(self) -> str:
-        """Its place and step, in words."""
+        """The place and the step, in words."""
         place = self.site or "the model"
         return place if self.step is None else f"{place}, step {self.step}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Numbers, strings, lists and dicts alone."""
+        """The finding as numbers, strings, lists and dicts."""
         own = {name: getattr(self, name) for name in ("code", "message", "site", "step", "hint")}
         return {
             **own,
@@ -89,7 +89,7 @@ class Finding:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Finding:
-        """The finding that gave this dictionary."""
+        """The finding that `to_dict` turned into this dictionary."""
         return cls(**{**data, "affected": tuple(map(cls.from_dict, data["affected"]))})
 
     def __str__(self) -> str:
@@ -98,18 +98,18 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """What was found in a model: root causes first.
+    """What was found in a model, worst first, each root cause with its consequences.
 
-    `checked` are the codes of the rules that had what they need, `skipped` those that had not, each with the reason.
-    `layers` are the numbers by place behind the plots, in execution order, measured from the first to the last step of
-    `span`; `losses` are by step.
+    `checked` has the codes of the rules that were applied, `skipped` those that were not, each with the reason.
+    `layers` has the numbers of each layer and parameter behind the plots, in the order of execution, measured from the
+    first to the last step of `span`; `losses` are by step.
 
-    >>> report = Report((Finding("TH201", "error", "61 % of the units never fire", site="relu"),), model="Net")
+    >>> report = Report((Finding("TH201", "error", "61% of the units never fire", site="relu"),), model="Net")
     >>> report.ok, report.exit_code, report.passing("info").ok
     (False, 1, False)
     >>> print(report)
     Net: 1 error
-    TH201 error: relu: 61 % of the units never fire
+    TH201 error: relu: 61% of the units never fire
     """
 
     findings: tuple[Finding, ...] = ()
@@ -132,26 +132,26 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """What a program should end with: 0 if `ok`, else 1."""
+        """The exit code for a program: 0 if `ok`, otherwise 1."""
         return 0 if self.ok else 1
 
     def passing(self, fail_on: str) -> Report:
-        """The same report, judged by another `fail_on`."""
+        """The same report with another `fail_on`."""
         return replace(self, fail_on=Severity(fail_on))
 
     def count(self, severity: str) -> int:
-        """How many findings there are of a severity."""
+        """How many findings have this severity."""
         return sum(finding.severity == severity for finding in self.findings)
 
     @property
     def headline(self) -> str:
-        """The whole in a line."""
+        """The model and how many findings there are of each severity, in one line."""
         counts = [(self.count(severity), severity) for severity in reversed(Severity)]
-        said = [f"{n} {severity}{'s' if n > 1 and severity != 'info' else ''}" for n, severity in counts if n]
-        return f"{self.model}: {', '.join(said) or 'nothing found'}"
+        parts = [f"{n} {severity}{'s' if n > 1 and severity != 'info' else ''}" for n, severity in counts if n]
+        return f"{self.model}: {', '.join(parts) or 'nothing found'}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Numbers, strings, lists and dicts alone, which `from_dict` reads back and `render.json` writes.
+        """The report as numbers, strings, lists and dicts, which `from_dict` reads back and `render.json` writes.
 
         >>> Report.from_dict(Report(model="Net").to_dict()) == Report(model="Net")
         True
@@ -172,9 +172,11 @@ class Report:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Report:
-        """The report that gave this dictionary."""
+        """The report that `to_dict` turned into this dictionary."""
         if data.get("schema") != SCHEMA:
-            raise ValueError(f"a report of schema {data.get('schema')!r} is not known here, only of {SCHEMA}")
+            raise ValueError(
+                f"cannot read a report of schema {data.get('schema')!r}: this torchhook reads schema {SCHEMA}"
+            )
         return cls(
             findings=tuple(map(Finding.from_dict, data["findings"])),
             model=data["model"],
@@ -188,26 +190,27 @@ class Report:
         )
 
     def __str__(self) -> str:
-        return "\n".join([self.headline, *map(_told, self.findings)])
+        return "\n".join([self.headline, *map(_as_text, self.findings)])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        items = "".join(f"<li><pre>{html.escape(_told(finding))}</pre></li>" for finding in self.findings)
+        items = "".join(f"<li><pre>{html.escape(_as_text(finding))}</pre></li>" for finding in self.findings)
         return f"<p><b>{html.escape(self.headline)}</b></p><ul>{items}</ul>"
 
 
-def _told(finding: Finding) -> str:
+def _as_text(finding: Finding) -> str:
+    """A finding with what it explains and its hint, in a few lines."""
     lines = [str(finding)]
     if finding.affected:
-        lines.append(f"  explains {_sites(finding)}")
+        lines.append(f"  explains {_consequences(finding)}")
     if finding.hint:
         lines.append(f"  {finding.hint}")
     return "\n".join(lines)
 
 
-def _sites(finding: Finding) -> str:
-    """The affected places in a line, the first few by name."""
+def _consequences(finding: Finding) -> str:
+    """The affected findings in one line, the first few by name."""
     names = [f"{other.code} at {other.site or 'the model'}" for other in finding.affected]
     rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + rest

@@ -57,7 +57,7 @@ def leaves(value: Any, kind: type = Tensor) -> Iterator[tuple[Address, Any]]:
     if isinstance(value, kind):
         yield (), value
         return
-    for key, item in _items(value):
+    for key, item in items_of(value):
         for address, leaf in leaves(item, kind):
             yield (key, *address), leaf
 
@@ -77,7 +77,7 @@ def mapped(
     """
     if isinstance(value, kind):
         return change(value)
-    if not (items := list(_items(value))):
+    if not (items := list(items_of(value))):
         return value if others or isinstance(value, (tuple, list, Mapping)) else None
     changed = [(key, mapped(change, item, kind, faithful=faithful, others=others)) for key, item in items]
     if isinstance(value, (tuple, list)):
@@ -130,7 +130,7 @@ def put(value: Any, address: Address, item: Any) -> Any:
     if isinstance(value, Mapping):
         return {**value, key: item} if type(value) is dict else _mapping_like(value, {key: item})
     if torch.compiler.is_dynamo_compiling():  # which does not follow copies
-        return type(value)(**dict(_items(value)) | {key: item})
+        return type(value)(**dict(items_of(value)) | {key: item})
     twin = copy.copy(value)
     object.__setattr__(twin, key, item)
     return twin
@@ -148,7 +148,12 @@ def _bytes_of(tensor: Tensor) -> int:
         return sparse_indices(tensor).nbytes + sparse_values(tensor).nbytes if tensor.is_sparse else 0
 
 
-def _items(value: Any) -> Iterable[tuple[Any, Any]]:
+def items_of(value: Any) -> Iterable[tuple[Any, Any]]:
+    """The keys and items of a container: a mapping, tuple, list or dataclass. Any other value has none.
+
+    >>> list(items_of(("a", "b")))
+    [(0, 'a'), (1, 'b')]
+    """
     if value is None:
         return ()
     if isinstance(value, Mapping):

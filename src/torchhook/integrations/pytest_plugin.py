@@ -1,9 +1,9 @@
-"""A pytest plugin: the fixture `model_check` fails a test with what is wrong with a model.
+"""A pytest plugin with the fixture `model_check`, which fails a test if something is wrong with a model.
 
     def test_model(model_check):
         model_check(Net(), (torch.randn(32, 8), torch.randint(2, (32,))), F.cross_entropy)
 
-pytest loads this file by itself, for every project, so it imports torch only once the fixture is used.
+pytest loads this file in every project, so it imports torch only when the fixture is used.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _SECTION = "torchhook"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The option of this plugin."""
-    group = parser.getgroup("torchhook", "checks of models by torchhook")
-    group.addoption("--torchhook-fail-on", choices=SEVERITIES, help="how bad a finding fails a model_check")
+    """Add the option of this plugin."""
+    group = parser.getgroup("torchhook", "model checks by torchhook")
+    group.addoption("--torchhook-fail-on", choices=SEVERITIES, help="the severity from which model_check fails a test")
 
 
 @pytest.fixture
 def model_check(request: pytest.FixtureRequest) -> Callable[..., Report]:
-    """Check a model: ``model_check(model, batch, loss)`` gives a `Report`, or fails the test with its findings.
+    """Check a model: ``model_check(model, batch, loss)`` returns a `Report`, or fails the test with its findings.
 
-    `batch` may be a list of batches. Other arguments are those of `torchhook.diagnose`; the copy is trained for twenty
-    steps, unless `steps` says otherwise. Settings come from ``[tool.torchhook]`` in pyproject.toml.
+    `batch` may be a list of batches. The other arguments are those of `torchhook.diagnose`, but `steps` is twenty by
+    default. Settings come from ``[tool.torchhook]`` in pyproject.toml.
     """
     try:
         fail_on = request.config.getoption("--torchhook-fail-on")
@@ -49,41 +49,41 @@ def model_check(request: pytest.FixtureRequest) -> Callable[..., Report]:
         report = diagnose(model, batch, loss, optimizer, steps, **{**config.arguments(), **options})
         request.node.user_properties.append(("torchhook", report.headline))  # for --junitxml
         if not report.ok:
-            pytest.fail(_told(report), pytrace=False)
-        if report.findings:  # sections travel with the results, from the workers of pytest-xdist, too
-            request.node.add_report_section("call", _SECTION, _told(report))
+            pytest.fail(_as_text(report), pytrace=False)
+        if report.findings:  # sections are sent with the results, also by the workers of pytest-xdist
+            request.node.add_report_section("call", _SECTION, _as_text(report))
         return report
 
     return check
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """What was found below the level that fails a test: it would not be seen otherwise."""
-    told = [
+    """Show findings that did not fail their test, which pytest would hide."""
+    found = [
         (result.nodeid, text)
         for outcome in ("passed", "xpassed")
         for result in terminalreporter.getreports(outcome)
         for name, text in result.sections
         if name == f"Captured {_SECTION} call"
     ]
-    if told:
+    if found:
         terminalreporter.section("torchhook: found, but not bad enough to fail")
-        for node, text in told:
+        for node, text in found:
             terminalreporter.write_line(f"{node}\n{text}\n")
 
 
-def _told(report: Report) -> str:
-    """The findings as a table, then more of them; the first line is all that pytest's own summary shows."""
+def _as_text(report: Report) -> str:
+    """A headline, which pytest's own summary shows, the findings as a table, then details."""
     from torchhook.core.text import table
 
     first = report.findings[0]
     rows = [[found.severity, found.code, found.where, found.message.split("\n")[0]] for found in report.findings]
-    more = dict.fromkeys(f"{found.code}: {line}" for found in report.findings for line in _more(found))
+    details = dict.fromkeys(f"{found.code}: {line}" for found in report.findings for line in _details(found))
     headline = f"{first.code} at {first.where} ({report.headline})"
-    return "\n".join([headline, "", table(["severity", "code", "where", "what"], rows), "", *more])
+    return "\n".join([headline, "", table(["severity", "code", "where", "what"], rows), "", *details])
 
 
-def _more(found: Finding) -> list[str]:
-    """What the table has no room for."""
+def _details(found: Finding) -> list[str]:
+    """What does not fit into the table: the rest of the message, what it explains, and the hint."""
     explained = f"explains {len(found.affected)} more findings" if found.affected else ""
     return [line.strip() for line in (*found.message.split("\n")[1:], explained, found.hint) if line]

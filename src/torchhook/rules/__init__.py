@@ -1,7 +1,7 @@
-"""Rules: what can be wrong with a model, each with a code, as those of a linter.
+"""Judges a model: the rules, `diagnose` and `check`, profiles, and the origin of a NaN.
 
-TH1 not finite, TH2 units, TH3 beginnings, TH4 gradients, TH5 updates, TH6 losses, TH7 batch norms and modes,
-TH8 representations, TH9 drift.
+Each rule has a code, like those of a linter: TH1 nonfinite values, TH2 units, TH3 initialisation, TH4 gradients,
+TH5 updates, TH6 losses, TH7 batch norms and modes, TH8 representations, TH9 drift.
 """
 
 from torchhook.rules.families import (  # noqa: F401 (to register them)

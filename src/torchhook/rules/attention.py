@@ -1,4 +1,4 @@
-"""Seeing what attention looks at while a model trains: a fault of ours is told, and never stops that."""
+"""Attention logits during a training: an error of ours becomes a warning and never stops it."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torchhook.core import attention
 from torchhook.core.attention import Logits
 from torchhook.core.text import warn
 
-_MOST = 2**27  # logits that are computed again: kernels that never hold them are used where they are many
+_MOST = 2**27  # logits to recompute: fused kernels, which never hold them, are used where there are many
 
 
-class Attending(attention.Attending):
-    """While it is entered, gives `tell` the logits of every attention that are not too many."""
+class GuardedAttending(attention.Attending):
+    """While it is entered, passes the logits of every attention to `receive`, unless there are too many."""
 
-    def __init__(self, tell: Callable[[Tensor], None]) -> None:
-        def tell_all(logits: Logits) -> None:
+    def __init__(self, receive: Callable[[Tensor], None]) -> None:
+        def receive_all(logits: Logits) -> None:
             if logits.handed_out or prod(logits.shape) <= _MOST:
-                tell(logits.rows(0, logits.shape[-2]))
+                receive(logits.rows(0, logits.shape[-2]))
 
-        super().__init__(tell_all)
+        super().__init__(receive_all)
 
     def look(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._try(super().look, name, args, kwargs)
@@ -35,4 +35,4 @@ class Attending(attention.Attending):
         try:
             action(name, *rest)
         except Exception as error:
-            warn(f"what {name} looks at is not measured, for that raised {error!r:.200}")
+            warn(f"could not measure the attention of {name}: {error!r:.200}")

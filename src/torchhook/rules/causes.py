@@ -1,4 +1,4 @@
-"""One root cause: consequences are folded under what explains them, in the order of steps and of execution."""
+"""Folds findings under their root cause, by the order of steps and of execution."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torchhook.rules.rule import Phase, Rule
 
 
 def folded(found: Mapping[Rule, Sequence[Finding]], order: Mapping[str, int]) -> tuple[Finding, ...]:
-    """The root causes among what rules found, worst first, with all that they explain as their `affected`."""
+    """The root causes among the findings, worst first; `affected` of each has the findings that it explains."""
     first = {rule: _root(rule, findings, order) for rule, findings in found.items() if findings}
     causes = {rule: [cause for cause in first if _is_cause(cause, rule, first, order)] for rule in first}
     left, roots = set(first), []
     while left:
         reached = {rule: _reached(rule, causes, left) for rule in left}
-        # Nothing causes a source, but what it causes itself: some may cause each other in a circle.
+        # A source is caused only by rules that it causes itself: rules may cause each other in a circle.
         sources = [rule for rule in left if all(cause in reached[rule] for cause in left if rule in reached[cause])]
         root = min(sources, key=lambda rule: _rank(first[rule]))
         explained = reached[root]
@@ -26,7 +26,7 @@ def folded(found: Mapping[Rule, Sequence[Finding]], order: Mapping[str, int]) ->
 
 
 def _reached(root: Rule, causes: Mapping[Rule, Sequence[Rule]], left: set[Rule]) -> list[Rule]:
-    """What of `left` a cause explains, at once or by way of others, in the order of their codes."""
+    """The rules of `left` that `root` explains, directly or through others, ordered by code."""
     found = {root}
     while more := {rule for rule in left - found if found & set(causes[rule])}:
         found |= more
@@ -38,15 +38,14 @@ def _root(rule: Rule, findings: Sequence[Finding], order: Mapping[str, int]) -> 
 
     def key(finding: Finding) -> tuple[int, int, int]:
         place, _ = _place(finding, order)
-        step = -1 if finding.step is None else finding.step
-        return -finding.severity.rank, step, -place if rule.backward else place
+        return -finding.severity.rank, _step(finding), -place if rule.backward else place
 
     first, *others = sorted(findings, key=key)
     return replace(first, affected=(*first.affected, *others))
 
 
 def _is_cause(cause: Rule, rule: Rule, first: Mapping[Rule, Finding], order: Mapping[str, int]) -> bool:
-    """Whether one rule's finding explains another's; of two that may explain each other, what runs first does."""
+    """Whether one rule's finding explains another's; of two that may explain each other, the one that runs first."""
     early, late = first[cause], first[rule]
     if not _may_cause(cause, early, rule, late):
         return False
@@ -54,7 +53,7 @@ def _is_cause(cause: Rule, rule: Rule, first: Mapping[Rule, Finding], order: Map
 
 
 def _may_cause(cause: Rule, early: Finding, consequence: Rule, late: Finding) -> bool:
-    """Whether one finding may explain another: by its rule, its steps, and as much as it is a warning itself."""
+    """Whether one finding may explain another, by its rule and its step; an info never explains anything worse."""
     if cause is consequence or not consequence.code.startswith(cause.causes(early)):
         return False
     if early.severity == Severity.INFO and late.severity > Severity.INFO:
@@ -64,14 +63,14 @@ def _may_cause(cause: Rule, early: Finding, consequence: Rule, late: Finding) ->
 
 
 def _when(rule: Rule, finding: Finding) -> tuple[int, int] | None:
-    """The step and phase of a finding, if that is known; what a model at rest shows was there before the first."""
+    """The step and phase of a finding, if known; a finding about the model at rest precedes the first step."""
     if finding.step is None:
         return (-1, rule.phase) if rule.phase == Phase.REST else None
     return finding.step, rule.phase
 
 
 def _place(finding: Finding, order: Mapping[str, int]) -> tuple[int, str]:
-    """Where in the order of execution a finding is: that of its site, or of the first thing inside of it."""
+    """The position of a finding in the order of execution: of its site, or of the first module inside it."""
     if finding.site in order:
         return order[finding.site], finding.code
     inside = [place for path, place in order.items() if path.startswith(f"{finding.site}.")]
@@ -79,7 +78,7 @@ def _place(finding: Finding, order: Mapping[str, int]) -> tuple[int, str]:
 
 
 def _over(cause: Finding, consequences: Sequence[Finding]) -> Finding:
-    """A cause with its consequences: as bad as the worst of them."""
+    """A cause with its consequences; its severity is that of the worst of them."""
     every = [part for finding in consequences for part in (replace(finding, affected=()), *finding.affected)]
     worst = max((cause.severity, *(finding.severity for finding in every)), key=lambda severity: severity.rank)
     return replace(cause, severity=worst, affected=(*cause.affected, *every))

@@ -1,4 +1,4 @@
-"""`check`: from statistics to a report. Pure: it looks at nothing but what it is given."""
+"""`check`: applies the rules to statistics and reports the findings. It uses nothing but its arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from torchhook.core.findings import Finding, Report, Severity
 from torchhook.rules.causes import folded
-from torchhook.rules.history import History, finite, joined
+from torchhook.rules.history import History, joined, mean_unit_std
 from torchhook.rules.kinds import kind_of
 from torchhook.rules.registry import Choice, chosen
 from torchhook.stats.reading import Place, Reading, Snapshot
@@ -19,10 +19,10 @@ from torchhook.stats.result import Stats
 from torchhook.stats.stat import unlike
 
 _SHORTLY = 10  # steps
-_LATE = 0.5  # of the windows, which the numbers by place are of
+_LATE = 0.5  # the share of windows, at the end, that the layers' numbers are taken from
 
 BROKEN = "TH000"
-"""The code of what this library itself failed at."""
+"""The code of findings about failures of torchhook itself."""
 
 
 def check(
@@ -34,16 +34,16 @@ def check(
     fail_on: str = "error",
     model: str = "model",
 ) -> Report:
-    """What is wrong, by what was measured.
+    """Judge measured statistics by the rules, and report what is wrong.
 
     Args:
-        stats: What `measure` gave, or one of its snapshots. Rules that need more than was measured are skipped, and
+        stats: The result of `measure`, or one of its snapshots. Rules that need more than was measured are skipped, and
             the report says which and why.
-        rules: Codes, beginnings of codes (``"TH2"``), names, or `Rule` objects; all, if not given.
-        ignore: Those not to apply.
-        per_module: Codes to ignore at the modules that a glob names: ``{"head.*": ["TH201"]}``.
-        fail_on: How bad a finding makes the report fail: ``"info"``, ``"warning"`` or ``"error"``.
-        model: Its name, for the headline.
+        rules: Codes, beginnings of codes (``"TH2"``), names, or `Rule` objects; all rules by default.
+        ignore: Rules not to apply.
+        per_module: Codes to ignore at the modules that match a glob: ``{"head.*": ["TH201"]}``.
+        fail_on: The severity from which the report fails: ``"info"``, ``"warning"`` or ``"error"``.
+        model: The name of the model, for the headline.
 
     >>> import torch
     >>> from torch import nn
@@ -53,7 +53,7 @@ def check(
     >>> with measure(net, by="channel") as stats:
     ...     _ = net(torch.randn(1000, 4))
     >>> print(check(stats, ["TH201"]).findings[0])
-    TH201 error: 1, step 0: 100 % of the units never fire
+    TH201 error: 1, step 0: 100% of the units never fire
     """
     history = _history(stats)
     found, skipped = {}, {}
@@ -67,7 +67,7 @@ def check(
                 skipped[rule.code] = reason
             else:
                 found[rule] = [finding for finding in rule.find(history) if not _is_ignored(finding, exempt)]
-        except Exception as error:  # noqa: PERF203 (each by itself)
+        except Exception as error:  # noqa: PERF203 (one rule must not stop the others)
             skipped[rule.code] = f"raised {type(error).__name__}: {error}"
             broken.append(failed(f"rule {rule.code}", f"{type(error).__name__}: {error}"))
     broken += [
@@ -84,20 +84,19 @@ def check(
         layers=layers_of(history.whole(_LATE)),
         losses=dict(history.losses),
         notes=tuple(_unjudged(history)),
-        span=_span(history) if history is stats else None,  # of one measurement, nobody knows where it began
+        span=_span(history) if history is stats else None,  # a single measurement does not know where it began
     )
 
 
 def failed(what: str, reason: str) -> Finding:
-    """That this library itself failed at something, as a finding: it must not stop what it looks at."""
-    said = f"{what} raised {reason}"
-    return Finding(
-        BROKEN, Severity.INFO, said, hint="This is a fault of torchhook or of a rule of yours, not of the model."
-    )
+    """A finding that torchhook itself failed at something, which must not stop the training or the report."""
+    message = f"{what} raised {reason}"
+    hint = "This is a bug in torchhook or in a rule of yours, not a problem of the model."
+    return Finding(BROKEN, Severity.INFO, message, hint=hint)
 
 
 def layers_of(snapshot: Snapshot) -> tuple[dict[str, Any], ...]:
-    """The numbers by place, for tables and plots."""
+    """The numbers of each layer and parameter, for tables and plots."""
     layers: dict[str, dict[str, Any]] = {}
     for path, port in snapshot.rows:
         reading = snapshot[path, port]
@@ -117,36 +116,36 @@ def _history(stats: Stats | Snapshot | History) -> History:
     elif isinstance(stats, Snapshot):
         step, snapshot = 0, stats
     else:
-        raise TypeError(f"stats must be what measure() gave, or a snapshot of it, not {stats!r:.80}")
+        raise TypeError(f"stats must be the result of measure(), or a snapshot of it, not {stats!r:.80}")
     history = History()
     history.add(step, joined([snapshot]))
     return history
 
 
 def _span(history: History) -> tuple[int, int] | None:
-    """The first and the last of the steps that the numbers by place are of."""
+    """The first and the last step that the layers' numbers are taken from."""
     steps = [window.step for window in history.windows]
     return (steps[math.floor(len(steps) * (1 - _LATE))], steps[-1]) if steps else None
 
 
 def _missing(history: History) -> Iterator[tuple[Place, str, str]]:
-    """Each statistic that is not there though it was wanted: of which place, its name, and why."""
+    """Each statistic that was requested but is missing: its place, its name, and why."""
     for place, row in history.whole().rows.items():
         for name, reason in row.failed.items():
             yield place, name, reason
 
 
 def _unjudged(history: History) -> Iterator[str]:
-    """A note on the places that are given now these units, now those."""
-    places = {place: said for place, _, reason in _missing(history) if (said := unlike(reason))}
+    """A note on the places whose number of units changes, so that their units cannot be judged."""
+    places = {place: why for place, _, reason in _missing(history) if (why := unlike(reason))}
     if places:
-        (path, port), said = next(iter(places.items()))
+        (path, port), why = next(iter(places.items()))
         more = f" and {len(places) - 1} more" if len(places) > 1 else ""
-        yield f"the units of the {port} of {path!r}{more} were not judged: {said}"
+        yield f"the units of the {port} of {path!r}{more} were not judged: {why}"
 
 
 def _completed(finding: Finding, history: History) -> Finding:
-    """A finding with what is known besides: the class of its module, and what the learning rate did before."""
+    """A finding with its context: the class of its module, and a recent rise of the learning rate."""
     labels = {path: row.label for (path, _), row in history.whole().rows.items() if row.label}
     if finding.site in labels:
         finding = replace(finding, evidence={"module": labels[finding.site], **finding.evidence})
@@ -154,13 +153,13 @@ def _completed(finding: Finding, history: History) -> Finding:
 
 
 def _after_rise(finding: Finding, rates: Mapping[int, float]) -> Finding:
-    """The finding, and that the learning rate went up shortly before, if it did."""
+    """The finding, and if the learning rate went up shortly before, a remark that says so."""
     if finding.step is None:
         return finding
     for before, step in pairwise(step for step in rates if finding.step - _SHORTLY <= step <= finding.step):
         if rates[step] > 1.5 * rates[before] > 0:
-            said = f"{finding.message}, after the learning rate went from {rates[before]:.2g} to {rates[step]:.2g}"
-            return replace(finding, message=said, evidence={**finding.evidence, "rate_rose_at": step})
+            message = f"{finding.message}, after the learning rate went from {rates[before]:.2g} to {rates[step]:.2g}"
+            return replace(finding, message=message, evidence={**finding.evidence, "rate_rose_at": step})
     return finding
 
 
@@ -171,31 +170,30 @@ def _is_ignored(finding: Finding, per_module: Mapping[str, Sequence[str]]) -> bo
 
 
 def _of_output(reading: Reading) -> dict[str, Any]:
-    said = reading["moments"]
-    label = reading.module_class
+    moments, label = reading["moments"], reading.module_class
     return {
         "module": label,
         "role": kind_of(label),
-        "mean": said.mean,
+        "mean": moments.mean,
         "std": _spread(reading),
-        "zero_fraction": said.zero_fraction,
+        "zero_fraction": moments.zero_fraction,
     }
 
 
 def _spread(reading: Reading) -> float:
-    """The deviation over samples, as a mean over units where those are known: else biases would hide a dead signal."""
-    known = finite(reading["channels"].std.tolist()) if "channels" in reading else []
-    return sum(known) / len(known) if known else float(reading["moments"].std)
+    """The standard deviation, averaged over the units if they were measured: otherwise biases hide a dead signal."""
+    by_unit = mean_unit_std(reading)
+    return float(reading["moments"].std) if by_unit is None else by_unit
 
 
 def _rms(reading: Reading) -> float:
-    said = reading["moments"]
-    return math.nan if said.nonfinite else float(said.l2 / max(said.count, 1) ** 0.5)
+    moments = reading["moments"]
+    return math.nan if moments.nonfinite else float(moments.l2 / max(moments.count, 1) ** 0.5)
 
 
 def _mean(reading: Reading) -> float:
-    said = reading["moments"]
-    return math.nan if said.nonfinite else float(said.mean)
+    moments = reading["moments"]
+    return math.nan if moments.nonfinite else float(moments.mean)
 
 
 _ENTRIES: dict[str, Callable[[Reading], dict[str, Any]]] = {

@@ -1,4 +1,4 @@
-"""`diagnose`: an inspection of a model in three parts, and a report of what is wrong."""
+"""`diagnose`: inspects a model in three parts and reports what is wrong."""
 
 from __future__ import annotations
 
@@ -37,22 +37,24 @@ def diagnose(
     fail_on: str = "error",
     progress: Progress | None = None,
 ) -> Report:
-    """Inspect `model`: at rest, in a forward and backward, and in a short training of a copy of it.
+    """Inspect `model` at rest, in a forward and backward, and in a short training of a copy.
 
-    The model, the optimizer and the state of the random number generators are as before afterwards.
+    The model, the optimizer and the random number generators are left as they were.
 
     Args:
-        data: Batches: a DataLoader, a list, or a single batch. A tuple is inputs and, last, the target; a dict is
-            keywords for the model; a tensor is the input. They are moved to the device of the model, and repeated if
-            there are fewer than `steps`.
-        loss: From output and target (for a dict or tensor: the batch) to a number. Without one it is the ``loss`` that
-            the output has, cross entropy if the targets are classes, the mean square if they look like the outputs.
-        optimizer: The one that trains the model; a copy of it trains the copy. Without one, AdamW does, and rules about
+        data: Batches: a DataLoader, a list, or a single batch. A tuple is the inputs followed by the target; a dict,
+            keyword arguments of the model; a tensor, the input. Batches are moved to the device of the model, and
+            repeated if there are fewer than `steps`.
+        loss: A function of output and target (for a dict or tensor: the batch) that returns a number. By default, the
+            ``loss`` of the output if it has one, cross entropy if the targets are classes, or the mean squared error if
+            they are shaped like the outputs.
+        optimizer: The optimizer of the model; a copy of it trains the copy. Without one, AdamW is used, and rules about
             the optimizer are skipped.
-        steps: How many to train for.
-        parts: Which of ``"rest"`` (weights, buffers, batch norms, optimizer), ``"pass"`` (a forward and backward of
-            some batches) and ``"train"`` to do.
+        steps: How many steps to train for.
+        parts: Some of ``"rest"`` (weights, buffers, batch norms, optimizer), ``"pass"`` (a forward and backward of
+            some batches) and ``"train"``.
         rules, ignore, per_module, fail_on: As for `check`.
+        progress: Called with what is being done, how many steps are done, and how many there are.
 
     >>> import torch.nn.functional as F
     >>> from torchhook import diagnose
@@ -62,32 +64,32 @@ def diagnose(
     >>> optimizer = torch.optim.AdamW(model[:2].parameters(), lr=3e-3)
     >>> report = diagnose(model, data, F.cross_entropy, optimizer)
     >>> print(report.findings[0])
-    TH503 error: 2: the optimizer does not have it: weight, bias
+    TH503 error: 2: not in the optimizer: weight, bias
     """
     require_module(model)
     if isinstance(parts, str) or any(part not in PARTS for part in parts):
         raise ValueError(f"parts must be some of {PARTS}, not {parts!r}")
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
-        raise ValueError(f"steps must be a whole number from 0, not {steps!r}")
+        raise ValueError(f"steps must be an integer of at least 0, not {steps!r}")
     if loss is not None and not callable(loss):
-        raise TypeError(f"loss must be callable on output and target, not {loss!r}")
+        raise TypeError(f"loss must be a function of output and target, not {loss!r}")
     if not isinstance(data, Iterable):
-        raise TypeError(f"data must be batches, or one batch, not {data!r:.80}")
+        raise TypeError(f"data must be an iterable of batches, or one batch, not {data!r:.80}")
     applied = [rule for rule in chosen(rules, ignore) if "rest" in parts or rule.phase != Phase.REST]
-    inspection = Inspection(model, data, loss, optimizer, applied, progress or _silent)
-    with _as_before(model):
+    inspection = Inspection(model, data, loss, optimizer, applied, progress or _no_progress)
+    with _state_kept(model):
         inspection.run(steps if "train" in parts else 0, "pass" in parts)
     report = check(inspection.history, applied, per_module=per_module, fail_on=fail_on, model=type(model).__name__)
     return replace(report, notes=(*inspection.notes, *report.notes))
 
 
 @contextmanager
-def _as_before(model: nn.Module) -> Iterator[None]:
-    """Compute with gradients, and put every random number generator back to where it was."""
+def _state_kept(model: nn.Module) -> Iterator[None]:
+    """Enable gradients inside the block, and restore the random number generators after it."""
     with random_state_kept(model), warnings.catch_warnings(), torch.enable_grad():
-        warnings.filterwarnings("ignore", "a tap is inside")  # only in the copy
+        warnings.filterwarnings("ignore", "a tap is inside")  # of the copy
         yield
 
 
-def _silent(what: str, done: int, total: int) -> None:
-    """Tell nobody."""
+def _no_progress(what: str, done: int, total: int) -> None:
+    """Report nothing."""

@@ -1,9 +1,9 @@
-"""What rules read: statistics by step, and facts about the model, the task and the optimizer. Plain data."""
+"""What rules read: statistics by step, and facts about the model, the task and the optimizer, as plain data."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Window(NamedTuple):
-    """What was measured in some steps, the last of which is `step`."""
+    """What was measured over some steps, the last of which is `step`."""
 
     step: int
     snapshot: Snapshot
@@ -37,13 +37,13 @@ class Task:
     output_shape: tuple[int, ...]
     target_shape: tuple[int, ...] | None
     classes: int | None = None  # if the loss is a cross entropy
-    probabilities: bool = False  # whether the outputs are positive and add up to one
+    probabilities: bool = False  # whether the outputs are positive and sum to one
     broadcast: bool = False  # whether the loss compares every output with every target
 
 
 @dataclass(frozen=True)
 class Modes:
-    """The same batches in train and in eval mode, those in train mode also each by itself."""
+    """Statistics of the same batches in train and in eval mode; those in train mode also batch by batch."""
 
     train: Snapshot
     batches: tuple[Snapshot, ...]
@@ -54,7 +54,7 @@ class Modes:
 
 @dataclass
 class History:
-    """What was seen of a model, window by window; the facts are None where nobody looked."""
+    """What was measured of a model, window by window, and facts about it; facts that were not looked at are None."""
 
     windows: list[Window] = field(default_factory=list)
     losses: dict[int, float] = field(default_factory=dict)
@@ -65,22 +65,22 @@ class History:
     modes: Modes | None = None
     profile: Profile | None = None
     first_step: int = 0
-    own_optimizer: bool = False  # whether there is one that the user chose
-    origin: Finding | None = None  # of the first value that is not finite, if somebody has looked for it
-    scaled: bool = False  # whether a GradScaler looks for its scale
-    _tables: dict[Any, Any] = field(default_factory=dict, repr=False)
-    _known: dict[int, dict[Place, Summary]] = field(default_factory=dict, repr=False)  # by step
+    own_optimizer: bool = False  # whether the user passed one
+    origin: Finding | None = None  # of the first nonfinite value, if its origin was searched for
+    scaled: bool = False  # whether a GradScaler is searching for its scale
+    _tables: dict[Any, Any] = field(default_factory=dict, repr=False)  # results to reuse until the next window
+    _moments: dict[int, dict[Place, Summary]] = field(default_factory=dict, repr=False)  # by step, already computed
 
     def add(self, step: int, snapshot: Snapshot, loss: float | None = None) -> None:
-        """A window has ended."""
+        """Add a window that has ended."""
         self.windows.append(Window(step, snapshot))
         if loss is not None:
             self.losses[step] = loss
-        self._known.pop(step, None)
+        self._moments.pop(step, None)
         self._tables.clear()
 
     def thin(self, most: int, keep: Collection[int] = ()) -> None:
-        """Once there are more than `most` windows, forget half of the older ones, but none of `keep`.
+        """If there are more than `most` windows, drop half of the older ones, but none of `keep`.
 
         >>> history = History()
         >>> for step in range(9):
@@ -93,7 +93,7 @@ class History:
             steps = [window.step for window in self.windows]
             gone = set(thinned(steps, keep))
             self.windows = [window for window in self.windows if window.step not in gone]
-            self._known = {step: known for step, known in self._known.items() if step not in gone}
+            self._moments = {step: known for step, known in self._moments.items() if step not in gone}
             self._tables.clear()
         for by_step in (self.losses, self.rates):
             if len(by_step) > 100 * most:
@@ -101,11 +101,11 @@ class History:
                     del by_step[step]
 
     def drop(self, stat: str, most: int) -> None:
-        """Forget all states of a large statistic but those of the last `most` windows that have it."""
+        """Drop the states of a large statistic, except in the last `most` windows that have it."""
         for number in range(len(self.windows) - 1, -1, -1):
             step, snapshot = self.windows[number]
             places = {place for place, row in snapshot.rows.items() if stat in row.states}
-            if not places and number == len(self.windows) - 1:  # nor was there anything to forget before it
+            if not places and number == len(self.windows) - 1:  # then nothing new is left to drop
                 return
             most -= bool(places)
             if places and most < 0:
@@ -113,35 +113,35 @@ class History:
                 self.windows[number] = Window(step, Snapshot(rows))
 
     def has(self, port: str, stat: str) -> bool:
-        """Whether a statistic was measured anywhere at a port."""
+        """Whether a statistic was measured at a port, at any place."""
         return any(
             _port(place) == port and any(known.name == stat for known in row.stats)
             for place, row in self._places.items()
         )
 
     def whole(self, part: float = 1.0) -> Snapshot:
-        """The windows of the last `part` of the history, as one; of each statistic, those in which it was measured.
+        """The last `part` of the windows, merged; for each statistic, of the windows in which it was measured.
 
-        There is always one: ``whole(0)`` has the last of each.
+        At least one window counts: ``whole(0)`` has the last one of each statistic.
         """
         if part not in self._tables:
-            self._tables[part] = Snapshot({place: _part(all_, part, True) for place, all_ in self._places.items()})
+            self._tables[part] = Snapshot({place: _late_part(row, part) for place, row in self._places.items()})
         found: Snapshot = self._tables[part]
         return found
 
     def before(self, part: float) -> Snapshot:
-        """The windows before those of `whole`, as one."""
-        return Snapshot({place: _part(all_, part, False) for place, all_ in self._places.items()})
+        """The windows before those of ``whole(part)``, merged."""
+        return Snapshot({place: _early_part(row, part) for place, row in self._places.items()})
 
     @property
     def _places(self) -> dict[Place, Row]:
-        """What there is of each place: the states of each statistic, one a window in which it was measured."""
+        """The rows of all windows by place: each statistic has one state per window in which it was measured."""
         if "places" not in self._tables:
             rows: dict[Place, list[Row]] = {}
             for _, snapshot in self.windows:
                 for place, row in snapshot.rows.items():
                     rows.setdefault(place, []).append(row)
-            self._tables["places"] = {place: _all(found) for place, found in rows.items()}
+            self._tables["places"] = {place: _state_per_window(found) for place, found in rows.items()}
         found: dict[Place, Row] = self._tables["places"]
         return found
 
@@ -150,11 +150,11 @@ class History:
         return self.windows[0].snapshot if self.windows else Snapshot({})
 
     def summaries(self, port: str) -> dict[Place, dict[int, Summary]]:
-        """The moments at a port, by place and step, places in execution order."""
+        """The moments at a port, by place and step; places in the order of execution."""
         if port not in self._tables:
             table: dict[Place, dict[int, Summary]] = {place: {} for place in self.whole().rows if _port(place) == port}
             for step, snapshot in self.windows:
-                known = self._known.setdefault(step, {})
+                known = self._moments.setdefault(step, {})
                 for place, row in snapshot.rows.items():
                     if place not in table:
                         continue
@@ -168,7 +168,7 @@ class History:
 
     @property
     def order(self) -> dict[str, int]:
-        """The number of each path in the order of execution; a parameter has that of its module."""
+        """The position of each path in the order of execution; a parameter has that of its module."""
         if "order" not in self._tables:
             paths = dict.fromkeys(path for path, _ in self.whole().rows)
             modules = {path: number for number, path in enumerate(_modules_of(self.whole()))}
@@ -178,7 +178,7 @@ class History:
 
 
 def readings(snapshot: Snapshot, port: str, stat: str, *kinds: str) -> Iterator[Reading]:
-    """What was read at a port of modules of some kinds (none: of all places), in the order of execution."""
+    """The readings of a statistic at a port of modules of these kinds (none: all), in the order of execution."""
     for place, row in snapshot.rows.items():
         if _port(place) == port and (not kinds or kind_of(row.label) in kinds):
             reading = snapshot[place]
@@ -187,27 +187,27 @@ def readings(snapshot: Snapshot, port: str, stat: str, *kinds: str) -> Iterator[
 
 
 def last_of(history: History, *kinds: str) -> str:
-    """The path of the last leaf that ran, of some kinds; empty if there is none."""
+    """The path of the last leaf of these kinds that ran; empty if there is none."""
     found = [reading.path for reading in readings(history.whole(), "output", "moments", *kinds)]
     return found[-1] if found else ""
 
 
 def joined(snapshots: Iterable[Snapshot]) -> Snapshot:
-    """Several snapshots as one: states at the same place are merged, once they are read."""
+    """Several snapshots as one; states at the same place are merged when they are read."""
     rows: dict[Place, Row] = {}
     for snapshot in snapshots:
         for place, row in snapshot.rows.items():
-            rows[place] = _both(rows[place], row) if place in rows else row
+            rows[place] = _concatenated(rows[place], row) if place in rows else row
     return Snapshot(rows)
 
 
 def settled(snapshot: Snapshot) -> Snapshot:
-    """The snapshot with one state a statistic: merged when it is first read, once for all who ask."""
-    return Snapshot({place: _settled(row) for place, row in snapshot.rows.items()})
+    """The snapshot with one state per statistic, which is merged once, when it is first read."""
+    return Snapshot({place: _with_merged_states(row) for place, row in snapshot.rows.items()})
 
 
 def samples(reading: Reading) -> int:
-    """How many values of each unit `Channels` have seen."""
+    """How many values of each unit `Channels` has seen."""
     return int(reading.state("channels")[0].max())
 
 
@@ -221,17 +221,23 @@ def owner(path: str) -> str:
 
 
 def finite(values: Iterable[float]) -> list[float]:
-    """Those that are finite."""
+    """The values that are finite."""
     return [value for value in values if math.isfinite(value)]
 
 
 def norm(summary: Summary) -> float:
-    """The norm of all values, infinite if one of them is not finite."""
+    """The norm of all values; infinite if one of them is not finite."""
     return math.inf if summary.nonfinite else summary.l2
 
 
+def mean_unit_std(reading: Reading) -> float | None:
+    """The standard deviation of each unit over the samples, averaged over the units; None if it was not measured."""
+    known = finite(reading["channels"].std.tolist()) if "channels" in reading else []
+    return sum(known) / len(known) if known else None
+
+
 def percent(share: float) -> str:
-    """A share in percent, as people write it.
+    """A share in percent, with few digits.
 
     >>> percent(3.411), percent(0.00012), percent(0.5)
     ('341', '0.012', '50')
@@ -240,7 +246,7 @@ def percent(share: float) -> str:
 
 
 def plain(value: float | Tensor) -> float:
-    """A number as people write it: four digits."""
+    """A number rounded to four digits."""
     return float(f"{float(value):.4g}")
 
 
@@ -252,19 +258,23 @@ def _modules_of(snapshot: Snapshot) -> dict[str, None]:
     return dict.fromkeys(path for (path, _), row in snapshot.rows.items() if row.label)
 
 
-def _both(a: Row, b: Row) -> Row:
+def _concatenated(a: Row, b: Row) -> Row:
+    """Two rows of the same place as one, with the states of both."""
     stats = {stat.name: stat for stat in (*a.stats, *b.stats)}
     states = {key: [*a.states.get(key, ()), *b.states.get(key, ())] for key in {**a.states, **b.states}}
     return a._replace(stats=tuple(stats.values()), states=states, failed={**a.failed, **b.failed})
 
 
-def _all(rows: list[Row]) -> Row:
-    """Rows of the same place as one, whose states are one a row; without what turned out not to be of one kind."""
+def _state_per_window(rows: list[Row]) -> Row:
+    """The rows of a place, one per window, as one row with one state per window.
+
+    Statistics whose number of units changed between the windows are left out.
+    """
     failed = {name: reason for row in rows for name, reason in row.failed.items()}
     known = [stat for row in rows for stat in row.stats if not unlike(failed.get(stat.name, ""))]
-    stats = {stat.key: stat for stat in known}  # one that stands for all with this state
+    stats = {stat.key: stat for stat in known}  # statistics with the same key share a state
     states: dict[str, list[Callable[[], Tensor]]] = {
-        key: [Merged(stat, row.states[key]) for row in rows if row.states.get(key)] for key, stat in stats.items()
+        key: [MergedState(stat, row.states[key]) for row in rows if row.states.get(key)] for key, stat in stats.items()
     }
     named = {stat.name: stat for stat in known}
     return rows[0]._replace(stats=tuple(named.values()), states=states, failed=failed)
@@ -275,37 +285,46 @@ def _without(row: Row, stat: str) -> Row:
     return row._replace(stats=tuple(known for known in row.stats if known.key != stat), states=states)
 
 
-def _part(row: Row, part: float, late: bool) -> Row:
-    """Of each statistic, the last `part` of the states, or those before."""
-    states = {}
-    for key, known in row.states.items():
-        first = min(math.floor(len(known) * (1 - part)), len(known) - 1) if known else 0
-        states[key] = known[first:] if late else known[:first]
-    return _settled(row._replace(states=states))
+def _late_part(row: Row, part: float) -> Row:
+    """The row with the last `part` of the states of each statistic, at least one, merged."""
+    late = {key: states[_cut(states, part) :] for key, states in row.states.items()}
+    return _with_merged_states(row._replace(states=late))
 
 
-def _settled(row: Row) -> Row:
+def _early_part(row: Row, part: float) -> Row:
+    """The row with the states before those of `_late_part`, merged."""
+    early = {key: states[: _cut(states, part)] for key, states in row.states.items()}
+    return _with_merged_states(row._replace(states=early))
+
+
+def _cut(states: Sequence[Any], part: float) -> int:
+    """The index of the first state that belongs to the last `part`."""
+    return min(math.floor(len(states) * (1 - part)), len(states) - 1) if states else 0
+
+
+def _with_merged_states(row: Row) -> Row:
+    """The row with one state per statistic, without statistics that have none."""
     if all(len(row.states.get(stat.key, ())) == 1 for stat in row.stats):
         return row
     by_key = {stat.key: stat for stat in row.stats}
     states: dict[str, list[Callable[[], Tensor]]]
-    states = {key: [Merged(stat, row.states[key])] for key, stat in by_key.items() if row.states.get(key)}
+    states = {key: [MergedState(stat, row.states[key])] for key, stat in by_key.items() if row.states.get(key)}
     return row._replace(stats=tuple(stat for stat in row.stats if stat.key in states), states=states)
 
 
-class Merged:
-    """Several states as one, once it is asked for."""
+class MergedState:
+    """Several states merged into one, when it is first read."""
 
-    __slots__ = ("found", "stat", "state")
+    __slots__ = ("parts", "stat", "state")
 
-    def __init__(self, stat: Any, found: list[Callable[[], Tensor]]) -> None:
+    def __init__(self, stat: Any, parts: list[Callable[[], Tensor]]) -> None:
         self.stat = stat
-        self.found = found
+        self.parts = parts
         self.state: Tensor | None = None
 
     def __call__(self) -> Tensor:
         if self.state is None:
-            states = [read() for read in self.found]
+            states = [read() for read in self.parts]
             self.state = states[0] if len(states) == 1 else self.stat.merge(torch.stack(states))
-            self.found = []
+            self.parts = []
         return self.state

@@ -1,4 +1,4 @@
-"""One inspection: a copy of a model is run, and trained, and all that is seen goes into a history."""
+"""An inspection runs and trains a copy of a model, and writes what it measures into a history."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from torchhook.core.batch import Batch, Loss, call, loss_of, on_device
 from torchhook.core.model_state import buffers_kept
-from torchhook.origins import Catch
 from torchhook.rules.history import History, Modes, settled
-from torchhook.rules.model_copy import twins_of
+from torchhook.rules.model_copy import copies_of
+from torchhook.rules.origin.catch import Catch
 from torchhook.rules.rest import at_rest
 from torchhook.rules.rule import Need, Rule
 from torchhook.rules.task import task_of
@@ -25,17 +25,17 @@ from torchhook.rules.watch import Watch
 from torchhook.stats.optimizer.steps import unwrapped
 
 Progress = Callable[[str, int, int], None]
-"""Told of the progress: what is done, how much of it, of how much."""
+"""Called with what is being done, how many steps are done, and how many there are."""
 
 _THOROUGH = 8  # steps at the beginning and at the end in which everything is measured
-_SETTLING = 30  # batches after which the averages of batch norms are of the present weights
-_COMPARED = 12  # batches that are run in both modes
-_LOST = 3  # steps without a finite loss after which there is nothing more to see
+_SETTLING = 30  # batches after which the running statistics of batch norms match the current weights
+_COMPARED = 12  # batches to run in both modes
+_LOST = 3  # consecutive steps without a finite loss after which the training is stopped
 _MODES = (Need("output", "channels", ("dropout", "batchnorm")), Need("input", "channels", ("batchnorm",)))
 
 
 class Inspection:
-    """What is inspected, and the history that is written."""
+    """The model to inspect with its data and loss, and the history to write."""
 
     def __init__(
         self, model: nn.Module, data: Any, loss: Loss | None, optimizer: Any, rules: list[Rule], progress: Progress
@@ -50,14 +50,14 @@ class Inspection:
         self.notes: list[str] = []
 
     def run(self, steps: int, look: bool) -> None:
-        """Train a copy for some steps; without any, `look` at a forward and backward of some batches."""
+        """Train a copy for some steps; without steps, only `look` at a forward and backward of some batches."""
         if not steps and not look:
             return
         if iter(self.data) is self.data:
             self.data = list(islice(self.data, steps or _THOROUGH))
         if next(self._batches(), None) is None:
             raise ValueError("data has no batches")
-        twin, optimizer = twins_of(self.model, self.optimizer)
+        twin, optimizer = copies_of(self.model, self.optimizer)
         real = self._has_loss(twin)
         trained = self._trained(twin, optimizer) if steps and real else None
         self._watch(twin, trained, steps if trained is not None else _THOROUGH, real)
@@ -67,7 +67,7 @@ class Inspection:
             self.history.after = at_rest(twin, trained)
 
     def _has_loss(self, twin: nn.Module) -> bool:
-        """Whether there is a loss worth making smaller; asked of the first batch if nobody gave one."""
+        """Whether there is a loss worth minimising; if none was given, the first batch decides."""
         if self.loss is not None:
             return True
         batch = Batch.of(on_device(next(self._batches()), twin))
@@ -77,7 +77,7 @@ class Inspection:
         return guess.real
 
     def _trained(self, twin: nn.Module, optimizer: Any) -> Any:
-        """The optimizer to train the copy with; None if there is nothing to train."""
+        """The optimizer that trains the copy; None if there is nothing to train."""
         parameters = [parameter for parameter in twin.parameters() if parameter.requires_grad]
         if not parameters:
             self.notes.append("no parameter requires a gradient: nothing was trained")
@@ -87,23 +87,23 @@ class Inspection:
         for group in optimizer.param_groups:
             if group.get("lr") == 0 and group.get("initial_lr"):
                 group["lr"] = group["initial_lr"]
-                self.notes.append(f"a schedule has set the rate to 0: the copy was trained at {group['lr']:.2g}")
+                self.notes.append(f"the schedule is at a learning rate of 0: the copy was trained at {group['lr']:.2g}")
         return optimizer
 
     def _own_optimizer(self, twin: nn.Module, parameters: list[nn.Parameter]) -> Any:
-        """An optimizer for a copy whose user has given none; None if there is none that would do."""
+        """An optimizer for the copy if the user gave none; None if no default is safe."""
         if any(parameter.dtype == torch.float16 for parameter in parameters):
-            self.notes.append("no optimizer was given, and float16 weights need a careful one: nothing was trained")
+            self.notes.append("no optimizer was given, and no default is safe for float16 weights: nothing was trained")
             return None
         if any(getattr(module, "sparse", False) for module in twin.modules()):
-            self.notes.append("no optimizer was given: the copy was trained with SGD at a rate of 0.01")
-            return torch.optim.SGD(parameters, lr=0.01)  # which takes sparse gradients
-        self.notes.append("no optimizer was given: the copy was trained with AdamW at a rate of 1e-3")
+            self.notes.append("no optimizer was given: the copy was trained with SGD at a learning rate of 0.01")
+            return torch.optim.SGD(parameters, lr=0.01)  # supports sparse gradients
+        self.notes.append("no optimizer was given: the copy was trained with AdamW at a learning rate of 1e-3")
         return torch.optim.AdamW(parameters, lr=1e-3)
 
     def _watch(self, twin: nn.Module, optimizer: Any, count: int, real: bool) -> None:
-        """Run the copy and write down what is seen."""
-        what = "looking" if optimizer is None else "training a copy"
+        """Run or train the copy, and add each step to the history."""
+        what = "running a copy" if optimizer is None else "training a copy"
         lost = 0
         with Watch(twin, self.rules, optimizer, self.history) as watch, Catch(twin, None, "record") as caught:
             for step, data in enumerate(islice(self._batches(), count)):
@@ -118,7 +118,7 @@ class Inspection:
                     break
 
     def _step(self, twin: nn.Module, optimizer: Any, data: Any, step: int) -> float:
-        """One step of the training; the loss."""
+        """Run one step of the training, and return its loss."""
         batch = Batch.of(on_device(data, twin))
 
         def closure() -> Tensor:
@@ -139,7 +139,7 @@ class Inspection:
         return float(loss.detach())
 
     def _batches(self) -> Iterator[Any]:
-        """The data, again and again."""
+        """The batches, repeated forever."""
         while True:
             empty = True
             for batch in self.data:
@@ -149,7 +149,7 @@ class Inspection:
                 return
 
     def _compare_modes(self, twin: nn.Module) -> None:
-        """Run the same batches in eval and in train mode, after batch norms have caught up with the weights."""
+        """Run the same batches in eval and in train mode, once batch norms have caught up with the weights."""
         flags = {module: module.training for module in twin.modules()}
         try:
             with torch.no_grad():
@@ -161,15 +161,15 @@ class Inspection:
                 for module, flag in flags.items():
                     module.training = flag
                 trained = self._run(twin)
-        except Exception as error:  # of the user's: a loss that does not fit what the model gives in eval mode
-            self.notes.append(f"eval mode was not compared, for it raised {type(error).__name__}: {error}")
+        except Exception as error:  # of the user's code: the loss may not fit the output in eval mode
+            self.notes.append(f"train and eval mode were not compared: {type(error).__name__}: {error}")
             return
         batches = tuple(settled(window.snapshot) for window in trained.windows)
         losses = [fmean(seen.losses.values()) for seen in (trained, evaluated)]
         self.history.modes = Modes(trained.whole(), batches, evaluated.whole(), *losses)
 
     def _run(self, twin: nn.Module) -> History:
-        """What batch norms and dropouts do on some batches, and the losses."""
+        """The statistics of batch norms and dropouts on some batches, and the losses."""
         with Watch(twin, [], needs=_MODES) as watch:
             for data in islice(self._batches(), _COMPARED):
                 batch = Batch.of(on_device(data, twin))
@@ -178,6 +178,6 @@ class Inspection:
 
 
 def _wants_closure(optimizer: Any) -> bool:
-    """Whether the step of an optimizer cannot do without a closure, as that of LBFGS."""
+    """Whether `optimizer.step` requires a closure, as that of LBFGS does."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty

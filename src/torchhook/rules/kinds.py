@@ -1,4 +1,4 @@
-"""What a module does, by the name of its class: rules read statistics, which know no more of a module than that."""
+"""What a module does, judged by the name of its class: statistics, which rules read, know nothing else about it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ACTIVATIONS = frozenset({"leaky", "rectifier", "sigmoid", "tanh"})
 
 @cache
 def kind_of(label: str) -> str:
-    """The kind of the modules of a class; ``"other"`` if its name says nothing.
+    """The kind of a module, by the name of its class; ``"other"`` if the name says nothing.
 
     >>> kind_of("Conv2d"), kind_of("ReLU6"), kind_of("LeakyReLU"), kind_of("MyBatchNorm2d"), kind_of("Flatten")
     ('weight', 'rectifier', 'leaky', 'batchnorm', 'other')

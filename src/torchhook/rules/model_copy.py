@@ -1,4 +1,4 @@
-"""A copy of a model together with its optimizer, so that the original stays as it is."""
+"""A copy of a model and its optimizer, so that the originals stay unchanged."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 
-def twins_of(model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
-    """A copy of the model, and one of the optimizer that trains that copy.
+def copies_of(model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
+    """A copy of the model, and a copy of the optimizer that trains it.
 
     >>> model = nn.Linear(2, 2)
-    >>> twin, optimizer = twins_of(model, torch.optim.SGD(model.parameters(), 0.1))
+    >>> twin, optimizer = copies_of(model, torch.optim.SGD(model.parameters(), 0.1))
     >>> optimizer.param_groups[0]["params"][0] is twin.weight
     True
     """
     refused = _refusal(model)
     if refused:
-        raise ValueError(f"{refused}; parts=('rest',) does without running it")
+        raise ValueError(f"{refused}; or pass parts=('rest',), which does not run it")
     memo: dict[int, Any] = {}
     try:
         twin = copy.deepcopy(model, memo)
         for module in twin.modules():
-            if isinstance(module, nn.RNNBase):  # cuDNN wants its weights in one piece, and warns of copies
+            if isinstance(module, nn.RNNBase):  # cuDNN wants its weights in one block, and warns about copies
                 module.flatten_parameters()
-        return twin, None if optimizer is None else _twin_of(optimizer, memo)
+        return twin, None if optimizer is None else _copy_of(optimizer, memo)
     except Exception as error:
         raise ValueError(
-            f"the model cannot be copied ({type(error).__name__}: {error}), and is not to be changed itself;"
-            " parts=('rest',) does without a copy"
+            f"the model cannot be copied ({type(error).__name__}: {error}), and diagnose must not change the original;"
+            " pass parts=('rest',), which needs no copy"
         ) from error
 
 
 def _refusal(model: nn.Module) -> str:
     if isinstance(model, torch.jit.ScriptModule):
-        return "the model is compiled by torch.jit, which lets nobody look inside; pass what it was made of"
+        return "the model is compiled by torch.jit and cannot be inspected: pass the original module"
     lazy = next((path for path, parameter in model.named_parameters() if is_lazy(parameter)), None)
-    return "" if lazy is None else f"{lazy!r} has no values yet: run the model once first"
+    return "" if lazy is None else f"{lazy!r} is not initialised yet: run the model once first"
 
 
-def _twin_of(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
-    """A copy with all attributes (`copy.deepcopy` keeps only some), but for the hooks of others.
+def _copy_of(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
+    """A copy with all attributes (`copy.deepcopy` keeps only some), except hooks and overridden methods.
 
-    Nor what stands before a method of the class: a scheduler puts a `step` there that steps the original.
+    A scheduler overrides `step` on the instance with one that steps the original.
     """
     twin: Optimizer = type(optimizer).__new__(type(optimizer))
     memo[id(optimizer)] = twin

@@ -1,4 +1,4 @@
-"""`ModelDiagnostics`: features and gradients of a model in one object, and what is wrong with them."""
+"""`ModelDiagnostics`: the features and gradients of a model in one object, and what is wrong with them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from torchhook.stats.reduce import Reduce
 
 
 class ModelDiagnostics:
-    """The newest features of some layers and their gradients (none selected: every convolution, or every leaf).
+    """The latest features of the selected layers (default: every convolution, or else every leaf) and their gradients.
 
-    It watches the model from the beginning; `close`, or the end of a ``with`` block, takes the hooks away.
+    It attaches hooks when it is created; `close`, or the end of a ``with`` block, removes them.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU())
@@ -41,7 +41,7 @@ class ModelDiagnostics:
         self._capture.__enter__()
 
     def close(self) -> None:
-        """Take the hooks away; what was seen stays."""
+        """Remove the hooks; the features and gradients stay."""
         self._capture.__exit__(None, None, None)
 
     def __enter__(self) -> ModelDiagnostics:
@@ -52,21 +52,21 @@ class ModelDiagnostics:
 
     @property
     def features(self) -> dict[str, Tensor]:
-        """What the layers returned last, by path; of several tensors, the first."""
+        """The latest output of each layer, by path; if it has several tensors, the first."""
         return {path: tensor for path, calls in self._capture.items() if (tensor := _first(calls.output)) is not None}
 
     @property
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients of what the layers returned last, by path."""
+        """The gradient of the latest output of each layer, by path."""
         found = {path: _first(calls.grad) for path, calls in self._capture.items() if calls.grads}
         return {path: gradient for path, gradient in found.items() if gradient is not None}
 
     def compute_activation_stats(self) -> dict[str, dict[str, float]]:
-        """Mean, standard deviation, maximum and minimum of every feature; NaN and Inf are left out."""
+        """Mean, standard deviation, maximum and minimum of every feature, without NaN and Inf."""
         stats = {}
         for path, feature in self.features.items():
-            said = Moments().of(feature)
-            stats[path] = {"mean": said.mean, "std": said.std, "max": said.max, "min": said.min}
+            moments = Moments().of(feature)
+            stats[path] = {"mean": moments.mean, "std": moments.std, "max": moments.max, "min": moments.min}
         return stats
 
     def visualize(self, writer: Any, step: int | None = None) -> None:
@@ -74,11 +74,11 @@ class ModelDiagnostics:
         for folder, tensors in (("features", self.features), ("gradients", self.gradients)):
             for path, tensor in tensors.items():
                 known = tensor[tensor.isfinite()]
-                if known.numel():  # writers refuse to draw nothing
+                if known.numel():  # writers refuse empty histograms
                     writer.add_histogram(f"{folder}/{path}", known, global_step=step)
 
     def check(self) -> Report:
-        """What is wrong with the features and gradients, by the rules that can be applied to them."""
+        """Report what is wrong with the features and gradients, by the rules that apply to them."""
         reduce, modules = Reduce("moments", "channels", "headroom"), dict(self.model.named_modules())
         ports: tuple[tuple[Port, dict[str, Tensor]], ...]
         ports = ("output", self.features), ("grad_output", self.gradients)

@@ -1,4 +1,4 @@
-"""The rules by their codes, and choosing among them as one chooses those of a linter."""
+"""The registered rules by code, and selecting among them as in a linter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _R = TypeVar("_R", bound=type[Rule])
 
 
 def register(rule: _R) -> _R:
-    """Make a rule known by its code, so that it is applied by default; use it as a decorator.
+    """Register a rule under its code, so that it is applied by default; use it as a decorator.
 
     >>> @register
     ... class Never(Rule):
@@ -31,15 +31,15 @@ def register(rule: _R) -> _R:
     <XX999 never>
     """
     if not re.fullmatch(r"[A-Z]+\d+", getattr(rule, "code", "")):
-        raise ValueError(f"{rule.__name__}.code must be letters and a number, as 'MY001'")
+        raise ValueError(f"{rule.__name__}.code must be capital letters and a number, such as 'MY001'")
     if rule.code in RULES:
-        raise ValueError(f"there is a rule {rule.code} already: {RULES[rule.code].name}")
+        raise ValueError(f"the code {rule.code} is already taken by {RULES[rule.code].name}")
     RULES[rule.code] = rule()
     return rule
 
 
 def chosen(select: Iterable[Choice] | None = None, ignore: Sequence[Choice] = ()) -> list[Rule]:
-    """The rules that `select` names (None: all), without those that `ignore` names.
+    """The rules that `select` names (by default all), without those that `ignore` names.
 
     >>> chosen(["TH2", "loss-spike"], ignore=["TH202"])
     [<TH201 dead-units>, <TH203 saturated>, <TH204 constant-output>, <TH602 loss-spike>]
@@ -50,7 +50,7 @@ def chosen(select: Iterable[Choice] | None = None, ignore: Sequence[Choice] = ()
 
 
 def named(choice: Choice) -> list[Rule]:
-    """The rules of a code, of the beginning of one, or of a name."""
+    """The rules with this code, beginning of a code, or name."""
     if isinstance(choice, Rule):
         return [choice]
     if not isinstance(choice, str):

@@ -1,4 +1,4 @@
-"""A model at rest: what its parameters, buffers, batch norms and optimizer are like when nothing runs."""
+"""A model at rest: the state of its parameters, buffers, batch norms and optimizer while nothing runs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torchhook.stats.moments import Summary
 
 
 @dataclass(frozen=True)
-class Parameter:
-    """What there is to know of a parameter: its values, and who trains it."""
+class ParameterState:
+    """The values of a parameter, and how the optimizer trains it."""
 
     summary: Summary
-    weights: int  # of each unit
+    weights: int  # per unit
     trainable: bool
     alike: bool  # whether all its units have the same weights
     groups: tuple[int, ...] = ()  # of the optimizer
@@ -33,11 +33,11 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Norm:
+class NormState:
     """The state of a batch norm."""
 
     training: bool
-    batches: int | None  # that it has averaged over
+    batches: int | None  # how many it has averaged over
     momentum: float | None
     mean: Tensor
     var: Tensor
@@ -45,18 +45,18 @@ class Norm:
 
 @dataclass(frozen=True)
 class Rest:
-    """A model at rest, by path."""
+    """The state of a model at rest, by path."""
 
-    parameters: dict[str, Parameter]
+    parameters: dict[str, ParameterState]
     buffers: dict[str, Summary]
-    norms: dict[str, Norm]
+    norms: dict[str, NormState]
     has_optimizer: bool = False
-    strangers: int = 0  # parameters that the optimizer has and the model has not
+    strangers: int = 0  # parameters of the optimizer that are not in the model
 
 
 @torch.no_grad()
 def at_rest(model: nn.Module, optimizer: Any = None) -> Rest:
-    """What `model` is like now. It waits for the device.
+    """The current state of `model`; this waits for the device.
 
     >>> rest = at_rest(nn.Linear(2, 3))
     >>> rest.parameters["weight"].trainable, rest.parameters["weight"].alike
@@ -76,9 +76,9 @@ def at_rest(model: nn.Module, optimizer: Any = None) -> Rest:
     )
 
 
-def _parameter(parameter: nn.Parameter, groups: list[dict[str, Any]]) -> Parameter:
+def _parameter(parameter: nn.Parameter, groups: list[dict[str, Any]]) -> ParameterState:
     inside = [number for number, group in enumerate(groups) if any(p is parameter for p in group["params"])]
-    return Parameter(
+    return ParameterState(
         summary=Moments().of(parameter),
         weights=parameter[0].numel() if parameter.dim() and len(parameter) else 0,
         trainable=parameter.requires_grad,
@@ -89,16 +89,16 @@ def _parameter(parameter: nn.Parameter, groups: list[dict[str, Any]]) -> Paramet
 
 
 def rate_of(group: dict[str, Any]) -> float | None:
-    """The learning rate of a group, before any schedule; None if it has none: some optimizers choose it themselves."""
+    """The learning rate of a group, before any schedule; None if it has none, as with optimizers that choose it."""
     rate = group.get("initial_lr", group.get("lr"))
     return None if rate is None else float(rate)
 
 
-def _norm(module: BATCH_NORMS) -> Norm:
+def _norm(module: BATCH_NORMS) -> NormState:
     tracked = module.num_batches_tracked
     assert module.running_mean is not None
     assert module.running_var is not None
-    return Norm(
+    return NormState(
         training=module.training,
         batches=None if tracked is None else int(tracked),
         momentum=module.momentum,

@@ -25,7 +25,7 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True)
 class Need:
-    """A statistic that a rule goes by: at which port, and of modules of which kinds (none: of every leaf)."""
+    """A statistic that a rule needs: at which port, and of which kinds of modules (none: every leaf)."""
 
     port: str
     stat: str = "moments"
@@ -33,7 +33,7 @@ class Need:
 
     def __str__(self) -> str:
         if self.port == self.stat:
-            return f"some {self.port}"
+            return self.port
         of = f" of a {' or '.join(self.kinds)} module" if self.kinds and len(self.kinds) < 4 else ""
         return f"the {self.stat} of the {self.port.replace('_', ' ')}{of}"
 
@@ -41,15 +41,16 @@ class Need:
 class Rule(ABC):
     """One thing that can be wrong with a model.
 
-    The docstring says what the rule finds and by which numbers; `hint` says what to do, `wrong` when the rule is
-    mistaken. `needs` are the statistics, `facts` the other parts of a `History` that it goes by: without them it is
-    skipped. `uses` are statistics that it sees more with. No more than the chosen rules ask for is collected.
+    The docstring says what the rule finds and by which numbers; `hint` says what to do about it, `wrong` when the rule
+    is mistaken. `needs` are the statistics and `facts` the other parts of a `History` that the rule requires: without
+    them it is skipped. `uses` are statistics that help it but are not required. Only what the chosen rules ask for is
+    measured.
 
-    `explains` are the codes, or beginnings of codes, of what may be a consequence: such findings are folded under this
-    rule's, unless they came before, by step and `phase`. Findings of the rule itself are folded under the first in the
-    order of execution, or under the last where a fault travels with the gradients (`backward`).
+    `explains` are the codes, or beginnings of codes, of possible consequences: their findings are folded under this
+    rule's, unless they came earlier, by step and `phase`. Findings of the same rule are folded under the first in the
+    order of execution, or under the last if the fault travels with the gradients (`backward`).
 
-    One of your own needs a code, a name and `find`:
+    A rule of your own needs a code, a name and `find`:
 
     >>> class Negative(Rule):
     ...     '''The mean of an output is negative.'''
@@ -78,31 +79,31 @@ class Rule(ABC):
 
     @abstractmethod
     def find(self, history: History) -> Iterator[Finding]:
-        """What is wrong, place by place."""
+        """Yield what is wrong, place by place."""
 
     def missing(self, history: History) -> str:
-        """Why the rule cannot be applied; empty if it can."""
+        """What the rule needs but `history` does not have; empty if nothing is missing."""
         absent = [_FACTS[name] for name in self.facts if not getattr(history, name)]
         absent += [str(need) for need in self.needs if not history.has(need.port, need.stat)]
         return f"needs {', and '.join(absent)}" if absent else ""
 
     def causes(self, finding: Finding) -> tuple[str, ...]:
-        """The codes of what one of the rule's findings may explain."""
+        """The codes, or beginnings of codes, that a finding of this rule may explain."""
         return self.explains
 
     def finding(
         self, message: str, site: str = "", step: int | None = None, severity: str | None = None, **evidence: Any
     ) -> Finding:
         """A finding of this rule."""
-        known = {name: _spelt(value) for name, value in evidence.items()}
+        known = {name: _json_value(value) for name, value in evidence.items()}
         return Finding(self.code, Severity(severity or self.severity), message, site, step, known, self.hint)
 
     def __repr__(self) -> str:
         return f"<{self.code} {self.name}>"
 
 
-def _spelt(value: Any) -> Any:
-    """A number as evidence: what is not finite is a word, as it will be in JSON."""
+def _json_value(value: Any) -> Any:
+    """A value for the evidence; NaN and Inf, which JSON does not have, as strings."""
     words = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
     return words[str(value)] if isinstance(value, float) and not math.isfinite(value) else value
 
@@ -112,6 +113,6 @@ _FACTS = {
     "own_optimizer": "an optimizer",
     "losses": "losses",
     "task": "outputs, targets and a loss",
-    "modes": "both train and eval mode, which only diagnose compares: with a loss, of a model in train mode",
+    "modes": "a comparison of train and eval mode, which only diagnose makes, with a loss and a model in train mode",
     "profile": "a stored profile",
 }

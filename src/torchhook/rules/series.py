@@ -1,4 +1,4 @@
-"""Numbers over steps: what leaves its own past, robustly."""
+"""Robust detection of outliers in a series of numbers by step."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from statistics import median
 
 
 def outliers(values: Mapping[int, float], factor: float) -> Iterator[tuple[int, float]]:
-    """Steps at which a positive number is far above what it was before and is after, and how many times.
+    """Steps at which a positive number is far above its values before and after, and how many times.
 
-    By the logarithm: `factor` times the median of the eight before, and six robust deviations of those from it. So few,
-    since what is watched falls or rises by itself. The first sixteen are let be, and what is next to nothing compared
-    with them.
+    On a log scale: above `factor` times the median of the eight values before, and more than six robust deviations from
+    it. The window is short because the numbers fall or rise by themselves. The first sixteen values are skipped, and
+    values that are small compared with the first eight.
 
     >>> [(step, round(times)) for step, times in outliers({**dict.fromkeys(range(30), 1.0), 30: 50.0}, factor=5)]
     [(30, 50)]
@@ -30,13 +30,13 @@ def outliers(values: Mapping[int, float], factor: float) -> Iterator[tuple[int, 
 
 
 def jumps(values: Mapping[int, float], step: int, factor: float) -> bool:
-    """Whether a number is at `step` that many times what it was in the four before, and not next to nothing."""
+    """Whether the value at `step` is more than `factor` times the median of the four before, and not negligible."""
     before = [value for known, value in values.items() if known < step]
     if step not in values or not before:
         return False
     return values[step] > factor * median(before[-4:]) > 0 and values[step] > _LITTLE * median(before[:8])
 
 
-_LITTLE = 0.1  # of where it began
+_LITTLE = 0.1  # of the first values
 
 _WARMUP, _WINDOW = 16, 8

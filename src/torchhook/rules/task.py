@@ -1,4 +1,4 @@
-"""What a model is trained to do, by what its loss is computed from."""
+"""What a model is trained to do, judged by what its loss is computed from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchhook.rules.history import Task
 
 
 def task_of(output: Any, target: Any, value: float, loss: Loss | None) -> Task:
-    """What kind of task it is; `value` is the loss of one batch.
+    """The kind of task, from the output, target and loss `value` of one batch.
 
     >>> output, target = torch.zeros(4, 3), torch.tensor([0, 1, 2, 0])
     >>> task_of(output, target, math.log(3), F.cross_entropy).classes
@@ -33,10 +33,10 @@ def task_of(output: Any, target: Any, value: float, loss: Loss | None) -> Task:
 
 
 def _classes(prediction: Tensor, target: Tensor, value: float) -> int | None:
-    """How many classes there are, if the loss is the cross entropy of the outputs."""
+    """The number of classes, if the loss is the cross entropy of the outputs."""
     try:
         entropy = float(F.cross_entropy(prediction.float(), target))
-    except (RuntimeError, ValueError, IndexError):  # they are not outputs and classes
+    except (RuntimeError, ValueError, IndexError):  # not logits and classes
         return None
     is_entropy = prediction.dim() > 1 and math.isclose(entropy, value, rel_tol=1e-3, abs_tol=1e-6)
     return prediction.shape[1] if is_entropy else None
@@ -48,7 +48,7 @@ def _are_probabilities(prediction: Tensor) -> bool:
 
 
 def _broadcasts(output: Any, target: Tensor, value: float, loss: Loss | None) -> bool:
-    """Whether the loss is the same if the targets, of another shape than the outputs, belong to other outputs."""
+    """Whether the targets have another shape than the outputs, and reordering them does not change the loss."""
     shape = main_tensor(output).shape
     if shape == target.shape or not target.is_floating_point() or target.squeeze().dim() != 1 or len(target) < 3:
         return False

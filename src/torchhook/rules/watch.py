@@ -1,8 +1,8 @@
-"""A `Watch` sits beside a training and measures, step by step, what the chosen rules need.
+"""A `Watch` measures, step by step during a training, what the chosen rules need.
 
-What it measures comes at three prices. Moments of outputs and gradients are measured in every step that the clock
-measures. Statistics of units, histograms, inputs and updates too; but where there is a clock `seldom`, in its steps
-alone. Covariances and attention are dearer still, and measured while the watch is `thorough`.
+Statistics come at three prices. Moments of outputs and gradients are cheap: they are measured in every step of the
+clock. Statistics of units, histograms, inputs and updates cost more: if there is a clock `seldom`, they are measured
+only in its steps. Covariances and attention are expensive: they are measured only while the watch is thorough.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torchhook.core.session import ScopeName, Session
 from torchhook.core.site import Port, Site
 from torchhook.core.tap import Tap
 from torchhook.core.torch_internals import graph_count
-from torchhook.rules.attention import Attending
+from torchhook.rules.attention import GuardedAttending
 from torchhook.rules.history import History, joined
 from torchhook.rules.kinds import kind_of
 from torchhook.rules.rest import Rest, at_rest
@@ -34,12 +34,12 @@ from torchhook.stats.optimizer.steps import Steps
 from torchhook.stats.reading import FLAGS, Snapshot
 from torchhook.stats.reduce import Reduce
 
-_HEAVY: dict[str, Stat] = {"covariance": Covariance(), "attention": Attention()}
+_EXPENSIVE: dict[str, Stat] = {"covariance": Covariance(), "attention": Attention()}
 _MODULES: dict[str, Port] = {"input": "input", "output": "output", "grad_output": "grad_output"}
 
 
 class Watch:
-    """Measures what `rules` need, and ends a window at every `step`, or whenever one is taken.
+    """Measures what `rules` need. A window ends at every `step`, or when `window` is called.
 
     >>> import torch
     >>> from torchhook.rules import chosen
@@ -75,24 +75,24 @@ class Watch:
         self.clock = clock or Clock(by_passes=optimizer is None)
         self.seldom = seldom or self.clock
         self._scope = scope
-        self._on_fault = on_fault  # what a tap raises goes here, and not to whoever called the model
-        self._widest = widest  # units of which a covariance is not too large
-        # Whether attention may be looked into: it is then computed otherwise, not to the last bit, and by a mode that a
-        # forward which raises would leave behind among those of others.
+        self._on_fault = on_fault  # gets the errors of taps, which must not reach the caller of the model
+        self._widest = widest  # the most units for which a covariance is measured
+        # Whether attention may be inspected: it is then computed differently, not bit-equal, and by a mode that a
+        # forward which raises would leave on torch's stack of modes.
         self._detours = detours
-        self._graphs = graph_count()  # more than these may be of this model
+        self._graphs = graph_count()  # later graphs may be of this model
         self._always = ExitStack()
         self._thorough = ExitStack()
         self._attention = ExitStack()
         self._steps: Steps | None = None
         self._reduces: list[Reduce] = []
-        self._heavy: list[Reduce] = []
-        self._ended = {clock: clock.ended for clock in (self.clock, self.seldom)}  # when the last window was taken
+        self._expensive: list[Reduce] = []
+        self._ended = {clock: clock.ended for clock in (self.clock, self.seldom)}  # at the end of the last window
 
     def __enter__(self) -> Watch:
         stepped = {FLAGS[need.port] for need in self._needs if FLAGS.get(need.port) in _STEPPED}
-        seldom = {need for need in self._needs if self.seldom is not self.clock and _is_seldom(need)}
-        taps = [*self._sites(self._needs - seldom, self.clock), *self._sites(seldom, self.seldom)]
+        seldom = {need for need in self._needs if self.seldom is not self.clock and _is_costly(need)}
+        taps = [*self._taps(self._needs - seldom, self.clock), *self._taps(seldom, self.seldom)]
         if stepped and self.optimizer is not None and self._is_ours():
             flags = {flag: flag in stepped for flag in _STEPPED}
             own = self._reduce(self.clock)
@@ -116,7 +116,7 @@ class Watch:
             self.be_thorough(False)
 
     def be_thorough(self, wanted: bool) -> None:
-        """Measure, or no longer measure, what is too dear for every step: all of it goes into one window."""
+        """Start or stop measuring expensive statistics; they are all added to the last window."""
         if wanted == self.is_thorough:
             return
         if wanted:
@@ -128,61 +128,61 @@ class Watch:
             self.end_thorough()
 
     def begin_thorough(self) -> None:
-        """Measure what is dear from now on. Not in compiled models: they would have to be compiled again."""
+        """Start measuring expensive statistics, except in compiled models, which would have to be recompiled."""
         self.is_thorough = True
         if compiled_among(self.model.modules()) or graph_count() > self._graphs:
             return
-        taps = self._sites(self._needs, self.clock, heavy=True)
+        taps = self._taps(self._needs, self.clock, expensive=True)
         self._thorough.callback(self._session(taps).attach().abandon)
         if self._detours and any(need.port == "attention" for need in self._needs):
-            self._attend()
+            self._inspect_attention()
 
     def end_thorough(self) -> Snapshot:
-        """No longer; what was seen."""
-        heavy = list(self._heavy)
+        """Stop measuring expensive statistics, and return them."""
+        expensive = list(self._expensive)
         self.forget_thorough()
-        return joined(reduce.snapshot() for reduce in heavy)
+        return joined(reduce.snapshot() for reduce in expensive)
 
     def forget_thorough(self) -> None:
-        """No longer, whatever was seen."""
+        """Stop measuring expensive statistics, and drop them."""
         self.is_thorough = False
         self._attention.close()
         self._thorough.close()
-        self._heavy.clear()
+        self._expensive.clear()
 
     def step(self, loss: Tensor | float | None = None) -> None:
-        """A step of the training is over, and its window with it."""
+        """End a step of the training, and its window."""
         self.history.add(self.steps, self._taken(self._reduces), None if loss is None else float(loss))
         self.history.scaled |= self.is_scaled
         if self.optimizer is not None:
             self.history.rates[self.steps] = self.rate() or 0.0
         self.steps += 1
-        self._attention.close()  # one step tells enough
+        self._attention.close()  # one step is enough
 
     def window(self) -> Snapshot:
-        """What was measured since the last window, to read whenever; it does not wait for the device."""
+        """End a window and return it; this does not wait for the device, only reading its values does."""
         new = {clock for clock, ended in self._ended.items() if clock.ended > ended}
         self._ended = {clock: clock.ended for clock in self._ended}
         return self._taken([reduce for reduce in self._reduces if reduce.clock in new])
 
     def count_step(self) -> None:
-        """A step is over, if nobody else has counted it: the optimizer has, if it is looked at."""
+        """Count a step, unless the optimizer is watched, whose steps are counted anyway."""
         if self._steps is None:
             self.clock.advance()
 
     def rate(self) -> float | None:
-        """The largest learning rate; None if there is none, or only the device knows."""
+        """The largest learning rate; None if there is none, or it would have to be fetched from the device."""
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         rates = [group["lr"] for group in groups if group.get("lr") is not None]
         known = [float(rate) for rate in rates if not (isinstance(rate, Tensor) and rate.device.type != "cpu")]
         return max(known, default=None)
 
     def unscaled(self, loss: Tensor) -> Tensor:
-        """A loss as it was before a GradScaler multiplied it."""
+        """The loss before a GradScaler scaled it."""
         return loss if self._steps is None else self._steps.unscaled(loss)
 
     def rest(self) -> Rest:
-        """What the model is like now; without its optimizer, if that is gone."""
+        """The current state of the model, and of its optimizer unless that is gone."""
         try:
             return at_rest(self.model, self.optimizer)
         except ReferenceError:
@@ -190,7 +190,7 @@ class Watch:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether a GradScaler looks for its scale."""
+        """Whether a GradScaler is in use."""
         return self._steps is not None and self._steps.scaler is not None
 
     def _taken(self, reduces: list[Reduce]) -> Snapshot:
@@ -199,35 +199,35 @@ class Watch:
             reduce.reset()
         return window
 
-    def _sites(self, needs: Iterable[Need], clock: Clock, heavy: bool = False) -> list[Tap]:
-        """What has to be seen of modules."""
+    def _taps(self, needs: Iterable[Need], clock: Clock, expensive: bool = False) -> list[Tap]:
+        """The taps on modules that measure these needs."""
         taps = []
-        for (port, kinds), stats in _grouped(needs, heavy).items():
-            test = _of_kinds(kinds, self._widest if heavy else None, self._detours)
+        for (port, kinds), stats in _grouped(needs, expensive).items():
+            test = _of_kinds(kinds, self._widest if expensive else None, self._detours)
             paths = [path for path, module in walk(self.model) if test(path, module)]
-            if paths:  # the model itself is found by its name alone
+            if paths:  # a predicate never selects the model itself, only its name does
                 where = Selector.of(test if any(paths) else "")
-                taps.append(Tap(where, self._reduce(clock, *stats, heavy=heavy), port))
+                taps.append(Tap(where, self._reduce(clock, *stats, expensive=expensive), port))
         return taps
 
     def _is_ours(self) -> bool:
-        """Whether the optimizer trains anything of the model."""
+        """Whether the optimizer has parameters of the model."""
         own = {id(parameter) for parameter in self.model.parameters()}
         return any(id(p) in own for group in self.optimizer.param_groups for p in group["params"])
 
     def _session(self, taps: list[Tap]) -> Session:
-        when = None if self.clock.by_passes else self.clock  # which has to see passes to count them
+        when = None if self.clock.by_passes else self.clock  # a clock that counts passes has to see all of them
         return Session(self.model, taps, scope=self._scope, on_silent="ignore", on_fault=self._on_fault, when=when)
 
-    def _reduce(self, clock: Clock, *stats: Stat, heavy: bool = False) -> Reduce:
+    def _reduce(self, clock: Clock, *stats: Stat, expensive: bool = False) -> Reduce:
         reduce = Reduce(*stats, clock=clock)
-        (self._heavy if heavy else self._reduces).append(reduce)
+        (self._expensive if expensive else self._reduces).append(reduce)
         return reduce
 
-    def _attend(self) -> None:
-        """Look at attention until the step ends."""
-        reduce = self._reduce(self.clock, _HEAVY["attention"], heavy=True)
-        running: list[tuple[str, nn.Module]] = []  # the modules inside of which we are
+    def _inspect_attention(self) -> None:
+        """Measure attention logits until the step ends."""
+        reduce = self._reduce(self.clock, _EXPENSIVE["attention"], expensive=True)
+        running: list[tuple[str, nn.Module]] = []  # the modules whose forward is running, innermost last
 
         def enter(event: Event) -> None:
             running.append((event.path, event.module))
@@ -235,9 +235,9 @@ class Watch:
         def leave(event: Event) -> None:
             running.pop()
 
-        def tell(logits: Tensor) -> None:
+        def receive(logits: Tensor) -> None:
             path, module = running[-1] if running else ("", self.model)
-            reduce.cell(Site(path, "attention"), module).update(logits)  # type: ignore[arg-type]  # a place, not a port
+            reduce.cell(Site(path, "attention"), module).update(logits)  # type: ignore[arg-type]  # not a port of a module
 
         def is_part(path: str, module: nn.Module) -> bool:
             return bool(path)
@@ -245,33 +245,34 @@ class Watch:
         everything = Selector.union(["", *([is_part] if any(is_part(*place) for place in walk(self.model)) else [])])
         taps = [Tap(everything, enter, "input"), Tap(everything, leave, "output")]
         self._attention.callback(self._session(taps).attach().abandon)
-        self._attention.enter_context(Attending(tell))
+        self._attention.enter_context(GuardedAttending(receive))
 
 
 _STEPPED = ("params", "param_grads", "updates")
 
 
-def _is_seldom(need: Need) -> bool:
-    """Whether a statistic is too dear for every measured step."""
+def _is_costly(need: Need) -> bool:
+    """Whether a statistic costs too much for every measured step."""
     return need.stat != Moments.name or need.port == "input"
 
 
-def _grouped(needs: Iterable[Need], heavy: bool) -> dict[tuple[Port, frozenset[str]], list[Stat]]:
-    """The statistics to collect at each port of modules, by the kinds of those; no kinds: of every leaf."""
+def _grouped(needs: Iterable[Need], expensive: bool) -> dict[tuple[Port, frozenset[str]], list[Stat]]:
+    """The statistics to measure, by port and kinds of modules; no kinds means every leaf."""
     kinds_of: dict[tuple[Port, str], list[tuple[str, ...]]] = {}
     for need in needs:
-        if need.port in _MODULES and (need.stat in _HEAVY) == heavy:
+        if need.port in _MODULES and (need.stat in _EXPENSIVE) == expensive:
             kinds_of.setdefault((_MODULES[need.port], need.stat), []).append(need.kinds)
     groups: dict[tuple[Port, frozenset[str]], list[Stat]] = {}
     for (port, stat), kinds in sorted(kinds_of.items()):
         wanted = frozenset(kind for one in kinds for kind in one) if all(kinds) else frozenset[str]()
-        groups.setdefault((port, wanted), []).append(_HEAVY.get(stat) or named(stat))
-    leaves_first = sorted(groups, key=lambda group: (bool(group[1]), group[0] != "output"))  # they give the order
+        groups.setdefault((port, wanted), []).append(_EXPENSIVE.get(stat) or named(stat))
+    # Outputs of all leaves come first: they define the order of execution.
+    leaves_first = sorted(groups, key=lambda group: (bool(group[1]), group[0] != "output"))
     return {group: groups[group] for group in leaves_first}
 
 
 def _of_kinds(kinds: frozenset[str], widest: int | None, detours: bool) -> Callable[[str, nn.Module], bool]:
-    """Whether a module is a leaf of one of some kinds, and not too wide."""
+    """A test whether a module is a leaf of one of these kinds, and not too wide."""
 
     def test(path: str, module: nn.Module) -> bool:
         is_wanted = not kinds or kind_of(type(module).__name__) in kinds
@@ -281,7 +282,7 @@ def _of_kinds(kinds: frozenset[str], widest: int | None, detours: bool) -> Calla
 
 
 def is_leaf(module: nn.Module, detours: bool) -> bool:
-    """Whether nothing is called inside; without `detours`, attention does not call its own projection."""
+    """Whether no module is called inside; without `detours`, attention does not call its own projection."""
     if not detours and isinstance(module, (nn.MultiheadAttention, NonDynamicallyQuantizableLinear)):
         return isinstance(module, nn.MultiheadAttention)
     return next(module.children(), None) is None

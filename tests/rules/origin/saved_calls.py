@@ -1,4 +1,4 @@
-"""What tests/origins/test_origin_files.py saves, in a module that a fresh process can import."""
+"""What tests/rules/origin/test_origin_files.py saves, in a module that a fresh process can import."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BUILT: list[float] = []
 
 
 class Sick(nn.Module):
-    """Takes all kinds of arguments, drops some of it, divides by zero."""
+    """Takes all kinds of arguments, applies dropout, divides by zero."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Modules that make NaN or Inf, each on a line that says so: `line_of` finds it."""
+"""Modules that produce NaN or Inf, each on a line with a comment by which `line_of` finds it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 def line_of(thing, mark: str) -> str:
-    """The line of `thing`'s source that has the comment `mark`, as an origin tells it."""
+    """The line of `thing`'s source that has the comment `mark`, as an origin shows it."""
     lines, start = inspect.getsourcelines(thing)
     (offset,) = [number for number, line in enumerate(lines) if line.rstrip().endswith(f"# {mark}")]
     return f"{Path(inspect.getsourcefile(thing)).name}:{start + offset}: {lines[offset].strip()}"
@@ -71,7 +71,7 @@ class Calls(nn.Module):
 
 
 def linear(width: int = 4) -> nn.Linear:
-    """A layer that passes on what it is given."""
+    """A layer that passes its input on."""
     layer = nn.Linear(width, width)
     with torch.no_grad():
         layer.weight.copy_(torch.eye(width))

@@ -1,4 +1,4 @@
-"""The origin of NaN and Inf in a backward: the call whose backward made it, and the line of its forward."""
+"""The origin of NaN and Inf in a backward: the call whose backward produced it, and the line of its forward."""
 
 import pytest
 import torch
@@ -120,7 +120,7 @@ def test_a_function_of_one_s_own():
 def test_a_loss_that_is_to_blame_itself():
     model = nn.Sequential(linear(), linear())
     catch = caught(model, lambda: (model(torch.zeros(2, 4)).log() * 0).sum().backward())
-    assert catch.finding.code == "TH103" and catch.origin.path == "" and "the loss made" in catch.origin.message()
+    assert catch.finding.code == "TH103" and catch.origin.path == "" and "the loss passed" in catch.origin.message()
 
 
 def test_an_op_of_the_parent_between_two_calls_of_which_the_second_is_fine():
@@ -259,7 +259,7 @@ def test_another_pass_before_the_backward():
         model(torch.ones(2, 4))
         first.sum().backward()
     assert (catch.origin.path, catch.origin.after, catch.origin.pass_number, catch.origin.op) == ("", "0", 0, "")
-    assert "another pass" in catch.finding.message and "after '0'" in catch.finding.message
+    assert "another forward" in catch.finding.message and "after '0'" in catch.finding.message
 
 
 def test_several_backwards_of_one_forward():

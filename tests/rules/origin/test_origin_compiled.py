@@ -1,4 +1,4 @@
-"""Compiled models: the call is found from inside the graph; the op and the line by a replay that is not compiled."""
+"""Compiled models: the call is found from inside the graph; the op and the line by an uncompiled replay."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_a_backward(backend):
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_the_error_comes_out_of_the_graph_as_it_is(backend):
     model = torch.compile(nn.Sequential(linear(), Divide()), backend=backend)
-    with pytest.raises(NonfiniteError, match="aten.div made it in '1'"), catch_nonfinite(model):
+    with pytest.raises(NonfiniteError, match="produced by aten.div in '1'"), catch_nonfinite(model):
         model(torch.ones(2, 4))
 
 

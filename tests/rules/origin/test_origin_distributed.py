@@ -1,4 +1,4 @@
-"""Under DDP and FSDP2: what a rank can run alone is replayed, and for the rest it is said why not."""
+"""Under DDP and FSDP2: calls that a rank can run alone are replayed; for others, a note says why not."""
 
 import subprocess
 import sys

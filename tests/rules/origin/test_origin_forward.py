@@ -260,7 +260,7 @@ def test_a_broken_parameter_is_its_own_kind_of_origin():
         model(x)
         with torch.no_grad():
             model[1][0].weight[0, 0] = NAN
-        with pytest.raises(NonfiniteError, match="'1.0.weight' .* holds NaN since before pass 1"):
+        with pytest.raises(NonfiniteError, match="'1.0.weight' .* has held NaN since before pass 1"):
             model(x)
     assert (catch.finding.code, catch.finding.site, catch.origin.phase) == ("TH102", "1.0.weight", "state")
 

@@ -1,4 +1,4 @@
-"""The same on an accelerator: nothing waits inside a step, random numbers and half precision come back."""
+"""The same on an accelerator: nothing waits inside a step, and random numbers and half precision are replayed."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""To be watched changes nothing, costs marks alone, stops nothing of its own accord, and leaves nothing behind."""
+"""Watching changes no result, only computes marks, stops nothing by its own errors, and leaves nothing behind."""
 
 import gc
 import warnings
@@ -14,7 +14,7 @@ from specimens import Blocks, hooks_of
 from torchhook import capture
 from torchhook.core.errors import NonfiniteError
 from torchhook.origins import Catch
-from torchhook.rules.origin import search, watch
+from torchhook.rules.origin import search, sink
 from torchhook.rules.origin.catch import catch_nonfinite
 
 
@@ -45,7 +45,7 @@ def test_a_healthy_model_pays_with_marks_alone():
     assert not [name for name in watched if any(wait in name for wait in WAITS)]
     extra = {name for name in watched if watched.count(name) > plain.count(name)}
     assert {name.split(".")[1] for name in extra} <= {"aminmax", "_foreach_norm", "_lazy_clone", "detach", "stack"}
-    # Of the forward nothing is read before its last op, and of the rest nothing before the end of the backward.
+    # Nothing is read before the last op of the forward, and then nothing before the end of the backward.
     first_read = watched.index("aten.stack.default")
     linear_ops = [number for number, name in enumerate(watched) if name.startswith("aten.addmm")]
     assert len(linear_ops) == plain.count("aten.addmm.default") and first_read > linear_ops[-1]
@@ -133,7 +133,7 @@ def test_what_is_kept_goes_with_the_next_pass_and_with_the_block():
 
 def test_warn_warns_once_and_watches_no_more():
     model = nn.Sequential(linear(), Divide())
-    with pytest.warns(UserWarning, match="aten.div made it in '1'") as seen:
+    with pytest.warns(UserWarning, match="produced by aten.div in '1'") as seen:
         with catch_nonfinite(model, on_found="warn") as catch:
             for _ in range(3):
                 model(torch.ones(1, 4)).sum().backward()
@@ -175,16 +175,16 @@ def test_a_replay_that_does_not_show_it_is_said_and_no_more(into):
     with Catch(model, None, "record") as catch:
         model(torch.ones(1, 4))
     assert (catch.origin.path, catch.origin.op, catch.origin.what) == ("1", "", "Inf")
-    assert "did not show it again" in catch.finding.message
+    assert "did not reproduce it" in catch.finding.message
 
 
 def test_an_error_of_our_own_ends_the_watching_and_not_the_training(monkeypatch):
     def fail(*args):
         raise RuntimeError("ours")
 
-    monkeypatch.setattr(watch, "in_forward", fail)
+    monkeypatch.setattr(sink, "in_forward", fail)
     model = nn.Sequential(linear(), Divide())
-    with pytest.warns(UserWarning, match="no longer watched.*ours"):
+    with pytest.warns(UserWarning, match="no longer watching.*ours"):
         with catch_nonfinite(model) as catch:
             for _ in range(2):
                 model(torch.ones(1, 4))

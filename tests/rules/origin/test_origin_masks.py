@@ -1,4 +1,4 @@
-"""-Inf is legal where it masks: it trips nothing by itself, and is no origin of what does."""
+"""-Inf is legal in masks: it raises nothing by itself, and is not the origin of a NaN."""
 
 import pytest
 import torch
@@ -82,7 +82,7 @@ def test_masked_logits_are_a_legal_output(mask, monkeypatch):
             assert model(torch.randn(3, 4), m).isneginf().any()
 
     assert caught(model, run).finding is None
-    assert len(replays) == 1  # looked into once, not in every pass
+    assert len(replays) == 1  # replayed once, not in every pass
 
 
 def test_an_output_that_computed_minus_infinity_is_not():
@@ -131,7 +131,7 @@ def test_nan_from_a_computed_minus_infinity_began_there(later):
 
 def test_a_mask_beside_a_computed_minus_infinity_that_has_nothing_to_do_with_it():
     def forward(self, x, m):
-        self.log(x)  # -Inf that nobody uses
+        self.log(x)  # -Inf that is not used
         return self.attention(x, m)
 
     model = Calls(forward, log=Log(), attention=Attention())

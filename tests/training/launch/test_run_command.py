@@ -149,7 +149,7 @@ def test_the_watch_is_told_how_it_ended(told, fake):
         (["-m", "nowhere"], "torchhook: No module named nowhere"),
         (["."], "can't find '__main__' module in"),
         ([], "Missing argument 'SCRIPT'"),
-        (["--report", "it.txt", "train.py"], "a report ends in .html, .json, .md, .xml"),
+        (["--report", "it.txt", "train.py"], "'it.txt' must end in .html, .json, .md, .xml"),
         (["--to", "train.py", "train.py"], "'train.py' is a file"),
         (["--every", "0", "train.py"], "should be greater than or equal to 1"),
         (["--nonsense", "train.py"], "No such option: --nonsense"),

@@ -1,1 +1,1 @@
-"""The rules themselves, one family a file."""
+"""The rules, one file per family."""

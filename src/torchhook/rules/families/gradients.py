@@ -1,4 +1,4 @@
-"""TH4: whether gradients reach the layers, and how large they are on the way."""
+"""TH4: whether gradients reach the layers, and how large they are."""
 
 from __future__ import annotations
 
@@ -16,50 +16,48 @@ from torchhook.rules.series import jumps, outliers
 _OUTPUTS = Need("grad_output", "moments", ("weight", "recurrent", "embedding"))
 
 
-class Flow(Rule):
-    """How gradients change from the end of a model to its beginning."""
+class GradientFlow(Rule):
+    """How gradient norms change from the end of a model to its beginning."""
 
     phase = Phase.BACKWARD
     needs = (_OUTPUTS,)
 
     def norms(self, history: History) -> dict[str, float]:
-        """The norms of the gradients of what layers return, in the order of execution.
+        """The norm of the gradient of each layer's output, in the order of execution.
 
-        Without layers that no gradient reaches, or whose gradient is not finite.
+        Layers without a gradient, or with a nonfinite one, are left out.
         """
         found: dict[str, float] = {}
         for reading in readings(history.whole(), "grad_output", "moments", *_OUTPUTS.kinds):
-            said = reading["moments"]
-            if 0 < norm(said) < math.inf:
-                found[reading.path] = math.hypot(found.get(reading.path, 0), said.l2)
+            moments = reading["moments"]
+            if 0 < norm(moments) < math.inf:
+                found[reading.path] = math.hypot(found.get(reading.path, 0), moments.l2)
         return found
 
     def splits(self, history: History) -> dict[str, float]:
-        """The largest norm up to each layer, over the largest behind it.
+        """For each layer, the largest norm up to it, divided by the largest norm after it.
 
-        The largest on either side is that of the main path: queries and keys, gates and other side branches have
-        gradients that are far smaller, and healthy.
+        The largest on either side is that of the main path: the gradients of queries, keys, gates and other side
+        branches are much smaller, which is healthy.
         """
         norms = self.norms(history)
         paths, values = list(norms), list(norms.values())
-        most = len(paths) - max(1, len(paths) // 8)  # the last few are not told by a single one of them
+        most = len(paths) - max(1, len(paths) // 8)  # one of the last few layers alone is not enough to compare with
         return {paths[n - 1]: max(values[:n]) / max(values[n:]) for n in range(1, most + 1)}
 
 
 @register
-class VanishingGradient(Flow):
-    """Up to some layer, no gradient has a thousandth of the norm that there is behind it.
+class VanishingGradient(GradientFlow):
+    """The gradients of all layers up to some layer are less than a thousandth, in norm, of those after it.
 
-    Relative to other layers, since the absolute size follows the loss and its reduction. If gradients fall at a single
-    layer, the finding is about that one, else about the first of the model.
+    The comparison is relative, since the absolute size depends on the loss and its reduction. If gradients shrink at a
+    single layer, the finding names that one, otherwise the first layer of the model.
     """
 
     code, name = "TH401", "vanishing-gradient"
     explains = ("TH502",)
-    hint = (
-        "Use ReLU or GELU instead of sigmoids, residual connections, norms, or an initialisation that keeps the scale."
-    )
-    wrong = "Models of several parts, the first of which has a small weight in the loss."
+    hint = "Use ReLU or GELU instead of sigmoids, residual connections, norms, or a scale-preserving initialisation."
+    wrong = "Models with several parts, the first of which has little weight in the loss."
     ratio = 1e-3
 
     def find(self, history: History) -> Iterator[Finding]:
@@ -71,23 +69,24 @@ class VanishingGradient(Flow):
         steepest = min(falls, key=falls.__getitem__, default=first)
         is_alone = falls.get(steepest, 1.0) < math.sqrt(splits[first]) and splits[steepest] < self.ratio
         site = steepest if is_alone else first
-        said = f"up to here gradients have {splits[site]:.1e} of the norm that they have behind it"
+        message = f"gradient norms up to this layer are only {splits[site]:.1e} times those after it"
         severity = "error" if splits[site] < self.ratio**2 else None
-        yield self.finding(said, site, None, severity, ratio=plain(splits[site]))
+        yield self.finding(message, site, None, severity, ratio=plain(splits[site]))
 
 
 @register
-class ExplodingGradient(Flow):
-    """Up to some layer gradients have a thousand times the norm that they have behind it.
+class ExplodingGradient(GradientFlow):
+    """Gradient norms up to some layer are more than a thousand times those after it.
 
-    Or the gradient of a parameter is a thousand times as large as itself, in the median over the steps.
+    Also if the gradient of a parameter is more than a thousand times as large as the parameter, in the median over the
+    steps.
     """
 
     code, name, severity = "TH402", "exploding-gradient", Severity.ERROR
     uses = (Need("param_grad"),)
     explains = ("TH101", "TH103", "TH104", "TH2", "TH403", "TH501", "TH6", "TH801")
     hint = "Clip the gradient norm, lower the initial scale of the layer, or put norms between the layers."
-    wrong = "A loss that is a sum over very many terms; targets that are not normalised."
+    wrong = "A loss that sums over very many terms; targets that are not normalised."
     ratio = 1e3
 
     def find(self, history: History) -> Iterator[Finding]:
@@ -96,55 +95,55 @@ class ExplodingGradient(Flow):
         if worst is not None and splits[worst] > self.ratio:
             norms = self.norms(history)
             site = max(norms, key=norms.__getitem__)
-            said = f"its gradient has {splits[worst]:.1e} times the norm that there is behind {worst}"
-            yield self.finding(said, site, ratio=plain(splits[worst]))
+            message = f"its gradient norm is {splits[worst]:.1e} times that of the layers after {worst}"
+            yield self.finding(message, site, ratio=plain(splits[worst]))
         parameters = history.rest.parameters if history.rest is not None else {}
         for (path, _), by_step in history.summaries("param_grad").items():
             known = parameters.get(path)
             if known is None or not known.is_matrix or not known.summary.l2 > 0:
                 continue
-            sizes = finite(said.l2 / known.summary.l2 for said in by_step.values() if not said.nonfinite)
+            sizes = finite(moments.l2 / known.summary.l2 for moments in by_step.values() if not moments.nonfinite)
             if sizes and (size := median(sizes)) > self.ratio:
-                yield self.finding(f"its gradient is {size:.1e} times as large as itself", path, ratio=plain(size))
+                yield self.finding(f"its gradient is {size:.1e} times as large as its values", path, ratio=plain(size))
 
 
 @register
 class GradientSpike(Rule):
-    """The norm of all gradients is for a step more than five times, and six robust deviations, above what it was.
+    """The total gradient norm jumps for one step to more than five times, and six robust deviations above, its level.
 
-    By the logarithm, against the median of eight steps before; after clipping, if there is any. Without a jump of the
-    loss as well, by a third, it is only worth knowing: healthy trainings have such steps.
+    The level is the median of the eight steps before, on a log scale; with clipping, the clipped norm counts. Unless
+    the loss jumps as well, by a third, this is only an info: healthy trainings have such steps.
     """
 
     code, name = "TH403", "gradient-spike"
     phase = Phase.BACKWARD
     needs = (Need("param_grad"),)
     explains = ("TH2", "TH501", "TH601", "TH602")
-    hint = "Look at the batch of that step; clip the gradient norm; lower the learning rate or warm it up."
+    hint = "Inspect the batch of that step; clip the gradient norm; lower the learning rate or warm it up."
     wrong = "Batches of very different lengths."
     loss = 1.33
 
     def find(self, history: History) -> Iterator[Finding]:
         totals: dict[int, float] = {}
-        taken = history.summaries("step_grad_norm")  # one a step
+        taken = history.summaries("step_grad_norm")  # one value per step
         for by_step in (taken or history.summaries("param_grad")).values():
-            for step, said in by_step.items():
-                size = norm(said) if not taken or said.nonfinite else said.mean
+            for step, moments in by_step.items():
+                size = norm(moments) if not taken or moments.nonfinite else moments.mean
                 totals[step] = math.hypot(totals.get(step, 0), size)
         for step, times in outliers(totals, factor=5):
             is_harmless = bool(history.losses) and not jumps(history.losses, step, self.loss)
-            text = f"the norm of all gradients is {times:.0f} times what it was"
+            message = f"the total gradient norm jumped to {times:.0f} times its recent level"
             yield self.finding(
-                text, "", step, "info" if is_harmless else None, norm=plain(totals[step]), times=plain(times)
+                message, "", step, "info" if is_harmless else None, norm=plain(totals[step]), times=plain(times)
             )
 
 
 @register
 class NoGradient(Rule):
-    """A trainable parameter gets no gradient, or one of zeros alone, in three steps or more while others get theirs.
+    """A trainable parameter gets no gradient, or only zeros, in at least three steps in which others get one.
 
-    The finding names the module. If it is never called, that is a warning, for experts and spare heads may wait for
-    their turn; if it is called, something behind it stops the gradient.
+    The finding names the module. If the module is never called, this is a warning, since experts and spare heads may be
+    unused; if it is called, something after it blocks the gradient.
     """
 
     code, name, severity = "TH404", "no-gradient", Severity.ERROR
@@ -154,7 +153,7 @@ class NoGradient(Rule):
     facts = ("rest",)
     backward = True
     explains = ("TH502", "TH6", "TH204", "TH302")
-    hint = "Look for detach(), no_grad(), argmax or .data behind it; if it is meant to rest, requires_grad_(False)."
+    hint = "Look for detach(), no_grad(), argmax or .data after it; if it should be frozen, call requires_grad_(False)."
     wrong = "Experts that no sample was routed to; heads of another task."
     least = 3
 
@@ -171,13 +170,13 @@ class NoGradient(Rule):
         for site, paths in missed.items():
             names = [path.removeprefix(f"{site}.") for path in paths]
             is_called = site in called or any(owner(path) == site and reached.get(path) for path in reached)
-            said = "no gradient reaches it" if is_called else "it is never called"
+            problem = "no gradient reaches it" if is_called else "it is never called"
             severity = "error" if is_called else "warning"
-            yield self.finding(f"{said}: {', '.join(names)}", site, None, severity, parameters=names)
+            yield self.finding(f"{problem}: {', '.join(names)}", site, None, severity, parameters=names)
 
     def _reached(self, history: History) -> dict[str, int]:
-        """In how many windows a gradient was seen, by parameter."""
+        """The number of windows in which each parameter had a gradient."""
         found: dict[str, int] = {}
         for (path, _), by_step in history.summaries("param_grad").items():
-            found[path] = sum(said.nonfinite > 0 or said.l2 > 0 for said in by_step.values())
+            found[path] = sum(moments.nonfinite > 0 or moments.l2 > 0 for moments in by_step.values())
         return found

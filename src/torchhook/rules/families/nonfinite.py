@@ -1,4 +1,4 @@
-"""TH1: values that are not numbers any more, and values that soon will not be."""
+"""TH1: values that are NaN or infinite, or will soon overflow."""
 
 from __future__ import annotations
 
@@ -14,33 +14,34 @@ from torchhook.stats.moments import Summary
 
 @register
 class NonfiniteValues(Rule):
-    """The output of a module holds NaN or +Inf. -Inf alone is legal: masks are made of it.
+    """The output of a module holds NaN or +Inf. -Inf alone is fine: masks are made of it.
 
-    The finding is about the first such module of the first such step; `catch_nonfinite` also finds the operation.
+    The finding names the first such module in the first such step; `catch_nonfinite` also finds the operation.
     """
 
     code, name, severity = "TH101", "nonfinite-values", Severity.ERROR
     needs = (Need("output"),)
     explains = ("TH101", "TH103", "TH104", "TH2", "TH3", "TH4", "TH5", "TH6", "TH7", "TH8", "TH9")
     hint = "Run the step inside torchhook.catch_nonfinite(model): it names the operation and its line."
-    wrong = "Padding that is never read may hold anything; so may the branch that a torch.where throws away."
+    wrong = "Padding that is never read, and the branch that torch.where discards, may hold anything."
 
     def find(self, history: History) -> Iterator[Finding]:
         if history.origin is not None and history.origin.code == self.code:
             yield history.origin
             return
         for (path, _), by_step in history.summaries("output").items():
-            for step, said in by_step.items():
-                if is_bad(said):
-                    yield self.finding(_amount(said), path, step, nan=said.nan, inf=said.posinf + said.neginf)
+            for step, moments in by_step.items():
+                if is_bad(moments):
+                    infinite = moments.posinf + moments.neginf
+                    yield self.finding(_amount(moments), path, step, nan=moments.nan, inf=infinite)
                     break
 
 
 @register
 class NonfiniteState(Rule):
-    """A parameter or a buffer holds NaN or +Inf before anything has run (-Inf in a buffer is a mask).
+    """A parameter or buffer holds NaN or Inf before anything has run (-Inf in a buffer is a mask, and fine).
 
-    In train mode a broken running variance does not show, in eval mode it breaks every output.
+    A nonfinite running variance has no effect in train mode, but breaks every output in eval mode.
     """
 
     code, name, severity = "TH102", "nonfinite-state", Severity.ERROR
@@ -48,17 +49,18 @@ class NonfiniteState(Rule):
     facts = ("rest",)
     explains = ("TH1", "TH2", "TH3", "TH4", "TH5", "TH6", "TH7", "TH8", "TH9")
     hint = "Load a checkpoint from before it broke; if it was loaded like this, check how it was saved."
-    wrong = "Memory that is allocated with torch.empty and filled before its first use."
+    wrong = "Memory that is allocated with torch.empty and filled before it is first used."
 
     def find(self, history: History) -> Iterator[Finding]:
         assert history.rest is not None
         parameters = {path: parameter.summary for path, parameter in history.rest.parameters.items()}
         broken = set()
-        for path, said in {**parameters, **history.rest.buffers}.items():
-            if is_bad(said) or (path in parameters and said.neginf):
+        for path, moments in {**parameters, **history.rest.buffers}.items():
+            if is_bad(moments) or (path in parameters and moments.neginf):
                 broken.add(path)
                 what = "parameter" if path in parameters else "buffer"
-                yield self.finding(f"the {what} is broken: {_amount(said)}", path, nan=said.nan, inf=said.posinf)
+                message = f"the {what} is not finite: {_amount(moments)}"
+                yield self.finding(message, path, nan=moments.nan, inf=moments.posinf)
         origin = history.origin
         if origin is not None and origin.code == self.code and origin.site not in broken:
             yield origin  # it broke later
@@ -68,8 +70,8 @@ class NonfiniteState(Rule):
 class NonfiniteGradient(Rule):
     """A gradient holds NaN or Inf although all values of the forward are finite.
 
-    The finding is about the last module in the order of execution, which is the first in the backward. While a
-    GradScaler looks for its scale, overflows are its way of finding it and do not count.
+    The finding names the last such module in the order of execution, the first in the backward. Overflows do not count
+    while a GradScaler searches for its scale.
     """
 
     code, name, severity = "TH103", "nonfinite-gradient", Severity.ERROR
@@ -78,7 +80,7 @@ class NonfiniteGradient(Rule):
     explains = ("TH101", "TH2", "TH3", "TH4", "TH5", "TH6", "TH7", "TH8")
     backward = True
     hint = "Run the step inside torchhook.catch_nonfinite(model); a sqrt, norm or division at zero is the usual cause."
-    wrong = "With a GradScaler whose overflows are wanted."
+    wrong = "With a loss scaler of your own, whose overflows are expected."
 
     def find(self, history: History) -> Iterator[Finding]:
         if history.origin is not None and history.origin.code == self.code:
@@ -88,10 +90,10 @@ class NonfiniteGradient(Rule):
             return
         for port in ("grad_output", "param_grad"):
             for (path, _), by_step in history.summaries(port).items():
-                step = next((step for step, said in by_step.items() if said.nonfinite), None)
+                step = next((step for step, moments in by_step.items() if moments.nonfinite), None)
                 if step is not None:
-                    said = by_step[step]
-                    yield self.finding(f"of the gradient, {_amount(said)}", path, step, nan=said.nan)
+                    message = f"its gradient is not finite: {_amount(by_step[step])}"
+                    yield self.finding(message, path, step, nan=by_step[step].nan)
 
 
 @register
@@ -102,7 +104,7 @@ class NonfiniteLoss(Rule):
     phase = Phase.LOSS
     facts = ("losses",)
     explains = ("TH103", "TH2", "TH4", "TH5", "TH6", "TH7", "TH8")
-    hint = "If all outputs are finite, the loss itself makes it: a log of zero, or a division by an empty batch."
+    hint = "If all outputs are finite, the loss itself produces it: a log of zero, or the mean over an empty batch."
     wrong = "Never."
 
     def find(self, history: History) -> Iterator[Finding]:
@@ -114,16 +116,16 @@ class NonfiniteLoss(Rule):
 
 @register
 class OverflowHeadroom(Rule):
-    """The largest value of an output or gradient is above half (warning) or nine tenths (error) of its dtype's largest.
+    """The largest value of an output or gradient is above 50% (warning) or 90% (error) of the maximum of its dtype.
 
-    Float16 ends at 65,504; bfloat16 and float32 do not end in practice and are not looked at.
+    The maximum of float16 is 65,504; bfloat16 and float32 hardly ever overflow and are not checked.
     """
 
     code, name = "TH105", "overflow-headroom"
     needs = (Need("output", "headroom"),)
     explains = ("TH101", "TH103", "TH104", "TH303", "TH204", "TH402")
-    hint = "Use bfloat16, scale the values before this layer, or keep this layer in float32."
-    wrong = "Values that are clamped there on purpose."
+    hint = "Use bfloat16, scale the values down before this layer, or keep this layer in float32."
+    wrong = "Values that are clamped near the maximum on purpose."
     limits: tuple[float, float] = (0.5, 0.9)
 
     def find(self, history: History) -> Iterator[Finding]:
@@ -131,20 +133,19 @@ class OverflowHeadroom(Rule):
         for place, row in history.whole().rows.items():
             reading = history.whole()[place]
             if any(stat.name == "headroom" for stat in row.stats) and (used := reading["headroom"]) >= warning:
-                said = f"the largest value is {used:.0%} of what its dtype holds"
-                yield self.finding(said, place[0], None, "error" if used >= error else "warning", used=plain(used))
+                message = f"the largest value is {used:.0%} of the maximum of its dtype"
+                yield self.finding(message, place[0], None, "error" if used >= error else "warning", used=plain(used))
 
 
-def is_bad(said: Summary) -> bool:
+def is_bad(moments: Summary) -> bool:
     """Whether there is NaN or +Inf among the values."""
-    return said.nan + said.posinf > 0
+    return moments.nan + moments.posinf > 0
 
 
-def _amount(said: Summary) -> str:
-    bad = said.nan + said.posinf + said.neginf
-    kinds = [f"{count:,} {name}" for name, count in (("NaN", said.nan), ("Inf", said.posinf + said.neginf)) if count]
-    return (
-        f"{' and '.join(kinds)} among {said.count:,} values"
-        if bad < said.count
-        else f"all {bad:,} values are {kinds[0].split()[1]}"
-    )
+def _amount(moments: Summary) -> str:
+    """How many of the values are NaN and Inf."""
+    counts = {"NaN": moments.nan, "Inf": moments.posinf + moments.neginf}
+    kinds = [kind for kind, count in counts.items() if count]
+    if sum(counts.values()) == moments.count:
+        return f"all {moments.count:,} values are {' or '.join(kinds)}"
+    return f"{' and '.join(f'{counts[kind]:,} {kind}' for kind in kinds)} among {moments.count:,} values"

@@ -1,4 +1,4 @@
-"""TH7: batch norms, whose state is not what was trained but what was seen, and the two modes of a model."""
+"""TH7: batch norms, whose running statistics are measured rather than trained, and train against eval mode."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchhook.core.findings import Finding, Severity
 from torchhook.rules.history import History, joined, plain, readings, samples
 from torchhook.rules.kinds import kind_of
 from torchhook.rules.registry import register
-from torchhook.rules.rest import Norm
+from torchhook.rules.rest import NormState
 from torchhook.rules.rule import Need, Phase, Rule
 from torchhook.stats.channels import Units
 from torchhook.stats.reading import Place, Snapshot
@@ -21,10 +21,11 @@ from torchhook.stats.reading import Place, Snapshot
 
 @register
 class RunningStatistics(Rule):
-    """The running mean of a batch norm is a deviation off that of the batches, or the variances differ by 2.2 times.
+    """A batch norm's running mean is off by more than a standard deviation, or its variance by a factor above 2.2.
 
-    On average over the channels, once it has averaged over enough batches for its momentum (a momentum below 0.005 is
-    too small to wait for), of at least 40 values a channel. Then eval mode computes something else.
+    Compared with the batches, averaged over the channels, with at least 40 values per channel, and once it has seen
+    enough batches for its momentum (a momentum below 0.005 is too small to wait for). Eval mode then computes something
+    different from train mode.
     """
 
     code, name = "TH701", "running-statistics"
@@ -32,7 +33,7 @@ class RunningStatistics(Rule):
     facts = ("rest",)
     explains = ("TH704",)
     hint = "Check the momentum (0.1 is usual); run some batches in train mode before evaluating; use larger batches."
-    wrong = "Very small batches; the first steps of a training; frozen norms on data of another domain."
+    wrong = "Very small batches; the first steps of a training; frozen norms on data from another domain."
     shift, factor, samples = 1.0, 2.2, 40
 
     def find(self, history: History) -> Iterator[Finding]:
@@ -47,16 +48,19 @@ class RunningStatistics(Rule):
             shift = float(((mean - norm.mean).abs() / var.sqrt().clamp(min=1e-12)).mean())
             factor = _factor(var, norm.var)
             if shift > self.shift or factor > self.factor:
-                said = (
-                    f"running statistics are {shift:.2g} deviations and {factor:.2g} times in variance off the batches"
+                message = (
+                    f"its running mean is {shift:.2g} standard deviations off the batches,"
+                    f" its running variance a factor of {factor:.2g}"
                 )
-                yield self.finding(said, reading.path, shift=plain(shift), factor=plain(factor), momentum=norm.momentum)
+                yield self.finding(
+                    message, reading.path, shift=plain(shift), factor=plain(factor), momentum=norm.momentum
+                )
 
 
-def has_settled(norm: Norm) -> bool:
-    """Whether a batch norm has seen enough batches: next to nothing is left of the variance of one that it began with.
+def has_settled(norm: NormState) -> bool:
+    """Whether a batch norm has seen enough batches: hardly anything is left of its initial variance of one.
 
-    Too small a momentum is not waited for.
+    If the momentum is very small, ten batches are enough.
     """
     if norm.batches is None or norm.batches < 10:
         return False
@@ -66,14 +70,14 @@ def has_settled(norm: Norm) -> bool:
 
 
 def _within(place: Place, batches: Sequence[Snapshot]) -> tuple[Tensor, Tensor]:
-    """Mean and variance of the channels in a batch, on average over the batches, which is what running ones are of."""
+    """Mean and variance of the channels within a batch, averaged over the batches, as running statistics are."""
     units = [batch[place]["channels"] for batch in batches if place in batch.rows]
     known = [one for one in units if bool(one.std.isfinite().all())] or units
     return torch.stack([one.mean for one in known]).mean(0), torch.stack([one.std.square() for one in known]).mean(0)
 
 
 def _factor(a: Tensor, b: Tensor) -> float:
-    """By what factor two variances differ, as a mean over the channels that vary."""
+    """The factor by which two variances differ, averaged over the channels that vary."""
     varied = (a > 1e-12) & (b > 0)
     logs = (a[varied].log() - b[varied].log()).abs()
     return math.exp(float(logs.mean())) if len(logs) else 1.0
@@ -81,13 +85,13 @@ def _factor(a: Tensor, b: Tensor) -> float:
 
 @register
 class UntrainedNorm(Rule):
-    """A batch norm is in eval mode and has never seen a batch: it divides by one and subtracts zero."""
+    """A batch norm is in eval mode but has never seen a batch: it subtracts zero and divides by one."""
 
     code, name, severity = "TH702", "untrained-norm", Severity.ERROR
     phase = Phase.REST
     facts = ("rest",)
     explains = ("TH2", "TH3", "TH4", "TH6", "TH701", "TH704", "TH8")
-    hint = "Load the buffers of the checkpoint too (strict=True), or train before model.eval()."
+    hint = "Load the buffers of the checkpoint as well (strict=True), or train before model.eval()."
     wrong = "A norm whose running statistics were set by hand."
 
     def find(self, history: History) -> Iterator[Finding]:
@@ -95,19 +99,19 @@ class UntrainedNorm(Rule):
         for path, norm in history.rest.norms.items():
             fresh = bool((norm.mean == 0).all()) and bool((norm.var == 1).all())
             if not norm.training and not norm.batches and fresh:
-                yield self.finding("in eval mode, and it has never seen a batch", path)
+                yield self.finding("it is in eval mode but has never seen a batch", path)
 
 
 @register
 class RunningVariance(Rule):
-    """A running variance is negative, or below 1e-8 in a channel: eval mode divides by next to nothing."""
+    """The running variance of a channel is negative or below 1e-8: eval mode divides by almost zero."""
 
     code, name, severity = "TH703", "running-variance", Severity.ERROR
     phase = Phase.REST
     facts = ("rest",)
     explains = ("TH101", "TH103", "TH104", "TH2", "TH4", "TH6", "TH701", "TH704")
-    hint = "The channel was constant when it was averaged, or the checkpoint is broken: reset it and run some batches."
-    wrong = "Channels that are pruned."
+    hint = "The channel was constant, or the checkpoint is corrupt: reset it and run some batches in train mode."
+    wrong = "Pruned channels."
 
     def find(self, history: History) -> Iterator[Finding]:
         assert history.rest is not None
@@ -115,25 +119,24 @@ class RunningVariance(Rule):
             low = int((norm.var < 1e-8).sum())
             if low:
                 least = float(norm.var.nan_to_num(1).min())
-                said = f"the running variance of {low} of {len(norm.var)} channels is too small: down to {least:.1e}"
-                yield self.finding(said, path, channels=low)
+                message = f"the running variance of {low} of {len(norm.var)} channels is too small: down to {least:.1e}"
+                yield self.finding(message, path, channels=low)
 
 
 @register
 class ModesDisagree(Rule):
-    """In eval mode the model computes something else than in train mode, on the same batches.
+    """On the same batches, the model computes something different in eval mode than in train mode.
 
-    That is a batch norm whose outputs are shifted by a tenth of their size (root mean square), or changed by 12 % in
-    size, on average over the channels; a dropout that makes them 2.3 times as large; or a loss that is twice as large,
-    and by a half.
-    Batch norms are given thirty batches to catch up with the weights before.
+    The outputs of a batch norm are shifted by a tenth of their size (root mean square) or change in size by 12%,
+    averaged over the channels; those of a dropout change in size by a factor of 2.3; or the losses differ by a factor
+    of two and by a half. Batch norms first see thirty batches, to catch up with the weights.
     """
 
     code, name = "TH704", "modes-disagree"
     facts = ("modes",)
     explains = ("TH601",)
-    hint = "Look at the dropout probability, the batch size of batch norms and their momentum."
-    wrong = "Strong regularisation that is meant; batches that differ much from each other."
+    hint = "Check the dropout probability, and the batch size and momentum of batch norms."
+    wrong = "Strong regularisation on purpose; batches that differ a lot from each other."
     shift, samples = 0.1, 20
     factors: ClassVar[dict[str, float]] = {"batchnorm": 1.12, "dropout": 2.3}
     times, least = 2.0, 0.5
@@ -154,19 +157,22 @@ class ModesDisagree(Rule):
             if samples(reading) < self.samples:
                 continue
             if factor > self.factors[kind] or (kind == "batchnorm" and shift > self.shift):
-                said = f"in eval mode outputs are shifted by {shift:.2g} of their size, and {factor:.2g} times as large"
-                yield self.finding(said, reading.path, shift=plain(shift), factor=plain(factor))
+                message = (
+                    f"in eval mode its outputs shift by {shift:.2g} of their size and change in size"
+                    f" by a factor of {factor:.2g}"
+                )
+                yield self.finding(message, reading.path, shift=plain(shift), factor=plain(factor))
                 named = True
         low, high = sorted((modes.train_loss, modes.eval_loss))
         if not named and low >= 0 and high > self.times * low and high - low > self.least:
-            said = f"the loss is {modes.train_loss:.3g} in train mode and {modes.eval_loss:.3g} in eval mode"
-            yield self.finding(said, train=plain(modes.train_loss), eval=plain(modes.eval_loss))
+            message = f"the loss is {modes.train_loss:.3g} in train mode and {modes.eval_loss:.3g} in eval mode"
+            yield self.finding(message, train=plain(modes.train_loss), eval=plain(modes.eval_loss))
 
 
 def _difference(a: Units, b: Units) -> tuple[float, float]:
-    """How far apart the means are, in sizes, and by what factor the sizes differ; means over the channels.
+    """The distance of the means, relative to the size, and the factor between the sizes; averaged over the channels.
 
-    The size is the root of the mean square, so that what hardly varies is not told from noise.
+    The size is the root mean square rather than the deviation, so that channels that hardly vary do not amplify noise.
     """
     size, other = (units.std.square().add(units.mean.square()).sqrt() for units in (a, b))
     known = (size > 1e-6) & (other > 1e-6)

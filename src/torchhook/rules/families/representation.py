@@ -1,4 +1,4 @@
-"""TH8: what representations can still tell apart: their rank, and what attention looks at."""
+"""TH8: representations that lose information: their rank, and collapsed attention."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from torchhook.stats.reading import Snapshot
 
 @register
 class RankCollapse(Rule):
-    """The outputs of a layer vary in far fewer directions than its inputs: an effective rank below 5 % of theirs.
+    """The outputs of a layer vary in far fewer directions than possible: an effective rank below 5%, or below 1.1.
 
-    Below 15 % is worth knowing: a layer that has learnt an easy task needs no more.
-    Of what the layer could keep, which is the smaller of the rank of its inputs and the number of its units, if that is
-    six or more; or below 1.1 itself. The effective rank is the exponential of the entropy of the covariance's spectrum.
+    The possible rank is the smaller of the rank of the inputs and the number of units, and must be at least six. Below
+    15% is an info: a layer that has learnt an easy task needs no more. The effective rank is the exponential of the
+    entropy of the covariance's spectrum.
     """
 
     code, name = "TH801", "rank-collapse"
     needs = (Need("output", "covariance", ("weight",)), Need("input", "covariance", ("weight",)))
     uses = (Need("output"),)
     explains = ("TH2", "TH401", "TH601")
-    hint = "Look at the rank of the layer's weight: at its initialisation, and at weight decay if it fell."
-    wrong = "Bottlenecks of low rank by design."
+    hint = "Check the rank of the layer's weight: its initialisation, or the weight decay if the rank fell over time."
+    wrong = "Bottlenecks that have a low rank by design."
     low, share, one, least = 0.05, 0.15, 1.1, 6
 
     def find(self, history: History) -> Iterator[Finding]:
         half = len(history.windows) // 2
         since = {path: history.first_step for path, *_ in self._collapsed(history.before(0.5))}
-        last = last_of(history, "weight")  # it may be sure of itself
+        last = last_of(history, "weight")  # a confident classifier is fine
         for path, rank, possible in self._collapsed(history.whole(0.5)):
             if path == last:
                 continue
-            said = f"its outputs vary in {rank:.1f} directions, of {possible:.0f} that its inputs have"
+            message = f"its outputs vary in only {rank:.1f} of {possible:.0f} possible directions"
             step = since.get(path, history.windows[half].step)
             severity = None if rank < max(self.low * possible, self.one) else "info"
-            yield self.finding(said, path, step, severity, rank=plain(rank), possible=plain(possible))
+            yield self.finding(message, path, step, severity, rank=plain(rank), possible=plain(possible))
 
     def _collapsed(self, window: Snapshot) -> Iterator[tuple[str, float, float]]:
-        """Layers that lost most directions, how many are left, and how many there could be."""
+        """Layers that have lost most directions, how many are left, and how many are possible."""
         inputs = {reading.path: reading for reading in readings(window, "input", "covariance", "weight")}
         for reading in readings(window, "output", "covariance", "weight"):
             if reading.path in inputs:
@@ -55,23 +55,23 @@ class RankCollapse(Rule):
 
 
 def _rank(spread: Spread) -> float:
-    """The effective rank; 0 where it is not known, as from too few samples."""
+    """The effective rank; 0 if it is unknown, for example with too few samples."""
     enough = spread.count > 2 * len(spread.mean)
     return spread.effective_rank if enough and bool(spread.covariance.isfinite().all()) else 0.0
 
 
 @register
 class AttentionCollapse(Rule):
-    """More than half of the heads of a layer look at a single key: a mean entropy below a tenth of the possible.
+    """More than half of the heads of a layer attend to a single key: their mean entropy is below 10% of the maximum.
 
-    Normalised by the logarithm of the number of keys that a position sees; positions that see one key do not count.
+    The maximum is the logarithm of the number of keys that a position sees; positions that see one key do not count.
     """
 
     code, name = "TH802", "attention-collapse"
     needs = (Need("attention", "attention"),)
     explains = ("TH401", "TH601", "TH801")
     hint = "Normalise queries and keys (QK norm), lower the learning rate, or shrink the initial query and key weights."
-    wrong = "Layers that copy or attend to one position by design; heads that rest on a first token."
+    wrong = "Layers that copy or attend to one position by design; heads that park on the first token."
     entropy, share = 0.1, 0.5
 
     def find(self, history: History) -> Iterator[Finding]:
@@ -79,23 +79,23 @@ class AttentionCollapse(Rule):
             heads = reading["attention"].entropy
             low = float((heads < self.entropy).double().mean())
             if low > self.share:
-                said = f"{100 * low:.0f} % of the heads look at a single key"
-                yield self.finding(said, reading.path, entropy=plain(heads.mean()), heads=len(heads))
+                message = f"{100 * low:.0f}% of the heads attend to a single key"
+                yield self.finding(message, reading.path, entropy=plain(heads.mean()), heads=len(heads))
 
 
 @register
 class AttentionLogits(Rule):
-    """An attention logit, a product of query and key before the softmax, is beyond a hundred, or has grown tenfold.
+    """An attention logit (the product of query and key before the softmax) is above a hundred, or has grown tenfold.
 
-    Growth of logits comes before divergence; at a hundred the softmax has nothing left to choose. What has grown counts
-    from sixty on: small models that learn well reach forty.
+    Logits grow before a training diverges; at a hundred, the softmax is saturated. Growth counts only above sixty:
+    small models that learn well reach forty.
     """
 
     code, name = "TH803", "attention-logits"
     needs = (Need("attention", "attention"),)
     explains = ("TH101", "TH103", "TH4", "TH601", "TH801", "TH802")
     hint = "Normalise queries and keys (QK norm), cap the logits, or check the scale of 1/√d."
-    wrong = "Models that cap logits afterwards."
+    wrong = "Models that cap the logits afterwards."
     limit, growth, least = 100.0, 10.0, 60.0
 
     def find(self, history: History) -> Iterator[Finding]:
@@ -104,8 +104,8 @@ class AttentionLogits(Rule):
         for reading in readings(history.whole(0.5), "attention", "attention"):
             largest, before = reading["attention"].largest, first.get(reading.path, math.inf)
             if largest > self.limit:
-                said = f"attention logits reach {largest:.3g}"
-                yield self.finding(said, reading.path, largest=plain(largest))
+                message = f"attention logits reach {largest:.3g}"
+                yield self.finding(message, reading.path, largest=plain(largest))
             elif largest > max(self.growth * before, self.least):
-                said = f"attention logits have grown from {before:.3g} to {largest:.3g}"
-                yield self.finding(said, reading.path, largest=plain(largest), before=plain(before))
+                message = f"attention logits have grown from {before:.3g} to {largest:.3g}"
+                yield self.finding(message, reading.path, largest=plain(largest), before=plain(before))

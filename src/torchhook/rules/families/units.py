@@ -1,4 +1,4 @@
-"""TH2: units that do not take part: dead, dormant, saturated, or saying the same whatever they are given."""
+"""TH2: units that contribute nothing: dead, dormant, saturated, or constant."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _STUCK = ("TH202", "TH204", "TH301", "TH401", "TH404", "TH502", "TH601", "TH603"
 
 @register
 class DeadUnits(Rule):
-    """Units of a ReLU that are positive on less than 0.1 % of positions, on at least 200 of them.
+    """Units of a ReLU that are positive on less than 0.1% of at least 200 positions.
 
-    A quarter of a layer's units is worth knowing, 65 % are a warning (60 % if they did fire at first), 80 % an error.
-    A ReLU that is called as a function counts too: units of the layer before it that are never positive, and zero for
-    the layer after it. The share of zeros says nothing: a healthy ResNet has 40 % zeros and no dead unit.
+    A quarter of a layer's units is an info, 65% are a warning (60% if they fired at first), 80% an error. A ReLU that
+    is called as a function counts, too: by units of the layer before it that are never positive, and zero for the layer
+    after it. The share of zeros alone says nothing: a healthy ResNet has 40% zeros and no dead unit.
     """
 
     code, name = "TH201", "dead-units"
@@ -34,22 +34,22 @@ class DeadUnits(Rule):
     uses = (Need("output"), *_GIVEN)
     explains = _STUCK
     hint = (
-        "These units learn nothing any more. Lower the learning rate or the weight decay of the layer before,"
+        "These units no longer learn. Lower the learning rate or the weight decay of the layer before,"
         " look for a large negative bias, or use LeakyReLU or GELU."
     )
-    wrong = "Experts and adapters that these inputs do not use; pruned networks; few or similar samples."
+    wrong = "Experts and adapters that these inputs do not use; pruned networks; few or very similar samples."
     active, least = 0.001, 200
     info, lost, warning, error = 0.25, 0.6, 0.65, 0.8
 
     def find(self, history: History) -> Iterator[Finding]:
-        half, quarter = history.whole(0.5), history.whole(0.25)  # which may have too few samples
+        half, quarter = history.whole(0.5), history.whole(0.25)  # a quarter may have too few samples
         for site, dead in {**self._dead(half), **self._dead(quarter)}.items():
             share = float(dead.double().mean())
             if share >= self.info and len(dead) >= 8:
                 step = _since(history, site, dead, self.active)
-                said = f"{100 * share:.0f} % of the units never fire"
+                message = f"{100 * share:.0f}% of the units never fire"
                 severity = self._severity(share, step is not None and step > history.first_step)
-                yield self.finding(said, site, step, severity, dead=int(dead.sum()), units=len(dead))
+                yield self.finding(message, site, step, severity, dead=int(dead.sum()), units=len(dead))
 
     def _dead(self, window: Snapshot) -> dict[str, Tensor]:
         return {**self._modules(window), **self._functions(window)}
@@ -79,18 +79,18 @@ class DeadUnits(Rule):
 
 
 class _Pair(NamedTuple):
-    """A layer, and what of its units the next layer is given."""
+    """A layer, and what the next layer gets from its units."""
 
     path: str
     samples: int
     before: Units
-    given: Tensor  # the mean absolute of each unit, as the next layer sees it
-    least: float  # the smallest value that it is given
+    given: Tensor  # the mean absolute value of each unit, as the next layer gets it
+    least: float  # the smallest value that the next layer gets
 
 
 def _pairs(window: Snapshot) -> Iterator[_Pair]:
-    """Layers that are followed, in the order of execution, by one that takes a number of values for each unit."""
-    before, between = None, None  # the last that has weights, or a norm; and the activation since then
+    """Pairs of layers that follow each other in execution, where the second takes some values from each unit."""
+    before, between = None, None  # the last layer with weights, or norm; and the activation since then
     rows = {place: window[place] for place, row in window.rows.items() if row.label}
     for (path, port), reading in rows.items():
         if port != "output" or "channels" not in reading:
@@ -110,26 +110,24 @@ def _pairs(window: Snapshot) -> Iterator[_Pair]:
 
 
 def _is_its_own(activation: Reading | None, layer: Reading) -> bool:
-    """Whether an activation is a module that nobody but a layer uses: then its own outputs tell."""
+    """Whether an activation is a module used by this layer alone, so that its own outputs can be judged."""
     return activation is not None and samples(activation) == samples(layer)
 
 
 @register
 class DormantUnits(Rule):
-    """Units whose mean absolute output is below a fortieth of the layer's mean, in more than two fifths of a layer.
+    """More than two fifths of a layer's units have a mean absolute output below a fortieth of the layer's mean.
 
-    Scale-free, so it sees what GELU and SiLU have instead of death, as modules or as functions before a layer with
-    weights. Not asked of ReLU, which has units that rarely fire in health too.
+    This is relative to the layer, so it finds the idle units of GELU and SiLU, called as modules or as functions before
+    a layer with weights. It does not apply to ReLU, where healthy units may rarely fire.
     """
 
     code, name = "TH202", "dormant-units"
     needs = (Need("output", "channels", _LAYERS),)
     uses = (Need("output"), *_GIVEN)
     explains = ("TH204", "TH401", "TH502", "TH601", "TH801")
-    hint = (
-        "Much of the layer is idle: look at the initialisation and the learning rate of the layer before, or prune it."
-    )
-    wrong = "Gates that are meant to be closed; layers that were pruned; one-hot or sparse features."
+    hint = "Much of the layer is idle: check the initialisation and the learning rate of the layer before, or prune it."
+    wrong = "Gates that are meant to be closed; pruned layers; one-hot or sparse features."
     tau, share, least = 0.025, 0.4, 256
 
     def find(self, history: History) -> Iterator[Finding]:
@@ -145,15 +143,16 @@ class DormantUnits(Rule):
             dormant = size <= self.tau * size.mean()
             share = float(dormant.double().mean())
             if count >= self.least and len(size) >= 4 and share > self.share and size.mean() > 0:
-                said = f"{100 * share:.0f} % of the units hardly say anything"
-                yield self.finding(said, site, dormant=int(dormant.sum()), units=len(size))
+                message = f"{100 * share:.0f}% of the units are nearly inactive"
+                yield self.finding(message, site, dormant=int(dormant.sum()), units=len(size))
 
 
 @register
 class Saturated(Rule):
-    """Units of a sigmoid or tanh at the ends of their range (beyond 0.02 and 0.98, or ±0.97) on 60 % of positions.
+    """Units of a sigmoid or tanh at the ends of their range (beyond 0.02 and 0.98, or ±0.97) on 60% of positions.
 
-    Half of a layer's units is a warning, nine tenths an error. The last layer of a model may be sure of itself.
+    Half of a layer's units is a warning, 90% an error. The last activation of a model does not count: a confident
+    classifier saturates it.
     """
 
     code, name = "TH203", "saturated"
@@ -161,9 +160,10 @@ class Saturated(Rule):
     uses = (Need("output"),)
     explains = ("TH204", "TH301", "TH401", "TH404", "TH502", "TH601", "TH801")
     hint = (
-        "No gradient passes. Make the weights of the layer before smaller, normalise its inputs, or use ReLU or GELU."
+        "Hardly any gradient passes. Make the weights of the layer before smaller, normalise its inputs,"
+        " or use ReLU or GELU."
     )
-    wrong = "Gates, which are open or closed by design; the last activation of a confident classifier."
+    wrong = "Gates, which are open or closed by design."
     part = 0.6
     limits: tuple[float, float] = (0.5, 0.9)
 
@@ -174,22 +174,22 @@ class Saturated(Rule):
             part: Tensor = reading["saturation"]
             share = float((part > self.part).double().mean())
             if share >= self.limits[0] and history.order[reading.path] < last:
-                said = f"{100 * share:.0f} % of the units are saturated"
+                message = f"{100 * share:.0f}% of the units are saturated"
                 severity = "error" if share >= self.limits[1] else "warning"
-                yield self.finding(said, reading.path, None, severity, mean_part=plain(part.mean()))
+                yield self.finding(message, reading.path, None, severity, mean_part=plain(part.mean()))
 
 
 @register
 class ConstantOutput(Rule):
-    """All units of a layer vary by less than a millionth of their size: it says the same whatever it is given.
+    """All units of a layer vary by less than a millionth of their size: its output is the same for every input.
 
-    Judged after some training: layers that begin as zero on purpose (LoRA, residual branches) do not stay so.
+    Judged after some training, since layers that start at zero on purpose (LoRA, residual branches) do not stay there.
     """
 
     code, name, severity = "TH204", "constant-output", Severity.ERROR
     needs = (Need("output", "channels", _LAYERS),)
     explains = ("TH202", "TH204", "TH401", "TH404", "TH502", "TH601", "TH801")
-    hint = "Nothing passes this layer: look for zero weights, a dead layer before it, or inputs that are all the same."
+    hint = "No information passes this layer: look for zero weights, a dead layer before it, or identical inputs."
     wrong = "Position embeddings and other inputs that are the same in every batch."
     least = 5  # windows
 
@@ -200,12 +200,12 @@ class ConstantOutput(Rule):
             units: Units = reading["channels"]
             spread = finite(units.std.tolist())
             if spread and max(spread) <= 1e-6 * max(float(units.abs_mean.max()), 1e-30) and samples(reading) > 1:
-                said = "it gives the same for every input"
-                yield self.finding(said, reading.path, spread=plain(max(spread)), size=plain(units.abs_mean.max()))
+                message = "its output is the same for every input"
+                yield self.finding(message, reading.path, spread=plain(max(spread)), size=plain(units.abs_mean.max()))
 
 
 def _since(history: History, site: str, dead: Tensor, active: float) -> int | None:
-    """The step since which most of the `dead` units have been so."""
+    """The step since which most of the `dead` units have been dead."""
     since = None
     for step, snapshot in reversed(history.windows):
         rows = [place for place in snapshot.rows if place[0] == site and place[1].startswith("output")]

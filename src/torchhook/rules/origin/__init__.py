@@ -1,7 +1,7 @@
-"""Where the first NaN or Inf of a model began: the call, the operation, the line, and a file that shows it again."""
+"""Finds where the first NaN or Inf of a model came from: the call, the operation, the line, and a file to replay it."""
 
+from torchhook.rules.origin.catch import Catch, origin_of
 from torchhook.rules.origin.files import replay
 from torchhook.rules.origin.origin import Origin, Range
-from torchhook.rules.origin.watch import Catch, origin_of
 
 __all__ = ["Catch", "Origin", "Range", "origin_of", "replay"]

@@ -1,7 +1,7 @@
-"""One call of a module: what it was given, in which setting, and whether what it returned is finite.
+"""One call of a module: its arguments, the settings it ran under, and whether its output is finite.
 
-Marking what flows waits for nothing: the smallest and the largest number of a tensor show NaN and Inf, and stay on the
-device as its `marks` until `read` fetches those of many tensors at once.
+Checking a tensor does not wait for the device: its minimum and maximum reveal NaN and Inf, and stay on the device as
+its `marks` until `read` fetches those of many tensors at once.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ NAN, UP, DOWN = 1, 2, 4
 """What a tensor may hold: NaN, +Inf, -Inf."""
 
 BAD = NAN | UP
-"""What no mask makes."""
+"""What a mask never contains: a mask is made of -Inf."""
 
 
 def marks(value: Any) -> list[Tensor]:
-    """The smallest and the largest number of every tensor in `value`, on its device."""
+    """The minimum and maximum of every tensor in `value`, on its device."""
     return [mark for _, tensor in leaves(value) for mark in _marks(tensor)]
 
 
 def read(marked: list[Tensor]) -> list[int]:
-    """What each of the marks says, as bits; this waits for the device.
+    """Which nonfinite values the marks show, as bits; this waits for the device.
 
     >>> read(marks(torch.tensor([-torch.inf, 1.0])))
     [4, 0]
@@ -51,7 +51,7 @@ def read(marked: list[Tensor]) -> list[int]:
 
 
 def are_finite(tensors: list[Tensor]) -> bool:
-    """Whether nothing in them is NaN or Inf; this waits for the device.
+    """Whether the tensors hold neither NaN nor Inf; this waits for the device.
 
     >>> are_finite([torch.ones(2), torch.tensor([1.0, torch.nan])])
     False
@@ -65,7 +65,7 @@ def are_finite(tensors: list[Tensor]) -> bool:
 
 
 def bits_of(*values: float) -> int:
-    """What is not finite among numbers.
+    """Which nonfinite values there are among these numbers.
 
     >>> in_words(bits_of(1.0, math.nan, -math.inf))
     'NaN and -Inf'
@@ -76,7 +76,7 @@ def bits_of(*values: float) -> int:
 
 
 def bits_in(value: Any) -> int:
-    """What is not finite in the tensors of `value`.
+    """Which nonfinite values there are in the tensors of `value`.
 
     >>> in_words(bits_in({"x": torch.tensor([1.0, torch.inf]), "n": torch.tensor(3)}))
     'Inf'
@@ -85,7 +85,7 @@ def bits_in(value: Any) -> int:
 
 
 def merged(bits: Iterable[int]) -> int:
-    """All of them together."""
+    """The union of the bits."""
     return reduce(or_, bits, 0)
 
 
@@ -95,16 +95,16 @@ def in_words(bits: int) -> str:
 
 
 class Setting(NamedTuple):
-    """What a forward depends on beside its module and its arguments."""
+    """What a forward depends on besides its module and its arguments."""
 
     grad: bool
     inference: bool
     autocast: dict[str, tuple[bool, torch.dtype]]  # by type of device
-    seeds: dict[str, Tensor]  # the states of the random generators, by device
+    seeds: dict[str, Tensor]  # the states of the random number generators, by device
 
     @staticmethod
     def now(sources: Mapping[str, torch.Generator]) -> Setting:
-        """The one that holds now, with the states of these generators."""
+        """The current setting, with the states of these generators."""
         kinds = {device.partition(":")[0] for device in sources}
         return Setting(
             torch.is_grad_enabled(),
@@ -115,7 +115,7 @@ class Setting(NamedTuple):
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Have it so again for a while."""
+        """Restore this setting inside the block."""
         devices = [device for device in self.seeds if device != "cpu"]
         with ExitStack() as stack:
             kind = devices[0].partition(":")[0] if devices else "cuda"
@@ -133,7 +133,7 @@ class Setting(NamedTuple):
 
 @dataclass(eq=False)
 class Call:
-    """One call of one module; `arguments` and `buffers` are as they were when it began, copied on write."""
+    """One call of one module; `arguments` and `buffers` are as they were when the call began, copied on write."""
 
     path: str
     number: int
@@ -143,22 +143,22 @@ class Call:
     setting: Setting
     begun: int
     arguments: Arguments
-    wanted: list[bool]  # which tensors of the arguments required gradients
+    wanted: list[bool]  # which tensors of the arguments required a gradient
     buffers: dict[str, Tensor]
     compiled: bool
     ended: int = 0
     marks: list[Tensor] = field(default_factory=list)
-    bits: int = 0  # what the output holds, once it was read
+    bits: int = 0  # the nonfinite values in the output, once the marks have been read
     grads: dict[Address, Tensor] = field(default_factory=dict)  # of the output
 
     @property
     def place(self) -> tuple[str, int, int]:
-        """Which one it is."""
+        """Its path, call number and pass number, which identify it."""
         return self.path, self.number, self.pass_number
 
     @property
     def ancestors(self) -> Iterator[Call]:
-        """The calls that it is part of, from the inside."""
+        """The calls that it is part of, innermost first."""
         call = self.parent
         while call is not None:
             yield call
@@ -166,22 +166,22 @@ class Call:
 
     @cached_property
     def input_bits(self) -> int:
-        """What the arguments hold."""
+        """The nonfinite values in the arguments."""
         return bits_in(self.arguments)
 
 
 def used_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers that a forward of `module` may read; a norm that trains only writes what it knows of the data."""
+    """The buffers that a forward of `module` may read. A norm in train mode only writes its running statistics."""
     if isinstance(module, BATCH_AND_INSTANCE_NORMS) and module.training:
         return {}
     return {name: buffer for name, buffer in own_buffers(module).items() if buffer is not None}
 
 
 def buffers_before(call: Call, calls: list[Call]) -> dict[str, Tensor]:
-    """The buffers of the module and its parts as they were when `call`, of all these, began."""
+    """The buffers of the called module and its submodules as they were when `call`, one of `calls`, began."""
     names = {id(part): f"{name}." if name else "" for name, part in call.module.named_modules()}
     found = dict(call.module.named_buffers())
-    for other in sorted(calls, key=lambda other: -other.begun):  # of each part, the first call inside has the last word
+    for other in sorted(calls, key=lambda other: -other.begun):  # the first call of each submodule has the last word
         if (other is call or call in other.ancestors) and id(other.module) in names:
             found |= {names[id(other.module)] + name: buffer for name, buffer in other.buffers.items()}
     return found
@@ -193,7 +193,7 @@ def _marks(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def _numbers(tensor: Tensor) -> Tensor | None:
-    """The floating point numbers in `tensor`, None if there are none or it does not tell."""
+    """The floating-point values in `tensor`; None if it has none, or they cannot be read."""
     tensor = local(tensor.detach())
     try:
         if tensor.layout != torch.strided or tensor.is_nested:
@@ -204,11 +204,11 @@ def _numbers(tensor: Tensor) -> Tensor | None:
         tensor = torch.view_as_real(tensor.resolve_conj())
     if not tensor.is_floating_point() or not tensor.numel() or tensor.is_meta:
         return None
-    return tensor.float() if tensor.element_size() == 1 else tensor  # float8 has no order
+    return tensor.float() if tensor.element_size() == 1 else tensor  # float8 cannot be compared
 
 
 def generators(devices: Iterable[torch.device]) -> dict[str, torch.Generator]:
-    """The generators of random numbers of the CPU and of these devices, as far as torch hands them out."""
+    """The random number generators of the CPU and of these devices, as far as torch exposes them."""
     found = {"cpu": torch.default_generator}
     for device in devices:
         known = getattr(getattr(torch, device.type, None), "default_generators", ())

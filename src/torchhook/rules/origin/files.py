@@ -1,4 +1,4 @@
-"""A call in one safetensors file: its arguments, the state of its module, its setting; and its replay from there."""
+"""A call saved as one safetensors file (arguments, module state, settings), and its replay from that file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import platform
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchhook.core.findings import Finding
+from torchhook.core.optional import require
 from torchhook.core.selection import walk
 from torchhook.core.text import shape_of
 from torchhook.core.trees import Arguments
@@ -24,22 +24,21 @@ from torchhook.rules.origin.packing import Packing, available, dtype_of, unpack
 from torchhook.rules.origin.replay import fill, show, state_of, twin_of
 
 FORMAT = 1
-"""The version of the files; it grows when a reader of the old ones would fail."""
+"""The version of the file format; it is raised when older readers would fail."""
 
 _KEY = "torchhook.call"
 _OF_ORIGIN = ("path", "kind", "phase", "call", "pass_number", "what", "after", "came_with")
 
 
 def require_safetensors() -> None:
-    """Raise unless files can be written and read."""
-    if find_spec("safetensors") is None:
-        raise ImportError('files of calls need safetensors: pip install "torchhook[files]"')
+    """Raise ImportError unless safetensors is installed."""
+    require("safetensors", "files", "saving and replaying calls")
 
 
 def save_call(
     where: Path, call: Call, calls: list[Call], origin: Origin, finding: Finding
 ) -> tuple[Path | None, Finding]:
-    """Save `call`, of all these; the file, and the finding with what there is to say about it. It never raises."""
+    """Save `call`, one of `calls`; returns the file, and the finding with a note about the file. Never raises."""
     name = f"nonfinite_{re.sub('[^A-Za-z0-9_.]', '_', call.path) or 'model'}_{origin.phase}_{origin.pass_number}"
     file = where if where.suffix == ".safetensors" else where / f"{name}.safetensors"
     try:
@@ -50,10 +49,10 @@ def save_call(
 
 
 def replay(file: str | Path, model: nn.Module) -> Origin:
-    """Run the call that is saved in `file` once more, and see where NaN or Inf begins.
+    """Rerun the call saved in `file`, and find where NaN or Inf begins.
 
-    `model` is the model that it was saved from, or the very module that was called. The parameters and buffers are
-    those of the file, in a copy of the module.
+    `model` is the model that the call was saved from, or the module that was called. It is copied, and the copy gets
+    the parameters and buffers from the file.
 
     >>> import tempfile
     >>> from torchhook.origins import Catch, replay
@@ -68,34 +67,34 @@ def replay(file: str | Path, model: nn.Module) -> Origin:
     'aten.log'
     """
     require_safetensors()
-    told, tensors = _read(Path(file))
-    if told.get("lost"):
-        raise ValueError(f"{file} cannot be replayed, for this could not be stored: {', '.join(told['lost'])}")
+    saved, tensors = _read(Path(file))
+    if saved.get("lost"):
+        raise ValueError(f"cannot replay {file}: it could not store {', '.join(saved['lost'])}")
     try:
-        origin = Origin(**{name: told["origin"][name] for name in _OF_ORIGIN})
-        twin = twin_of(_module(model, told["path"], told["class"]))
-        _load(twin, told, tensors)
-        arguments = Arguments(unpack(told["args"], tensors), unpack(told["kwargs"], tensors))
-        grads = {tuple(address): unpack(of, tensors) for address, of in told["grads"]}
-        setting, wanted = _setting(told["setting"], tensors), list(told["wanted"])
+        origin = Origin(**{name: saved["origin"][name] for name in _OF_ORIGIN})
+        twin = twin_of(_module(model, saved["path"], saved["class"]))
+        _load(twin, saved, tensors)
+        arguments = Arguments(unpack(saved["args"], tensors), unpack(saved["kwargs"], tensors))
+        grads = {tuple(address): unpack(packed, tensors) for address, packed in saved["grads"]}
+        setting, wanted = _setting(saved["setting"], tensors), list(saved["wanted"])
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError, RuntimeError) as error:
-        raise ValueError(f"{file} cannot be replayed: {error}") from error
+        raise ValueError(f"cannot replay {file}: {error}") from error
     originals = {id(part): part for part in twin.modules()}
     shown = show(twin, originals, arguments, wanted, setting, grads if origin.phase == "backward" else None)
-    if origin.came_with and shown.told:
+    if origin.came_with and shown.is_conclusive:
         return origin
-    paths = {id(part): f"{told['path']}.{name}".strip(".") for name, part in twin.named_modules()}
+    paths = {id(part): f"{saved['path']}.{name}".strip(".") for name, part in twin.named_modules()}
     return replace(origin, came_with="").shown(shown, paths)
 
 
 def _write(file: Path, call: Call, calls: list[Call], origin: Origin) -> list[str]:
-    """Write the file; the names of what it cannot hold."""
+    """Write the file; returns the names of the values that it cannot store."""
     from safetensors.torch import save_file
 
     module, packing = call.module, Packing()
     parameters, grads = dict(module.named_parameters()), enumerate(call.grads.items())
     state = {**parameters, **buffers_before(call, calls)}
-    told = {
+    contents = {
         "format": FORMAT,
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "origin": {name: getattr(origin, name) for name in _OF_ORIGIN},
@@ -112,7 +111,7 @@ def _write(file: Path, call: Call, calls: list[Call], origin: Origin) -> list[st
         "lost": packing.lost,
     }
     file.parent.mkdir(parents=True, exist_ok=True)
-    save_file(packing.tensors, file, {_KEY: json.dumps(told)})
+    save_file(packing.tensors, file, {_KEY: json.dumps(contents)})
     return packing.lost
 
 
@@ -130,21 +129,21 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
     try:
         with safe_open(file, "pt") as opened:
-            told = json.loads((opened.metadata() or {})[_KEY])
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (it is no dict)
-        version = told["format"]
+            saved = json.loads((opened.metadata() or {})[_KEY])
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
+        version = saved["format"]
     except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{file} holds no call that torchhook saved, or is damaged: {error}") from error
+        raise ValueError(f"{file} is not a call saved by torchhook, or it is corrupt: {error}") from error
     if version != FORMAT:
-        raise ValueError(f"{file} is of format {version!r}, and this torchhook reads {FORMAT}: update the older one")
-    return told, tensors
+        raise ValueError(f"{file} has format {version!r}, this torchhook reads format {FORMAT}: update the older one")
+    return saved, tensors
 
 
-def _setting(told: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Setting:
-    """The setting; devices that are not here are left out."""
-    autocast = {kind: (bool(on), dtype_of(dtype)) for kind, on, dtype in told["autocast"] if _is_here(kind)}
-    seeds = {device: unpack(seed, tensors) for device, seed in told["seeds"].items() if _is_here(device)}
-    return Setting(bool(told["grad"]), bool(told["inference"]), autocast, {"cpu": seeds.pop("cpu"), **seeds})
+def _setting(saved: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Setting:
+    """The saved setting, without devices that this machine does not have."""
+    autocast = {kind: (bool(on), dtype_of(dtype)) for kind, on, dtype in saved["autocast"] if _is_here(kind)}
+    seeds = {device: unpack(seed, tensors) for device, seed in saved["seeds"].items() if _is_here(device)}
+    return Setting(bool(saved["grad"]), bool(saved["inference"]), autocast, {"cpu": seeds.pop("cpu"), **seeds})
 
 
 def _is_here(device: str) -> bool:
@@ -152,28 +151,28 @@ def _is_here(device: str) -> bool:
 
 
 def _module(model: nn.Module, path: str, kind: str) -> nn.Module:
-    """The module that was called: at its path in `model`, or `model` itself."""
+    """The module that was called: the one at its path in `model`, or `model` itself."""
     for found in (dict(walk(model)).get(path), model):
         if type(found).__name__ == kind and found is not None:
             return found
-    raise ValueError(f"the saved call is of {path!r}, a {kind}; the {type(model).__name__} given neither is nor has it")
+    raise ValueError(f"the saved call is of {path!r}, a {kind}; this {type(model).__name__} neither is nor contains it")
 
 
-def _load(twin: nn.Module, told: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Give `twin` the state that it had."""
-    own, state = state_of(twin), {name: unpack(of, tensors) for name, of in told["state"].items()}
+def _load(twin: nn.Module, saved: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Load the saved state into `twin`."""
+    own, state = state_of(twin), {name: unpack(packed, tensors) for name, packed in saved["state"].items()}
     for name in own.keys() | state.keys():
         here, there = own.get(name), state.get(name)
         if here is None or there is None or here.shape != there.shape:
-            raise ValueError(f"{name!r} is {shape_of(there)} in the file, and {shape_of(here)} in the model given")
+            raise ValueError(f"{name!r} is {shape_of(there)} in the file, but {shape_of(here)} in this model")
     fill(twin, state)
     for name, parameter in twin.named_parameters():
-        parameter.requires_grad_(name in told["trained"])
+        parameter.requires_grad_(name in saved["trained"])
     for name, part in twin.named_modules():
-        part.training = name in told["training"]
+        part.training = name in saved["training"]
 
 
 def _noting(finding: Finding, **notes: Any) -> Finding:
-    """The finding with some more evidence, said in its message, too."""
+    """The finding with more evidence, which its message also states."""
     said = "".join(f"\n  {name.replace('_', ' ')}: {note}" for name, note in notes.items())
     return replace(finding, message=finding.message + said, evidence={**finding.evidence, **notes})

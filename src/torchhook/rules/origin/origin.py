@@ -1,4 +1,4 @@
-"""Where the first NaN or Inf began, as plain data and in words, with what to do about it."""
+"""Where the first NaN or Inf came from: as plain data, in words, and with a hint what to do."""
 
 from __future__ import annotations
 
@@ -11,24 +11,27 @@ from torchhook.core.findings import Finding, Severity
 from torchhook.rules.origin.calls import in_words
 from torchhook.rules.origin.replay import Shown
 
-Phase = Literal["forward", "backward", "state"]
+Stage = Literal["forward", "backward", "state"]
 
-CODES: dict[Phase, str] = {"forward": "TH101", "state": "TH102", "backward": "TH103"}
+CODES: dict[Stage, str] = {"forward": "TH101", "state": "TH102", "backward": "TH103"}
 
 _HINTS = (
-    (("softmax", "attention"), "A row of which everything is masked has no softmax: let every query see some key."),
+    (("softmax", "attention"), "The softmax of a fully masked row is NaN: let every query attend to at least one key."),
     (("log",), "The argument reached 0 or less: clamp it, add an eps, or use log1p or log_softmax."),
     (("sqrt", "norm", "pow", "std", "var"), "The argument reached 0 or less: add an eps inside, as in sqrt(x + eps)."),
     (("div", "reciprocal"), "The denominator reached 0: add an eps to it, or clamp it."),
     (("exp", "sinh", "cosh"), "The argument is too large: subtract the maximum first (logsumexp does), or clamp it."),
-    (("acos", "asin", "atanh", "acosh"), "The argument left the domain, if only by rounding: clamp it."),
+    (
+        ("acos", "asin", "atanh", "acosh"),
+        "The argument left the domain, perhaps only by rounding: clamp it.",
+    ),
 )
 
-_OTHERWISE = "Look at the ranges of its operands: what comes before has grown too large, or cancels out."
+_OTHERWISE = "Look at the ranges of its operands: the values before it have grown too large, or cancel out."
 
 
 class Range(NamedTuple):
-    """What an op was given: one tensor, as far as one has to know it.
+    """An operand of an op: the shape, dtype and range of one tensor.
 
     >>> print(Range((2, 3), "float32", 0.0, 1.5))
     float32 2×3 in [0, 1.5]
@@ -45,23 +48,23 @@ class Range(NamedTuple):
         return f"{self.dtype} {shape} {extent}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; what is no number in JSON is a word."""
+        """Plain values; NaN and Inf, which JSON does not have, as strings."""
         low, high = (value if math.isfinite(value) else str(value) for value in (self.low, self.high))
         return {"shape": list(self.shape), "dtype": self.dtype, "min": low, "max": high}
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the first NaN or Inf began.
+    """Where the first NaN or Inf came from.
 
-    `path` and `kind` say in which module (or parameter) and of which class, `call` and `pass_number` when, `op` by
-    which operation, on which `line` of which `file`, `after` which child of the module; `operands` are what the
-    operation was given. If it was not made there but `came_with` something, this says with what. What could not be
-    found out is empty, and `note` says why.
+    `path` is the module (or parameter) and `kind` its class; `call` and `pass_number` say when. `op` is the operation,
+    `line` and `file` its place in the source, `after` the child module that ran before it, and `operands` what the
+    operation was given. If the value was not produced there but came in with something, `came_with` says with what.
+    Fields that could not be determined are empty, and `note` says why.
 
     >>> origin = Origin("head.act", "LogAct", "forward", 0, 3, "-Inf", op="aten.log", line="net.py:7: return x.log()")
     >>> print(origin.message())
-    -Inf in the forward of pass 3: aten.log made it in 'head.act' (LogAct)
+    -Inf in the forward of pass 3: produced by aten.log in 'head.act' (LogAct)
       net.py:7: return x.log()
     >>> origin.hint
     'The argument reached 0 or less: clamp it, add an eps, or use log1p or log_softmax.'
@@ -69,7 +72,7 @@ class Origin:
 
     path: str
     kind: str
-    phase: Phase
+    phase: Stage
     call: int
     pass_number: int
     what: str
@@ -82,7 +85,7 @@ class Origin:
     note: str = ""
 
     def message(self) -> str:
-        """The story, in a few lines."""
+        """What happened, in a few lines."""
         lines = [self._summary()]
         lines += [f"  {self.line}"] if self.line else []
         lines += [f"  on {', '.join(map(str, self.operands))}"] if self.operands else []
@@ -93,21 +96,21 @@ class Origin:
     def hint(self) -> str:
         """What to do about it."""
         if self.phase == "state":
-            return "Load a checkpoint from before it broke, and train on inside torchhook.catch_nonfinite."
+            return "Load a checkpoint from before it broke, and resume training inside torchhook.catch_nonfinite."
         if self.came_with:
-            made = "loss: look for logarithms, divisions and roots in it" if self.phase == "backward" else "data"
-            return f"The model is not at fault. Check the {made}."
+            made = "loss for logarithms, divisions and square roots" if self.phase == "backward" else "data"
+            return f"The model is not the cause. Check the {made}."
         if "Inf" in self.what and (
             self.op.endswith("_to_copy") or "float16" in {known.dtype for known in self.operands}
         ):
-            return "float16 ends at 65,504: use bfloat16, scale the values down, or keep this in float32."
+            return "The largest float16 is 65,504: use bfloat16, scale the values down, or compute this in float32."
         name = self.op.lower()
         said = next((said for words, said in _HINTS if any(word in name for word in words)), _OTHERWISE if name else "")
-        where = " If a torch.where masks it, mask the argument instead: the side not taken is differentiated, too."
+        where = " If torch.where masks the result, mask the argument: the branch not taken is differentiated, too."
         return said + where if said and self.phase == "backward" else said
 
     def finding(self, affected: Iterable[tuple[str, int]] = ()) -> Finding:
-        """The same as a finding; `affected` are the calls that merely passed it on."""
+        """This origin as a finding; `affected` are the calls that only passed the value on."""
         own = {
             name: getattr(self, name) for name in ("what", "op", "line", "file", "after", "call", "came_with", "note")
         }
@@ -119,7 +122,7 @@ class Origin:
         return Finding(code, Severity.ERROR, said, self.path, step, evidence, self.hint, tuple(later))
 
     def shown(self, shown: Shown, paths: Mapping[int, str]) -> Origin:
-        """The same with what a replay showed; `paths` are those of the modules, by their ids."""
+        """This origin completed by a replay; `paths` are the modules' paths, by the id of the module."""
         step = shown.step
         if step is None:
             return replace(self, note="; ".join(filter(None, (self.note, shown.note))))
@@ -135,11 +138,11 @@ class Origin:
 
     def _summary(self) -> str:
         if self.phase == "state":
-            return f"{self.path!r} (of a {self.kind}) holds {self.what} since before pass {self.pass_number}"
+            return f"{self.path!r} (of a {self.kind}) has held {self.what} since before pass {self.pass_number}"
         begun = f"{self.what} in the {self.phase} of pass {self.pass_number}"
         place = f"{self.path!r}" if self.path else "the model"
         where = f"{place} ({self.kind}{f', call {self.call}' if self.call else ''})" if self.kind else place
         if self.came_with:
             return f"{begun}: it came in with {self.came_with} of {where}"
-        made = f"{self.op} made it" if self.op else "it began"
+        made = f"produced by {self.op}" if self.op else "it began"
         return f"{begun}: {made} in {where}" + (f", after {self.after!r}" if self.after else "")

@@ -1,7 +1,7 @@
-"""A call run once more, op by op, to see where NaN and Inf begin in it.
+"""A call is rerun op by op to find where NaN and Inf begin.
 
-It runs on a twin of the module that shares only the memory of the parameters: no gradient, no running statistic and no
-hook of ours is touched.
+It runs on a copy of the module, its twin, that shares only the memory of the parameters: the gradients, running
+statistics and hooks of the original stay untouched.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torchhook.core.shards import is_sharded
 from torchhook.core.torch_internals import FSDP_STATE, is_dynamo_loaded
 from torchhook.core.trees import Address, Arguments, leaves, mapped
 from torchhook.rules.origin.calls import BAD, Call, Setting, buffers_before, used_buffers
-from torchhook.rules.origin.tracer import Operand, Step, Tracer, first, memory_of
+from torchhook.rules.origin.tracer import Operand, TracedOp, Tracer, first, memory_of
 
 
 class Detached(TorchFunctionMode):
-    """Lets any tensor be copied, also one that is part of a graph."""
+    """Lets `deepcopy` copy any tensor, even one that is part of a graph."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__deepcopy__:
@@ -33,22 +33,22 @@ class Detached(TorchFunctionMode):
 
 
 class Shown(NamedTuple):
-    """What a replay showed: the op at fault, or what came in with it already; otherwise why it did not."""
+    """What a replay showed: the op that produced the value, or the operand that brought it in, or why neither."""
 
-    step: Step | None = None
+    step: TracedOp | None = None
     culprit: Operand | None = None
-    masked: bool = False  # nobody is, there are but masks
-    blank: bool = False  # it did not, but there is memory to which nothing was written
+    masked: bool = False  # there is nothing but masks, which are legal
+    blank: bool = False  # nothing showed, but part of the result was never written to
     note: str = ""
 
     @property
-    def told(self) -> bool:
-        """Whether it did."""
+    def is_conclusive(self) -> bool:
+        """Whether the replay explains the value."""
         return self.step is not None or self.culprit is not None or self.masked
 
 
 def replay_call(call: Call, calls: list[Call], backward: bool = False) -> Shown:
-    """Run `call` once more, on a twin of its module; `calls` are all of its pass."""
+    """Rerun `call` on a twin of its module; `calls` are all calls of its pass."""
     try:
         if reason := _refusal(call.module):
             return Shown(note=f"not replayed: {reason}")
@@ -58,26 +58,26 @@ def replay_call(call: Call, calls: list[Call], backward: bool = False) -> Shown:
         originals = {id(module): original for module, original in pairs}
         return show(twin, originals, call.arguments, call.wanted, call.setting, call.grads if backward else None)
     except Exception as error:
-        return Shown(note=f"its replay raised {type(error).__name__}: {error}")
+        return Shown(note=f"the replay raised {type(error).__name__}: {error}")
 
 
 def twin_of(module: nn.Module) -> nn.Module:
-    """A copy of `module`, its parameters in the same memory."""
+    """A copy of `module` whose parameters share the original's memory."""
     with torch.inference_mode(False), Detached():
         shared: dict[int, Any] = {}
         for parameter in module.parameters():
             shared[id(parameter)] = same = nn.Parameter(parameter.detach(), parameter.requires_grad)
-            vars(same).update(vars(parameter))  # what people write on them
+            vars(same).update(vars(parameter))  # attributes that users have set
         return copy.deepcopy(module, shared)
 
 
 def state_of(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers of `module`, by their names."""
+    """The parameters and buffers of `module`, by name."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def fill(twin: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Give `twin` these values of parameters and buffers."""
+    """Set parameters and buffers of `twin` to these values."""
     own = state_of(twin)
     for name, tensor in state.items():
         own[name].data = tensor.clone()
@@ -91,15 +91,15 @@ def show(
     setting: Setting,
     grads: Mapping[Address, Tensor] | None,
 ) -> Shown:
-    """Run `twin` under a tracer, and if there are `grads` its backward, too; see where NaN and Inf began."""
+    """Run `twin` under a tracer, with `grads` its backward, too, and find where NaN and Inf began."""
     backward = grads is not None
     with torch.inference_mode(setting.inference), Detached():
         given = copy.deepcopy(arguments)
     inputs: list[Tensor] = []
     if backward:
-        with torch.enable_grad():  # a call without it is the first run of a reentrant checkpoint
+        with torch.enable_grad():  # without grad mode, it was the first run of a reentrant checkpoint
             given = mapped(_requiring(inputs, wanted if setting.grad else [True] * len(wanted)), given, faithful=True)
-    known = {memory_of(tensor): ("argument", _spelt(address)) for address, tensor in leaves(given)}
+    known = {memory_of(tensor): ("argument", _argument_name(address)) for address, tensor in leaves(given)}
     known |= {memory_of(tensor): ("parameter", name) for name, tensor in twin.named_parameters()}
     for path, part in twin.named_modules():
         for name, tensor in used_buffers(part).items():
@@ -118,10 +118,10 @@ def show(
 
 
 def _judged(found: list[Operand], backward: bool) -> Shown:
-    """Where that began which is not finite in the end."""
+    """Where the nonfinite values in the result began."""
     bad = [seen for seen in found if backward or seen.bits & BAD]
     if not found:
-        return Shown(note="its replay did not show it again")
+        return Shown(note="a replay did not reproduce it")
     if not bad:
         computed = [seen.source.computed if seen.source else None for seen in found]
         return Shown(masked=True) if None in computed else Shown(first(computed))
@@ -137,7 +137,7 @@ def _differentiated(result: Any, grads: Mapping[Address, Tensor], wrt: list[Tens
 
 
 def _requiring(inputs: list[Tensor], wanted: list[bool]) -> Callable[[Tensor], Tensor]:
-    """Makes arguments require gradients as they did; what the module is given are no leaves, it may overwrite them."""
+    """Makes arguments require gradients as they did. The module gets clones, which it may overwrite, unlike leaves."""
     flags = iter(wanted)
 
     def require(tensor: Tensor) -> Tensor:
@@ -150,20 +150,20 @@ def _requiring(inputs: list[Tensor], wanted: list[bool]) -> Callable[[Tensor], T
 
 
 def _refusal(module: nn.Module) -> str:
-    """Why `module` must not be run by this rank alone."""
+    """Why `module` must not be run on this rank alone; empty if it may."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     together = any(isinstance(part, nn.SyncBatchNorm) or hasattr(part, FSDP_STATE) for part in module.modules())
     if (distributed and together) or any(map(is_sharded, module.parameters())):
-        return "all ranks compute it together, and a rank that does so alone would wait for ever"
+        return "all ranks compute it together, and one rank alone would wait forever"
     return ""
 
 
 def _eager() -> AbstractContextManager[Any]:
-    """Nothing is compiled, or runs as it was compiled: there the ops have no lines."""
+    """Runs everything uncompiled: ops in compiled graphs have no source lines."""
     return torch.compiler.set_stance("force_eager") if is_dynamo_loaded() else nullcontext()
 
 
-def _spelt(address: Address) -> str:
-    """The name of an argument: its place among the positional ones, or its keyword, and what leads on."""
+def _argument_name(address: Address) -> str:
+    """The position or keyword of an argument, and the keys that lead to the tensor inside it."""
     (_, name), rest = address[:2], address[2:]
     return str(name) + "".join(f"[{key!r}]" for key in rest)

@@ -1,4 +1,4 @@
-"""Which call of a pass is at fault: the marks tell who may be, and a replay who is."""
+"""Finds the call of a pass that produced NaN or Inf: the marks give the suspects, a replay decides."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torchhook.core.selection import plain
 from torchhook.core.torch_internals import own_parameters
 from torchhook.rules.origin.calls import BAD, DOWN, NAN, Call, bits_in, in_words
-from torchhook.rules.origin.origin import Origin, Phase
+from torchhook.rules.origin.origin import Origin, Stage
 from torchhook.rules.origin.replay import Shown, replay_call
 
 
 class Hit(NamedTuple):
-    """What was found: where it began, in which call, and the calls (path and number) that passed it on."""
+    """What was found: the origin, its call, and the calls (path and number) that passed the value on."""
 
     origin: Origin
     call: Call | None
@@ -24,26 +24,26 @@ class Hit(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """A gradient that came."""
+    """A gradient that the backward delivered."""
 
     port: str
     path: str
     number: int
     pass_number: int
-    call: Call | None  # unless it is a parameter's, or of a pass that is not kept any more
+    call: Call | None  # None for a parameter, or for a pass that is no longer kept
     gradient: Tensor
 
     @property
     def leaves_model(self) -> bool:
-        """Whether somebody outside uses it: an optimizer, or whoever made the inputs."""
+        """Whether it is used outside the model: by an optimizer, or by the code that made the inputs."""
         is_outermost = not self.path if self.call is None else self.call.parent is None
         return self.port == "param_grad" or (self.port == "grad_input" and is_outermost)
 
 
 def in_forward(calls: list[Call], top: Call, masking: set[str]) -> Hit | None:
-    """Where it began in a forward whose output, that of `top`, is not finite; None if that is but masks.
+    """Where NaN or Inf began in a forward whose output, that of `top`, is not finite; None if it is only masks.
 
-    `masking` are the paths of the calls that are known to mask.
+    `masking` are the paths of modules that are known to mask with -Inf.
     """
     want = BAD if top.bits & BAD else DOWN
     made = makers(calls, want)
@@ -51,7 +51,7 @@ def in_forward(calls: list[Call], top: Call, masking: set[str]) -> Hit | None:
         return None
     first = made[0] if made else top
     later = [call for call in calls if call.begun > first.ended]
-    # If it was made again later, or is hidden at times, or if -Inf came in, then only the whole forward can tell.
+    # If a later call produced it again or hid it, or if -Inf came in, only a replay of the whole forward can decide.
     is_sure = not first.input_bits and all(call.input_bits & want for call in later)
     call, shown = _replayed([first, top] if is_sure else [top, first], calls)
     if want == DOWN and shown.step is None:
@@ -59,39 +59,40 @@ def in_forward(calls: list[Call], top: Call, masking: set[str]) -> Hit | None:
         return None
     if shown.blank:
         return None
-    return _hit(call if shown.told else first, shown, calls)
+    return _hit(call if shown.is_conclusive else first, shown, calls)
 
 
 def in_unfinished(calls: list[Call]) -> Hit | None:
-    """Where it began in a forward that raised."""
+    """Where NaN or Inf began in a forward that raised."""
     made = makers(calls, BAD)
     return _hit(made[0], replay_call(made[0], calls), calls) if made else None
 
 
 def in_backward(broken: list[tuple[Arrival, int]], calls: list[Call], parameters: Mapping[str, nn.Parameter]) -> Hit:
-    """Where it began in a backward, given the gradients that are not finite, in the order in which they came."""
+    """Where NaN or Inf began in a backward, given the nonfinite gradients in the order of their arrival."""
     first, bits = broken[0]
     suspects, after = _suspects(broken, calls, parameters)
     call: Call | None = first.call
     if suspects:
         call, shown = _replayed([*suspects, *calls[-1:]], calls, backward=True)
-        call = _inside(call, shown, calls) if shown.told else suspects[-1]
-        if first.port == "param_grad" and not shown.told:
-            shown = Shown(note=f"{shown.note}; perhaps the .grad of {first.path!r} held it before")
-        origin = replace(_origin(call, "backward", bits), after="" if shown.told else after).shown(shown, _paths(calls))
+        found = shown.is_conclusive
+        call = _inside(call, shown, calls) if found else suspects[-1]
+        if first.port == "param_grad" and not found:
+            shown = Shown(note=f"{shown.note}; perhaps the .grad of {first.path!r} already held it")
+        origin = replace(_origin(call, "backward", bits), after="" if found else after).shown(shown, _paths(calls))
     elif call is not None:
         call = [call, *call.ancestors][-1]
-        came_with = "the gradient of the output, which the loss made,"
+        came_with = "the gradient that the loss passed to the output"
         origin = replace(_origin(call, "backward", bits), came_with=came_with)
     else:
-        note = "not replayed: another pass began before this backward"
+        note = "not replayed: another forward began before this backward"
         origin = Origin("", "", "backward", 0, first.pass_number, in_words(bits), after=first.path, note=note)
     passed = dict.fromkeys((known.path, known.number) for known, _ in broken if known.port == "grad_output")
     return Hit(origin, call, [place for place in passed if place != (origin.path, origin.call)])
 
 
 def makers(calls: list[Call], want: int) -> list[Call]:
-    """The calls that made it of what had none, the innermost ones, unless one around them hid it again."""
+    """The innermost calls that produced the wanted bits from arguments without them, unless an outer call hid them."""
     made = [call for call in calls if call.bits & want and not call.input_bits & want]
     seen = [call for call in made if all(around.bits & want or not around.ended for around in call.ancestors)]
     return [call for call in seen if not any(call in other.ancestors for other in seen)]
@@ -100,7 +101,7 @@ def makers(calls: list[Call], want: int) -> list[Call]:
 def _suspects(
     broken: list[tuple[Arrival, int]], calls: list[Call], parameters: Mapping[str, nn.Parameter]
 ) -> tuple[list[Call], str]:
-    """The calls whose backward may have made the first of the gradients, and the call whose output that is of."""
+    """The calls whose backward may have produced the first of the gradients, and the path of the output it is for."""
     first, _ = broken[0]
     if first.port == "param_grad":
         it = parameters.get(first.path)
@@ -110,7 +111,7 @@ def _suspects(
         return [first.call] if first.call else [], ""
     given = [known.call for known, _ in broken if known.port == "grad_output" and known.call]
     inner, around = first.call, first.call.parent
-    while around in given:  # what its parent returns is the same, and was not made by it either
+    while around in given:  # its parent returns the same tensor, and did not produce the gradient either
         inner, around = around, around.parent
     if around is None:
         return [], ""
@@ -119,18 +120,18 @@ def _suspects(
 
 
 def _replayed(suspects: list[Call], calls: list[Call], backward: bool = False) -> tuple[Call, Shown]:
-    """The first of `suspects` whose replay tells something, and what; else what another says, or the first."""
-    silent: list[tuple[Call, Shown]] = []
+    """The first of `suspects` whose replay is conclusive, and what it showed; else a blank one, or the first."""
+    inconclusive: list[tuple[Call, Shown]] = []
     for call in dict.fromkeys(suspects):
         shown = replay_call(call, calls, backward)
-        if shown.told:
+        if shown.is_conclusive:
             return call, shown
-        silent.append((call, shown))
-    return next((pair for pair in silent if pair[1].blank), silent[0])
+        inconclusive.append((call, shown))
+    return next((pair for pair in inconclusive if pair[1].blank), inconclusive[0])
 
 
 def _hit(call: Call, shown: Shown, calls: list[Call]) -> Hit:
-    """The place in the forward of `call` that its replay showed, or, if it did not, the call itself."""
+    """The place in the forward of `call` that its replay showed, or else the call itself."""
     culprit = shown.culprit
     role, name, bits = (culprit.role, culprit.name, culprit.bits) if culprit else _broken_state(call, shown)
     if role == "argument":
@@ -147,7 +148,7 @@ def _hit(call: Call, shown: Shown, calls: list[Call]) -> Hit:
 
 
 def _inside(call: Call, shown: Shown, calls: list[Call]) -> Call:
-    """The call, of `call` and those inside it, in whose forward the op is that a replay of `call` showed."""
+    """The call, among `call` and those inside it, whose forward ran the op that a replay of `call` showed."""
     where = shown.step.where if shown.step else None
     if where is None:
         return call
@@ -158,18 +159,18 @@ def _inside(call: Call, shown: Shown, calls: list[Call]) -> Call:
 
 
 def _broken_state(call: Call, shown: Shown) -> tuple[str, str, int]:
-    """A parameter or buffer of `call` that was broken before it: role, name, what it holds. (A replay knows better.)"""
+    """A parameter or buffer that was nonfinite before `call`: role, name and bits. A conclusive replay knows better."""
     state: dict[str, Mapping[str, Tensor]] = {"parameter": dict(call.module.named_parameters()), "buffer": call.buffers}
-    for role, tensors in state.items() if not shown.told else ():
+    for role, tensors in state.items() if not shown.is_conclusive else ():
         for name, tensor in tensors.items():
-            if (bits := bits_in(tensor)) & (NAN if role == "buffer" else ~0):  # there are buffers of infinities
+            if (bits := bits_in(tensor)) & (NAN if role == "buffer" else ~0):  # buffers may hold Inf on purpose
                 return role, name, bits
     return "", "", 0
 
 
-def _origin(call: Call, phase: Phase, bits: int) -> Origin:
+def _origin(call: Call, phase: Stage, bits: int) -> Origin:
     kind = type(call.module).__name__
-    compiled = "it ran in a compiled graph, which tells tensors alone; replayed uncompiled" if call.compiled else ""
+    compiled = "it ran in a compiled graph, which only shows tensors; replayed uncompiled" if call.compiled else ""
     return Origin(call.path, kind, phase, call.number, call.pass_number, in_words(bits), note=compiled)
 
 

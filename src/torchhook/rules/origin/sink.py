@@ -1,8 +1,8 @@
-"""Watching a model for NaN and Inf, a pass at a time.
+"""Watches one pass of a model at a time for NaN and Inf.
 
-Of each call is kept what it was given, copied on write, and how what it returned is marked, and of the backward the
-gradients of what it returned. The marks are read at the end of the forward, and at the end of the backward what the
-optimizer will use; if that is not finite, it is searched where it began. All this goes when the next pass begins.
+It keeps the arguments of each call, copied on write, the marks of its output, and in the backward the gradients of its
+output. The marks are read at the end of the forward; the gradients that the optimizer will use, at the end of the
+backward. If they are not finite, the search for the origin begins. Everything is dropped when the next pass begins.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -51,11 +50,14 @@ from torchhook.rules.origin.search import Arrival, Hit, in_backward, in_forward,
 
 OnFound = Literal["raise", "warn", "record"]
 
-_MOST = 100_000  # calls that are kept: a forward that raised outside of any pass never ends
+_MOST = 100_000  # calls to keep: a forward that raised outside of any pass never ends
 
 
-class Watch(Sink):
-    """What the hooks tell, and what was found. (Apart from `Catch`, which the hooks must not keep alive.)"""
+class NonfiniteSink(Sink):
+    """Receives the calls and gradients of a model, and finds the origin of the first NaN or Inf.
+
+    It is separate from `Catch`, which the hooks must not keep alive.
+    """
 
     lazy = True
 
@@ -71,18 +73,18 @@ class Watch(Sink):
         self._parameters: dict[str, nn.Parameter] = {}
         self._generators: dict[str, torch.Generator] = {}
         self._open: list[Call] = []
-        self._calls: dict[tuple[str, int, int], Call] = {}  # those that ended, in this order
-        self._arrived: list[Arrival] = []  # gradients that were not looked at yet
-        self._looked_at: list[Arrival] = []  # those of outputs that were
+        self._calls: dict[tuple[str, int, int], Call] = {}  # calls that have ended, in that order
+        self._arrived: list[Arrival] = []  # gradients that were not checked yet
+        self._checked: list[Arrival] = []  # gradients of outputs that were
         self._masking: set[str] = set()
         self._clock = count(1)
 
     def taps(self) -> list[Tap]:
-        """What has to be seen: every call, and all gradients."""
+        """The taps that it needs: on every call, and on all gradients."""
         parts = any(path and _is_called(path, module) for path, module in walk(self.model))
         where = Selector.union(("", _is_called) if parts else ("",))
         everywhere = [Tap(where, self, "input"), Tap(where, self, "output"), Tap(where, self, "grad_output")]
-        # At the port grad_input, a tensor that is given twice becomes two: not where it can be helped.
+        # At the port grad_input, a tensor that is passed twice becomes two: only the model itself is tapped there.
         return [*everywhere, Tap("", self, "grad_input"), Tap("", self, "param_grad")]
 
     def expect(self, event: Event) -> Any:
@@ -106,17 +108,17 @@ class Watch(Sink):
             self._safely(self._arrive, event.site, place, call, event.leaf, event.live, event.in_graph)
 
     def start(self, session: Session) -> None:
-        """Watch from now on, as a session tells."""
+        """Begin to watch, with the parameters of `session`."""
         self._parameters = session.parameters(Selector.of(""))
         self._generators = generators({tensor.device for tensor in (*self.model.parameters(), *self.model.buffers())})
 
     def stop(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         self.over = True
         self._forget()
 
     def explain(self, error: Exception) -> None:
-        """Note on an error of the user's that the forward which raised it had made NaN or Inf, if it had."""
+        """Add a note to an error of the user's if the forward that raised it had produced NaN or Inf."""
         self._safely(self._explain, error)
 
     def _explain(self, error: Exception) -> None:
@@ -131,7 +133,7 @@ class Watch(Sink):
                 error.add_note(f"(torchhook.catch_nonfinite: {hit.origin.message()})")
 
     def _safely(self, look: Callable[..., None], *what: Any) -> None:
-        """To be watched must not stop a training: an error of our own ends the watching, and no more."""
+        """Run `look`. An error of our own must not stop a training: it only ends the watching."""
         if self.over:
             return
         try:
@@ -140,11 +142,11 @@ class Watch(Sink):
             raise
         except Exception as error:
             self.stop()
-            warn(f"NaN and Inf are no longer watched for, for that raised {type(error).__name__}: {error}")
+            warn(f"no longer watching for NaN and Inf: {type(error).__name__}: {error}")
 
     def _begin(self, place: tuple[str, int, int], module: nn.Module, value: Arguments, in_graph: bool) -> None:
         self.seen = True
-        is_stale = bool(self._open) and self._open[0].pass_number != place[2]  # that forward raised
+        is_stale = bool(self._open) and self._open[0].pass_number != place[2]  # its forward raised
         if is_stale or not self._open or len(self._calls) > _MOST:
             self._forget()
         parent = self._open[-1] if self._open else None
@@ -156,7 +158,7 @@ class Watch(Sink):
 
     def _end(self, place: tuple[str, int, int], value: Any) -> None:
         while self._open:
-            call = self._open.pop()  # calls inside that raised never ended
+            call = self._open.pop()  # inner calls that raised never ended
             if call.place == place:
                 break
         else:
@@ -167,14 +169,14 @@ class Watch(Sink):
             self._conclude(call)
 
     def _conclude(self, top: Call) -> None:
-        """The forward is over: read what `top` returned, and the rest only if that is broken."""
+        """At the end of the forward: check the output of `top`, and the other calls only if it is not finite."""
         if not merged(read(top.marks)):
             return
         calls = list(self._calls.values())
         self._read(calls)
         hit = in_forward(calls, top, self._masking)
         if hit is not None:
-            self._tell(hit)
+            self._report(hit)
 
     def _arrive(
         self,
@@ -187,31 +189,31 @@ class Watch(Sink):
     ) -> None:
         if not self._arrived:
             Variable._execution_engine.queue_callback(lambda: self._safely(self._conclude_backward))
-        # That of a parameter is looked at before anybody writes to it, and must stay where it is.
+        # The gradient of a parameter is checked before anything writes to it, and must not be copied.
         kept = gradient.detach() if site.port == "param_grad" else (copied if in_graph else frozen)(gradient)
         self._arrived.append(Arrival(site.port, *place, call, kept))
         if call is not None and site.port == "grad_output":
             call.grads[address] = kept
 
     def _conclude_backward(self) -> None:
-        """The backward is over, and the parameters are as they were in it."""
+        """At the end of the backward, while the parameters are unchanged: check the gradients that leave the model."""
         arrived, self._arrived = self._arrived, []
-        earlier = list(self._looked_at)  # FSDP hands in the gradients of parameters when all is over
-        self._looked_at += [arrival for arrival in arrived if arrival.port == "grad_output"]
+        earlier = list(self._checked)  # FSDP delivers the gradients of parameters after the backward
+        self._checked += [arrival for arrival in arrived if arrival.port == "grad_output"]
         if are_finite([arrival.gradient for arrival in arrived if arrival.leaves_model]):
             return
         broken = [(known, bits) for known in earlier + arrived if (bits := bits_in(known.gradient))]
         if broken and not _is_scaled():
-            self._tell(in_backward(broken, list(self._calls.values()), self._parameters))
+            self._report(in_backward(broken, list(self._calls.values()), self._parameters))
 
     def _read(self, calls: list[Call]) -> None:
         bits = iter(read([mark for call in calls for mark in call.marks]))
         for call in calls:
             call.bits = merged(next(bits) for _ in call.marks)
 
-    def _tell(self, hit: Hit) -> None:
+    def _report(self, hit: Hit) -> None:
         self._note(hit)
-        text = self._story()
+        text = self._message()
         if self.on_found == "raise":
             raise NonfiniteError(text)
         if self.on_found == "warn":
@@ -224,86 +226,17 @@ class Watch(Sink):
             self.file, self.finding = save_call(self.save, hit.call, calls, self.origin, self.finding)
         self.stop()
 
-    def _story(self) -> str:
+    def _message(self) -> str:
         finding, origin = self.finding, self.origin
         assert finding is not None and origin is not None
-        lines = [origin.message(), *finding.message.split("\n")[1:]]  # which are about the file
+        lines = [origin.message(), *finding.message.split("\n")[1:]]  # about the saved file
         lines += [f"  passed on by {len(finding.affected)} later calls"] if finding.affected else []
         lines += [finding.hint] if finding.hint else []
         return "\n".join(lines)
 
     def _forget(self) -> None:
-        for kept in (self._open, self._calls, self._arrived, self._looked_at):
+        for kept in (self._open, self._calls, self._arrived, self._checked):
             kept.clear()
-
-
-class Catch:
-    """A model that is watched for NaN and Inf; see `torchhook.catch_nonfinite`."""
-
-    def __init__(self, model: nn.Module, save: Path | None, on_found: OnFound) -> None:
-        if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
-            raise ValueError("DataParallel runs copies of the model in threads; watch its .module, on one device")
-        self._watch = Watch(model, save, on_found)
-        self._session = Session(model, self._watch.taps(), on_silent="ignore", detach_on_error=False)
-
-    @property
-    def origin(self) -> Origin | None:
-        """Where the first NaN or Inf began, if there was one."""
-        return self._watch.origin
-
-    @property
-    def finding(self) -> Finding | None:
-        """The same with all that passed it on."""
-        return self._watch.finding
-
-    @property
-    def file(self) -> Path | None:
-        """Where the call was saved."""
-        return self._watch.file
-
-    def attach(self) -> Catch:
-        """Begin to watch. (``with`` does this.)"""
-        self._session.attach()
-        self._watch.start(self._session)
-        return self
-
-    def detach(self) -> None:
-        """Take the hooks away. (The end of the ``with`` block does this.)"""
-        self._session.detach()
-        if not self._watch.seen:
-            warn(f"nothing was watched for NaN: {self._session.silent.get(Site(''), 'nothing ran')}")
-        self._watch.stop()
-
-    def __enter__(self) -> Catch:
-        return self.attach()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.detach()
-            return
-        self._session.abandon()
-        if isinstance(error, Exception):
-            self._watch.explain(error)
-        self._watch.stop()
-
-    def __repr__(self) -> str:
-        return f"Catch({type(self._watch.model).__name__}): {self.finding or 'nothing found'}"
-
-
-def origin_of(model: nn.Module, run: Callable[[], object]) -> Finding | None:
-    """Where the first NaN or Inf began while `run` ran `model`, and perhaps its backward; None if there was none.
-
-    >>> from torchhook.origins import origin_of
-    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Softmax(1))
-    >>> finding = origin_of(model, lambda: model(torch.full((1, 2), torch.inf)))
-    >>> finding.code, finding.evidence["came_with"]
-    ('TH101', 'the argument 0')
-    """
-    with Catch(model, None, "record") as caught:
-        run()
-    return caught.finding
 
 
 def _no_call() -> None:
@@ -311,11 +244,11 @@ def _no_call() -> None:
 
 
 def _is_called(path: str, module: nn.Module) -> bool:
-    """Whether hooks on `module` tell anything. Attention uses the weights of its last layer without calling it."""
+    """Whether hooks on `module` fire. Attention uses the weights of its last layer without calling it."""
     return not isinstance(module, (torch.jit.ScriptModule, NonDynamicallyQuantizableLinear))
 
 
 def _is_scaled() -> bool:
-    """Whether a GradScaler is at work, which lets gradients overflow until it knows the scale."""
+    """Whether a GradScaler is in use, which lets gradients overflow while it searches for its scale."""
     scalers = [known for known in gc.get_objects() if issubclass(type(known), GradScaler)]
     return any(s.is_enabled() and (scale := scale_of(s)) is not None and scale.item() >= 1 for s in scalers)
