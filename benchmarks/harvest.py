@@ -25,10 +25,9 @@ from harness import in_fresh_process, interleaved, machine, markdown
 from torch import nn
 
 from torchhook import Activations, harvest
-from torchhook.activations import layout
+from torchhook.activations import store_files
 from torchhook.activations.collector import Collector, Wanted
-from torchhook.activations.shard_writer import Harvested, Piece
-from torchhook.activations.writer import Conveyor
+from torchhook.activations.writer import Conveyor, Harvested, Piece
 
 WIDTH, BATCH, CHUNK = 768, 8192, 256 * 1024
 
@@ -114,7 +113,7 @@ def reading(folder: Path, rounds: int) -> list[list[str]]:
 
     def cold(call: Callable[[], object]) -> Callable[[], float]:
         def sample() -> float:
-            for path in (folder / "raw.bin", *layout.values(folder / "store", "site", 0).parent.iterdir()):
+            for path in (folder / "raw.bin", *store_files.values(folder / "store", "site", 0).parent.iterdir()):
                 with path.open("rb") as file:
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             return taken(call)

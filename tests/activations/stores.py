@@ -6,9 +6,8 @@ from unittest import mock
 
 import torch
 
-from torchhook.activations import layout
-from torchhook.activations.journal import Commit, Journal, Kept
-from torchhook.activations.manifest import Kind, Manifest
+from torchhook.activations import store_files
+from torchhook.activations.store_files import Commit, Journal, Kept, Kind, Manifest
 from torchhook.captures.appendable import Growing
 from torchhook.stats.moments import Moments
 
@@ -62,7 +61,7 @@ def manifest(kinds):
 
 
 def write_shard(out, number, shard, kinds):
-    journal = Journal(layout.journal(out, number))
+    journal = Journal(store_files.journal(out, number))
     try:
         if shard is not None:
             (journal.end if shard.done else journal.write)(commit_of(out, number, shard, kinds))
@@ -74,15 +73,15 @@ def commit_of(out, number, shard, kinds):
     """The rows of a shard, put into its files."""
     with ThreadPoolExecutor(1) as pool:
         ids = torch.tensor(shard.ids, dtype=torch.int64)
-        samples_crc32 = put(layout.samples(out, number), "samples", ids, pool)
+        samples_crc32 = put(store_files.samples(out, number), "samples", ids, pool)
         sites = {}
         for site, kind in kinds.items():
             values = shard.values[site]
-            crc32 = put(layout.values(out, site, number), "values", values, pool)
+            crc32 = put(store_files.values(out, site, number), "values", values, pool)
             offsets_crc32 = 0
             if kind.ragged:
                 counts = torch.tensor([0, *shard.counts[site]], dtype=torch.int64)
-                offsets_crc32 = put(layout.offsets(out, site, number), "offsets", counts.cumsum(0), pool)
+                offsets_crc32 = put(store_files.offsets(out, site, number), "offsets", counts.cumsum(0), pool)
             state = Moments().settle(moments(values))
             sites[site] = Kept(len(values), crc32, offsets_crc32, shard.overflow, Kept.told(state))
     return Commit(1, len(ids), samples_crc32, 0, sites, shard.skipped, shard.done)

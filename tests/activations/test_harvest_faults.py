@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from specimens import hooks_of
 from torchhook import BudgetError, HarvestError, SelectionError, SilentError, harvest
-from torchhook.activations import layout
+from torchhook.activations import store_files
 from torchhook.activations import writer as conveying
 from torchhook.activations.store import Activations
 
@@ -251,7 +251,7 @@ def test_a_folder_that_is_not_ours(tmp_path):
     run(tmp_path / "out")
     with pytest.raises(HarvestError, match="has activations already; with resume=False pass another folder"):
         run(tmp_path / "out", resume=False)
-    (tmp_path / "out" / layout.MANIFEST).write_text('{"format": 1}')
+    (tmp_path / "out" / store_files.MANIFEST).write_text('{"format": 1}')
     with pytest.raises(HarvestError, match="is not a manifest of torchhook"):
         run(tmp_path / "out")
 
@@ -309,14 +309,14 @@ def test_an_error_of_the_thread_that_writes_is_raised_and_no_thread_is_left(tmp_
     class Saboteur(Net):
         def forward(self, x):
             if 9 in x and not done:
-                layout.samples(tmp_path, 2).mkdir(parents=True)  # where a file is to be
+                store_files.samples(tmp_path, 2).mkdir(parents=True)  # where a file is to be
             return super().forward(x)
 
     done: list = []
     with pytest.raises(IsADirectoryError, match=r"samples/00002\.safetensors"):
         run(tmp_path, model=Saboteur())
     assert not threads()
-    layout.samples(tmp_path, 2).rmdir()
+    store_files.samples(tmp_path, 2).rmdir()
     done.append(True)
     assert numbers_in(run(tmp_path, model=Saboteur())) == list(range(21))
 

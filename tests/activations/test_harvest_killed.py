@@ -19,10 +19,10 @@ from mortal import Texts, files, harvested
 from safetensors.torch import load_file
 
 from torchhook import HarvestError
-from torchhook.activations import layout
-from torchhook.activations import shard_writer as writing
-from torchhook.activations.journal import Commit, Journal
+from torchhook.activations import store_files
+from torchhook.activations import writer as writing
 from torchhook.activations.store import Activations
+from torchhook.activations.store_files import Commit, Journal
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -122,7 +122,7 @@ def test_a_torn_tail_is_cut(begun):
     out, data, whole = begun
     seen = Activations.open(out).verify(None)
     for path in out.rglob("*.*"):
-        if path.is_file() and path.name != layout.MANIFEST:
+        if path.is_file() and path.name != store_files.MANIFEST:
             with path.open("ab") as file:
                 file.write(b'{"batches":7,"samp')
     assert Activations.open(out).verify(None) == seen  # what was committed is there, whatever comes after it
@@ -134,7 +134,7 @@ def test_a_torn_tail_is_cut(begun):
 
 def test_half_a_line_of_the_first_commit_is_none(begun):
     out, data, whole = begun
-    journal = layout.journal(out, 2)
+    journal = store_files.journal(out, 2)
     journal.write_bytes(journal.read_bytes().splitlines()[0][:-9])
     assert len(Activations.open(out)) == 2 * 2 * mortal.SIZE - 1
     harvested(out, data)
@@ -166,7 +166,7 @@ def test_a_lost_file_is_made_again(begun, lost, shard):
 def test_a_file_lost_after_the_end_is_made_again(begun):
     out, data, whole = begun
     harvested(out, data)
-    path = layout.values(out, "head", 1)
+    path = store_files.values(out, "head", 1)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(HarvestError, match=r"head/00001\.safetensors"):
         Activations.open(out).verify(None)
@@ -183,7 +183,7 @@ def test_a_second_process_is_refused(tmp_path):
     )
     try:
         deadline = time.monotonic() + 120
-        while not (out.exists() and layout.shards(out)):
+        while not (out.exists() and store_files.shards(out)):
             assert first.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
         with pytest.raises(HarvestError, match=r"00000\.jsonl' is being written by another process; wait for it"):

@@ -14,9 +14,9 @@ from mortal import files
 from torch import nn
 
 from torchhook import HarvestError, harvest
-from torchhook.activations import layout
-from torchhook.activations.journal import last
+from torchhook.activations import store_files
 from torchhook.activations.store import Activations
+from torchhook.activations.store_files import last
 
 ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(240)]
@@ -122,7 +122,7 @@ def test_a_driver_that_is_killed_loses_nothing_that_was_committed(tmp_path, whol
         text=True,
     )
     deadline = time.monotonic() + 100
-    while not (out / "journal").exists() or not any(last(layout.journal(out, n)) for n in layout.shards(out)):
+    while not (out / "journal").exists() or not any(last(store_files.journal(out, n)) for n in store_files.shards(out)):
         assert driver.poll() is None, driver.stderr.read()
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from torchhook import Activations, HarvestError, harvest
-from torchhook.activations.rows import Positions, Tokens, rows_of
+from torchhook.activations.collector import Positions, Tokens, rows_of
 
 quiet = partial(harvest, quiet=True, dtype=None)
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from torchhook.activations import layout
-from torchhook.activations.shuffle import Blocks, shuffled
+from torchhook.activations import store_files
+from torchhook.activations.batches import Blocks, shuffled
 from torchhook.activations.store import Activations
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -229,7 +229,7 @@ def test_what_is_repeated_can_be_spawned_and_broken_offsets_are_named(tmp_path):
     list(batches)  # something is mapped already
     loader = DataLoader(batches, batch_size=None, num_workers=1, multiprocessing_context="spawn")
     assert sorted(label for batch in loader for label in batch["label"].tolist()) == labels
-    path = layout.offsets(tmp_path, "h", 0)
+    path = store_files.offsets(tmp_path, "h", 0)
     with path.open("r+b") as file:
         file.seek(-8, 2)
         file.write(bytes([231]))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
 
-from torchhook.activations.batch_columns import PADDING, Parameters, batch_of_columns, stacked, tensor_of
+from torchhook.activations.collate import PADDING, Parameters, batch_of_columns, stacked, tensor_of
 from torchhook.activations.fingerprints import batch_fingerprint
 from torchhook.activations.sources import length_of, source_of
 from torchhook.core.batch import Batch, call

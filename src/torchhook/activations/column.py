@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from operator import itemgetter
+from reprlib import repr as short
 from typing import Any
 
 import torch
@@ -12,11 +13,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from torchhook.activations.batches import Batches
-from torchhook.activations.indexing import gathered, is_number, row_of, rows_of, spanned, starts_of
-from torchhook.activations.journal import Kept, merged
-from torchhook.activations.manifest import Kind
-from torchhook.activations.mapped import Part, Spread, begins
-from torchhook.activations.samples import Samples
+from torchhook.activations.mapped import Part, Spread, begins, gathered, spanned, starts_of
+from torchhook.activations.store_files import Kept, Kind, merged
+from torchhook.core.errors import HarvestError
 from torchhook.core.text import in_units
 from torchhook.stats.moments import Moments, Summary
 
@@ -167,3 +166,97 @@ class Rows(Dataset[Tensor]):
 
     def __getitems__(self, rows: list[int]) -> list[Tensor]:
         return list(self.column[rows].unbind())
+
+
+class Samples:
+    """The ids of all samples; read when they are first needed.
+
+    >>> samples = Samples([])
+    >>> len(samples), samples.ids
+    (0, tensor([], dtype=torch.int64))
+    """
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = parts
+
+    def __len__(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+    @cached_property
+    def ids(self) -> Tensor:
+        """The ids."""
+        return torch.cat([torch.empty(0, dtype=torch.int64), *(part.mapped(0, part.rows) for part in self.parts)])
+
+    def place(self, sample: int) -> int:
+        """Which of all samples has this id."""
+        ids, order = self._sorted
+        place = int(torch.searchsorted(ids, sample))
+        if place == len(ids) or int(ids[place]) != sample:
+            raise HarvestError(f"there is no sample {sample} here; .samples has the ids of those that are")
+        return int(order[place])
+
+    @cached_property
+    def _sorted(self) -> tuple[Tensor, Tensor]:
+        ids, order = self.ids.sort(stable=True)
+        return ids, order
+
+
+def row_of(number: int, count: int, site: str) -> int:
+    """The number, from 0, of one of the `count` rows of a site, also if counted from the end.
+
+    >>> row_of(-1, 5, "fc")
+    4
+    """
+    if not -count <= number < count:
+        raise IndexError(f"{site!r} has no row {number}: it has {count}")
+    return number % count
+
+
+def rows_of(rows: Any, count: int, site: str) -> Tensor:
+    """The numbers, from 0, of those of the `count` rows of a site that are meant.
+
+    >>> rows_of([-1, 0], 5, "fc"), rows_of(torch.tensor([True, False, True]), 3, "fc"), rows_of(slice(2), 5, "fc")
+    (tensor([4, 0]), tensor([0, 2]), tensor([0, 1]))
+    """
+    if isinstance(rows, slice):
+        meant = range(count)[rows]
+        return torch.arange(meant.start, meant.stop, meant.step) if meant else torch.empty(0, dtype=torch.int64)
+    found = _tensor_of(rows, site)
+    if found.dtype == torch.bool:
+        if tuple(found.shape) != (count,):
+            raise IndexError(
+                f"a mask must have one value for each of the {count} rows of {site!r}, not shape {tuple(found.shape)}"
+            )
+        return found.nonzero().flatten()
+    if not found.numel():
+        return found.long()
+    if found.is_floating_point() or found.is_complex():
+        raise _wrong(site, str(found.dtype))
+    found = found.long()
+    low, high = (int(edge) for edge in found.aminmax())
+    row_of(low, count, site), row_of(high, count, site)
+    return torch.where(found < 0, found + count, found)
+
+
+def _tensor_of(rows: Any, site: str) -> Tensor:
+    if isinstance(rows, tuple):
+        raise TypeError(f"rows of {site!r} are indexed alone: write column[rows][:, features]")
+    try:
+        return torch.as_tensor(rows, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise _wrong(site, short(rows)) from error
+
+
+def _wrong(site: str, given: str) -> TypeError:
+    return TypeError(f"rows of {site!r} are named by an int, a slice, whole numbers or a mask, not by {given}")
+
+
+def is_number(rows: Any) -> bool:
+    """Whether one row is meant.
+
+    >>> is_number(3), is_number(torch.tensor(3)), is_number([3]), is_number(torch.tensor(0.5))
+    (True, True, False, False)
+    """
+    if isinstance(rows, Tensor):
+        return not rows.dim() and not rows.is_floating_point()
+    return hasattr(rows, "__index__") and not getattr(rows, "ndim", 0)

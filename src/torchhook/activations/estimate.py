@@ -12,12 +12,10 @@ import torch
 from torch import nn
 
 from torchhook.activations.collector import Collector, Wanted
-from torchhook.activations.journal import merged
-from torchhook.activations.manifest import Kind
-from torchhook.activations.shard_writer import Harvested
 from torchhook.activations.sources import Read
+from torchhook.activations.store_files import Kind, merged
 from torchhook.activations.worker import harvested
-from torchhook.activations.writer import require_budget
+from torchhook.activations.writer import Harvested, require_budget
 from torchhook.captures.appendable import code_of
 from torchhook.core.errors import HarvestError
 from torchhook.core.model_state import buffers_kept

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from itertools import chain
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from torchhook.activations import layout
-from torchhook.activations.collector import Wanted
+from torchhook.activations import store_files
+from torchhook.activations.collector import RowsName, Wanted
 from torchhook.activations.estimate import Probe, estimate, probe
 from torchhook.activations.fingerprints import data_fingerprint, model_fingerprint
-from torchhook.activations.manifest import Manifest
-from torchhook.activations.meter import Meter
-from torchhook.activations.resume import commit_of, finish, gaps, joined, read
-from torchhook.activations.rows import RowsName
 from torchhook.activations.sources import Read, Source, source_of
 from torchhook.activations.store import Activations
-from torchhook.activations.worker import Job, work
+from torchhook.activations.store_files import Manifest
+from torchhook.activations.worker import Job, commit_of, finish, gaps, joined, read, work
+from torchhook.activations.writer import Amount
 from torchhook.core.errors import HarvestError, SelectionError
+from torchhook.core.progress import Tell, progress_bar
 from torchhook.core.selection import Query, queries_of, require_module
 from torchhook.core.tap import require_count
-from torchhook.core.text import warn
+from torchhook.core.text import in_units, warn
 
 _MB = 10**6
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -126,7 +127,7 @@ def harvest(
         manifest.write(out)
     if not quiet:
         print(f"harvest of {len(manifest.sites)} sites into {where}: {expected}", file=sys.stderr)
-    fresh = not layout.shards(out)
+    fresh = not store_files.shards(out)
     ahead = chain(first.reads, reading) if fresh else None  # what was read already need not be read again
     with closing(reading), Meter(expected.samples, quiet) as meter:
         if engine == "ray":
@@ -176,7 +177,7 @@ def _left(job: Job, source: Source, first: Probe) -> int | None:
     samples = source.samples
     if samples is None and source.batches is not None:
         samples = source.batches * first.batch_size
-    there = [commit_of(job.out, job.manifest, shard) for shard in layout.shards(job.out)]
+    there = [commit_of(job.out, job.manifest, shard) for shard in store_files.shards(job.out)]
     return None if samples is None else max(0, samples - sum(one.samples + len(one.skipped) for one in there))
 
 
@@ -186,11 +187,11 @@ def _manifest_in(out: Path, resume: bool) -> Manifest | None:
         raise HarvestError(f"out must be a folder, and {str(file)!r} is a file")
     if not out.exists():
         return None
-    if (out / layout.MANIFEST).exists():
+    if (out / store_files.MANIFEST).exists():
         if not resume:
             raise HarvestError(f"{str(out)!r} has activations already; with resume=False pass another folder as out")
         return Manifest.read(out)
-    if any(path.name != f"{layout.MANIFEST}.draft" for path in out.iterdir()):
+    if any(path.name != f"{store_files.MANIFEST}.draft" for path in out.iterdir()):
         raise HarvestError(f"{str(out)!r} has other files in it; pass a new or an empty folder as out")
     return None
 
@@ -239,3 +240,38 @@ def _require_options(**given: Any) -> None:
         require_count(given["workers"], "workers")
         if given["engine"] == "local":
             raise ValueError("workers are those of engine='ray'; the local engine has one")
+
+
+class Meter:
+    """Shows how far a harvest has come, in a terminal only.
+
+    >>> with Meter(100, quiet=True) as meter:
+    ...     meter.add(Amount(samples=32, rows=32, nbytes=4096))
+    """
+
+    def __init__(self, total: int | None, quiet: bool) -> None:
+        self._done = Amount()
+        self._total = total
+        self._file = None if quiet else sys.stderr
+        self._start = time.monotonic()
+        self._open = ExitStack()
+        self._tell: Tell | None = None
+
+    def __enter__(self) -> Meter:
+        self._tell = self._open.enter_context(progress_bar("samples", self._file))
+        return self
+
+    def add(self, amount: Amount) -> None:
+        """Count one more piece of work."""
+        self._done = done = self._done.plus(amount)
+        if self._tell is not None:
+            seconds = max(time.monotonic() - self._start, 1e-9)
+            size = f"{in_units(done.nbytes)}  {in_units(done.nbytes / seconds)}/s"
+            self._tell(
+                "samples", done.samples, self._total, f"{size}  {done.rows:,} rows  {done.rows / seconds:,.0f}/s"
+            )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.close()

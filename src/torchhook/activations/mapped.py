@@ -7,16 +7,22 @@ from __future__ import annotations
 
 import ctypes
 import os
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias
+from time import perf_counter
+from typing import Any, NamedTuple, TextIO, TypeAlias
 
 import torch
 from torch import Tensor
 
-from torchhook.captures.appendable import PAGE, as_bytes, row_bytes
+from torchhook.captures.appendable import PAGE, as_bytes, header, row_bytes
 from torchhook.core.errors import HarvestError
+from torchhook.core.progress import track
 
 _SMALL = 64 * 1024  # bytes: reading so few is faster than mapping them, and a process may have 65530 maps
 _RANDOM = 1  # MADV_RANDOM, everywhere
@@ -178,3 +184,154 @@ def _expect_random(mapped: Tensor) -> None:
         return
     start = mapped.data_ptr() - PAGE  # where the map begins
     madvise(ctypes.c_void_p(start), ctypes.c_size_t(mapped.nbytes + PAGE), ctypes.c_int(_RANDOM))
+
+
+_THREADS = 8  # for a page that is not in memory each waits for the disk, which serves several at a time
+_PIECE = 1 << 15  # values: for more, torch itself would begin threads, in each of ours
+_SLOW = 1e-3  # seconds for a piece, of which copying takes a tenth
+_PLAIN = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Run(NamedTuple):
+    """Consecutive rows of one part."""
+
+    part: int
+    start: int
+    stop: int
+
+
+class Pick(NamedTuple):
+    """Rows of one part, and the memory for them."""
+
+    part: Part
+    rows: Tensor
+    into: Tensor
+
+
+def starts_of(lengths: Sequence[int]) -> list[int]:
+    """Where each part begins, and where the last one ends.
+
+    >>> starts_of([3, 2])
+    [0, 3, 5]
+    """
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + length)
+    return starts
+
+
+def runs(starts: Sequence[int], start: int, stop: int) -> Iterator[Run]:
+    """Where the rows from `start` to `stop` lie.
+
+    >>> list(runs([0, 3, 5], 2, 5))
+    [Run(part=0, start=2, stop=3), Run(part=1, start=0, stop=2)]
+    """
+    while start < stop:
+        part = bisect_right(starts, start) - 1
+        end = min(stop, starts[part + 1])
+        yield Run(part, start - starts[part], end - starts[part])
+        start = end
+
+
+def spanned(parts: Sequence[Stretch], starts: Sequence[int], start: int, stop: int) -> Tensor:
+    """Consecutive rows, at least one: of one part as they lie there, of several together."""
+    found = [parts[run.part].span(run.start, run.stop) for run in runs(starts, start, stop)]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def gathered(parts: Sequence[Part], starts: Sequence[int], rows: Tensor, empty: Tensor) -> Tensor:
+    """Rows from anywhere, by several threads: part after part, and then in the order that was asked for."""
+    found = torch.empty(len(rows), *empty.shape[1:], dtype=empty.dtype)
+    if not found.numel():
+        return found
+    part_of = torch.bucketize(rows, torch.tensor(starts[1:]), right=True)
+    order = part_of.argsort(stable=True)
+    inside = (rows - torch.tensor(starts)[part_of])[order]
+    counts = torch.bincount(part_of, minlength=len(parts)).tolist()
+    size = max(1, _PIECE * len(rows) // found.numel())
+    picks = [
+        Pick(part, some, into)
+        for part, of_part, place in zip(parts, inside.split(counts), as_plain(found).split(counts), strict=True)
+        for some, into in zip(of_part.split(size), place.split(size), strict=True)
+        if len(some)
+    ]
+    _pick_all(picks)
+    if max(counts) == len(rows):
+        return found
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+    return as_plain(found).index_select(0, back).view(found.dtype)
+
+
+def _pick_all(picks: Sequence[Pick]) -> None:
+    """In this thread, which is the fastest, as long as rows are in memory; in several from the first that is not."""
+    for number, pick in enumerate(picks, 1):
+        began = perf_counter()
+        _pick(pick)
+        if perf_counter() - began > _SLOW:
+            with ThreadPoolExecutor(_THREADS) as pool:  # one that stays would not outlive a fork
+                list(pool.map(_pick, picks[number:]))
+            return
+
+
+def _pick(pick: Pick) -> None:
+    torch.index_select(as_plain(pick.part.scattered), 0, pick.rows, out=pick.into)
+
+
+def as_plain(x: Tensor) -> Tensor:
+    """The same memory as whole numbers, which can be picked and put whatever the dtype is.
+
+    >>> as_plain(torch.ones(2, dtype=torch.bfloat16)).dtype
+    torch.int16
+    """
+    return x.view(_PLAIN[x.dtype.itemsize])
+
+
+_CHECK_BYTES = 8 * 2**20  # bytes at a time
+_UNREADABLE = -1  # which no checksum is
+
+
+def check(files: Sequence[Part], progress: TextIO | None) -> int:
+    """Read all rows of `files`; how many bytes. A `HarvestError` names all that are broken."""
+    pieces = sum(-(-part.rows // _rows(part)) for part in files)
+    found = dict(
+        track(_checksums(files), pieces, f"{_CHECK_BYTES >> 20} MiB", progress)
+    )  # the last of a file is of all
+    broken = [part for part in files if found.get(part, 0) != part.crc32 or not _begins_right(part)]
+    if broken:
+        names = ", ".join(repr(str(part.path)) for part in broken)
+        raise HarvestError(
+            f"not as they were written: {names}; delete these files and call harvest again, which makes their shards"
+            " anew"
+        )
+    return sum(part.nbytes for part in files)
+
+
+def _checksums(files: Sequence[Part]) -> Iterator[tuple[Part, int]]:
+    """The checksum of each file up to there, after every piece."""
+    for part in files:
+        crc32, step = 0, _rows(part)
+        buffer = torch.empty(min(step, part.rows), *part.shape, dtype=part.dtype)
+        for start in range(0, part.rows, step):
+            rows = buffer[: part.rows - start]
+            try:
+                part.read(rows, start)
+            except (OSError, HarvestError):
+                yield part, _UNREADABLE
+                break
+            crc32 = zlib.crc32(as_bytes(rows), crc32)
+            yield part, crc32
+
+
+def _begins_right(part: Part) -> bool:
+    """Whether the header is that of these rows; while a file grows it may be ahead of the journal, or torn."""
+    if not part.done:
+        return True
+    try:
+        with part.path.open("rb") as file:
+            return file.read(PAGE) == header(part.name, part.dtype, (part.rows, *part.shape))
+    except OSError:
+        return False
+
+
+def _rows(part: Part) -> int:
+    return max(1, _CHECK_BYTES // max(1, part.row_bytes))

@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from torchhook.activations.meter import Meter
-from torchhook.activations.resume import gap_of, gaps, joined, read
-from torchhook.activations.shard_writer import Amount
+from torchhook.activations.harvest import Meter
 from torchhook.activations.sources import Read, Source
-from torchhook.activations.worker import Job, work
+from torchhook.activations.worker import Job, gap_of, gaps, joined, read, work
+from torchhook.activations.writer import Amount
 from torchhook.core.errors import HarvestError
 from torchhook.core.selection import Query, queries_of
 

@@ -18,8 +18,15 @@ from typing import Any, NamedTuple, overload
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, default_collate
 
-from torchhook.activations.batch_columns import Parameters, batch_of_columns, batch_of_rows, tensor_of
-from torchhook.activations.fault_tolerant import Tolerant, collated, told
+from torchhook.activations.collate import (
+    Parameters,
+    Tolerant,
+    batch_of_columns,
+    batch_of_rows,
+    collated,
+    tensor_of,
+    told,
+)
 from torchhook.core.batch import Batch, batch_count, samples_of
 from torchhook.core.errors import HarvestError
 from torchhook.core.tap import require_count

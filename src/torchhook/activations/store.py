@@ -7,9 +7,12 @@ whose writer was killed, has what was committed when it was opened.
 from __future__ import annotations
 
 import html
+import json
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -17,15 +20,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from torchhook.activations import layout
-from torchhook.activations.arrow import table_of
+from torchhook.activations import store_files
 from torchhook.activations.batches import Batches
-from torchhook.activations.checksums import check
-from torchhook.activations.column import Column
-from torchhook.activations.journal import Commit, Kept, last
-from torchhook.activations.manifest import Manifest
-from torchhook.activations.mapped import Part, Stretch
-from torchhook.activations.samples import Samples
+from torchhook.activations.column import Column, Samples
+from torchhook.activations.mapped import Part, Stretch, check
+from torchhook.activations.store_files import Commit, Kept, Kind, Manifest, last
 from torchhook.core.errors import HarvestError, NotRecordedError
 from torchhook.core.selection import nearest
 from torchhook.core.text import html_table, in_units, table
@@ -63,7 +62,15 @@ class Activations:
         self._commits = commits
         self._samples = Samples(
             [
-                Part(layout.samples(folder, n), "samples", torch.int64, (), told.samples, told.samples_crc32, told.done)
+                Part(
+                    store_files.samples(folder, n),
+                    "samples",
+                    torch.int64,
+                    (),
+                    told.samples,
+                    told.samples_crc32,
+                    told.done,
+                )
                 for n, told in commits.items()
             ]
         )
@@ -74,16 +81,16 @@ class Activations:
         """The activations in `folder`, as many as are committed now."""
         folder = Path(folder).absolute()
         manifest = Manifest.read(folder)
-        numbers = layout.shards(folder) if manifest.shards is None else range(manifest.shards)
+        numbers = store_files.shards(folder) if manifest.shards is None else range(manifest.shards)
         commits = {}
         for shard in numbers:
-            commit = last(layout.journal(folder, shard))
+            commit = last(store_files.journal(folder, shard))
             if commit is not None:
                 commits[shard] = commit
             elif manifest.shards is not None:
                 raise HarvestError(
-                    f"{str(folder)!r} is broken: {str(layout.journal(folder, shard))!r} is missing or empty, and the"
-                    f" harvest ended with {manifest.shards} shards"
+                    f"{str(folder)!r} is broken: {str(store_files.journal(folder, shard))!r} is missing or empty, and"
+                    f" the harvest ended with {manifest.shards} shards"
                 )
         return cls(folder, manifest, commits)
 
@@ -200,14 +207,14 @@ class Activations:
             kept = told.sites.get(site, Kept())
             if not kind.ragged and kept.rows != told.samples:
                 raise HarvestError(
-                    f"{str(layout.journal(self.folder, shard))!r} is broken: {kept.rows} rows of {site!r} for"
+                    f"{str(store_files.journal(self.folder, shard))!r} is broken: {kept.rows} rows of {site!r} for"
                     f" {told.samples} samples"
                 )
             all_kept.append(kept)
-            path = layout.values(self.folder, site, shard)
+            path = store_files.values(self.folder, site, shard)
             values.append(Part(path, "values", kind.torch_dtype, kind.shape, kept.rows, kept.crc32, told.done))
             if kind.ragged:
-                path = layout.offsets(self.folder, site, shard)
+                path = store_files.offsets(self.folder, site, shard)
                 offsets.append(Part(path, "offsets", torch.int64, (), told.samples + 1, kept.offsets_crc32, told.done))
         return Column(site, kind, self._samples, all_kept, values, offsets)
 
@@ -258,3 +265,61 @@ class Activations:
 
 def _named(names: Sequence[str], rows: Sequence[Tensor]) -> dict[str, Tensor]:
     return dict(zip(names, rows, strict=True))
+
+
+_KEYS = ("sample", "position")
+_NAMES = {
+    torch.float64: "float64",
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.int64: "int64",
+    torch.int32: "int32",
+    torch.int16: "int16",
+    torch.int8: "int8",
+    torch.uint8: "uint8",
+    torch.bool: "uint8",
+}
+
+
+def table_of(keys: tuple[Tensor, Tensor], columns: Mapping[str, Sequence[Stretch]], kinds: Mapping[str, Kind]) -> Any:
+    """A table of columns with the same rows, and their `keys`; a chunk a shard."""
+    arrow = _pyarrow()
+    clash = [site for site in columns if site in _KEYS]
+    if clash:
+        raise HarvestError(f"the site {clash[0]!r} has the name of a column of every table; leave it out")
+    fields = [(arrow.field(name, arrow.int64()), _plain(values)) for name, values in zip(_KEYS, keys, strict=True)]
+    fields += [_site(site, parts, kinds[site]) for site, parts in columns.items()]
+    return arrow.table([values for _, values in fields], schema=arrow.schema([field for field, _ in fields]))
+
+
+def _site(site: str, parts: Sequence[Stretch], kind: Kind) -> tuple[Any, Any]:
+    arrow = _pyarrow()
+    chunks = [_rows(part.span(0, part.rows)) for part in parts if part.rows]
+    as_type = _rows(torch.empty(0, *kind.shape, dtype=kind.torch_dtype)).type
+    return arrow.field(site, as_type, metadata={"shape": json.dumps(kind.shape)}), arrow.chunked_array(chunks, as_type)
+
+
+def _rows(rows: Tensor) -> Any:
+    """Rows of numbers as a list each; rows that are one number as they are."""
+    arrow, values = _pyarrow(), _plain(rows.flatten())
+    if rows.dim() == 1:
+        return values
+    kind = arrow.list_(values.type, math.prod(rows.shape[1:]))
+    return arrow.Array.from_buffers(kind, len(rows), [None], children=[values])
+
+
+def _plain(values: Tensor) -> Any:
+    """Numbers where they lie; Arrow has no bfloat16, and packs truth values into bits."""
+    arrow = _pyarrow()
+    if values.dtype == torch.bfloat16:
+        values = values.float()
+    memory = arrow.foreign_buffer(values.data_ptr(), values.nbytes, base=values)
+    found = arrow.Array.from_buffers(getattr(arrow, _NAMES[values.dtype])(), len(values), [None, memory])
+    return found.cast(arrow.bool_()) if values.dtype == torch.bool else found
+
+
+def _pyarrow() -> Any:
+    try:
+        return import_module("pyarrow")
+    except ImportError as error:
+        raise ImportError('to_arrow() needs pyarrow: pip install "torchhook[parquet]"') from error

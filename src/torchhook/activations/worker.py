@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from torchhook.activations import store_files
 from torchhook.activations.collector import Collector, Wanted, single
 from torchhook.activations.fingerprints import batch_fingerprint
-from torchhook.activations.manifest import Manifest
-from torchhook.activations.shard_writer import Harvested, Piece
-from torchhook.activations.sources import Read
-from torchhook.activations.writer import Conveyor, Tell
+from torchhook.activations.sources import Read, Source
+from torchhook.activations.store_files import Commit, Manifest, last
+from torchhook.activations.writer import Conveyor, Harvested, Piece, ShardWriter, Tell, begun
 from torchhook.core.errors import HarvestError, TorchhookError
 
 
@@ -75,3 +77,94 @@ def _told(error: Exception, read: Read) -> Exception:
         f"the model raised {type(error).__name__} on batch {read.number}, samples {read.ids[0]} to {read.ids[-1]}:"
         f" {error}; what was harvested before is safe, and on_error='skip' leaves out the samples that it raises on"
     )
+
+
+class Gap(NamedTuple):
+    """Batches in a row that are missing."""
+
+    start: int
+    stop: int | None  # None: as far as the data go
+    checksum: int | None = (
+        None  # of the batch before, if its shard has begun: it is read again, to see that it is the same
+    )
+
+
+def gaps(out: Path, manifest: Manifest, batches: int | None) -> list[Gap]:
+    """What is missing in `out`, shard by shard, of data with so many batches, if that is known."""
+    per = manifest.batches_per_shard
+    known = -(-batches // per) if batches is not None else manifest.shards
+    shards = max(store_files.shards(out), default=-1) + 1 if known is None else known
+    found = [gap for shard in range(shards) if (gap := gap_of(out, manifest, shard, batches)) is not None]
+    if known is None:
+        before = commit_of(out, manifest, shards - 1) if shards else Commit()
+        found.append(Gap(shards * per, None, before.input_crc32 if before.batches == per else None))
+    return found
+
+
+def gap_of(out: Path, manifest: Manifest, shard: int, batches: int | None) -> Gap | None:
+    """What is missing of one shard."""
+    per = manifest.batches_per_shard
+    commit = commit_of(out, manifest, shard)
+    start, stop = shard * per + commit.batches, (shard + 1) * per
+    stop = stop if batches is None else min(stop, batches)
+    if commit.done or start >= stop:
+        return None
+    return Gap(start, stop, commit.input_crc32 if commit.batches else None)
+
+
+def joined(found: list[Gap]) -> list[Gap]:
+    """Gaps that follow right on each other as one, to be read in one go.
+
+    >>> joined([Gap(3, 8, 17), Gap(8, 16), Gap(24, None)])
+    [Gap(start=3, stop=16, checksum=17), Gap(start=24, stop=None, checksum=None)]
+    """
+    longer: list[Gap] = []
+    for gap in found:
+        if longer and longer[-1].stop == gap.start and gap.checksum is None:
+            longer[-1] = longer[-1]._replace(stop=gap.stop)
+        else:
+            longer.append(gap)
+    return longer
+
+
+def commit_of(out: Path, manifest: Manifest, shard: int) -> Commit:
+    """What there is of a shard."""
+    return begun(out, manifest, shard, last(store_files.journal(out, shard)))
+
+
+def read(source: Source, gap: Gap, skips: bool) -> Iterator[Read]:
+    """The batches of a gap; a `HarvestError` if the one before is not what it was."""
+    start = number = gap.start if gap.checksum is None else gap.start - 1
+    for number, one in enumerate(source.read(start, gap.stop, skip=skips), start + 1):  # noqa: B007 (for the end)
+        if one.number >= gap.start:
+            yield one
+        elif batch_fingerprint(one.data) != gap.checksum:
+            raise HarvestError(
+                f"the data changed: batch {one.number} is not what it was when it was harvested; pass the same data, or"
+                " another folder as out"
+            )
+    if number < gap.start:
+        raise HarvestError(
+            f"the data changed: they end before batch {gap.start - 1}, which was harvested; pass the same data, or"
+            " another folder as out"
+        )
+
+
+def finish(out: Path, manifest: Manifest, batches: int | None) -> None:
+    """Say of every shard, and of the whole, that nothing is missing; a `HarvestError` if something is."""
+    there = store_files.shards(out)
+    missing = [] if batches is None else gaps(out, manifest, batches)
+    if missing or there != list(range(len(there))) or not there:
+        raise HarvestError(
+            f"not all of it is in {str(out)!r}: batches from {missing[0].start if missing else 0} on are missing; do"
+            " all workers see this folder?"
+        )
+    with ThreadPoolExecutor(1) as pool:
+        for shard in store_files.shards(out):
+            if not commit_of(out, manifest, shard).done:
+                writer = ShardWriter(out, manifest, shard, pool)
+                try:
+                    writer.commit(done=True)
+                finally:
+                    writer.close()
+    manifest.done(len(store_files.shards(out))).write(out)

@@ -6,15 +6,223 @@ import errno
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
-from torchhook.activations.manifest import Manifest
-from torchhook.activations.shard_writer import Amount, Harvested, ShardWriter
+import torch
+from torch import Tensor
+
+from torchhook.activations import store_files
+from torchhook.activations.collector import Measured, Sent
+from torchhook.activations.store_files import Commit, Journal, Kept, Kind, Manifest, merged, sync_folder
+from torchhook.captures.appendable import PAGE, Growing, row_bytes
 from torchhook.core.errors import BudgetError, HarvestError
-from torchhook.core.text import in_units
+from torchhook.core.text import in_units, shape_of
+
+
+class Amount(NamedTuple):
+    """How much was harvested."""
+
+    samples: int = 0  # with those that were skipped
+    rows: int = 0  # at the site with the most
+    nbytes: int = 0
+
+    def plus(self, other: Amount) -> Amount:
+        """Both together."""
+        return Amount(*map(sum, zip(self, other, strict=True)))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some samples with their rows at every site."""
+
+    ids: Sequence[int]
+    sites: Mapping[str, Sent]
+
+    @property
+    def amount(self) -> Amount:
+        """How much it is."""
+        rows = max(len(self.ids) if sent.lengths is None else sum(sent.lengths) for sent in self.sites.values())
+        return Amount(len(self.ids), rows, sum(sent.nbytes for sent in self.sites.values()))
+
+
+@dataclass(frozen=True)
+class Harvested:
+    """A batch that went through the model: in one piece, or sample by sample where the whole did not."""
+
+    number: int
+    pieces: Sequence[Piece]
+    skipped: Mapping[int, str]  # id → reason
+    input_crc32: int
+
+    @property
+    def amount(self) -> Amount:
+        """How much it is."""
+        return reduce(Amount.plus, (piece.amount for piece in self.pieces), Amount(len(self.skipped)))
+
+
+class _Site:
+    """The files of a shard at one site."""
+
+    def __init__(
+        self, out: Path, shard: int, name: str, kind: Kind, kept: Kept, offsets: int, pool: ThreadPoolExecutor
+    ) -> None:
+        self.name = name
+        self.kind = kind
+        self.overflow = kept.overflow
+        self.moments = kept.state()
+        self.values = Growing(
+            store_files.values(out, name, shard), "values", kind.torch_dtype, kind.shape, pool, kept.rows, kept.crc32
+        )
+        self.offsets: Growing | None = None
+        if kind.ragged:
+            path = store_files.offsets(out, name, shard)
+            self.offsets = Growing(path, "offsets", torch.int64, (), pool, offsets, kept.offsets_crc32)
+            if not offsets:
+                self.offsets.append(torch.zeros(1, dtype=torch.int64))
+
+    @property
+    def files(self) -> list[Growing]:
+        return [self.values] if self.offsets is None else [self.values, self.offsets]
+
+    def add(self, sent: Sent, samples: int) -> None:
+        self._require_same_kind(sent)
+        if self.offsets is not None:
+            lengths = torch.ones(samples) if sent.lengths is None else torch.tensor(sent.lengths)
+            self.offsets.append(self.values.rows + lengths.to(torch.int64).cumsum(0))
+        self.values.append(sent.values())
+        if sent.measured is not None:
+            self._count(sent.measured())
+
+    def kept(self) -> Kept:
+        told = 0 if self.offsets is None else self.offsets.crc32
+        return Kept(self.values.rows, self.values.crc32, told, self.overflow, Kept.told(self.moments))
+
+    def _count(self, measured: Measured) -> None:
+        self.overflow += measured.overflow
+        both = [measured.moments] if self.moments is None else [self.moments, measured.moments]
+        self.moments = merged(both)
+
+    def _require_same_kind(self, sent: Sent) -> None:
+        kind = self.kind
+        # where samples have one token each, rows of tokens and of samples look the same
+        if (sent.shape, sent.dtype) != (kind.shape, kind.torch_dtype) or (sent.lengths is not None and not kind.ragged):
+            now = _described(sent.shape, sent.dtype, sent.lengths is not None)
+            raise HarvestError(
+                f"{self.name!r} gave {now}, and {_described(kind.shape, kind.torch_dtype, kind.ragged)} in the first"
+                " batch; transform= can make them alike, or give a list with a tensor for each sample if their number"
+                " of rows differs"
+            )
+
+
+class ShardWriter:
+    """Writes one shard, from its last commit on."""
+
+    def __init__(self, out: Path, manifest: Manifest, shard: int, pool: ThreadPoolExecutor) -> None:
+        self.shard = shard
+        self._first = shard * manifest.batches_per_shard
+        with ExitStack() as opening:
+            self._journal = Journal(store_files.journal(out, shard))
+            opening.callback(self._journal.close)
+            last = begun(out, manifest, shard, self._journal.commit)
+            self.batches = last.batches
+            self.skipped = dict(last.skipped)
+            self._input_crc32 = last.input_crc32
+            self._samples = Growing(
+                store_files.samples(out, shard), "samples", torch.int64, (), pool, last.samples, last.samples_crc32
+            )
+            opening.callback(self._samples.close)
+            self._sites: dict[str, _Site] = {}
+            offsets = last.samples + 1 if last.batches else 0
+            for name, kind in manifest.sites.items():
+                site = _Site(out, shard, name, kind, last.sites.get(name, Kept()), offsets, pool)
+                self._sites[name] = site
+                for file in site.files:
+                    opening.callback(file.close)
+            for folder in {file.path.parent for file in self._files}:
+                sync_folder(folder)
+            self._open = opening.pop_all()
+
+    def add(self, harvested: Harvested) -> None:
+        """Append the next batch."""
+        if harvested.number != self._first + self.batches:
+            raise HarvestError(
+                f"shard {self.shard} has {self.batches} batches, and batch {harvested.number} is not the next: another"
+                " process wrote to it meanwhile; call harvest again when that has ended"
+            )
+        for piece in harvested.pieces:
+            self._require_all_sites(piece)
+            self._samples.append(_numbers(piece.ids))
+            for name, site in self._sites.items():
+                site.add(piece.sites[name], len(piece.ids))
+        self.skipped.update(harvested.skipped)
+        self._input_crc32 = harvested.input_crc32
+        self.batches += 1
+
+    def commit(self, done: bool = False) -> None:
+        """Make all that was appended count, whatever happens from here on."""
+        for file in self._files:  # before the journal, after which nobody may come back to a shard that is done
+            file.commit()
+            file.flush()
+        kept = {name: site.kept() for name, site in self._sites.items()}
+        told = Commit(
+            self.batches, self._samples.rows, self._samples.crc32, self._input_crc32, kept, dict(self.skipped), done
+        )
+        if done:
+            self._journal.end(told)
+        else:
+            self._journal.write(told)
+
+    def close(self) -> None:
+        """Give all files back; what was not committed is cut off when the shard is next opened."""
+        self._open.close()
+
+    @property
+    def _files(self) -> list[Growing]:
+        return [self._samples, *(file for site in self._sites.values() for file in site.files)]
+
+    def _require_all_sites(self, piece: Piece) -> None:
+        differ = sorted(set(piece.sites) ^ set(self._sites))
+        if differ:
+            names = ", ".join(map(repr, differ))
+            raise HarvestError(
+                f"not the same sites were called as in the first batch, or not as often: {names}; name sites that are"
+                " called for every batch"
+            )
+
+
+def begun(out: Path, manifest: Manifest, shard: int, commit: Commit | None) -> Commit:
+    """What there is of a shard, if its files hold it; one that lost rows begins anew, one with more is not done."""
+    if commit is None:
+        return Commit()
+    sizes = {store_files.samples(out, shard): PAGE + 8 * commit.samples}
+    for name, kind in manifest.sites.items():
+        kept = commit.sites.get(name, Kept())
+        sizes[store_files.values(out, name, shard)] = PAGE + kept.rows * row_bytes(kind.torch_dtype, kind.shape)
+        if kind.ragged:
+            sizes[store_files.offsets(out, name, shard)] = PAGE + 8 * (commit.samples + 1)
+    found = {path: path.stat().st_size if path.exists() else -1 for path in sizes}
+    if any(found[path] < size for path, size in sizes.items()):
+        return Commit()
+    return commit if found == sizes else replace(commit, done=False)
+
+
+def _numbers(ids: Sequence[int]) -> Tensor:
+    if isinstance(ids, range):  # as most are
+        return torch.arange(ids.start, ids.stop, ids.step)
+    return torch.tensor(list(ids), dtype=torch.int64)
+
+
+def _described(shape: tuple[int, ...], dtype: torch.dtype, ragged: bool) -> str:
+    size = shape_of(torch.empty(shape, device="meta"))
+    return f"rows of {size} in {str(dtype).removeprefix('torch.')} by {'token' if ragged else 'sample'}"
+
 
 Tell = Callable[[Amount], None]
 """Told of how much was written, of each batch."""
