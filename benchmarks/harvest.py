@@ -27,7 +27,7 @@ from torch import nn
 from torchhook import Activations, harvest
 from torchhook.activations import store_files
 from torchhook.activations.collector import Collector, Wanted
-from torchhook.activations.writer import Conveyor, Harvested, Piece
+from torchhook.activations.writer import HarvestedBatch, Piece, WriterThread
 
 WIDTH, BATCH, CHUNK = 768, 8192, 256 * 1024
 
@@ -79,10 +79,10 @@ def writing(folder: Path, gb: float, rounds: int) -> list[list[str]]:
         with Collector(Nothing(), Wanted("site")) as collector:
             sent = collector.collect(data.rows, BATCH)
         start = time.perf_counter()
-        with Conveyor(folder / "rows", manifest, 2**30, 5.0, lambda *_: None) as conveyor:
+        with WriterThread(folder / "rows", manifest, 2**30, 5.0, lambda *_: None) as writer:
             for number in range(count):
                 ids = range(number * BATCH, (number + 1) * BATCH)
-                conveyor.put(Harvested(number, [Piece(ids, sent)], {}, 0))
+                writer.put(HarvestedBatch(number, [Piece(ids, sent)], {}, 0))
         return time.perf_counter() - start
 
     def whole() -> float:
@@ -113,7 +113,7 @@ def reading(folder: Path, rounds: int) -> list[list[str]]:
 
     def cold(call: Callable[[], object]) -> Callable[[], float]:
         def sample() -> float:
-            for path in (folder / "raw.bin", *store_files.values(folder / "store", "site", 0).parent.iterdir()):
+            for path in (folder / "raw.bin", *store_files.values_path(folder / "store", "site", 0).parent.iterdir()):
                 with path.open("rb") as file:
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             return taken(call)

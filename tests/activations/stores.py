@@ -7,8 +7,8 @@ from unittest import mock
 import torch
 
 from torchhook.activations import store_files
-from torchhook.activations.store_files import Commit, Journal, Kept, Kind, Manifest
-from torchhook.captures.appendable import Growing
+from torchhook.activations.store_files import Commit, Journal, Manifest, RowFormat, SiteCommit
+from torchhook.captures.appendable import AppendableTensor
 from torchhook.stats.moments import Moments
 
 
@@ -29,7 +29,7 @@ def write(out, shards, _fsync=None, *, ragged=(), complete=True):
     """Put `shards` into the folder `out`; those that are None were begun, and nothing was committed."""
     first = next(shard for shard in shards if shard)
     kinds = {
-        site: Kind(tuple(rows.shape[1:]), str(rows.dtype).removeprefix("torch."), "float32", site in ragged)
+        site: RowFormat(tuple(rows.shape[1:]), str(rows.dtype).removeprefix("torch."), "float32", site in ragged)
         for site, rows in first.values.items()
     }
     manifest(kinds).write(out)
@@ -61,7 +61,7 @@ def manifest(kinds):
 
 
 def write_shard(out, number, shard, kinds):
-    journal = Journal(store_files.journal(out, number))
+    journal = Journal(store_files.journal_path(out, number))
     try:
         if shard is not None:
             (journal.end if shard.done else journal.write)(commit_of(out, number, shard, kinds))
@@ -73,22 +73,22 @@ def commit_of(out, number, shard, kinds):
     """The rows of a shard, put into its files."""
     with ThreadPoolExecutor(1) as pool:
         ids = torch.tensor(shard.ids, dtype=torch.int64)
-        samples_crc32 = put(store_files.samples(out, number), "samples", ids, pool)
+        samples_crc32 = put(store_files.samples_path(out, number), "samples", ids, pool)
         sites = {}
         for site, kind in kinds.items():
             values = shard.values[site]
-            crc32 = put(store_files.values(out, site, number), "values", values, pool)
+            crc32 = put(store_files.values_path(out, site, number), "values", values, pool)
             offsets_crc32 = 0
             if kind.ragged:
                 counts = torch.tensor([0, *shard.counts[site]], dtype=torch.int64)
-                offsets_crc32 = put(store_files.offsets(out, site, number), "offsets", counts.cumsum(0), pool)
+                offsets_crc32 = put(store_files.offsets_path(out, site, number), "offsets", counts.cumsum(0), pool)
             state = Moments().settle(moments(values))
-            sites[site] = Kept(len(values), crc32, offsets_crc32, shard.overflow, Kept.told(state))
+            sites[site] = SiteCommit(len(values), crc32, offsets_crc32, shard.overflow, SiteCommit.encoded(state))
     return Commit(1, len(ids), samples_crc32, 0, sites, shard.skipped, shard.done)
 
 
 def put(path, name, rows, pool):
-    file = Growing(path, name, rows.dtype, tuple(rows.shape[1:]), pool)
+    file = AppendableTensor(path, name, rows.dtype, tuple(rows.shape[1:]), pool)
     try:
         file.append(rows.contiguous())
         file.commit()

@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from specimens import hooks_of
 from torchhook import BudgetError, HarvestError, SelectionError, SilentError, harvest
-from torchhook.activations import store_files
-from torchhook.activations import writer as conveying
+from torchhook.activations import store_files, writer
 from torchhook.activations.store import Activations
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -269,8 +268,8 @@ def test_a_batch_beyond_the_budget(tmp_path):
 
 def test_no_more_than_the_budget_is_on_its_way(tmp_path, monkeypatch):
     """However slow the disk: whoever runs the model waits for it."""
-    most, waiting, released = [], [], conveying.Conveyor._release
-    put = conveying.Conveyor.put
+    most, waiting, released = [], [], writer.WriterThread._release
+    put = writer.WriterThread.put
 
     def slow(self, harvested):
         most.append(self._bytes)
@@ -282,8 +281,8 @@ def test_no_more_than_the_budget_is_on_its_way(tmp_path, monkeypatch):
         put(self, harvested)
         most.append(self._bytes)
 
-    monkeypatch.setattr(conveying.Conveyor, "_release", slow)
-    monkeypatch.setattr(conveying.Conveyor, "put", watched)
+    monkeypatch.setattr(writer.WriterThread, "_release", slow)
+    monkeypatch.setattr(writer.WriterThread, "put", watched)
     run(tmp_path, torch.ones(4 * 40, 1), memory_mb=0.0002)  # six batches of 32 bytes
     assert max(most) == 160 and max(waiting) > 1, "with room for the one that is being made"
 
@@ -309,14 +308,14 @@ def test_an_error_of_the_thread_that_writes_is_raised_and_no_thread_is_left(tmp_
     class Saboteur(Net):
         def forward(self, x):
             if 9 in x and not done:
-                store_files.samples(tmp_path, 2).mkdir(parents=True)  # where a file is to be
+                store_files.samples_path(tmp_path, 2).mkdir(parents=True)  # where a file is to be
             return super().forward(x)
 
     done: list = []
     with pytest.raises(IsADirectoryError, match=r"samples/00002\.safetensors"):
         run(tmp_path, model=Saboteur())
     assert not threads()
-    store_files.samples(tmp_path, 2).rmdir()
+    store_files.samples_path(tmp_path, 2).rmdir()
     done.append(True)
     assert numbers_in(run(tmp_path, model=Saboteur())) == list(range(21))
 

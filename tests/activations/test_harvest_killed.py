@@ -19,8 +19,7 @@ from mortal import Texts, files, harvested
 from safetensors.torch import load_file
 
 from torchhook import HarvestError
-from torchhook.activations import store_files
-from torchhook.activations import writer as writing
+from torchhook.activations import store_files, writer
 from torchhook.activations.store import Activations
 from torchhook.activations.store_files import Commit, Journal
 
@@ -134,7 +133,7 @@ def test_a_torn_tail_is_cut(begun):
 
 def test_half_a_line_of_the_first_commit_is_none(begun):
     out, data, whole = begun
-    journal = store_files.journal(out, 2)
+    journal = store_files.journal_path(out, 2)
     journal.write_bytes(journal.read_bytes().splitlines()[0][:-9])
     assert len(Activations.open(out)) == 2 * 2 * mortal.SIZE - 1
     harvested(out, data)
@@ -166,7 +165,7 @@ def test_a_lost_file_is_made_again(begun, lost, shard):
 def test_a_file_lost_after_the_end_is_made_again(begun):
     out, data, whole = begun
     harvested(out, data)
-    path = store_files.values(out, "head", 1)
+    path = store_files.values_path(out, "head", 1)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(HarvestError, match=r"head/00001\.safetensors"):
         Activations.open(out).verify(None)
@@ -183,7 +182,7 @@ def test_a_second_process_is_refused(tmp_path):
     )
     try:
         deadline = time.monotonic() + 120
-        while not (out.exists() and store_files.shards(out)):
+        while not (out.exists() and store_files.shard_numbers(out)):
             assert first.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
         with pytest.raises(HarvestError, match=r"00000\.jsonl' is being written by another process; wait for it"):
@@ -200,7 +199,7 @@ def test_a_second_process_is_refused(tmp_path):
 def test_one_that_another_overtook_writes_nothing_twice(begun, monkeypatch):
     """Between looking at what is missing and the first write to it, somebody else made it."""
     out, data, whole = begun
-    first = writing.ShardWriter.__init__
+    first = writer.ShardWriter.__init__
     overtaken = []
 
     def late(self, *args):
@@ -209,7 +208,7 @@ def test_one_that_another_overtook_writes_nothing_twice(begun, monkeypatch):
             harvested(out, data)
         first(self, *args)
 
-    monkeypatch.setattr(writing.ShardWriter, "__init__", late)
+    monkeypatch.setattr(writer.ShardWriter, "__init__", late)
     with pytest.raises(HarvestError, match="shard 2 has 2 batches, and batch 5 is not the next: another process wrote"):
         harvested(out, data)
     monkeypatch.undo()

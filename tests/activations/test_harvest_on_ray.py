@@ -16,7 +16,7 @@ from torch import nn
 from torchhook import HarvestError, harvest
 from torchhook.activations import store_files
 from torchhook.activations.store import Activations
-from torchhook.activations.store_files import last
+from torchhook.activations.store_files import last_commit
 
 ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(240)]
@@ -122,7 +122,9 @@ def test_a_driver_that_is_killed_loses_nothing_that_was_committed(tmp_path, whol
         text=True,
     )
     deadline = time.monotonic() + 100
-    while not (out / "journal").exists() or not any(last(store_files.journal(out, n)) for n in store_files.shards(out)):
+    while not (out / "journal").exists() or not any(
+        last_commit(store_files.journal_path(out, n)) for n in store_files.shard_numbers(out)
+    ):
         assert driver.poll() is None, driver.stderr.read()
         assert time.monotonic() < deadline
         time.sleep(0.02)

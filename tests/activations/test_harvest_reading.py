@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from torchhook import harvest
 from torchhook.activations import store_files
 from torchhook.activations.store import Activations
-from torchhook.activations.store_files import Journal, last
+from torchhook.activations.store_files import Journal, last_commit
 from torchhook.core.errors import HarvestError, NotRecordedError
 from torchhook.stats.moments import Moments
 
@@ -126,7 +126,7 @@ def test_every_dtype(tmp_path, dtype):
 def test_a_large_slice_is_a_view_that_changes_nothing_else(tmp_path):
     stores.write(tmp_path, stores.plain([3000], 64))
     column = Activations.open(tmp_path)["fc"]
-    before = store_files.values(tmp_path, "fc", 0).read_bytes()
+    before = store_files.values_path(tmp_path, "fc", 0).read_bytes()
     rows, mapped = column[1000:2000], mappings(tmp_path)
     assert mapped == 1, "not mapped"
     rows.zero_()
@@ -134,7 +134,7 @@ def test_a_large_slice_is_a_view_that_changes_nothing_else(tmp_path):
     assert rows.eq(0).all()
     del rows
     column[[1500]]
-    assert store_files.values(tmp_path, "fc", 0).read_bytes() == before
+    assert store_files.values_path(tmp_path, "fc", 0).read_bytes() == before
 
 
 def test_a_view_takes_only_itself_along(tmp_path):
@@ -206,7 +206,9 @@ def test_what_a_store_says_of_itself(store):
 def test_statistics_without_reading(store):
     out, shards = store
     for shard in range(3):
-        store_files.values(out, "fc", shard).write_bytes(bytes(store_files.values(out, "fc", shard).stat().st_size))
+        store_files.values_path(out, "fc", shard).write_bytes(
+            bytes(store_files.values_path(out, "fc", shard).stat().st_size)
+        )
     column = Activations.open(out)["fc"]
     assert column[:].eq(0).all()
     whole = Moments().of(stores.reference(shards))
@@ -308,13 +310,13 @@ def test_an_unfinished_store_has_what_was_committed(tmp_path):
     shards = stores.plain([10, 10, 10])
     shards[2].done = False
     stores.write(tmp_path, [shards[0], None, shards[2]], complete=False)
-    path = store_files.values(tmp_path, "fc", 2)
+    path = store_files.values_path(tmp_path, "fc", 2)
     with path.open("r+b") as file:
         file.seek(8)
         file.write(b'{"values":{"dtype":"F32","shape":[99,4],"data_offsets":[0,1584]}}')  # ahead of the journal
         file.seek(0, 2)
         file.write(bytes(7777))  # rows on their way
-    with store_files.journal(tmp_path, 2).open("ab") as file:
+    with store_files.journal_path(tmp_path, 2).open("ab") as file:
         file.write(b'{"batches": 2, "samp')
     acts = Activations.open(tmp_path)
     assert len(acts) == 20 and not acts.complete
@@ -324,7 +326,7 @@ def test_an_unfinished_store_has_what_was_committed(tmp_path):
 
 def test_opening_writes_nothing(store):
     out = store[0]
-    journal = Journal(store_files.journal(out, 0))  # by a writer that is at it
+    journal = Journal(store_files.journal_path(out, 0))  # by a writer that is at it
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
     for path in out.rglob("*"):
         path.chmod(0o555 if path.is_dir() else 0o444)
@@ -351,7 +353,11 @@ def test_a_reader_keeps_what_it_opened_while_the_store_grows(tmp_path):
 @pytest.mark.parametrize("how", ["shorter", "gone"])
 def test_a_file_shorter_than_its_journal_says(tmp_path, which, how):
     stores.write(tmp_path, [Shard([0, 1], {"x": torch.rand(3, 2)}, {"x": [1, 2]})], ragged=["x"])
-    path = store_files.samples(tmp_path, 0) if which == "samples" else getattr(store_files, which)(tmp_path, "x", 0)
+    path = (
+        store_files.samples_path(tmp_path, 0)
+        if which == "samples"
+        else getattr(store_files, f"{which}_path")(tmp_path, "x", 0)
+    )
     os.truncate(path, path.stat().st_size - 1) if how == "shorter" else path.unlink()
     with pytest.raises(HarvestError) as caught:
         Activations.open(tmp_path)
@@ -359,7 +365,7 @@ def test_a_file_shorter_than_its_journal_says(tmp_path, which, how):
 
 
 def test_a_lost_journal(store):
-    store_files.journal(store[0], 1).unlink()
+    store_files.journal_path(store[0], 1).unlink()
     with pytest.raises(HarvestError, match="00001.jsonl"):
         Activations.open(store[0])
 
@@ -386,7 +392,7 @@ def test_offsets_that_do_not_fit(tmp_path):
 
 
 def test_rows_that_do_not_fit_their_samples(store):
-    path = store_files.journal(store[0], 1)
+    path = store_files.journal_path(store[0], 1)
     path.write_text(path.read_text().replace('"rows":50', '"rows":49', 1))
     with pytest.raises(HarvestError, match="49 rows of 'fc' for 50 samples"):
         Activations.open(store[0])
@@ -404,10 +410,10 @@ def test_verify_names_every_broken_file(store):
     acts = Activations.open(out)
     assert acts.verify() == 87 * 8 + 2 * 87 * 16
     broken = [
-        store_files.values(out, "fc", 1),
-        store_files.samples(out, 2),
-        store_files.samples(out, 0),
-        store_files.values(out, "fc", 2),
+        store_files.values_path(out, "fc", 1),
+        store_files.samples_path(out, 2),
+        store_files.samples_path(out, 0),
+        store_files.values_path(out, "fc", 2),
     ]
     flip(broken[0], -1)
     flip(broken[1], -1)
@@ -416,7 +422,7 @@ def test_verify_names_every_broken_file(store):
     with pytest.raises(HarvestError) as caught:
         acts.verify()
     assert all(repr(str(path)) in str(caught.value) for path in broken)
-    assert str(store_files.values(out, "fc", 0)) not in str(caught.value)
+    assert str(store_files.values_path(out, "fc", 0)) not in str(caught.value)
 
 
 @pytest.mark.parametrize("place", [0, 12, 4095])
@@ -442,7 +448,7 @@ def test_what_verify_says_to_do_mends_the_store(tmp_path):
     acts = harvested()
     assert len(acts[""].parts) > 2
     whole = {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()}
-    broken = [store_files.values(tmp_path, "", 1), store_files.samples(tmp_path, 0)]
+    broken = [store_files.values_path(tmp_path, "", 1), store_files.samples_path(tmp_path, 0)]
     flip(broken[0], 5000 % len(whole[broken[0]]))
     flip(broken[1], 12)
     with pytest.raises(HarvestError, match="delete these files and call harvest again") as caught:
@@ -468,8 +474,8 @@ def test_every_file_is_one_of_safetensors(store):
     from safetensors.torch import load_file
 
     out, shards = store
-    assert torch.equal(load_file(store_files.values(out, "head", 1))["values"], shards[1].values["head"])
-    assert last(store_files.journal(out, 1)).samples == 50
+    assert torch.equal(load_file(store_files.values_path(out, "head", 1))["values"], shards[1].values["head"])
+    assert last_commit(store_files.journal_path(out, 1)).samples == 50
 
 
 # as others read it

@@ -229,7 +229,7 @@ def test_what_is_repeated_can_be_spawned_and_broken_offsets_are_named(tmp_path):
     list(batches)  # something is mapped already
     loader = DataLoader(batches, batch_size=None, num_workers=1, multiprocessing_context="spawn")
     assert sorted(label for batch in loader for label in batch["label"].tolist()) == labels
-    path = store_files.offsets(tmp_path, "h", 0)
+    path = store_files.offsets_path(tmp_path, "h", 0)
     with path.open("r+b") as file:
         file.seek(-8, 2)
         file.write(bytes([231]))

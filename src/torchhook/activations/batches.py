@@ -12,20 +12,20 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from torchhook.activations.mapped import Run, Stretch, as_plain, spanned, starts_of
+from torchhook.activations.mapped import ShardRows, Span, as_plain, spanned, starts_of
 
 _T = TypeVar("_T", covariant=True)
 _WINDOW = 4 * 2**20  # bytes that are mapped at a time, so that what was read can go
 
 
-class Share(NamedTuple):
+class WorkerShare(NamedTuple):
     """Which of several workers this is."""
 
     worker: int = 0
     workers: int = 1
 
     @classmethod
-    def of_this_process(cls) -> Share:
+    def of_this_process(cls) -> WorkerShare:
         """That of a worker of a `DataLoader`, or all."""
         info = get_worker_info()
         return cls(info.id, info.num_workers) if info else cls()
@@ -36,7 +36,7 @@ class Batches(IterableDataset[_T]):
 
     def __init__(
         self,
-        columns: Sequence[Sequence[Stretch]],
+        columns: Sequence[Sequence[ShardRows]],
         made: Callable[[list[Tensor]], _T],
         size: int,
         shuffle: bool,
@@ -57,7 +57,7 @@ class Batches(IterableDataset[_T]):
         self._width = max(1, sum(parts[0].row_bytes for parts in columns if parts))
 
     def __iter__(self) -> Iterator[_T]:
-        share = Share.of_this_process()
+        share = WorkerShare.of_this_process()
         if self._memory is None:
             found = self._in_order(share)
         else:
@@ -71,7 +71,7 @@ class Batches(IterableDataset[_T]):
         """How many batches there are, of all workers together."""
         return -(-sum(self._lengths) // self._size)
 
-    def _in_order(self, share: Share) -> Iterator[list[Tensor]]:
+    def _in_order(self, share: WorkerShare) -> Iterator[list[Tensor]]:
         """Batch after batch; of several workers each makes those of its turns, so that all together are in order."""
         starts, size = starts_of(self._lengths), self._size
         rows, ends = starts[-1], starts[1:]
@@ -146,7 +146,7 @@ class Filling(NamedTuple):
 
 
 def shuffled(
-    columns: Sequence[Sequence[Stretch]], blocks: Blocks, size: int, seed: int, worker: int = 0, workers: int = 1
+    columns: Sequence[Sequence[ShardRows]], blocks: Blocks, size: int, seed: int, worker: int = 0, workers: int = 1
 ) -> Iterator[list[Tensor]]:
     """Batches of the mixed rows of columns, whose parts are of the same lengths; for a worker, its share of them.
 
@@ -176,7 +176,7 @@ def shuffled(
                 batch = []  # whoever has it may let it go before the next is made
 
 
-def _filled(columns: Sequence[Sequence[Stretch]], blocks: Blocks, mixed: Tensor) -> Iterator[list[Tensor]]:
+def _filled(columns: Sequence[Sequence[ShardRows]], blocks: Blocks, mixed: Tensor) -> Iterator[list[Tensor]]:
     """One buffer after the other; while one is used the next is filled."""
     if not len(mixed):
         return
@@ -198,11 +198,11 @@ def _filled(columns: Sequence[Sequence[Stretch]], blocks: Blocks, mixed: Tensor)
 
 
 def _fill(
-    pool: ThreadPoolExecutor, columns: Sequence[Sequence[Stretch]], chosen: Tensor, buffers: list[Tensor]
+    pool: ThreadPoolExecutor, columns: Sequence[Sequence[ShardRows]], chosen: Tensor, buffers: list[Tensor]
 ) -> Filling:
     """Begin to read blocks: in the order of the files, since their rows are mixed afterwards."""
     start, reading = 0, []
-    for run in starmap(Run, sorted(chosen.tolist())):
+    for run in starmap(Span, sorted(chosen.tolist())):
         stop = start + run.stop - run.start
         for parts, buffer in zip(columns, buffers, strict=True):
             reading.append(pool.submit(parts[run.part].read, buffer[start:stop], run.start))

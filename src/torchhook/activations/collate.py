@@ -172,7 +172,7 @@ _SKIP = "on_error='skip' leaves such samples out"
 _ANCHORS = 4  # samples that others are compared with, to find out which of them is odd
 
 
-class Sample(NamedTuple):
+class LoadedSample(NamedTuple):
     """A sample as it was read, or the reason why there is none."""
 
     number: int
@@ -187,7 +187,7 @@ class Collated(NamedTuple):
     unread: dict[int, str]
 
 
-class Tolerant:
+class FaultTolerantDataset:
     """A data set of which one sample may fail without the others.
 
     To its workers it looks like the data set itself: functions that prepare these read and write its attributes.
@@ -199,20 +199,20 @@ class Tolerant:
         object.__setattr__(self, "_dataset", dataset)
         object.__setattr__(self, "_skip", skip)
 
-    def __getitems__(self, indices: list[int]) -> list[Sample]:
+    def __getitems__(self, indices: list[int]) -> list[LoadedSample]:
         if hasattr(self._dataset, "__getitems__"):
             with suppress(Exception):  # one by one, then, to see which it is
                 values = self._dataset.__getitems__(indices)
-                return [Sample(index, value) for index, value in zip(indices, values, strict=True)]
+                return [LoadedSample(index, value) for index, value in zip(indices, values, strict=True)]
         return [self._one(index) for index in indices]
 
-    def _one(self, index: int) -> Sample:
+    def _one(self, index: int) -> LoadedSample:
         try:
-            return Sample(index, self._dataset[index])
+            return LoadedSample(index, self._dataset[index])
         except Exception as error:
             if not self._skip:
-                raise HarvestError(f"sample {index} of data cannot be read: {told(error)}; {_SKIP}") from error
-            return Sample(index, None, _reason(error))
+                raise HarvestError(f"sample {index} of data cannot be read: {error_text(error)}; {_SKIP}") from error
+            return LoadedSample(index, None, _reason(error))
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -223,11 +223,11 @@ class Tolerant:
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._dataset, name, value)
 
-    def __reduce__(self) -> tuple[type[Tolerant], tuple[Any, bool]]:
-        return Tolerant, (self._dataset, self._skip)
+    def __reduce__(self) -> tuple[type[FaultTolerantDataset], tuple[Any, bool]]:
+        return FaultTolerantDataset, (self._dataset, self._skip)
 
 
-def collated(collate: Callable[[list[Any]], Any], skip: bool, samples: list[Sample]) -> Collated:
+def collated(collate: Callable[[list[Any]], Any], skip: bool, samples: list[LoadedSample]) -> Collated:
     """The samples that were read as a batch, without those that cannot be part of one."""
     unread = {sample.number: sample.reason for sample in samples if sample.reason is not None}
     good = [sample for sample in samples if sample.reason is None]
@@ -238,11 +238,13 @@ def collated(collate: Callable[[list[Any]], Any], skip: bool, samples: list[Samp
     except Exception as error:
         if not skip:
             which = f"{len(good)} samples of data, {good[0].number} to {good[-1].number}"
-            raise HarvestError(f"{which}, are no batch: {told(error)}; {_SKIP}") from error
+            raise HarvestError(f"{which}, are no batch: {error_text(error)}; {_SKIP}") from error
         return _collated_without(collate, good, unread)
 
 
-def _collated_without(collate: Callable[[list[Any]], Any], samples: list[Sample], unread: dict[int, str]) -> Collated:
+def _collated_without(
+    collate: Callable[[list[Any]], Any], samples: list[LoadedSample], unread: dict[int, str]
+) -> Collated:
     """The samples without the odd ones among them; none, if there are more of these than of others."""
     for anchor in samples[:_ANCHORS]:
         reasons = {sample.number: _failing(collate, [anchor, sample]) for sample in samples}
@@ -254,7 +256,7 @@ def _collated_without(collate: Callable[[list[Any]], Any], samples: list[Sample]
     return Collated(None, unread | {sample.number: reason for sample in samples})
 
 
-def _failing(collate: Callable[[list[Any]], Any], samples: list[Sample]) -> str | None:
+def _failing(collate: Callable[[list[Any]], Any], samples: list[LoadedSample]) -> str | None:
     """Why samples are no batch, if they are none."""
     try:
         collate([sample.value for sample in samples])
@@ -263,14 +265,14 @@ def _failing(collate: Callable[[list[Any]], Any], samples: list[Sample]) -> str 
         return _reason(error)
 
 
-def told(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     """What was raised, in words.
 
-    >>> told(ValueError("too long"))
+    >>> error_text(ValueError("too long"))
     'ValueError: too long'
     """
     return f"{type(error).__name__}: {error}"
 
 
 def _reason(error: Exception) -> str:
-    return told(error).splitlines()[0]
+    return error_text(error).splitlines()[0]

@@ -51,7 +51,7 @@ class Wanted:
     stop: bool = False
 
 
-class Measured(NamedTuple):
+class Measurement(NamedTuple):
     """What is known of rows besides."""
 
     moments: Tensor  # of the values as they were given
@@ -59,11 +59,11 @@ class Measured(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentRows:
     """The rows of a batch at one site, on their way to the host."""
 
     values: Callable[[], Tensor]  # which waits
-    measured: Callable[[], Measured] | None  # None: they are no real numbers
+    measured: Callable[[], Measurement] | None  # None: they are no real numbers
     lengths: list[int] | None
     shape: tuple[int, ...]  # of a row
     dtype: torch.dtype
@@ -91,7 +91,7 @@ class Collector(Sink):
         self._device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), None)
         self._samples = 0
         self._positions: Positions | None = None
-        self._sent: dict[str, Sent] | None = None  # while it runs: others, too, may call what this model is made of
+        self._sent: dict[str, SentRows] | None = None  # while it runs: others, too, may call what this model is made of
         self._open = ExitStack()
         tap = Tap(Selector.union(queries_of(wanted.sites)), self, transform=wanted.transform)
         self._session = Session(model, [tap], stop=wanted.stop, detach_on_error=False, on_silent=on_silent)
@@ -110,7 +110,7 @@ class Collector(Sink):
         with self._open:
             self._session.__exit__(kind, error, trace)
 
-    def collect(self, data: Any, samples: int) -> dict[str, Sent]:
+    def collect(self, data: Any, samples: int) -> dict[str, SentRows]:
         """Run the model on a batch of so many samples."""
         whole = Batch.of(data)
         batch = Batch.of(on_device(self._known(data), self.model))
@@ -156,14 +156,14 @@ class Collector(Sink):
             name: x for name, x in data.items() if (name in known.names if name in only_kept else known.takes(name))
         }
 
-    def _off(self, rows: Rows, dtype: torch.dtype | None) -> Sent:
+    def _off(self, rows: BatchRows, dtype: torch.dtype | None) -> SentRows:
         given = rows.values
         dtype = dtype if dtype is not None and given.is_floating_point() else given.dtype
         stored = given.to(dtype).contiguous()
         if stored.data_ptr() == given.data_ptr() or stored.untyped_storage().nbytes() > stored.nbytes:
             stored = stored.clone()  # somebody may write to it, and a part must not keep the whole
         pending = self._fetch(stored)
-        return Sent(
+        return SentRows(
             values=pending.read if isinstance(pending, Held) else lambda: pending,
             measured=_measured(given, stored) if given.is_floating_point() and given.numel() else None,
             lengths=rows.lengths,
@@ -174,7 +174,7 @@ class Collector(Sink):
         )
 
 
-def _measured(given: Tensor, stored: Tensor) -> Callable[[], Measured]:
+def _measured(given: Tensor, stored: Tensor) -> Callable[[], Measurement]:
     """The moments of what was given, and how many values of it became infinite; only reading waits for them."""
     moments = Moments()
     state = moments.empty(given)
@@ -187,9 +187,9 @@ def _measured(given: Tensor, stored: Tensor) -> Callable[[], Measured]:
     bad = stored.isfinite().logical_not_().sum().to(state.dtype) if narrower else state[_BAD].sum()
     home = sent_home(torch.cat([state, bad[None]]))
 
-    def read() -> Measured:
+    def read() -> Measurement:
         *told, bad = home().tolist()
-        return Measured(torch.tensor(told, dtype=torch.float64), int(bad - sum(told[_BAD])))
+        return Measurement(torch.tensor(told, dtype=torch.float64), int(bad - sum(told[_BAD])))
 
     return read
 
@@ -245,7 +245,7 @@ class Positions(NamedTuple):
     deep: bool = False  # whether rows may have several dimensions: a query by heads, but also a matrix by channels
 
 
-class Rows(NamedTuple):
+class BatchRows(NamedTuple):
     """The rows of a batch at a site."""
 
     values: Tensor
@@ -287,7 +287,7 @@ def _whole(ids: Tensor | None) -> Tokens | None:
     return None if ids is None else Tokens(ids.shape[1], [], None)
 
 
-def rows_of(value: Any, samples: int, positions: Positions | None, site: str, *, kept: bool = False) -> Rows:
+def rows_of(value: Any, samples: int, positions: Positions | None, site: str, *, kept: bool = False) -> BatchRows:
     """The rows in what a site gave for a batch of so many samples; or in an entry of the batch that is `kept`.
 
     A list or a nested tensor with a tensor for each sample, as a transform may make it, has as many rows for each as
@@ -306,13 +306,13 @@ def rows_of(value: Any, samples: int, positions: Positions | None, site: str, *,
     for tokens in _candidates(positions, x, samples, site, kept):
         flat = x if x.shape[0] != samples else x.flatten(0, 1)
         lengths = tokens.lengths or [len(flat) // samples] * samples
-        return Rows(flat if tokens.places is None else flat.index_select(0, tokens.places.to(x.device)), lengths)
+        return BatchRows(flat if tokens.places is None else flat.index_select(0, tokens.places.to(x.device)), lengths)
     if not x.dim() or len(x) != samples:
         raise HarvestError(
             f"{site!r} gave {shape_of(x)} for a batch of {samples}, which is not a row a sample; transform= makes rows,"
             " or a list with a tensor for each sample"
         )
-    return Rows(x, None)
+    return BatchRows(x, None)
 
 
 def _candidates(positions: Positions | None, x: Tensor, samples: int, site: str, kept: bool) -> list[Tokens]:
@@ -350,13 +350,13 @@ def _fits(x: Tensor, samples: int, tokens: Tokens, deep: bool, kept: bool) -> bo
     return x.dim() > 1 and tokens.width is not None and len(x) == samples * tokens.width != samples
 
 
-def _of_list(parts: Sequence[Any], samples: int, site: str) -> Rows:
+def _of_list(parts: Sequence[Any], samples: int, site: str) -> BatchRows:
     tensors = [part for part in parts if isinstance(part, Tensor) and part.dim()]
     if len(parts) != samples or len(tensors) != samples:
         raise HarvestError(
             f"{site!r} gave a list of {len(tensors)} tensors for a batch of {samples}; a list has one a sample"
         )
-    return Rows(torch.cat([_plain(part, site) for part in tensors]), [len(part) for part in tensors])
+    return BatchRows(torch.cat([_plain(part, site) for part in tensors]), [len(part) for part in tensors])
 
 
 def _plain(x: Tensor, site: str) -> Tensor:

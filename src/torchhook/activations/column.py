@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from torchhook.activations.batches import Batches
-from torchhook.activations.mapped import Part, Spread, begins, gathered, spanned, starts_of
-from torchhook.activations.store_files import Kept, Kind, merged
+from torchhook.activations.mapped import RepeatedRows, RowFile, gathered, sample_starts, spanned, starts_of
+from torchhook.activations.store_files import RowFormat, SiteCommit, merged_moments
 from torchhook.core.errors import HarvestError
 from torchhook.core.text import in_units
 from torchhook.stats.moments import Moments, Summary
@@ -29,11 +29,11 @@ class Column:
     def __init__(
         self,
         site: str,
-        kind: Kind,
-        samples: Samples,
-        kept: Sequence[Kept],
-        parts: Sequence[Part],
-        offsets: Sequence[Part],
+        kind: RowFormat,
+        samples: SampleIds,
+        kept: Sequence[SiteCommit],
+        parts: Sequence[RowFile],
+        offsets: Sequence[RowFile],
     ) -> None:
         """Made by `Activations`: what was kept of each shard, and the files; no `offsets` unless ragged."""
         self.site = site
@@ -61,7 +61,7 @@ class Column:
         return sum(part.nbytes for part in self.parts)
 
     @property
-    def files(self) -> list[Part]:
+    def files(self) -> list[RowFile]:
         """All files of this site."""
         return [*self.parts, *self._offsets]
 
@@ -79,7 +79,7 @@ class Column:
     def statistics(self) -> Summary:
         """Moments of the values as the model gave them, which were measured on the way; nothing is read for them."""
         states = [state for kept in self._kept if (state := kept.state()) is not None]
-        total, moments = merged(states), Moments()
+        total, moments = merged_moments(states), Moments()
         return moments.of(torch.empty(0)) if total is None else moments.compute(total)
 
     def __getitem__(self, rows: Any) -> Tensor:
@@ -124,12 +124,12 @@ class Column:
 
     def dataset(self) -> Dataset[Tensor]:
         """The rows as a map-style data set of torch."""
-        return Rows(self)
+        return RowDataset(self)
 
-    def spread_over(self, other: Column) -> list[Spread]:
+    def spread_over(self, other: Column) -> list[RepeatedRows]:
         """The rows, one a sample, each for every row that its sample has in `other`, which is ragged."""
         triples = zip(self.parts, other._offsets, other.parts, strict=True)
-        return [Spread(part, offsets, theirs.rows) for part, offsets, theirs in triples]
+        return [RepeatedRows(part, offsets, theirs.rows) for part, offsets, theirs in triples]
 
     def __repr__(self) -> str:
         shape, dtype = "×".join(map(str, self.shape)), str(self.dtype).removeprefix("torch.")
@@ -139,7 +139,7 @@ class Column:
     def _begins(self) -> Tensor:
         """Where among all rows those of each sample begin; the last number is where they end. Of ragged rows alone."""
         triples = zip(self._offsets, self.parts, self._starts[:-1], strict=True)
-        found = [begins(offsets, part.rows)[:-1] + start for offsets, part, start in triples]
+        found = [sample_starts(offsets, part.rows)[:-1] + start for offsets, part, start in triples]
         return torch.cat([*found, torch.tensor([len(self)])])
 
     def _span(self, start: int, stop: int) -> Tensor:
@@ -149,7 +149,7 @@ class Column:
         return torch.empty(0, *self._features, dtype=self.dtype)
 
 
-class Rows(Dataset[Tensor]):
+class RowDataset(Dataset[Tensor]):
     """The rows of a column for a `DataLoader`, which asks for a batch at a time.
 
     Prefer `Column.batches`, or `Activations.loader`: they read blocks, and this reads row by row.
@@ -168,15 +168,15 @@ class Rows(Dataset[Tensor]):
         return list(self.column[rows].unbind())
 
 
-class Samples:
+class SampleIds:
     """The ids of all samples; read when they are first needed.
 
-    >>> samples = Samples([])
+    >>> samples = SampleIds([])
     >>> len(samples), samples.ids
     (0, tensor([], dtype=torch.int64))
     """
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[RowFile]) -> None:
         self.parts = parts
 
     def __len__(self) -> int:

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from torchhook.activations.collector import Collector, Wanted
-from torchhook.activations.sources import Read
-from torchhook.activations.store_files import Kind, merged
-from torchhook.activations.worker import harvested
-from torchhook.activations.writer import Harvested, require_budget
+from torchhook.activations.sources import ReadBatch
+from torchhook.activations.store_files import RowFormat, merged_moments
+from torchhook.activations.worker import harvest_batch
+from torchhook.activations.writer import HarvestedBatch, require_budget
 from torchhook.captures.appendable import code_of
 from torchhook.core.errors import HarvestError
 from torchhook.core.model_state import buffers_kept
@@ -29,27 +29,27 @@ _SPARE = 64 * 2**20  # of the disk, for headers, journals and others
 class Probe(NamedTuple):
     """What one batch gave."""
 
-    sites: dict[str, Kind]
+    sites: dict[str, RowFormat]
     seen: dict[str, tuple[float, float]]  # mean and deviation at each site
     samples: int
     batch_size: int  # with those that were skipped
     nbytes: int
     input_bytes: int
     seconds: float  # of the model, and of reading the next batch
-    reads: list[Read]  # what was read for it
+    reads: list[ReadBatch]  # what was read for it
 
 
-def probe(model: nn.Module, wanted: Wanted, reads: Iterator[Read], skips: bool, max_bytes: int) -> Probe:
+def probe(model: nn.Module, wanted: Wanted, reads: Iterator[ReadBatch], skips: bool, max_bytes: int) -> Probe:
     """Run the first batch of which something can be harvested."""
-    seen: list[Read] = []
+    seen: list[ReadBatch] = []
     failed: dict[int, str] = {}
     with buffers_kept(model), Collector(model, wanted) as collector:
         for read in reads:
             seen.append(read)
-            first = harvested(collector, read, skips)
+            first = harvest_batch(collector, read, skips)
             if first.pieces:
                 start = time.perf_counter()
-                again = harvested(collector, read, skips)  # the first time is no measure
+                again = harvest_batch(collector, read, skips)  # the first time is no measure
                 _arrived(again)
                 following = next(reads, None)
                 seconds = time.perf_counter() - start
@@ -101,30 +101,30 @@ def free_disk(out: Path) -> int:
     return shutil.disk_usage(there).free
 
 
-def _arrived(batch: Harvested) -> None:
+def _arrived(batch: HarvestedBatch) -> None:
     """Wait for all of it."""
     for piece in batch.pieces:
         for sent in piece.sites.values():
             sent.values()
 
 
-def _of(batch: Harvested, read: Read, seconds: float, reads: list[Read], max_bytes: int) -> Probe:
+def _of(batch: HarvestedBatch, read: ReadBatch, seconds: float, reads: list[ReadBatch], max_bytes: int) -> Probe:
     require_budget(batch, max_bytes)
     kinds = {}
     for name, sent in batch.pieces[0].sites.items():
         code_of(sent.dtype)  # which refuses one that cannot be stored
-        kinds[name] = Kind(sent.shape, _name(sent.dtype), _name(sent.given), sent.lengths is not None)
+        kinds[name] = RowFormat(sent.shape, _name(sent.dtype), _name(sent.given), sent.lengths is not None)
     samples = sum(len(piece.ids) for piece in batch.pieces)
     size = len(read.ids) + len(read.unread)
     return Probe(kinds, _seen(batch), samples, size, batch.amount.nbytes, nbytes(read.data), seconds, reads)
 
 
-def _seen(batch: Harvested) -> dict[str, tuple[float, float]]:
+def _seen(batch: HarvestedBatch) -> dict[str, tuple[float, float]]:
     """Mean and deviation of the real numbers at each site."""
     seen = {}
     for name in batch.pieces[0].sites:
         measured = [sent.measured() for piece in batch.pieces if (sent := piece.sites[name]).measured is not None]
-        total = merged([one.moments for one in measured])
+        total = merged_moments([one.moments for one in measured])
         if total is not None:
             told = Moments().compute(total)
             seen[name] = (told.mean, told.std)

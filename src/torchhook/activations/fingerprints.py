@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from torchhook.activations.sources import Read, Source
+from torchhook.activations.sources import ReadBatch, Source
 from torchhook.core.selection import walk
 from torchhook.core.shards import local
 from torchhook.core.torch_internals import own_buffers, own_parameters
@@ -98,7 +98,7 @@ def data_fingerprint(source: Source) -> str:
     >>> data_fingerprint(zeros) == data_fingerprint(ones)
     False
     """
-    told: list[Any] = [type(source).__name__, source.samples]
+    told: list[Any] = [source.kind, source.samples]
     if source.repeats:
         told += map(_told, source.read(0, 1, skip=True))
         if source.indexed and source.batches:
@@ -106,7 +106,7 @@ def data_fingerprint(source: Source) -> str:
     return _digest(*told)
 
 
-def _told(read: Read) -> tuple[int, list[int], int]:
+def _told(read: ReadBatch) -> tuple[int, list[int], int]:
     return read.number, list(read.ids), batch_fingerprint(read.data)
 
 

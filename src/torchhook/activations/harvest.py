@@ -18,10 +18,10 @@ from torchhook.activations import store_files
 from torchhook.activations.collector import RowsName, Wanted
 from torchhook.activations.estimate import Probe, estimate, probe
 from torchhook.activations.fingerprints import data_fingerprint, model_fingerprint
-from torchhook.activations.sources import Read, Source, source_of
+from torchhook.activations.sources import ReadBatch, Source, source_of
 from torchhook.activations.store import Activations
 from torchhook.activations.store_files import Manifest
-from torchhook.activations.worker import Job, commit_of, finish, gaps, joined, read, work
+from torchhook.activations.worker import Job, commit_of, finish, gaps, joined_gaps, read_gap, work
 from torchhook.activations.writer import Amount
 from torchhook.core.errors import HarvestError, SelectionError
 from torchhook.core.progress import Tell, progress_bar
@@ -127,7 +127,7 @@ def harvest(
         manifest.write(out)
     if not quiet:
         print(f"harvest of {len(manifest.sites)} sites into {where}: {expected}", file=sys.stderr)
-    fresh = not store_files.shards(out)
+    fresh = not store_files.shard_numbers(out)
     ahead = chain(first.reads, reading) if fresh else None  # what was read already need not be read again
     with closing(reading), Meter(expected.samples, quiet) as meter:
         if engine == "ray":
@@ -166,10 +166,10 @@ def _manifest_of(
     )
 
 
-def _fill(job: Job, model: nn.Module, source: Source, ahead: Iterator[Read] | None, meter: Meter) -> None:
+def _fill(job: Job, model: nn.Module, source: Source, ahead: Iterator[ReadBatch] | None, meter: Meter) -> None:
     """Make what is missing, here; `ahead` are all batches, if nothing is there yet."""
-    for gap in joined(gaps(job.out, job.manifest, source.batches)):
-        work(job, model, ahead if ahead is not None else read(source, gap, job.skips), meter.add)
+    for gap in joined_gaps(gaps(job.out, job.manifest, source.batches)):
+        work(job, model, ahead if ahead is not None else read_gap(source, gap, job.skips), meter.add)
 
 
 def _left(job: Job, source: Source, first: Probe) -> int | None:
@@ -177,7 +177,7 @@ def _left(job: Job, source: Source, first: Probe) -> int | None:
     samples = source.samples
     if samples is None and source.batches is not None:
         samples = source.batches * first.batch_size
-    there = [commit_of(job.out, job.manifest, shard) for shard in store_files.shards(job.out)]
+    there = [commit_of(job.out, job.manifest, shard) for shard in store_files.shard_numbers(job.out)]
     return None if samples is None else max(0, samples - sum(one.samples + len(one.skipped) for one in there))
 
 

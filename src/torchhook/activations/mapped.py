@@ -29,17 +29,17 @@ _RANDOM = 1  # MADV_RANDOM, everywhere
 
 
 @dataclass(frozen=True)
-class Part:
+class RowFile:
     """The committed rows of one file, as its journal tells of them.
 
     >>> from concurrent.futures import ThreadPoolExecutor
     >>> import tempfile
-    >>> from torchhook.captures.appendable import Growing
+    >>> from torchhook.captures.appendable import AppendableTensor
     >>> with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as pool:
     ...     path = Path(folder) / "x.safetensors"
-    ...     file = Growing(path, "values", torch.float32, (2,), pool)
+    ...     file = AppendableTensor(path, "values", torch.float32, (2,), pool)
     ...     file.append(torch.arange(6.0).view(3, 2)), file.close()
-    ...     Part(path, "values", torch.float32, (2,), 2).span(1, 2)
+    ...     RowFile(path, "values", torch.float32, (2,), 2).span(1, 2)
     (None, None)
     tensor([[2., 3.]])
     """
@@ -123,11 +123,11 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Spread:
+class RepeatedRows:
     """The rows of a file with one a sample, each as often as `offsets` say that its sample has rows elsewhere."""
 
-    part: Part
-    offsets: Part
+    part: RowFile
+    offsets: RowFile
     rows: int
 
     def __getstate__(self) -> dict[str, Any]:
@@ -162,13 +162,13 @@ class Spread:
 
     @cached_property
     def _begins(self) -> Tensor:
-        return begins(self.offsets, self.rows)
+        return sample_starts(self.offsets, self.rows)
 
 
-Stretch: TypeAlias = Part | Spread
+ShardRows: TypeAlias = RowFile | RepeatedRows
 
 
-def begins(offsets: Part, rows: int) -> Tensor:
+def sample_starts(offsets: RowFile, rows: int) -> Tensor:
     """Where among so many rows of a shard those of each sample begin; the last number is where they end."""
     found = offsets.mapped(0, offsets.rows)
     if int(found[0]) or int(found[-1]) != rows or bool((found.diff() < 0).any()):
@@ -192,7 +192,7 @@ _SLOW = 1e-3  # seconds for a piece, of which copying takes a tenth
 _PLAIN = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Run(NamedTuple):
+class Span(NamedTuple):
     """Consecutive rows of one part."""
 
     part: int
@@ -203,7 +203,7 @@ class Run(NamedTuple):
 class Pick(NamedTuple):
     """Rows of one part, and the memory for them."""
 
-    part: Part
+    part: RowFile
     rows: Tensor
     into: Tensor
 
@@ -220,26 +220,26 @@ def starts_of(lengths: Sequence[int]) -> list[int]:
     return starts
 
 
-def runs(starts: Sequence[int], start: int, stop: int) -> Iterator[Run]:
+def runs(starts: Sequence[int], start: int, stop: int) -> Iterator[Span]:
     """Where the rows from `start` to `stop` lie.
 
     >>> list(runs([0, 3, 5], 2, 5))
-    [Run(part=0, start=2, stop=3), Run(part=1, start=0, stop=2)]
+    [Span(part=0, start=2, stop=3), Span(part=1, start=0, stop=2)]
     """
     while start < stop:
         part = bisect_right(starts, start) - 1
         end = min(stop, starts[part + 1])
-        yield Run(part, start - starts[part], end - starts[part])
+        yield Span(part, start - starts[part], end - starts[part])
         start = end
 
 
-def spanned(parts: Sequence[Stretch], starts: Sequence[int], start: int, stop: int) -> Tensor:
+def spanned(parts: Sequence[ShardRows], starts: Sequence[int], start: int, stop: int) -> Tensor:
     """Consecutive rows, at least one: of one part as they lie there, of several together."""
     found = [parts[run.part].span(run.start, run.stop) for run in runs(starts, start, stop)]
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
-def gathered(parts: Sequence[Part], starts: Sequence[int], rows: Tensor, empty: Tensor) -> Tensor:
+def gathered(parts: Sequence[RowFile], starts: Sequence[int], rows: Tensor, empty: Tensor) -> Tensor:
     """Rows from anywhere, by several threads: part after part, and then in the order that was asked for."""
     found = torch.empty(len(rows), *empty.shape[1:], dtype=empty.dtype)
     if not found.numel():
@@ -290,7 +290,7 @@ _CHECK_BYTES = 8 * 2**20  # bytes at a time
 _UNREADABLE = -1  # which no checksum is
 
 
-def check(files: Sequence[Part], progress: TextIO | None) -> int:
+def check(files: Sequence[RowFile], progress: TextIO | None) -> int:
     """Read all rows of `files`; how many bytes. A `HarvestError` names all that are broken."""
     pieces = sum(-(-part.rows // _rows(part)) for part in files)
     found = dict(
@@ -306,7 +306,7 @@ def check(files: Sequence[Part], progress: TextIO | None) -> int:
     return sum(part.nbytes for part in files)
 
 
-def _checksums(files: Sequence[Part]) -> Iterator[tuple[Part, int]]:
+def _checksums(files: Sequence[RowFile]) -> Iterator[tuple[RowFile, int]]:
     """The checksum of each file up to there, after every piece."""
     for part in files:
         crc32, step = 0, _rows(part)
@@ -322,7 +322,7 @@ def _checksums(files: Sequence[Part]) -> Iterator[tuple[Part, int]]:
             yield part, crc32
 
 
-def _begins_right(part: Part) -> bool:
+def _begins_right(part: RowFile) -> bool:
     """Whether the header is that of these rows; while a file grows it may be ahead of the journal, or torn."""
     if not part.done:
         return True
@@ -333,5 +333,5 @@ def _begins_right(part: Part) -> bool:
         return False
 
 
-def _rows(part: Part) -> int:
+def _rows(part: RowFile) -> int:
     return max(1, _CHECK_BYTES // max(1, part.row_bytes))

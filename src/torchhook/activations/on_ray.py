@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from torchhook.activations.harvest import Meter
-from torchhook.activations.sources import Read, Source
-from torchhook.activations.worker import Job, gap_of, gaps, joined, read, work
+from torchhook.activations.sources import ReadBatch, Source
+from torchhook.activations.worker import Job, gap_of, gaps, joined_gaps, read_gap, work
 from torchhook.activations.writer import Amount
 from torchhook.core.errors import HarvestError
 from torchhook.core.selection import Query, queries_of
@@ -26,7 +26,7 @@ from torchhook.core.selection import Query, queries_of
 _REPEATS = 3  # how often the death of an actor is forgiven to one shard
 
 
-class Share(NamedTuple):
+class ActorResources(NamedTuple):
     """How many actors there are, and what each takes of its machine."""
 
     workers: int
@@ -34,18 +34,18 @@ class Share(NamedTuple):
     gpus: float
 
     @staticmethod
-    def of(resources: dict[str, float], workers: int | None) -> Share:
+    def of(resources: dict[str, float], workers: int | None) -> ActorResources:
         """A GPU an actor where there are enough; of the CPUs one is left over, for whoever reads the data.
 
-        >>> Share.of({"CPU": 2.0}, 2)
-        Share(workers=2, cpus=0.5, gpus=0.0)
+        >>> ActorResources.of({"CPU": 2.0}, 2)
+        ActorResources(workers=2, cpus=0.5, gpus=0.0)
         """
         cpus, gpus = resources.get("CPU", 1.0), resources.get("GPU", 0.0)
         workers = workers or int(gpus) or max(1, int(cpus) - 1)
-        return Share(workers, min(1.0, max(cpus - 1, 0.1) / workers), min(1.0, gpus / workers))
+        return ActorResources(workers, min(1.0, max(cpus - 1, 0.1) / workers), min(1.0, gpus / workers))
 
 
-class Task(NamedTuple):
+class ShardTask(NamedTuple):
     """A shard to make: read from a source by whoever makes it, or from batches that were read already."""
 
     shard: int
@@ -54,7 +54,7 @@ class Task(NamedTuple):
     batches: list[Any]  # references to what was read
 
 
-class Worker:
+class ShardWorker:
     """Holds a copy of the model and makes one shard after the other."""
 
     def __init__(self, shared: list[Any], workers_here: int) -> None:
@@ -65,7 +65,7 @@ class Worker:
         self.job, model = ray.get(shared)
         self.model = model.to("cuda") if ray.get_gpu_ids() else model
 
-    def make(self, task: Task) -> Amount:
+    def make(self, task: ShardTask) -> Amount:
         """Make what is missing of a shard; how much that was."""
         import ray
 
@@ -73,7 +73,7 @@ class Worker:
         if gap is None:  # an actor that died after its last commit made it
             return Amount()
         if task.source is not None:
-            reads = read(ray.get(task.source), gap, self.job.skips)
+            reads = read_gap(ray.get(task.source), gap, self.job.skips)
         else:
             fetched: Iterator[Any] = map(ray.get, task.batches)
             reads = (one for one in fetched if one.number >= gap.start)
@@ -83,16 +83,16 @@ class Worker:
 
 
 def fill(
-    job: Job, model: nn.Module, source: Source, ahead: Iterator[Read] | None, workers: int | None, meter: Meter
+    job: Job, model: nn.Module, source: Source, ahead: Iterator[ReadBatch] | None, workers: int | None, meter: Meter
 ) -> None:
     """Make what is missing, by Ray; `ahead` are all batches, if nothing is there yet."""
     ray = _ray()
     if not ray.is_initialized():
         ray.init(log_to_driver=False, include_dashboard=False)
-    share = Share.of(ray.cluster_resources(), workers)
+    share = ActorResources.of(ray.cluster_resources(), workers)
     here = -(-share.workers // max(1, len(ray.nodes())))
     job = replace(job, wanted=replace(job.wanted, sites=_portable(job.wanted.sites, model)))
-    actor = ray.remote(Worker).options(
+    actor = ray.remote(ShardWorker).options(
         num_cpus=share.cpus, num_gpus=share.gpus, max_restarts=-1, max_task_retries=_REPEATS
     )
     shared = [ray.put(job), ray.put(model)]
@@ -104,7 +104,7 @@ def fill(
             ray.kill(one)
 
 
-def _share_out(ray: Any, actors: list[Any], tasks: Iterator[Task], meter: Meter) -> None:
+def _share_out(ray: Any, actors: list[Any], tasks: Iterator[ShardTask], meter: Meter) -> None:
     """Give every actor one task after the other, and the next one while it is still busy."""
     busy: dict[Any, Any] = {}  # what comes of a task → the actor that is at it
     free = [*actors, *actors]
@@ -133,16 +133,16 @@ def _ended(ray: Any, busy: dict[Any, Any], meter: Meter) -> list[Any]:
     return [busy.pop(one) for one in ended]
 
 
-def _tasks(ray: Any, job: Job, source: Source, ahead: Iterator[Read] | None) -> Iterator[Task]:
+def _tasks(ray: Any, job: Job, source: Source, ahead: Iterator[ReadBatch] | None) -> Iterator[ShardTask]:
     """The shards that are missing: to be read by the actors where any batch can be read by itself, else here."""
     missing, per = gaps(job.out, job.manifest, source.batches), job.manifest.batches_per_shard
     if source.indexed:
         reference = ray.put(source)
-        yield from (Task(gap.start // per, source.batches, reference, []) for gap in missing)
+        yield from (ShardTask(gap.start // per, source.batches, reference, []) for gap in missing)
         return
-    reads = ahead or chain.from_iterable(read(source, gap, job.skips) for gap in joined(missing))
+    reads = ahead or chain.from_iterable(read_gap(source, gap, job.skips) for gap in joined_gaps(missing))
     for shard, batches in groupby(reads, lambda one: one.number // per):
-        yield Task(shard, source.batches, None, [ray.put(one) for one in batches])
+        yield ShardTask(shard, source.batches, None, [ray.put(one) for one in batches])
 
 
 def _portable(sites: Any, model: nn.Module) -> list[Query]:

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, default_collate
 
 from torchhook.activations.collate import (
+    FaultTolerantDataset,
     Parameters,
-    Tolerant,
     batch_of_columns,
     batch_of_rows,
     collated,
+    error_text,
     tensor_of,
-    told,
 )
 from torchhook.core.batch import Batch, batch_count, samples_of
 from torchhook.core.errors import HarvestError
@@ -38,7 +38,7 @@ _SHUFFLED = "its order is drawn anew each time; pass shuffle=False to the DataLo
 _UNORDERED = "its batches come as they get ready; pass in_order=True to the DataLoader, or resume=False"
 
 
-class Read(NamedTuple):
+class ReadBatch(NamedTuple):
     """One batch as it was read."""
 
     number: int
@@ -50,6 +50,7 @@ class Read(NamedTuple):
 class Source(ABC):
     """Numbered batches of samples."""
 
+    kind: str  # part of the fingerprint in every manifest: stores of today stop to resume if it changes
     samples: int | None = None  # how many, if that is known
     batches: int | None = None
     repeats: bool = True  # whether reading again gives the same batches in the same order
@@ -57,7 +58,7 @@ class Source(ABC):
     why_not: str = ""  # it does not repeat, and what to do about it
 
     @abstractmethod
-    def read(self, start: int = 0, stop: int | None = None, *, skip: bool = False) -> Generator[Read, None, None]:
+    def read(self, start: int = 0, stop: int | None = None, *, skip: bool = False) -> Generator[ReadBatch, None, None]:
         """The batches from `start` up to `stop`; with `skip`, samples that cannot be read are left out and told."""
 
 
@@ -90,9 +91,10 @@ def source_of(data: Any, batch_size: int | None, model: nn.Module, keep: Iterabl
     return _of_loader(data, parameters) if isinstance(data, DataLoader) else _of_batches(data, parameters)
 
 
-class Rows(Source):
+class TensorSource(Source):
     """A tensor or an array whose rows are samples."""
 
+    kind = "Rows"
     indexed = True
 
     def __init__(self, rows: Any, size: int) -> None:
@@ -101,15 +103,16 @@ class Rows(Source):
         self._rows, self._plan = rows, Consecutive(len(rows), size)
         self.samples, self.batches = len(rows), len(self._plan)
 
-    def read(self, start: int = 0, stop: int | None = None, *, skip: bool = False) -> Generator[Read, None, None]:
+    def read(self, start: int = 0, stop: int | None = None, *, skip: bool = False) -> Generator[ReadBatch, None, None]:
         for number in _numbers(start, stop, len(self._plan)):
             ids = self._plan[number]
-            yield Read(number, ids, _home(tensor_of(self._rows[ids.start : ids.stop])), {})
+            yield ReadBatch(number, ids, _home(tensor_of(self._rows[ids.start : ids.stop])), {})
 
 
-class Indexed(Source):
+class IndexedSource(Source):
     """A data set with indices, read by a DataLoader of our own over a plan of batches."""
 
+    kind = "Indexed"
     indexed = True
 
     def __init__(
@@ -125,10 +128,10 @@ class Indexed(Source):
         self.batches = len(plan)
         self.samples = plan.samples if isinstance(plan, Consecutive) else sum(map(len, plan))
 
-    def read(self, start: int = 0, stop: int | None = None, *, skip: bool = False) -> Generator[Read, None, None]:
+    def read(self, start: int = 0, stop: int | None = None, *, skip: bool = False) -> Generator[ReadBatch, None, None]:
         numbers = _numbers(start, stop, len(self._plan))
         loader: DataLoader[Any] = DataLoader(
-            Tolerant(self._dataset, skip),  # type: ignore[arg-type]  # reads several at once
+            FaultTolerantDataset(self._dataset, skip),  # type: ignore[arg-type]  # reads several at once
             batch_sampler=(list(self._plan[number]) for number in numbers),
             collate_fn=partial(collated, self._collate, skip),
             **self._options,
@@ -136,11 +139,13 @@ class Indexed(Source):
         for number, found in _watched(loader, start):
             ids = [index for index in self._plan[number] if index not in found.unread]
             data = _fitted(found.batch, self._parameters) if ids else None
-            yield Read(number, ids if found.unread else self._plan[number], data, found.unread)
+            yield ReadBatch(number, ids if found.unread else self._plan[number], data, found.unread)
 
 
-class Stream(Source):
+class StreamSource(Source):
     """Batches as they come: to go on at one of them is to read those before once more."""
+
+    kind = "Stream"
 
     def __init__(self, data: Iterable[Any], parameters: Parameters, why_not: str = "") -> None:
         self._data, self._parameters = data, parameters
@@ -151,7 +156,7 @@ class Stream(Source):
         if self.indexed:
             self.samples = sum(len(read.ids) for read in self.read())
 
-    def read(self, start: int = 0, stop: int | None = None, *, skip: bool = False) -> Generator[Read, None, None]:
+    def read(self, start: int = 0, stop: int | None = None, *, skip: bool = False) -> Generator[ReadBatch, None, None]:
         if self._begun and self.why_not == _ONCE:
             raise HarvestError(f"data was read before, and {_ONCE}")
         self._begun = True
@@ -160,11 +165,11 @@ class Stream(Source):
             try:
                 data = _fitted(batch, self._parameters)
                 ids = range(place, place + samples_of(Batch.of(data)).length)
-            except HarvestError as error:
+            except ValueError as error:
                 raise HarvestError(f"batch {number} of data: {error}") from error
             place = ids.stop
             if number >= start:
-                yield Read(number, ids, data, {})
+                yield ReadBatch(number, ids, data, {})
 
 
 class Consecutive(Sequence[range]):
@@ -210,7 +215,7 @@ def _watched(batches: Iterable[Any], first: int) -> Iterator[tuple[int, Any]]:
             if isinstance(error, HarvestError):
                 raise
             raise HarvestError(
-                f"batch {number} of data cannot be read: {told(error)}; what comes after it cannot be read either"
+                f"batch {number} of data cannot be read: {error_text(error)}; what comes after it cannot be read either"
             ) from error
         yield number, batch
 
@@ -219,14 +224,16 @@ def _of_samples(data: Any, size: int, parameters: Parameters) -> Source | None:
     """Data that come in samples; None if they are something else."""
     numpy: Any = sys.modules.get("numpy")
     if isinstance(data, Tensor) or (numpy is not None and isinstance(data, numpy.ndarray)):
-        return Rows(data, size)
+        return TensorSource(data, size)
     if _is(data, "datasets.arrow_dataset", "Dataset"):
         data = _formatted(data, parameters)
-        return Indexed(data, Consecutive(len(data), size), partial(batch_of_rows, parameters=parameters), parameters)
+        return IndexedSource(
+            data, Consecutive(len(data), size), partial(batch_of_rows, parameters=parameters), parameters
+        )
     if _is(data, "datasets.iterable_dataset", "IterableDataset"):
-        return Stream(Streamed(data, size, parameters), parameters)
+        return StreamSource(StreamedBatches(data, size, parameters), parameters)
     if _is(data, "ray.data.dataset", "Dataset"):
-        source = Stream(RayBatches(data, size, parameters), parameters)
+        source = StreamSource(RayBatches(data, size, parameters), parameters)
         if _is(data, "ray.data.dataset", "MaterializedDataset"):  # of others, counting may mean to make them
             source.samples = data.count()
             source.batches = len(Consecutive(source.samples, size))
@@ -234,7 +241,7 @@ def _of_samples(data: Any, size: int, parameters: Parameters) -> Source | None:
     if isinstance(data, IterableDataset):
         return _of_loader(DataLoader(data, batch_size=size), parameters)
     if isinstance(data, Dataset) or (hasattr(data, "__getitem__") and not isinstance(data, (Iterable, Mapping))):
-        return Indexed(data, Consecutive(_samples(data), size), default_collate, parameters)
+        return IndexedSource(data, Consecutive(_samples(data), size), default_collate, parameters)
     return None
 
 
@@ -242,24 +249,24 @@ def _of_loader(loader: DataLoader[Any], parameters: Parameters) -> Source:
     if type(loader).__iter__ is not DataLoader.__iter__:  # it does something of its own with its batches
         return _of_batches(loader, parameters)
     if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
-        return Stream(_again(loader), parameters, _why_not(loader))
+        return StreamSource(_again(loader), parameters, _why_not(loader))
     sampler = loader.batch_sampler
     if type(sampler) is BatchSampler and type(sampler.sampler) is SequentialSampler:
         samples, size = len(sampler.sampler), sampler.batch_size
         plan: Any = Consecutive(samples - samples % size if sampler.drop_last else samples, size)
-        return Indexed(loader.dataset, plan, loader.collate_fn, parameters, _options(loader))
+        return IndexedSource(loader.dataset, plan, loader.collate_fn, parameters, _options(loader))
     try:
         plan = [list(map(index, batch)) for batch in sampler]
     except TypeError:  # the data set is asked for something else than numbers
-        return Stream(_again(loader), parameters, _why_not(loader))
-    source = Indexed(loader.dataset, plan, loader.collate_fn, parameters, _options(loader))
+        return StreamSource(_again(loader), parameters, _why_not(loader))
+    source = IndexedSource(loader.dataset, plan, loader.collate_fn, parameters, _options(loader))
     if plan != [list(map(index, batch)) for batch in sampler]:
         source.repeats, source.why_not = False, _SHUFFLED
     return source
 
 
 def _of_batches(data: Iterable[Any], parameters: Parameters) -> Source:
-    return Stream(data, parameters, _ONCE if isinstance(data, Iterator) else "")
+    return StreamSource(data, parameters, _ONCE if isinstance(data, Iterator) else "")
 
 
 def _again(loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -292,7 +299,7 @@ def _options(loader: DataLoader[Any]) -> dict[str, Any]:
     return {name: getattr(loader, name) for name in names}
 
 
-class Streamed:
+class StreamedBatches:
     """A Hugging Face data set without indices, so many samples at a time."""
 
     def __init__(self, dataset: Any, size: int, parameters: Parameters) -> None:

@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader
 
 from torchhook.activations import store_files
 from torchhook.activations.batches import Batches
-from torchhook.activations.column import Column, Samples
-from torchhook.activations.mapped import Part, Stretch, check
-from torchhook.activations.store_files import Commit, Kept, Kind, Manifest, last
+from torchhook.activations.column import Column, SampleIds
+from torchhook.activations.mapped import RowFile, ShardRows, check
+from torchhook.activations.store_files import Commit, Manifest, RowFormat, SiteCommit, last_commit
 from torchhook.core.errors import HarvestError, NotRecordedError
 from torchhook.core.selection import nearest
 from torchhook.core.text import html_table, in_units, table
@@ -60,10 +60,10 @@ class Activations:
         self.folder = folder
         self.manifest = manifest
         self._commits = commits
-        self._samples = Samples(
+        self._samples = SampleIds(
             [
-                Part(
-                    store_files.samples(folder, n),
+                RowFile(
+                    store_files.samples_path(folder, n),
                     "samples",
                     torch.int64,
                     (),
@@ -81,16 +81,17 @@ class Activations:
         """The activations in `folder`, as many as are committed now."""
         folder = Path(folder).absolute()
         manifest = Manifest.read(folder)
-        numbers = store_files.shards(folder) if manifest.shards is None else range(manifest.shards)
+        numbers = store_files.shard_numbers(folder) if manifest.shards is None else range(manifest.shards)
         commits = {}
         for shard in numbers:
-            commit = last(store_files.journal(folder, shard))
+            journal = store_files.journal_path(folder, shard)
+            commit = last_commit(journal)
             if commit is not None:
                 commits[shard] = commit
             elif manifest.shards is not None:
                 raise HarvestError(
-                    f"{str(folder)!r} is broken: {str(store_files.journal(folder, shard))!r} is missing or empty, and"
-                    f" the harvest ended with {manifest.shards} shards"
+                    f"{str(folder)!r} is broken: {str(journal)!r} is missing or empty, and the harvest ended with"
+                    f" {manifest.shards} shards"
                 )
         return cls(folder, manifest, commits)
 
@@ -204,21 +205,23 @@ class Activations:
         kind = self.manifest.sites[site]
         all_kept, values, offsets = [], [], []
         for shard, told in self._commits.items():
-            kept = told.sites.get(site, Kept())
+            kept = told.sites.get(site, SiteCommit())
             if not kind.ragged and kept.rows != told.samples:
                 raise HarvestError(
-                    f"{str(store_files.journal(self.folder, shard))!r} is broken: {kept.rows} rows of {site!r} for"
+                    f"{str(store_files.journal_path(self.folder, shard))!r} is broken: {kept.rows} rows of {site!r} for"
                     f" {told.samples} samples"
                 )
             all_kept.append(kept)
-            path = store_files.values(self.folder, site, shard)
-            values.append(Part(path, "values", kind.torch_dtype, kind.shape, kept.rows, kept.crc32, told.done))
+            path = store_files.values_path(self.folder, site, shard)
+            values.append(RowFile(path, "values", kind.torch_dtype, kind.shape, kept.rows, kept.crc32, told.done))
             if kind.ragged:
-                path = store_files.offsets(self.folder, site, shard)
-                offsets.append(Part(path, "offsets", torch.int64, (), told.samples + 1, kept.offsets_crc32, told.done))
+                path = store_files.offsets_path(self.folder, site, shard)
+                offsets.append(
+                    RowFile(path, "offsets", torch.int64, (), told.samples + 1, kept.offsets_crc32, told.done)
+                )
         return Column(site, kind, self._samples, all_kept, values, offsets)
 
-    def _together(self, sites: Sequence[str] | None) -> tuple[Column, dict[str, Sequence[Stretch]]]:
+    def _together(self, sites: Sequence[str] | None) -> tuple[Column, dict[str, Sequence[ShardRows]]]:
         """The parts of several sites, all with the rows of the first, or of the first ragged one if there is any."""
         if isinstance(sites, str):
             raise TypeError(f"sites must be several names, as [{sites!r}]")
@@ -281,7 +284,9 @@ _NAMES = {
 }
 
 
-def table_of(keys: tuple[Tensor, Tensor], columns: Mapping[str, Sequence[Stretch]], kinds: Mapping[str, Kind]) -> Any:
+def table_of(
+    keys: tuple[Tensor, Tensor], columns: Mapping[str, Sequence[ShardRows]], kinds: Mapping[str, RowFormat]
+) -> Any:
     """A table of columns with the same rows, and their `keys`; a chunk a shard."""
     arrow = _pyarrow()
     clash = [site for site in columns if site in _KEYS]
@@ -292,7 +297,7 @@ def table_of(keys: tuple[Tensor, Tensor], columns: Mapping[str, Sequence[Stretch
     return arrow.table([values for _, values in fields], schema=arrow.schema([field for field, _ in fields]))
 
 
-def _site(site: str, parts: Sequence[Stretch], kind: Kind) -> tuple[Any, Any]:
+def _site(site: str, parts: Sequence[ShardRows], kind: RowFormat) -> tuple[Any, Any]:
     arrow = _pyarrow()
     chunks = [_rows(part.span(0, part.rows)) for part in parts if part.rows]
     as_type = _rows(torch.empty(0, *kind.shape, dtype=kind.torch_dtype)).type

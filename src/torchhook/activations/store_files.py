@@ -34,27 +34,27 @@ def folder_of(site: str) -> str:
     return name or _ROOT
 
 
-def journal(out: Path, shard: int) -> Path:
+def journal_path(out: Path, shard: int) -> Path:
     """The journal of a shard."""
     return out / "journal" / f"{shard:05}.jsonl"
 
 
-def samples(out: Path, shard: int) -> Path:
+def samples_path(out: Path, shard: int) -> Path:
     """The ids of the samples of a shard."""
     return out / "samples" / f"{shard:05}.safetensors"
 
 
-def values(out: Path, site: str, shard: int) -> Path:
+def values_path(out: Path, site: str, shard: int) -> Path:
     """The rows of a shard at a site."""
     return out / "sites" / folder_of(site) / f"{shard:05}.safetensors"
 
 
-def offsets(out: Path, site: str, shard: int) -> Path:
+def offsets_path(out: Path, site: str, shard: int) -> Path:
     """Where in the rows of a shard each sample begins; the last number is where the last one ends."""
     return out / "sites" / folder_of(site) / f"{shard:05}.offsets.safetensors"
 
 
-def shards(out: Path) -> list[int]:
+def shard_numbers(out: Path) -> list[int]:
     """The shards that were begun, in order."""
     return sorted(int(path.stem) for path in (out / "journal").glob("*.jsonl") if path.stem.isdecimal())
 
@@ -78,7 +78,7 @@ _RESUMED = {  # what must be as it was for a harvest to go on, and how a user kn
 
 
 @dataclass(frozen=True)
-class Kind:
+class RowFormat:
     """What the rows of a site are."""
 
     shape: tuple[int, ...]
@@ -111,7 +111,7 @@ class Manifest:
     keep: tuple[str, ...]
     on_error: str
     stop: bool
-    sites: dict[str, Kind]
+    sites: dict[str, RowFormat]
     first_batch: dict[str, tuple[float, float]]  # mean and deviation at each site, by which a change is seen
     torch: str
     torchhook: str
@@ -130,7 +130,7 @@ class Manifest:
                     " know; update torchhook"
                 )
             told["sites"] = {
-                site: Kind(**{**kind, "shape": tuple(kind["shape"])}) for site, kind in told["sites"].items()
+                site: RowFormat(**{**kind, "shape": tuple(kind["shape"])}) for site, kind in told["sites"].items()
             }
             told["first_batch"] = {site: (mean, std) for site, (mean, std) in told["first_batch"].items()}
             return cls(**{**told, "keep": tuple(told["keep"])})
@@ -176,7 +176,7 @@ def _alike(a: tuple[float, float], b: tuple[float, float]) -> bool:
 
 
 @dataclass(frozen=True)
-class Kept:
+class SiteCommit:
     """What there is of a shard at one site."""
 
     rows: int = 0
@@ -190,7 +190,7 @@ class Kept:
         return torch.tensor([float.fromhex(x) for x in self.moments], dtype=torch.float64) if self.moments else None
 
     @staticmethod
-    def told(state: Tensor | None) -> tuple[str, ...]:
+    def encoded(state: Tensor | None) -> tuple[str, ...]:
         """Moments as they are written."""
         return () if state is None else tuple(x.hex() for x in state.tolist())
 
@@ -203,7 +203,7 @@ class Commit:
     samples: int = 0
     samples_crc32: int = 0
     input_crc32: int = 0  # of the last batch, to see on resuming that the data are the same
-    sites: dict[str, Kept] = field(default_factory=dict)
+    sites: dict[str, SiteCommit] = field(default_factory=dict)
     skipped: dict[int, str] = field(default_factory=dict)  # id → reason
     done: bool = False
 
@@ -212,7 +212,7 @@ class Commit:
         """The commit that a line tells of."""
         told: dict[str, Any] = json.loads(line)
         told["sites"] = {
-            site: Kept(**{**kept, "moments": tuple(kept["moments"])}) for site, kept in told["sites"].items()
+            site: SiteCommit(**{**kept, "moments": tuple(kept["moments"])}) for site, kept in told["sites"].items()
         }
         told["skipped"] = {int(sample): reason for sample, reason in told["skipped"].items()}
         return cls(**told)
@@ -220,13 +220,13 @@ class Commit:
     def line(self) -> str:
         """This as a line.
 
-        >>> Commit.of(Commit(3, 96, 7, 5, {"fc": Kept(96, 1)}, {4: "broken"}).line()).skipped
+        >>> Commit.of(Commit(3, 96, 7, 5, {"fc": SiteCommit(96, 1)}, {4: "broken"}).line()).skipped
         {4: 'broken'}
         """
         return json.dumps(asdict(self), separators=(",", ":")) + "\n"
 
 
-def last(path: Path) -> Commit | None:
+def last_commit(path: Path) -> Commit | None:
     """The last commit of a shard, if it has one; the file is left as it is."""
     try:
         lines = path.read_bytes().split(b"\n")[:-1]  # what no newline ends was torn
@@ -248,7 +248,7 @@ class Journal:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         try:
             self._lock()
-            self.commit = last(path)
+            self.commit = last_commit(path)
             self._cut()
         except BaseException:
             self.close()
@@ -287,7 +287,7 @@ class Journal:
         os.truncate(self._file, content.rfind(b"\n") + 1)
 
 
-def merged(states: list[Tensor]) -> Tensor | None:
+def merged_moments(states: list[Tensor]) -> Tensor | None:
     """The moments of all, from those of some parts, in their order."""
     return Moments().merge(torch.stack(states)) if states else None
 

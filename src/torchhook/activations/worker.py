@@ -14,9 +14,9 @@ from torch import nn
 from torchhook.activations import store_files
 from torchhook.activations.collector import Collector, Wanted, single
 from torchhook.activations.fingerprints import batch_fingerprint
-from torchhook.activations.sources import Read, Source
-from torchhook.activations.store_files import Commit, Manifest, last
-from torchhook.activations.writer import Conveyor, Harvested, Piece, ShardWriter, Tell, begun
+from torchhook.activations.sources import ReadBatch, Source
+from torchhook.activations.store_files import Commit, Manifest, last_commit
+from torchhook.activations.writer import HarvestedBatch, OnWritten, Piece, ShardWriter, WriterThread, valid_commit
 from torchhook.core.errors import HarvestError, TorchhookError
 
 
@@ -36,32 +36,32 @@ class Job:
         return self.manifest.on_error == "skip"
 
 
-def work(job: Job, model: nn.Module, reads: Iterable[Read], tell: Tell) -> None:
+def work(job: Job, model: nn.Module, reads: Iterable[ReadBatch], tell: OnWritten) -> None:
     """Harvest batches that follow each other, with the model, the copies to the host and the disk all busy at once."""
     with (
         Collector(model, job.wanted, on_silent="ignore") as collector,
-        Conveyor(job.out, job.manifest, job.max_bytes, job.commit_seconds, tell) as conveyor,
+        WriterThread(job.out, job.manifest, job.max_bytes, job.commit_seconds, tell) as writer,
     ):
         for read in reads:
-            conveyor.put(harvested(collector, read, job.skips))
+            writer.put(harvest_batch(collector, read, job.skips))
 
 
-def harvested(collector: Collector, read: Read, skips: bool) -> Harvested:
+def harvest_batch(collector: Collector, read: ReadBatch, skips: bool) -> HarvestedBatch:
     """One batch, run; with `skips` without the samples that the model raises on."""
     ids, skipped, checksum = read.ids, dict(read.unread), batch_fingerprint(read.data)
     if not ids:
-        return Harvested(read.number, [], skipped, checksum)
+        return HarvestedBatch(read.number, [], skipped, checksum)
     try:
-        return Harvested(read.number, [Piece(ids, collector.collect(read.data, len(ids)))], skipped, checksum)
+        return HarvestedBatch(read.number, [Piece(ids, collector.collect(read.data, len(ids)))], skipped, checksum)
     except Exception as error:
         if not skips or isinstance(error, torch.AcceleratorError):  # after which a device does nothing more
             raise _told(error, read) from error
     singles = [_alone(collector, read, number) for number in range(len(ids))]
     skipped |= {sample: found for sample, found in zip(ids, singles, strict=True) if isinstance(found, str)}
-    return Harvested(read.number, [found for found in singles if isinstance(found, Piece)], skipped, checksum)
+    return HarvestedBatch(read.number, [found for found in singles if isinstance(found, Piece)], skipped, checksum)
 
 
-def _alone(collector: Collector, read: Read, number: int) -> Piece | str:
+def _alone(collector: Collector, read: ReadBatch, number: int) -> Piece | str:
     """One sample of a batch, or the reason why it is left out."""
     try:
         return Piece([read.ids[number]], collector.collect(single(read.data, number, len(read.ids)), 1))
@@ -69,7 +69,7 @@ def _alone(collector: Collector, read: Read, number: int) -> Piece | str:
         return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def _told(error: Exception, read: Read) -> Exception:
+def _told(error: Exception, read: ReadBatch) -> Exception:
     """What the model raised, with the samples that it was given."""
     if isinstance(error, TorchhookError):
         return error
@@ -93,7 +93,7 @@ def gaps(out: Path, manifest: Manifest, batches: int | None) -> list[Gap]:
     """What is missing in `out`, shard by shard, of data with so many batches, if that is known."""
     per = manifest.batches_per_shard
     known = -(-batches // per) if batches is not None else manifest.shards
-    shards = max(store_files.shards(out), default=-1) + 1 if known is None else known
+    shards = max(store_files.shard_numbers(out), default=-1) + 1 if known is None else known
     found = [gap for shard in range(shards) if (gap := gap_of(out, manifest, shard, batches)) is not None]
     if known is None:
         before = commit_of(out, manifest, shards - 1) if shards else Commit()
@@ -112,10 +112,10 @@ def gap_of(out: Path, manifest: Manifest, shard: int, batches: int | None) -> Ga
     return Gap(start, stop, commit.input_crc32 if commit.batches else None)
 
 
-def joined(found: list[Gap]) -> list[Gap]:
+def joined_gaps(found: list[Gap]) -> list[Gap]:
     """Gaps that follow right on each other as one, to be read in one go.
 
-    >>> joined([Gap(3, 8, 17), Gap(8, 16), Gap(24, None)])
+    >>> joined_gaps([Gap(3, 8, 17), Gap(8, 16), Gap(24, None)])
     [Gap(start=3, stop=16, checksum=17), Gap(start=24, stop=None, checksum=None)]
     """
     longer: list[Gap] = []
@@ -129,10 +129,10 @@ def joined(found: list[Gap]) -> list[Gap]:
 
 def commit_of(out: Path, manifest: Manifest, shard: int) -> Commit:
     """What there is of a shard."""
-    return begun(out, manifest, shard, last(store_files.journal(out, shard)))
+    return valid_commit(out, manifest, shard, last_commit(store_files.journal_path(out, shard)))
 
 
-def read(source: Source, gap: Gap, skips: bool) -> Iterator[Read]:
+def read_gap(source: Source, gap: Gap, skips: bool) -> Iterator[ReadBatch]:
     """The batches of a gap; a `HarvestError` if the one before is not what it was."""
     start = number = gap.start if gap.checksum is None else gap.start - 1
     for number, one in enumerate(source.read(start, gap.stop, skip=skips), start + 1):  # noqa: B007 (for the end)
@@ -152,7 +152,7 @@ def read(source: Source, gap: Gap, skips: bool) -> Iterator[Read]:
 
 def finish(out: Path, manifest: Manifest, batches: int | None) -> None:
     """Say of every shard, and of the whole, that nothing is missing; a `HarvestError` if something is."""
-    there = store_files.shards(out)
+    there = store_files.shard_numbers(out)
     missing = [] if batches is None else gaps(out, manifest, batches)
     if missing or there != list(range(len(there))) or not there:
         raise HarvestError(
@@ -160,11 +160,11 @@ def finish(out: Path, manifest: Manifest, batches: int | None) -> None:
             " all workers see this folder?"
         )
     with ThreadPoolExecutor(1) as pool:
-        for shard in store_files.shards(out):
+        for shard in store_files.shard_numbers(out):
             if not commit_of(out, manifest, shard).done:
                 writer = ShardWriter(out, manifest, shard, pool)
                 try:
                     writer.commit(done=True)
                 finally:
                     writer.close()
-    manifest.done(len(store_files.shards(out))).write(out)
+    manifest.done(len(store_files.shard_numbers(out))).write(out)

@@ -19,9 +19,17 @@ import torch
 from torch import Tensor
 
 from torchhook.activations import store_files
-from torchhook.activations.collector import Measured, Sent
-from torchhook.activations.store_files import Commit, Journal, Kept, Kind, Manifest, merged, sync_folder
-from torchhook.captures.appendable import PAGE, Growing, row_bytes
+from torchhook.activations.collector import Measurement, SentRows
+from torchhook.activations.store_files import (
+    Commit,
+    Journal,
+    Manifest,
+    RowFormat,
+    SiteCommit,
+    merged_moments,
+    sync_folder,
+)
+from torchhook.captures.appendable import PAGE, AppendableTensor, row_bytes
 from torchhook.core.errors import BudgetError, HarvestError
 from torchhook.core.text import in_units, shape_of
 
@@ -43,7 +51,7 @@ class Piece:
     """Some samples with their rows at every site."""
 
     ids: Sequence[int]
-    sites: Mapping[str, Sent]
+    sites: Mapping[str, SentRows]
 
     @property
     def amount(self) -> Amount:
@@ -53,7 +61,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Harvested:
+class HarvestedBatch:
     """A batch that went through the model: in one piece, or sample by sample where the whole did not."""
 
     number: int
@@ -67,31 +75,44 @@ class Harvested:
         return reduce(Amount.plus, (piece.amount for piece in self.pieces), Amount(len(self.skipped)))
 
 
-class _Site:
+class _SiteFiles:
     """The files of a shard at one site."""
 
     def __init__(
-        self, out: Path, shard: int, name: str, kind: Kind, kept: Kept, offsets: int, pool: ThreadPoolExecutor
+        self,
+        out: Path,
+        shard: int,
+        name: str,
+        kind: RowFormat,
+        kept: SiteCommit,
+        offsets: int,
+        pool: ThreadPoolExecutor,
     ) -> None:
         self.name = name
         self.kind = kind
         self.overflow = kept.overflow
         self.moments = kept.state()
-        self.values = Growing(
-            store_files.values(out, name, shard), "values", kind.torch_dtype, kind.shape, pool, kept.rows, kept.crc32
+        self.values = AppendableTensor(
+            store_files.values_path(out, name, shard),
+            "values",
+            kind.torch_dtype,
+            kind.shape,
+            pool,
+            kept.rows,
+            kept.crc32,
         )
-        self.offsets: Growing | None = None
+        self.offsets: AppendableTensor | None = None
         if kind.ragged:
-            path = store_files.offsets(out, name, shard)
-            self.offsets = Growing(path, "offsets", torch.int64, (), pool, offsets, kept.offsets_crc32)
+            path = store_files.offsets_path(out, name, shard)
+            self.offsets = AppendableTensor(path, "offsets", torch.int64, (), pool, offsets, kept.offsets_crc32)
             if not offsets:
                 self.offsets.append(torch.zeros(1, dtype=torch.int64))
 
     @property
-    def files(self) -> list[Growing]:
+    def files(self) -> list[AppendableTensor]:
         return [self.values] if self.offsets is None else [self.values, self.offsets]
 
-    def add(self, sent: Sent, samples: int) -> None:
+    def add(self, sent: SentRows, samples: int) -> None:
         self._require_same_kind(sent)
         if self.offsets is not None:
             lengths = torch.ones(samples) if sent.lengths is None else torch.tensor(sent.lengths)
@@ -100,16 +121,16 @@ class _Site:
         if sent.measured is not None:
             self._count(sent.measured())
 
-    def kept(self) -> Kept:
+    def kept(self) -> SiteCommit:
         told = 0 if self.offsets is None else self.offsets.crc32
-        return Kept(self.values.rows, self.values.crc32, told, self.overflow, Kept.told(self.moments))
+        return SiteCommit(self.values.rows, self.values.crc32, told, self.overflow, SiteCommit.encoded(self.moments))
 
-    def _count(self, measured: Measured) -> None:
+    def _count(self, measured: Measurement) -> None:
         self.overflow += measured.overflow
         both = [measured.moments] if self.moments is None else [self.moments, measured.moments]
-        self.moments = merged(both)
+        self.moments = merged_moments(both)
 
-    def _require_same_kind(self, sent: Sent) -> None:
+    def _require_same_kind(self, sent: SentRows) -> None:
         kind = self.kind
         # where samples have one token each, rows of tokens and of samples look the same
         if (sent.shape, sent.dtype) != (kind.shape, kind.torch_dtype) or (sent.lengths is not None and not kind.ragged):
@@ -128,20 +149,20 @@ class ShardWriter:
         self.shard = shard
         self._first = shard * manifest.batches_per_shard
         with ExitStack() as opening:
-            self._journal = Journal(store_files.journal(out, shard))
+            self._journal = Journal(store_files.journal_path(out, shard))
             opening.callback(self._journal.close)
-            last = begun(out, manifest, shard, self._journal.commit)
+            last = valid_commit(out, manifest, shard, self._journal.commit)
             self.batches = last.batches
             self.skipped = dict(last.skipped)
             self._input_crc32 = last.input_crc32
-            self._samples = Growing(
-                store_files.samples(out, shard), "samples", torch.int64, (), pool, last.samples, last.samples_crc32
+            self._samples = AppendableTensor(
+                store_files.samples_path(out, shard), "samples", torch.int64, (), pool, last.samples, last.samples_crc32
             )
             opening.callback(self._samples.close)
-            self._sites: dict[str, _Site] = {}
+            self._sites: dict[str, _SiteFiles] = {}
             offsets = last.samples + 1 if last.batches else 0
             for name, kind in manifest.sites.items():
-                site = _Site(out, shard, name, kind, last.sites.get(name, Kept()), offsets, pool)
+                site = _SiteFiles(out, shard, name, kind, last.sites.get(name, SiteCommit()), offsets, pool)
                 self._sites[name] = site
                 for file in site.files:
                     opening.callback(file.close)
@@ -149,7 +170,7 @@ class ShardWriter:
                 sync_folder(folder)
             self._open = opening.pop_all()
 
-    def add(self, harvested: Harvested) -> None:
+    def add(self, harvested: HarvestedBatch) -> None:
         """Append the next batch."""
         if harvested.number != self._first + self.batches:
             raise HarvestError(
@@ -184,7 +205,7 @@ class ShardWriter:
         self._open.close()
 
     @property
-    def _files(self) -> list[Growing]:
+    def _files(self) -> list[AppendableTensor]:
         return [self._samples, *(file for site in self._sites.values() for file in site.files)]
 
     def _require_all_sites(self, piece: Piece) -> None:
@@ -197,16 +218,16 @@ class ShardWriter:
             )
 
 
-def begun(out: Path, manifest: Manifest, shard: int, commit: Commit | None) -> Commit:
+def valid_commit(out: Path, manifest: Manifest, shard: int, commit: Commit | None) -> Commit:
     """What there is of a shard, if its files hold it; one that lost rows begins anew, one with more is not done."""
     if commit is None:
         return Commit()
-    sizes = {store_files.samples(out, shard): PAGE + 8 * commit.samples}
+    sizes = {store_files.samples_path(out, shard): PAGE + 8 * commit.samples}
     for name, kind in manifest.sites.items():
-        kept = commit.sites.get(name, Kept())
-        sizes[store_files.values(out, name, shard)] = PAGE + kept.rows * row_bytes(kind.torch_dtype, kind.shape)
+        kept = commit.sites.get(name, SiteCommit())
+        sizes[store_files.values_path(out, name, shard)] = PAGE + kept.rows * row_bytes(kind.torch_dtype, kind.shape)
         if kind.ragged:
-            sizes[store_files.offsets(out, name, shard)] = PAGE + 8 * (commit.samples + 1)
+            sizes[store_files.offsets_path(out, name, shard)] = PAGE + 8 * (commit.samples + 1)
     found = {path: path.stat().st_size if path.exists() else -1 for path in sizes}
     if any(found[path] < size for path, size in sizes.items()):
         return Commit()
@@ -224,35 +245,35 @@ def _described(shape: tuple[int, ...], dtype: torch.dtype, ragged: bool) -> str:
     return f"rows of {size} in {str(dtype).removeprefix('torch.')} by {'token' if ragged else 'sample'}"
 
 
-Tell = Callable[[Amount], None]
+OnWritten = Callable[[Amount], None]
 """Told of how much was written, of each batch."""
 
 
-class Conveyor:
+class WriterThread:
     """Writes batches in the order in which they are put, from a thread of its own.
 
     Whoever puts waits while more than `max_bytes` are on the way. An error of the thread is raised where the next batch
     is put, or at the end. If whoever puts fails, all that was put before is written and committed.
     """
 
-    def __init__(self, out: Path, manifest: Manifest, max_bytes: int, commit_seconds: float, tell: Tell) -> None:
+    def __init__(self, out: Path, manifest: Manifest, max_bytes: int, commit_seconds: float, tell: OnWritten) -> None:
         self._out = out
         self._manifest = manifest
         self._max_bytes = max_bytes
         self._commit_seconds = commit_seconds
         self._tell = tell
-        self._line: deque[Harvested | None] = deque()
+        self._line: deque[HarvestedBatch | None] = deque()
         self._bytes = 0
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._whole = True
         self._thread = threading.Thread(target=self._run, name="torchhook-harvest", daemon=True)
 
-    def __enter__(self) -> Conveyor:
+    def __enter__(self) -> WriterThread:
         self._thread.start()
         return self
 
-    def put(self, harvested: Harvested) -> None:
+    def put(self, harvested: HarvestedBatch) -> None:
         """Hand over a batch, and wait until there is room for it."""
         size = harvested.amount.nbytes
         require_budget(harvested, self._max_bytes)
@@ -326,12 +347,12 @@ class Conveyor:
             if writer is not None:
                 writer.close()
 
-    def _next(self) -> Harvested | None:
+    def _next(self) -> HarvestedBatch | None:
         with self._changed:
             self._changed.wait_for(lambda: bool(self._line))
             return self._line.popleft()
 
-    def _release(self, harvested: Harvested) -> None:
+    def _release(self, harvested: HarvestedBatch) -> None:
         """Give room to the next ones, and tell of what is written."""
         with self._changed:
             self._bytes -= harvested.amount.nbytes
@@ -339,7 +360,7 @@ class Conveyor:
         self._tell(harvested.amount)
 
 
-def require_budget(harvested: Harvested, max_bytes: int) -> None:
+def require_budget(harvested: HarvestedBatch, max_bytes: int) -> None:
     """Refuse a batch that is too large by itself."""
     if harvested.amount.nbytes > max_bytes:
         raise BudgetError(

@@ -34,12 +34,12 @@ _CODES = {
 }
 
 
-class Growing:
+class AppendableTensor:
     """One tensor in a file, to which rows are appended; open from its last commit on.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as pool:
-    ...     file = Growing(Path(folder) / "x.safetensors", "values", torch.float16, (3,), pool)
+    ...     file = AppendableTensor(Path(folder) / "x.safetensors", "values", torch.float16, (3,), pool)
     ...     file.append(torch.ones(2, 3, dtype=torch.float16))
     ...     file.flush(), file.commit()
     ...     file.rows, file.close()
