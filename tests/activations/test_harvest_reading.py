@@ -553,5 +553,31 @@ except ImportError as error:
     assert done.stdout == 'to_arrow() needs pyarrow: pip install "torchhook[parquet]"\n', done.stderr
 
 
+def test_reading_needs_no_posix(store, tmp_path):
+    """As on Windows: files cannot be locked, nor read or written at a place, nor advice be given on maps of them."""
+    program = f"""
+import ctypes, os, sys, torch
+sys.modules["fcntl"] = None
+for name in ("preadv", "pread", "pwrite", "pwritev"):
+    delattr(os, name)
+def no_library(name): raise TypeError(name)
+ctypes.CDLL = no_library
+from torchhook import harvest
+from torchhook.activations.store import Activations
+acts = Activations.open({str(store[0])!r})
+assert len(acts) == 87 and acts["fc"][:].shape == acts["fc"][torch.randperm(87)].shape == (87, 4)
+assert acts["fc"].of(3).tolist() == acts["fc"][[3]].tolist() == [[12.0, 13.0, 14.0, 15.0]]
+assert sum(len(batch["fc"]) for shuffle in (True, False) for batch in acts.batches(9, shuffle=shuffle)) == 2 * 87
+assert acts.verify(None) == 87 * 8 + 2 * 87 * 16 and acts.to_arrow().num_rows == 87
+try:
+    harvest(torch.nn.Linear(2, 2), torch.ones(4, 2), "", {str(tmp_path / "new")!r})
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True)
+    assert done.stdout.startswith("HarvestError harvest cannot write here: this system has no POSIX file locks"), done
+    assert done.stdout.count("\n") == 1 and not done.stderr and not (tmp_path / "new").exists()
+
+
 def mappings(folder):
     return sum(str(folder) in line for line in Path("/proc/self/maps").read_text().splitlines())

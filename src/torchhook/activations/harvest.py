@@ -20,7 +20,7 @@ from torchhook.activations.estimate import Probe, estimate, probe
 from torchhook.activations.fingerprints import data_fingerprint, model_fingerprint
 from torchhook.activations.sources import ReadBatch, Source, source_of
 from torchhook.activations.store import Activations
-from torchhook.activations.store_files import Manifest
+from torchhook.activations.store_files import Manifest, require_locks
 from torchhook.activations.worker import Job, commit_of, finish, gaps, joined_gaps, read_gap, work
 from torchhook.activations.writer import Amount
 from torchhook.core.errors import HarvestError, SelectionError
@@ -92,6 +92,7 @@ def harvest(
     torch.Size([2, 2])
     >>> folder.cleanup()
     """
+    require_locks()
     require_module(model)
     if not queries_of(sites):
         raise SelectionError("sites is empty: name at least one place of the model")

@@ -6,13 +6,13 @@ What is mapped is private: a tensor of it can be written to, and neither the fil
 from __future__ import annotations
 
 import ctypes
-import os
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from io import FileIO
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple, TextIO, TypeAlias
@@ -91,16 +91,14 @@ class RowFile:
 
     def read(self, into: Tensor, start: int) -> None:
         """Fill `into`, which is contiguous, with the rows from `start` on."""
-        memory, place = as_bytes(into), PAGE + start * self.row_bytes
-        file = os.open(self.path, os.O_RDONLY)
-        try:
+        memory = as_bytes(into)
+        with FileIO(self.path) as file:
+            file.seek(PAGE + start * self.row_bytes)
             while len(memory):
-                count = os.preadv(file, [memory], place)
+                count = file.readinto(memory)
                 if not count:
                     raise HarvestError(f"{str(self.path)!r} became shorter while it was read")
-                memory, place = memory[count:], place + count
-        finally:
-            os.close(file)
+                memory = memory[count:]
 
     def mapped(self, start: int, stop: int) -> Tensor:
         """Consecutive rows in a map of their own, which goes when the last tensor of it does."""

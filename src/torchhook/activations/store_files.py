@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import zlib
 from dataclasses import asdict, dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -239,6 +239,17 @@ def last_commit(path: Path) -> Commit | None:
         ) from error
 
 
+def require_locks() -> Any:
+    """The module that locks files; a `HarvestError` where there is none, as on Windows."""
+    try:
+        return import_module("fcntl")
+    except ImportError as error:
+        raise HarvestError(
+            "harvest cannot write here: this system has no POSIX file locks (the module fcntl); harvest on Linux or"
+            " macOS, and read the store here with Activations.open"
+        ) from error
+
+
 class Journal:
     """The journal of one shard, open for writing by one process alone."""
 
@@ -276,8 +287,9 @@ class Journal:
         os.close(self._file)
 
     def _lock(self) -> None:
+        locks = require_locks()
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locks.flock(self._file, locks.LOCK_EX | locks.LOCK_NB)
         except OSError as error:
             raise HarvestError(f"{str(self.path)!r} is being written by another process; wait for it") from error
 
