@@ -1,4 +1,8 @@
-"""Batches of rows, in order or mixed: what a loop takes, and what a `DataLoader` shares out among its workers."""
+"""Batches of rows, in order or shuffled, for a loop or for the workers of a `DataLoader`.
+
+Shuffling reads nearly as fast as reading in order: blocks of neighbouring rows are read in random order, by several
+threads, into one of two buffers, while rows are drawn in random order from the other. Each row comes once.
+"""
 
 from __future__ import annotations
 
@@ -15,24 +19,28 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchhook.activations.mapped import ShardRows, Span, as_plain, spanned, starts_of
 
 _T = TypeVar("_T", covariant=True)
-_WINDOW = 4 * 2**20  # bytes that are mapped at a time, so that what was read can go
+_WINDOW = 4 * 2**20  # bytes mapped at a time, so that memory of rows already read can be released
+_ROWS = 64  # at least, in a block: row by row, reading takes about ten times as long
+_BYTES = 256 * 1024  # at least, in a block of small rows
+_MIXED = 64  # blocks at least in a buffer, for large rows
+_THREADS = 4
 
 
 class WorkerShare(NamedTuple):
-    """Which of several workers this is."""
+    """Which worker this is, out of how many."""
 
     worker: int = 0
     workers: int = 1
 
     @classmethod
     def of_this_process(cls) -> WorkerShare:
-        """That of a worker of a `DataLoader`, or all."""
+        """The share of this worker of a `DataLoader`; everything outside of one."""
         info = get_worker_info()
         return cls(info.id, info.num_workers) if info else cls()
 
 
 class Batches(IterableDataset[_T]):
-    """Batches of one or several columns, which can be gone through again and again, in the same order."""
+    """Batches of one or several columns; each loop over them yields the same batches in the same order."""
 
     def __init__(
         self,
@@ -43,11 +51,11 @@ class Batches(IterableDataset[_T]):
         seed: int,
         memory_mb: float,
     ) -> None:
-        """What of `columns`, whose parts are of the same lengths, is in a batch becomes one by `made`."""
+        """The parts of all `columns` have the same lengths; `made` turns the rows of each column into one batch."""
         if size < 1:
             raise ValueError(f"size must be at least 1 row, not {size}")
         if memory_mb <= 0:
-            raise ValueError(f"memory_mb must be more than 0, not {memory_mb}")
+            raise ValueError(f"memory_mb must be a positive number of megabytes, not {memory_mb}")
         self._columns = columns
         self._made = made
         self._size = size
@@ -64,20 +72,20 @@ class Batches(IterableDataset[_T]):
             blocks = Blocks.of(self._lengths, self._width, self._memory // share.workers)
             found = shuffled(self._columns, blocks, self._size, self._seed, *share)
         if get_worker_info():
-            found = ([rows.clone() for rows in batch] for batch in found)  # a view would take all it is a view of along
+            found = ([rows.clone() for rows in batch] for batch in found)  # a view would send its whole storage along
         return map(self._made, found)
 
     def __len__(self) -> int:
-        """How many batches there are, of all workers together."""
+        """The number of batches of all workers together."""
         return -(-sum(self._lengths) // self._size)
 
     def _in_order(self, share: WorkerShare) -> Iterator[list[Tensor]]:
-        """Batch after batch; of several workers each makes those of its turns, so that all together are in order."""
+        """All batches in order; several workers take turns, so that a DataLoader yields them in order, too."""
         starts, size = starts_of(self._lengths), self._size
         rows, ends = starts[-1], starts[1:]
         window, start = max(1, _WINDOW // (size * self._width)) * size, 0
         while start < rows:
-            inside = (ends[bisect_right(ends, start)] - start) // size * size  # so many are whole batches of one file
+            inside = (ends[bisect_right(ends, start)] - start) // size * size  # rows of whole batches within one file
             stop = min(rows, start + (min(window, inside) or size))
             spans = [spanned(parts, starts, start, stop) for parts in self._columns]
             for at in range(start, stop, size):
@@ -86,26 +94,18 @@ class Batches(IterableDataset[_T]):
             start = stop
 
 
-_ROWS = 64  # at least in a block: alone they take about ten times as long
-_BYTES = 256 * 1024  # at least in a block, if rows are small
-_MIXED = 64  # blocks at least in a buffer, if rows are large
-_THREADS = 4
-
-
 class Blocks(NamedTuple):
     """Which rows are read together, and how many such blocks a buffer holds."""
 
-    lengths: tuple[int, ...]  # of the parts
-    rows: int  # in a block; the last of a part may be shorter
-    held: int
+    lengths: tuple[int, ...]  # rows of each part
+    rows: int  # rows per block; the last block of a part may be shorter
+    held: int  # blocks per buffer
 
     @classmethod
     def of(cls, lengths: Sequence[int], width: int, memory: int) -> Blocks:
-        """Those of parts of so many rows, each of `width` bytes, for two buffers in `memory` bytes.
+        """The blocks for parts of these lengths, rows of `width` bytes, and two buffers in `memory` bytes.
 
-        >>> Blocks.of([1000, 100], 1024, 2**28)
-        Blocks(lengths=(1000, 100), rows=256, held=512)
-        >>> Blocks.of([1000], 2**20, 2**28).rows  # of 1 MiB: 64 together would be too few blocks for a mixture
+
         2
         """
         enough = -(-_BYTES // width)
@@ -113,7 +113,7 @@ class Blocks(NamedTuple):
         return cls(tuple(lengths), rows, max(1, memory // 2 // (rows * width)))
 
     def mixed(self, generator: torch.Generator, begin: int, end: int) -> Tensor:
-        """All blocks in random order, of which are left the rows from `begin` to `end`: part, start and stop of each.
+        """Part, start and stop of each block in random order, cut to the rows from `begin` to `end` of that order.
 
         >>> Blocks((5, 2), rows=3, held=9).mixed(torch.Generator().manual_seed(0), 0, 6)
         tensor([[1, 0, 2],
@@ -132,14 +132,14 @@ class Blocks(NamedTuple):
 
 
 class Filling(NamedTuple):
-    """A buffer that is being filled: a tensor a column, so many rows of it, and what is still under way."""
+    """A buffer being filled: one tensor per column, the number of rows, and the reads still under way."""
 
     buffers: list[Tensor]
     rows: int
     reading: list[Future[None]]
 
     def filled(self) -> list[Tensor]:
-        """The rows, when all are there."""
+        """Wait for the reads, and return the rows."""
         for one in self.reading:
             one.result()
         return [buffer[: self.rows] for buffer in self.buffers]
@@ -148,17 +148,17 @@ class Filling(NamedTuple):
 def shuffled(
     columns: Sequence[Sequence[ShardRows]], blocks: Blocks, size: int, seed: int, worker: int = 0, workers: int = 1
 ) -> Iterator[list[Tensor]]:
-    """Batches of the mixed rows of columns, whose parts are of the same lengths; for a worker, its share of them.
+    """Batches of shuffled rows, of columns whose parts have the same lengths; for a worker, its share of them.
 
-    A share is of whole batches, so that their number does not depend on that of the workers, and only the very last
-    batch may be short.
+    A share has whole batches, so that the number of batches does not depend on the number of workers, and only the
+    last batch of all may be smaller.
     """
     generator = torch.Generator().manual_seed(seed)
     total = sum(blocks.lengths)
     batches = -(-total // size)
     begin, end = (min(total, turn * batches // workers * size) for turn in (worker, worker + 1))
     batch: list[Tensor] = []
-    missing = 0  # rows of the batch
+    missing = 0  # rows that the current batch still lacks
     for buffers in _filled(columns, blocks, blocks.mixed(generator, begin, end)):
         mixed = torch.randperm(len(buffers[0]), generator=generator)
         while len(mixed):
@@ -173,11 +173,11 @@ def shuffled(
             begin, missing = begin + len(drawn), missing - len(drawn)
             if not missing:
                 yield batch
-                batch = []  # whoever has it may let it go before the next is made
+                batch = []  # lets the caller release it before the next one is made
 
 
 def _filled(columns: Sequence[Sequence[ShardRows]], blocks: Blocks, mixed: Tensor) -> Iterator[list[Tensor]]:
-    """One buffer after the other; while one is used the next is filled."""
+    """One buffer after the other; while one is used, the next is filled."""
     if not len(mixed):
         return
     turns = mixed.split(blocks.held)
@@ -200,11 +200,11 @@ def _filled(columns: Sequence[Sequence[ShardRows]], blocks: Blocks, mixed: Tenso
 def _fill(
     pool: ThreadPoolExecutor, columns: Sequence[Sequence[ShardRows]], chosen: Tensor, buffers: list[Tensor]
 ) -> Filling:
-    """Begin to read blocks: in the order of the files, since their rows are mixed afterwards."""
+    """Start to read blocks, in the order of the files: the rows are shuffled in the buffer."""
     start, reading = 0, []
-    for run in starmap(Span, sorted(chosen.tolist())):
-        stop = start + run.stop - run.start
+    for span in starmap(Span, sorted(chosen.tolist())):
+        stop = start + span.stop - span.start
         for parts, buffer in zip(columns, buffers, strict=True):
-            reading.append(pool.submit(parts[run.part].read, buffer[start:stop], run.start))
+            reading.append(pool.submit(parts[span.part].read, buffer[start:stop], span.start))
         start = stop
     return Filling(buffers, start, reading)

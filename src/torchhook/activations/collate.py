@@ -1,4 +1,4 @@
-"""Named columns, as data sets have them, as a batch for a model: those that it takes, as tensors."""
+"""Samples and columns of a data set as a batch for a model, without failing on a single bad sample."""
 
 from __future__ import annotations
 
@@ -17,45 +17,47 @@ from torchhook.core.selection import unwrapped
 from torchhook.core.text import shape_of
 
 _MASK = "attention_mask"
-PADDING = "attention mask"  # no argument: of what was padded here, for a model that takes none
+PADDING = "attention mask"  # an entry, never an argument: marks padding for a model that takes no mask
 _MASKS = (_MASK, f"decoder_{_MASK}", PADDING)
-_ANSWERS = ("label", "labels", "target", "targets")
+_LABELS = ("label", "labels", "target", "targets")
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_SKIP = "pass on_error='skip' to leave such samples out"
+_ANCHORS = 4  # how many samples the others are collated with, to find the ones that do not fit
 
 
 class Parameters(NamedTuple):
-    """What the forward of a model takes by name, and what of a batch is wanted besides."""
+    """The named parameters of a model's forward, and the entries of a batch to keep beside them."""
 
     names: tuple[str, ...]
-    others: bool  # whether it takes any other name, too
+    others: bool  # whether forward also takes **kwargs
     keep: tuple[str, ...] = ()
 
     @staticmethod
     def of(model: nn.Module, keep: Iterable[str] = ()) -> Parameters:
-        """Those of a model, wrapped or not.
+        """The parameters of a model, wrapped or not.
 
         >>> Parameters.of(nn.Linear(2, 2), keep=["label"])
         Parameters(names=('input',), others=False, keep=('label',))
         """
         try:
             found = inspect.signature(unwrapped(model).forward).parameters.values()
-        except (TypeError, ValueError):  # written in another language: it will say itself what it does not take
+        except (TypeError, ValueError):  # not written in Python: it raises for itself on a wrong argument
             return Parameters((), True, tuple(keep))
         others = any(parameter.kind is parameter.VAR_KEYWORD for parameter in found)
         return Parameters(tuple(x.name for x in found if x.kind in _BY_NAME), others, tuple(keep))
 
     def takes(self, name: str) -> bool:
-        """Whether an entry of a batch can go into the model under its name."""
+        """Whether the model can be called with an argument of this name."""
         return self.others or name in self.names
 
     def means(self, name: str) -> bool:
-        """Whether forward names it, or names nothing and takes all."""
+        """Whether forward names this parameter, or has only **kwargs."""
         return name in self.names if self.names else self.others
 
     def chosen(self, entries: Mapping[str, Any], there: Iterable[str] | None = None) -> Any:
-        """The entries of a batch that the model takes, and masks, which tell of padding.
+        """The entries of a batch that the model takes, those to keep, and the masks, which mark padding.
 
-        One tensor that it does not name is its first argument, unless it is called as what it should say.
+        If the names of no entries match, the only tensor that is not a label becomes the first argument.
 
         >>> Parameters.of(nn.Linear(2, 2)).chosen({"image": torch.ones(1, 2), "name": ["a"]})
         {'input': tensor([[1., 1.]])}
@@ -63,32 +65,32 @@ class Parameters(NamedTuple):
         kept = {name: entry for name, entry in entries.items() if name in self.keep or name in _MASKS}
         if any(self.takes(name) for name in entries):
             return {name: entry for name, entry in entries.items() if self.takes(name)} | kept
-        lone = [x for name, x in entries.items() if isinstance(x, Tensor) and name not in kept and name not in _ANSWERS]
+        lone = [x for name, x in entries.items() if isinstance(x, Tensor) and name not in kept and name not in _LABELS]
         if len(lone) != 1 or (kept and not self.names):
             raise HarvestError(
-                f"data has {_listed(entries if there is None else there)}, and the forward of the model can be given"
-                f" nothing of that as a tensor: it takes {_listed(self.names)}; rename what it is to be given"
+                f"no tensor of data fits the model: data has {_listed(entries if there is None else there)}, and the"
+                f" model's forward takes {_listed(self.names)}; rename the entries to match, or make them tensors"
             )
         return {self.names[0]: lone[0], **kept} if self.names else lone[0]
 
 
 class Stacked(NamedTuple):
-    """A column as a tensor with a row a sample."""
+    """A column as a tensor with one row per sample."""
 
     values: Tensor
-    lengths: list[int] | None  # of the samples, if each is a list of numbers
+    lengths: list[int] | None  # of each sample, if samples are lists of numbers
 
 
 def batch_of_rows(rows: Sequence[Mapping[str, Any]], parameters: Parameters) -> Any:
-    """Samples that are mappings, as a batch for the model."""
+    """A batch for the model, of samples that are mappings."""
     return batch_of_columns({name: [row[name] for row in rows] for name in rows[0]}, parameters)
 
 
 def batch_of_columns(columns: Mapping[str, Any], parameters: Parameters) -> Any:
-    """Columns, each a value a sample, as a batch for the model.
+    """A batch for the model, of columns with one value per sample.
 
-    Lists of numbers are padded with zeros to the longest, and the attention mask tells which are real. It is there for
-    equally long ones, too: it must not depend on which samples meet in a batch.
+    Lists of numbers are padded with zeros to the longest, and the attention mask says which values are real. Equally
+    long lists get a mask, too: whether there is one must not depend on which samples share a batch.
 
     >>> parameters = Parameters(("input_ids", "attention_mask"), False)
     >>> batch_of_columns({"input_ids": [[5, 6, 7], [8]], "text": ["a b c", "d"]}, parameters)
@@ -107,13 +109,13 @@ def batch_of_columns(columns: Mapping[str, Any], parameters: Parameters) -> Any:
     lists = next((column for column in found.values() if column.lengths is not None), None)
     name = _MASK if parameters.means(_MASK) else PADDING
     if lists is not None and _MASK not in columns and (name == _MASK or not lists.values.is_floating_point()):
-        places = torch.arange(max(lists.lengths or [0]))
-        entries[name] = (places < torch.tensor(lists.lengths)[:, None]).long()
+        positions = torch.arange(max(lists.lengths or [0]))
+        entries[name] = (positions < torch.tensor(lists.lengths)[:, None]).long()
     return parameters.chosen(entries, columns)
 
 
 def stacked(values: Any, name: str) -> Stacked | None:
-    """The values of a column, one a sample, as one tensor; None if they are no numbers.
+    """The values of a column, one per sample, as one tensor; None if they are not numbers.
 
     >>> stacked([[1, 2], [3]], "x"), stacked(["a"], "x")
     (Stacked(values=tensor([[1, 2],
@@ -127,11 +129,11 @@ def stacked(values: Any, name: str) -> Stacked | None:
         return None
     if len(parts) < len(values):
         raise ValueError(f"column {name!r} has numbers for {len(parts)} of {len(values)} samples")
-    dtype = next((part.dtype for part in parts if part.numel()), parts[0].dtype)  # an empty list has none of its own
+    dtype = next((part.dtype for part in parts if part.numel()), parts[0].dtype)  # an empty list has no dtype
     lists = all(part.dim() == 1 for part in parts)
     if not lists and len({part.shape for part in parts}) > 1:
         shapes = ", ".join(dict.fromkeys(map(shape_of, parts)))
-        raise ValueError(f"column {name!r} has samples of different shapes ({shapes}), which are no batch")
+        raise ValueError(f"column {name!r} has samples of different shapes, which cannot be stacked: {shapes}")
     parts = [part.to(dtype) for part in parts]
     if lists:
         return Stacked(pad_sequence(parts, batch_first=True), [len(part) for part in parts])
@@ -139,7 +141,7 @@ def stacked(values: Any, name: str) -> Stacked | None:
 
 
 def tensor_of(value: Any) -> Tensor | None:
-    """A value of a data set as a tensor: integers long, real numbers in the default dtype; None if it is no number.
+    """A value of a data set as a tensor: integers as int64, floats in the default dtype; None if not numeric.
 
     >>> tensor_of(2.5), tensor_of([1, 2]), tensor_of("text")
     (tensor(2.5000), tensor([1, 2]), None)
@@ -150,13 +152,13 @@ def tensor_of(value: Any) -> Tensor | None:
     if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
         if value.dtype.kind not in "biuf":
             return None
-        long = value.dtype.kind in "iu" and value.dtype.itemsize > 1  # bytes are pictures
+        long = value.dtype.kind in "iu" and value.dtype.itemsize > 1  # single bytes are images
         return _usual(torch.tensor(value.astype(numpy.int64) if long else value))
     if not isinstance(value, (bool, int, float, list, tuple)):
         return None
     try:
         return _usual(torch.tensor(value))
-    except (TypeError, ValueError):  # a list of something else, or of lists that are not equally long
+    except (TypeError, ValueError):  # a list of non-numbers, or of lists of different lengths
         return None
 
 
@@ -168,12 +170,8 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names)) or "nothing"
 
 
-_SKIP = "on_error='skip' leaves such samples out"
-_ANCHORS = 4  # samples that others are compared with, to find out which of them is odd
-
-
 class LoadedSample(NamedTuple):
-    """A sample as it was read, or the reason why there is none."""
+    """A sample as it was read, or the reason why it could not be read."""
 
     number: int
     value: Any
@@ -181,16 +179,16 @@ class LoadedSample(NamedTuple):
 
 
 class Collated(NamedTuple):
-    """Samples put together, and those that could not be."""
+    """The collated samples, and the reasons for those left out."""
 
     batch: Any
     unread: dict[int, str]
 
 
 class FaultTolerantDataset:
-    """A data set of which one sample may fail without the others.
+    """A data set in which one sample may fail without the others.
 
-    To its workers it looks like the data set itself: functions that prepare these read and write its attributes.
+    To a DataLoader's workers it looks like the data set itself: `worker_init_fn` reads and writes its attributes.
     """
 
     __slots__ = ("_dataset", "_skip")
@@ -201,7 +199,7 @@ class FaultTolerantDataset:
 
     def __getitems__(self, indices: list[int]) -> list[LoadedSample]:
         if hasattr(self._dataset, "__getitems__"):
-            with suppress(Exception):  # one by one, then, to see which it is
+            with suppress(Exception):  # then read one by one, to find the sample that fails
                 values = self._dataset.__getitems__(indices)
                 return [LoadedSample(index, value) for index, value in zip(indices, values, strict=True)]
         return [self._one(index) for index in indices]
@@ -211,7 +209,7 @@ class FaultTolerantDataset:
             return LoadedSample(index, self._dataset[index])
         except Exception as error:
             if not self._skip:
-                raise HarvestError(f"sample {index} of data cannot be read: {error_text(error)}; {_SKIP}") from error
+                raise HarvestError(f"cannot read sample {index} of data: {error_text(error)}; {_SKIP}") from error
             return LoadedSample(index, None, _reason(error))
 
     def __len__(self) -> int:
@@ -228,7 +226,7 @@ class FaultTolerantDataset:
 
 
 def collated(collate: Callable[[list[Any]], Any], skip: bool, samples: list[LoadedSample]) -> Collated:
-    """The samples that were read as a batch, without those that cannot be part of one."""
+    """A batch of the samples that were read, without those that cannot be collated."""
     unread = {sample.number: sample.reason for sample in samples if sample.reason is not None}
     good = [sample for sample in samples if sample.reason is None]
     try:
@@ -237,15 +235,15 @@ def collated(collate: Callable[[list[Any]], Any], skip: bool, samples: list[Load
         raise
     except Exception as error:
         if not skip:
-            which = f"{len(good)} samples of data, {good[0].number} to {good[-1].number}"
-            raise HarvestError(f"{which}, are no batch: {error_text(error)}; {_SKIP}") from error
+            which = f"samples {good[0].number} to {good[-1].number} of data"
+            raise HarvestError(f"cannot collate {which}: {error_text(error)}; {_SKIP}") from error
         return _collated_without(collate, good, unread)
 
 
 def _collated_without(
     collate: Callable[[list[Any]], Any], samples: list[LoadedSample], unread: dict[int, str]
 ) -> Collated:
-    """The samples without the odd ones among them; none, if there are more of these than of others."""
+    """The samples that fit together, if they are at least half of all; else none."""
     for anchor in samples[:_ANCHORS]:
         reasons = {sample.number: _failing(collate, [anchor, sample]) for sample in samples}
         good = [sample for sample in samples if reasons[sample.number] is None]
@@ -257,7 +255,7 @@ def _collated_without(
 
 
 def _failing(collate: Callable[[list[Any]], Any], samples: list[LoadedSample]) -> str | None:
-    """Why samples are no batch, if they are none."""
+    """Why samples cannot be collated; None if they can."""
     try:
         collate([sample.value for sample in samples])
         return None
@@ -266,7 +264,7 @@ def _failing(collate: Callable[[list[Any]], Any], samples: list[LoadedSample]) -
 
 
 def error_text(error: Exception) -> str:
-    """What was raised, in words.
+    """The type and the message of an error.
 
     >>> error_text(ValueError("too long"))
     'ValueError: too long'

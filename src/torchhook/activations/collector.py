@@ -1,7 +1,7 @@
-"""The rows of a batch at all sites, on their way to the host.
+"""Runs a model on a batch and turns the output of each site into rows: one per sample, or one per token.
 
-The model runs ahead: what a site gives is made rows, cast and sent off while the forward goes on, and only the thread
-that writes, who reads it, waits for it.
+Nothing waits for the device here: outputs are turned into rows, cast and copied to the host asynchronously, and only
+the writer thread waits for the copies.
 """
 
 from __future__ import annotations
@@ -36,25 +36,29 @@ from torchhook.stats.stat import counted
 
 _CPU = torch.device("cpu")
 _LOW, _HIGH = FIELDS.index("min"), FIELDS.index("max")
-_BAD = slice(FIELDS.index("nan"), FIELDS.index("neginf") + 1)  # a list of places would have to travel to the device
+_BAD = slice(FIELDS.index("nan"), FIELDS.index("neginf") + 1)  # a list of indices would be copied to the device
+_INTEGERS = (torch.int64, torch.int32)
+
+RowsName = Literal["auto", "sample", "token"]
+"""What one row is: always a sample, always a token, or a token if the batch has tokens and a sample if not."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What of a model is harvested, and how."""
+    """What to harvest of a model, and how."""
 
     sites: Query | Iterable[Query]
     transform: Callable[[Any], Any] | None = None
-    dtype: torch.dtype | None = None  # None: as the model gives it
+    dtype: torch.dtype | None = None  # None: the dtype of the output
     rows: RowsName = "auto"
-    keep: tuple[str, ...] = ()  # entries of a batch that are kept as the sites are
+    keep: tuple[str, ...] = ()  # entries of the batch to store beside the sites
     stop: bool = False
 
 
 class Measurement(NamedTuple):
-    """What is known of rows besides."""
+    """Statistics of some rows."""
 
-    moments: Tensor  # of the values as they were given
+    moments: Tensor  # of the values before they were cast
     overflow: int
 
 
@@ -62,17 +66,17 @@ class Measurement(NamedTuple):
 class SentRows:
     """The rows of a batch at one site, on their way to the host."""
 
-    values: Callable[[], Tensor]  # which waits
-    measured: Callable[[], Measurement] | None  # None: they are no real numbers
-    lengths: list[int] | None
-    shape: tuple[int, ...]  # of a row
+    values: Callable[[], Tensor]  # waits for the copy
+    measured: Callable[[], Measurement] | None  # None: not floating-point
+    lengths: list[int] | None  # rows per sample; None: one each
+    shape: tuple[int, ...]  # of one row
     dtype: torch.dtype
-    given: torch.dtype
+    given: torch.dtype  # before the cast
     nbytes: int
 
 
 class Collector(Sink):
-    """Runs a model on batches and sends home what its sites give.
+    """Runs a model on batches and sends the rows of its sites to the host.
 
     >>> model = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
     >>> with Collector(model, Wanted("1", dtype=torch.float16)) as collector:
@@ -91,7 +95,7 @@ class Collector(Sink):
         self._device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), None)
         self._samples = 0
         self._positions: Positions | None = None
-        self._sent: dict[str, SentRows] | None = None  # while it runs: others, too, may call what this model is made of
+        self._sent: dict[str, SentRows] | None = None  # None outside `collect`: other code may call the modules, too
         self._open = ExitStack()
         tap = Tap(Selector.union(queries_of(wanted.sites)), self, transform=wanted.transform)
         self._session = Session(model, [tap], stop=wanted.stop, detach_on_error=False, on_silent=on_silent)
@@ -111,9 +115,9 @@ class Collector(Sink):
             self._session.__exit__(kind, error, trace)
 
     def collect(self, data: Any, samples: int) -> dict[str, SentRows]:
-        """Run the model on a batch of so many samples."""
+        """Run the model on a batch of so many samples, and return the rows of each site and kept entry."""
         whole = Batch.of(data)
-        batch = Batch.of(on_device(self._known(data), self.model))
+        batch = Batch.of(on_device(self._arguments(data), self.model))
         self._positions = positions_of(whole, samples, self._wanted.rows, self._device)
         self._samples, self._sent = samples, {}
         try:
@@ -126,7 +130,7 @@ class Collector(Sink):
             self._sent = None
 
     def receive(self, event: Event) -> None:
-        """Send off one value."""
+        """Send the value of an event to the host."""
         if self._sent is not None:
             self._take(event.site, event.call, event.live if event.transform is None else event.value)
 
@@ -134,21 +138,21 @@ class Collector(Sink):
         assert self._sent is not None
         name, positions = site.path + (f"@{call}" if call else ""), self._positions
         if name in self._sent:
-            raise HarvestError(f"{name!r} is the name of a module and of a further call of another; rename the module")
+            raise HarvestError(f"{name!r} names both a module and a later call of another module; rename the module")
         if self._wanted.transform is None:
             value = chosen(value)
         elif self._wanted.rows == "auto":
-            positions = None  # what a transform makes has a row a sample
-        self._sent[name] = self._off(rows_of(value, self._samples, positions, name), self._wanted.dtype)
+            positions = None  # the result of a transform has one row per sample
+        self._sent[name] = self._send(rows_of(value, self._samples, positions, name), self._wanted.dtype)
 
     def _keep(self, name: str, value: Tensor) -> None:
         assert self._sent is not None
         if name in self._sent:
-            raise HarvestError(f"{name!r} is the name of a site and of what keep= asks for; rename the entry")
-        self._sent[name] = self._off(rows_of(value, self._samples, self._positions, name, kept=True), None)
+            raise HarvestError(f"{name!r} names both a site and an entry in keep=; rename the entry")
+        self._sent[name] = self._send(rows_of(value, self._samples, self._positions, name, kept=True), None)
 
-    def _known(self, data: Any) -> Any:
-        """What the model is given: of entries that are only kept, or only tell of padding, it knows nothing."""
+    def _arguments(self, data: Any) -> Any:
+        """The batch without the entries that the model does not take: those only to be kept, and our padding mask."""
         if not isinstance(data, Mapping):
             return data
         known, only_kept = Parameters.of(self.model), (*self._wanted.keep, PADDING)
@@ -156,12 +160,12 @@ class Collector(Sink):
             name: x for name, x in data.items() if (name in known.names if name in only_kept else known.takes(name))
         }
 
-    def _off(self, rows: BatchRows, dtype: torch.dtype | None) -> SentRows:
+    def _send(self, rows: BatchRows, dtype: torch.dtype | None) -> SentRows:
         given = rows.values
         dtype = dtype if dtype is not None and given.is_floating_point() else given.dtype
         stored = given.to(dtype).contiguous()
         if stored.data_ptr() == given.data_ptr() or stored.untyped_storage().nbytes() > stored.nbytes:
-            stored = stored.clone()  # somebody may write to it, and a part must not keep the whole
+            stored = stored.clone()  # the model may overwrite it, and a view would keep all of its storage
         pending = self._fetch(stored)
         return SentRows(
             values=pending.read if isinstance(pending, Held) else lambda: pending,
@@ -175,39 +179,39 @@ class Collector(Sink):
 
 
 def _measured(given: Tensor, stored: Tensor) -> Callable[[], Measurement]:
-    """The moments of what was given, and how many values of it became infinite; only reading waits for them."""
+    """Computes the moments of the values and counts those that overflowed; only reading the result waits."""
     moments = Moments()
     state = moments.empty(given)
     moments.update(state, given)
     state = moments.settle(state[None])[0]
     narrower = torch.finfo(stored.dtype).max < torch.finfo(given.dtype).max
     on_host = given.device.type == "cpu"
-    if narrower and on_host:  # where looking is free, one looks before one counts
+    if narrower and on_host:  # reading min and max is free here, and saves most counts
         narrower = max(-float(state[_LOW]), float(state[_HIGH])) > torch.finfo(stored.dtype).max
     bad = stored.isfinite().logical_not_().sum().to(state.dtype) if narrower else state[_BAD].sum()
     home = sent_home(torch.cat([state, bad[None]]))
 
     def read() -> Measurement:
-        *told, bad = home().tolist()
-        return Measurement(torch.tensor(told, dtype=torch.float64), int(bad - sum(told[_BAD])))
+        *values, bad = home().tolist()
+        return Measurement(torch.tensor(values, dtype=torch.float64), int(bad - sum(values[_BAD])))
 
     return read
 
 
 def _entry(batch: Batch, name: str) -> Tensor:
-    """What `keep` names of a batch."""
+    """The entry of a batch that `keep` names."""
     found = batch.arguments.kwargs.get(name) if name != "target" or batch.arguments.kwargs else batch.target
     if found is None:
         there = ", ".join(map(repr, batch.arguments.kwargs)) or "'target'"
-        raise HarvestError(f"keep: a batch has no {name!r}; it has {there}")
+        raise HarvestError(f"keep: the batch has no {name!r}; it has {there}")
     try:
         return torch.as_tensor(found)
     except (TypeError, ValueError, RuntimeError):
-        raise HarvestError(f"keep: {name!r} of a batch is no table of numbers; leave it out of keep") from None
+        raise HarvestError(f"keep: {name!r} is not numeric and cannot be stored; leave it out of keep") from None
 
 
 def single(data: Any, number: int, samples: int) -> Any:
-    """One sample of a batch, as a batch.
+    """One sample of a batch, as a batch of its own.
 
     >>> single({"x": torch.tensor([[1], [2]]), "names": ["a", "b"]}, 1, 2)
     {'x': tensor([[2]]), 'names': ['b']}
@@ -223,37 +227,31 @@ def single(data: Any, number: int, samples: int) -> Any:
     return data
 
 
-RowsName = Literal["auto", "sample", "token"]
-"""What a row is: a token where the batch has some, else a sample; or always one of them."""
-
-_WHOLE = (torch.int64, torch.int32)
-
-
 class Tokens(NamedTuple):
-    """Which positions of a batch are tokens, and not padding."""
+    """Which positions of a batch are tokens and not padding."""
 
-    width: int | None  # how many positions a sample has; None: as many as the site gives
-    lengths: list[int]  # tokens of each sample; empty if all positions are
-    places: Tensor | None  # of the tokens among all positions, on the device of the model; None if all are
+    width: int | None  # positions per sample; None: as many as the output has
+    lengths: list[int]  # tokens of each sample; empty: all positions
+    places: Tensor | None  # flat indices of the tokens, on the device of the model; None if there is no padding
 
 
 class Positions(NamedTuple):
-    """The tokens of a batch, and those of what is decoded, in a model that reads one text and writes another."""
+    """The tokens of a batch; an encoder-decoder model has those of its input and those of its output."""
 
     read: Tokens | None
     decoded: Tokens | None = None
-    deep: bool = False  # whether rows may have several dimensions: a query by heads, but also a matrix by channels
+    deep: bool = False  # whether a row may have several dimensions, such as heads × features
 
 
 class BatchRows(NamedTuple):
-    """The rows of a batch at a site."""
+    """The rows of a batch at one site."""
 
     values: Tensor
-    lengths: list[int] | None  # how many of them each sample has; None: one
+    lengths: list[int] | None  # rows per sample; None: one each
 
 
 def positions_of(batch: Batch, samples: int, rows: RowsName, device: torch.device | None) -> Positions | None:
-    """The tokens of a batch, by its attention masks or else by its first argument that is a table of whole numbers.
+    """The tokens of a batch, by its attention masks or, without them, by its first table of integers.
 
     >>> positions_of(Batch.of({"attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])}), 2, "auto", None).read
     Tokens(width=3, lengths=[2, 3], places=tensor([0, 1, 3, 4, 5]))
@@ -264,10 +262,10 @@ def positions_of(batch: Batch, samples: int, rows: RowsName, device: torch.devic
     mask = _table(entries.get("attention_mask", entries.get(PADDING)), samples)
     other = _table(entries.get("decoder_attention_mask"), samples)
     written = _table(entries.get("decoder_input_ids"), samples)
-    tables = (_table(leaf, samples) for _, leaf in leaves(batch.arguments) if leaf.dtype in _WHOLE)
+    tables = (_table(leaf, samples) for _, leaf in leaves(batch.arguments) if leaf.dtype in _INTEGERS)
     ids = next((table for table in tables if table is not None), None)
-    read = _masked(mask, device) or _whole(ids) or (Tokens(None, [], None) if rows == "token" else None)
-    decoded = _masked(other, device) or _whole(written)
+    read = _masked(mask, device) or _unmasked(ids) or (Tokens(None, [], None) if rows == "token" else None)
+    decoded = _masked(other, device) or _unmasked(written)
     return None if read is None else Positions(read, decoded, rows == "token")
 
 
@@ -283,15 +281,14 @@ def _masked(mask: Tensor | None, device: torch.device | None) -> Tokens | None:
     return Tokens(mask.shape[1], valid.sum(1).tolist(), places)
 
 
-def _whole(ids: Tensor | None) -> Tokens | None:
+def _unmasked(ids: Tensor | None) -> Tokens | None:
     return None if ids is None else Tokens(ids.shape[1], [], None)
 
 
 def rows_of(value: Any, samples: int, positions: Positions | None, site: str, *, kept: bool = False) -> BatchRows:
-    """The rows in what a site gave for a batch of so many samples; or in an entry of the batch that is `kept`.
+    """The rows of a site's output for a batch of so many samples, or of an entry of the batch that is `kept`.
 
-    A list or a nested tensor with a tensor for each sample, as a transform may make it, has as many rows for each as
-    that is long.
+    A list or nested tensor with one tensor per sample, as a transform may return it, has the rows of those tensors.
 
     >>> rows_of([torch.ones(2, 4), torch.ones(1, 4)], 2, None, "fc").lengths
     [2, 1]
@@ -301,7 +298,7 @@ def rows_of(value: Any, samples: int, positions: Positions | None, site: str, *,
     if isinstance(value, (list, tuple)):
         return _of_list(value, samples, site)
     if not isinstance(value, Tensor):
-        raise HarvestError(f"{site!r} gave a {type(value).__name__} and not a tensor; transform= makes one of it")
+        raise HarvestError(f"{site!r} returned a {type(value).__name__}, not a tensor; pass transform= to convert it")
     x = _plain(value, site)
     for tokens in _candidates(positions, x, samples, site, kept):
         flat = x if x.shape[0] != samples else x.flatten(0, 1)
@@ -309,14 +306,14 @@ def rows_of(value: Any, samples: int, positions: Positions | None, site: str, *,
         return BatchRows(flat if tokens.places is None else flat.index_select(0, tokens.places.to(x.device)), lengths)
     if not x.dim() or len(x) != samples:
         raise HarvestError(
-            f"{site!r} gave {shape_of(x)} for a batch of {samples}, which is not a row a sample; transform= makes rows,"
-            " or a list with a tensor for each sample"
+            f"{site!r} returned {shape_of(x)} for a batch of {samples}, not one row per sample; pass a transform= that"
+            " returns rows, or a list with one tensor per sample"
         )
     return BatchRows(x, None)
 
 
 def _candidates(positions: Positions | None, x: Tensor, samples: int, site: str, kept: bool) -> list[Tokens]:
-    """The tokens whose rows `x` has, if any: one, or it cannot be told which."""
+    """The tokens that the rows of `x` belong to: one `Tokens` or none; raises if both fit."""
     if positions is None:
         return []
     fits = [
@@ -330,8 +327,8 @@ def _candidates(positions: Positions | None, x: Tensor, samples: int, site: str,
     if "encoder" in named or _same(*fits):
         return fits[:1]
     raise HarvestError(
-        f"{site!r} gave {shape_of(x)}, and both attention masks of the batch fit: which are its tokens? Let transform="
-        " return a list with a tensor for each sample, or pass rows='sample'"
+        f"{site!r} returned {shape_of(x)}, and both attention masks of the batch fit; pass a transform= that returns a"
+        " list with one tensor per sample, or rows='sample'"
     )
 
 
@@ -342,7 +339,7 @@ def _same(a: Tokens, b: Tokens) -> bool:
 
 
 def _fits(x: Tensor, samples: int, tokens: Tokens, deep: bool, kept: bool) -> bool:
-    """Whether `x` has a row for each position."""
+    """Whether `x` has one row per position."""
     if kept:
         return x.dim() == 2 and not x.is_floating_point() and x.shape == (samples, tokens.width)
     if x.dim() > 2 and len(x) == samples:
@@ -354,22 +351,22 @@ def _of_list(parts: Sequence[Any], samples: int, site: str) -> BatchRows:
     tensors = [part for part in parts if isinstance(part, Tensor) and part.dim()]
     if len(parts) != samples or len(tensors) != samples:
         raise HarvestError(
-            f"{site!r} gave a list of {len(tensors)} tensors for a batch of {samples}; a list has one a sample"
+            f"{site!r} returned a list of {len(tensors)} tensors for a batch of {samples}; it needs one per sample"
         )
     return BatchRows(torch.cat([_plain(part, site) for part in tensors]), [len(part) for part in tensors])
 
 
 def _plain(x: Tensor, site: str) -> Tensor:
-    """The numbers of a tensor of any kind, in its shape."""
+    """A tensor of any kind as a plain one of the same shape."""
     if x.is_complex():
         raise HarvestError(
-            f"{site!r} gave complex numbers, which cannot be stored; transform=torch.view_as_real does it"
+            f"{site!r} returned complex numbers, which cannot be stored; pass transform=torch.view_as_real"
         )
     return counted(x)
 
 
 def chosen(value: Any) -> Any:
-    """Of what a module returns, the tensor that is meant: the first of real numbers, else the first."""
+    """The main tensor of an output: the first floating-point one, or else the first."""
     if isinstance(value, Tensor):
         return value
     found = [leaf for _, leaf in leaves(value)]

@@ -1,4 +1,4 @@
-"""One site of a store: a row a sample, or a row a token, in files, of which is read what is looked at."""
+"""The rows of one site of a store, read on demand: by index, by sample, or in batches."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from torchhook.stats.moments import Moments, Summary
 
 
 class Column:
-    """The rows of one site; what it gives can be changed, and neither the files nor later readings are.
+    """The rows of one site: one per sample, or one per token. Writing to a tensor read from it changes no file.
 
-    See `torchhook.activations.store.Activations` for an example.
+    See `torchhook.Activations` for an example.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Column:
         parts: Sequence[RowFile],
         offsets: Sequence[RowFile],
     ) -> None:
-        """Made by `Activations`: what was kept of each shard, and the files; no `offsets` unless ragged."""
+        """Made by `Activations`: `kept` and the files have one entry per shard; `offsets` is empty unless ragged."""
         self.site = site
         self.dtype = kind.torch_dtype
         self.ragged = kind.ragged
@@ -47,17 +47,17 @@ class Column:
         self._starts = starts_of([part.rows for part in parts])
 
     def __len__(self) -> int:
-        """How many rows there are."""
+        """The number of rows."""
         return self._starts[-1]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of all rows together."""
+        """The shape of all rows together."""
         return len(self), *self._features
 
     @property
     def nbytes(self) -> int:
-        """What all rows take on the disk."""
+        """The size of all rows on disk."""
         return sum(part.nbytes for part in self.parts)
 
     @property
@@ -67,25 +67,25 @@ class Column:
 
     @property
     def shared_out(self) -> list[tuple[int, int]]:
-        """How the rows of each shard belong to its samples; ragged columns with the same have rows of the same."""
+        """How the rows of each shard belong to its samples; equal for ragged columns with the same tokens."""
         return [(part.rows, offsets.crc32) for part, offsets in zip(self.parts, self._offsets, strict=True)]
 
     @property
     def overflow(self) -> int:
-        """How many finite values became infinite because `dtype` is too small for them."""
+        """How many finite values became infinite because they are too large for `dtype`."""
         return sum(kept.overflow for kept in self._kept)
 
     @cached_property
     def statistics(self) -> Summary:
-        """Moments of the values as the model gave them, which were measured on the way; nothing is read for them."""
+        """Moments of the values as the model returned them, measured during the harvest; no rows are read."""
         states = [state for kept in self._kept if (state := kept.state()) is not None]
         total, moments = merged_moments(states), Moments()
         return moments.of(torch.empty(0)) if total is None else moments.compute(total)
 
     def __getitem__(self, rows: Any) -> Tensor:
-        """One row for an int; several for a slice, whole numbers or a mask.
+        """One row for an int; several for a slice, integers or a mask.
 
-        A slice inside one shard is a view of the file, and reads what is looked at.
+        A slice within one shard is a view of the file, of which the system reads what is used.
         """
         if is_number(rows):
             row = row_of(int(rows), len(self), self.site)
@@ -99,35 +99,35 @@ class Column:
         return found.view(*numbers.shape, *self._features)
 
     def of(self, sample: int) -> Tensor:
-        """The rows of the sample with this id, also if it is one: rows × features."""
+        """The rows of the sample with this id, as rows × features even if there is only one."""
         place = self._samples.place(int(sample))
         if not self.ragged:
             return self._span(place, place + 1)
-        start, stop = self._begins[place : place + 2].tolist()
+        start, stop = self._sample_starts[place : place + 2].tolist()
         return self._span(start, stop)
 
     def keys(self, rows: Any = slice(None)) -> tuple[Tensor, Tensor]:
-        """Of each row the id of its sample, and which of that sample's rows it is, from 0."""
+        """The sample id of each row, and its position among the rows of that sample, from 0."""
         numbers = torch.atleast_1d(rows_of(rows, len(self), self.site))
         if not self.ragged:
             return self._samples.ids[numbers], torch.zeros_like(numbers)
-        places = torch.bucketize(numbers, self._begins[1:], right=True)
-        return self._samples.ids[places], numbers - self._begins[places]
+        places = torch.bucketize(numbers, self._sample_starts[1:], right=True)
+        return self._samples.ids[places], numbers - self._sample_starts[places]
 
     def batches(self, size: int, *, shuffle: bool = False, seed: int = 0, memory_mb: float = 256) -> Batches[Tensor]:
-        """All rows, `size` at a time (the last may be fewer): in order, or mixed as `seed` says.
+        """All rows, `size` at a time (the last batch may be smaller), in order or shuffled by `seed`.
 
-        In order they are views. Mixed they come from blocks of neighbours, read in random order into a buffer of
-        `memory_mb` and drawn from there: each row once, and all in any order if the buffer holds them all.
+        Batches in order are views. To shuffle, blocks of neighbouring rows are read in random order into a buffer of
+        `memory_mb`, from which rows are drawn: each row once, and in any order if the buffer holds them all.
         """
         return Batches([self.parts], itemgetter(0), size, shuffle, seed, memory_mb)
 
     def dataset(self) -> Dataset[Tensor]:
-        """The rows as a map-style data set of torch."""
+        """The rows as a map-style torch data set."""
         return RowDataset(self)
 
     def spread_over(self, other: Column) -> list[RepeatedRows]:
-        """The rows, one a sample, each for every row that its sample has in `other`, which is ragged."""
+        """The rows of this column, one per sample, repeated for each row of the sample in the ragged column `other`."""
         triples = zip(self.parts, other._offsets, other.parts, strict=True)
         return [RepeatedRows(part, offsets, theirs.rows) for part, offsets, theirs in triples]
 
@@ -136,8 +136,8 @@ class Column:
         return f"Column({self.site!r}, {shape} {dtype}, {in_units(self.nbytes)}{', ragged' if self.ragged else ''})"
 
     @cached_property
-    def _begins(self) -> Tensor:
-        """Where among all rows those of each sample begin; the last number is where they end. Of ragged rows alone."""
+    def _sample_starts(self) -> Tensor:
+        """Where in all rows each sample starts; the last number is where the last one ends. For ragged columns only."""
         triples = zip(self._offsets, self.parts, self._starts[:-1], strict=True)
         found = [sample_starts(offsets, part.rows)[:-1] + start for offsets, part, start in triples]
         return torch.cat([*found, torch.tensor([len(self)])])
@@ -150,9 +150,9 @@ class Column:
 
 
 class RowDataset(Dataset[Tensor]):
-    """The rows of a column for a `DataLoader`, which asks for a batch at a time.
+    """The rows of a column for a `DataLoader`.
 
-    Prefer `Column.batches`, or `Activations.loader`: they read blocks, and this reads row by row.
+    `Column.batches` and `Activations.loader` are faster: they read blocks, this reads row by row.
     """
 
     def __init__(self, column: Column) -> None:
@@ -169,7 +169,7 @@ class RowDataset(Dataset[Tensor]):
 
 
 class SampleIds:
-    """The ids of all samples; read when they are first needed.
+    """The ids of all samples in the order of the rows, read when they are first needed.
 
     >>> samples = SampleIds([])
     >>> len(samples), samples.ids
@@ -184,15 +184,15 @@ class SampleIds:
 
     @cached_property
     def ids(self) -> Tensor:
-        """The ids."""
+        """All ids."""
         return torch.cat([torch.empty(0, dtype=torch.int64), *(part.mapped(0, part.rows) for part in self.parts)])
 
     def place(self, sample: int) -> int:
-        """Which of all samples has this id."""
+        """The position of the sample with this id."""
         ids, order = self._sorted
         place = int(torch.searchsorted(ids, sample))
         if place == len(ids) or int(ids[place]) != sample:
-            raise HarvestError(f"there is no sample {sample} here; .samples has the ids of those that are")
+            raise HarvestError(f"no sample {sample} in this store; .samples has all ids")
         return int(order[place])
 
     @cached_property
@@ -202,18 +202,18 @@ class SampleIds:
 
 
 def row_of(number: int, count: int, site: str) -> int:
-    """The number, from 0, of one of the `count` rows of a site, also if counted from the end.
+    """The number of a row from 0, also if `number` counts from the end of the `count` rows.
 
     >>> row_of(-1, 5, "fc")
     4
     """
     if not -count <= number < count:
-        raise IndexError(f"{site!r} has no row {number}: it has {count}")
+        raise IndexError(f"{site!r} has no row {number}: it has {count} rows")
     return number % count
 
 
 def rows_of(rows: Any, count: int, site: str) -> Tensor:
-    """The numbers, from 0, of those of the `count` rows of a site that are meant.
+    """The numbers, from 0, of the rows that an index selects from the `count` rows of a site.
 
     >>> rows_of([-1, 0], 5, "fc"), rows_of(torch.tensor([True, False, True]), 3, "fc"), rows_of(slice(2), 5, "fc")
     (tensor([4, 0]), tensor([0, 2]), tensor([0, 1]))
@@ -240,7 +240,7 @@ def rows_of(rows: Any, count: int, site: str) -> Tensor:
 
 def _tensor_of(rows: Any, site: str) -> Tensor:
     if isinstance(rows, tuple):
-        raise TypeError(f"rows of {site!r} are indexed alone: write column[rows][:, features]")
+        raise TypeError(f"index only the rows of {site!r}, then the features: column[rows][:, features]")
     try:
         return torch.as_tensor(rows, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
@@ -248,11 +248,11 @@ def _tensor_of(rows: Any, site: str) -> Tensor:
 
 
 def _wrong(site: str, given: str) -> TypeError:
-    return TypeError(f"rows of {site!r} are named by an int, a slice, whole numbers or a mask, not by {given}")
+    return TypeError(f"index the rows of {site!r} by an int, a slice, integers or a mask, not by {given}")
 
 
 def is_number(rows: Any) -> bool:
-    """Whether one row is meant.
+    """Whether an index selects a single row.
 
     >>> is_number(3), is_number(torch.tensor(3)), is_number([3]), is_number(torch.tensor(0.5))
     (True, True, False, False)

@@ -1,4 +1,4 @@
-"""What a harvest will write and how long that takes, from one batch, before it begins."""
+"""How much a harvest will write and how long it will take, predicted from one batch."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from torchhook.core.text import in_units
 from torchhook.core.trees import nbytes
 from torchhook.stats.moments import Moments
 
-_SPARE = 64 * 2**20  # of the disk, for headers, journals and others
+_SPARE = 64 * 2**20  # bytes of the disk, for headers, journals and other programs
 
 
 class Probe(NamedTuple):
-    """What one batch gave."""
+    """What the first batch shows about the harvest."""
 
     sites: dict[str, RowFormat]
-    seen: dict[str, tuple[float, float]]  # mean and deviation at each site
+    seen: dict[str, tuple[float, float]]  # mean and standard deviation at each site
     samples: int
-    batch_size: int  # with those that were skipped
+    batch_size: int  # skipped samples included
     nbytes: int
     input_bytes: int
-    seconds: float  # of the model, and of reading the next batch
-    reads: list[ReadBatch]  # what was read for it
+    seconds: float  # to run the model and read the next batch
+    reads: list[ReadBatch]  # every batch read so far
 
 
 def probe(model: nn.Module, wanted: Wanted, reads: Iterator[ReadBatch], skips: bool, max_bytes: int) -> Probe:
-    """Run the first batch of which something can be harvested."""
+    """Run the first batch that has a sample the model can be run on."""
     seen: list[ReadBatch] = []
     failed: dict[int, str] = {}
     with buffers_kept(model), Collector(model, wanted) as collector:
@@ -49,19 +49,19 @@ def probe(model: nn.Module, wanted: Wanted, reads: Iterator[ReadBatch], skips: b
             first = harvest_batch(collector, read, skips)
             if first.pieces:
                 start = time.perf_counter()
-                again = harvest_batch(collector, read, skips)  # the first time is no measure
-                _arrived(again)
+                again = harvest_batch(collector, read, skips)  # the first run pays for warming up
+                _wait_for(again)
                 following = next(reads, None)
                 seconds = time.perf_counter() - start
-                return _of(again, read, seconds, seen if following is None else [*seen, following], max_bytes)
+                return _probe_of(again, read, seconds, seen if following is None else [*seen, following], max_bytes)
             failed |= first.skipped
         for sample, reason in failed.items():
-            raise HarvestError(f"nothing of data can be harvested; sample {sample}: {reason}")
-        raise HarvestError("data has no sample")
+            raise HarvestError(f"every sample of data fails; sample {sample}: {reason}")
+        raise HarvestError("data has no samples")
 
 
 class Estimate(NamedTuple):
-    """What is to come; None where the data do not say how many samples they have."""
+    """What is left to harvest; None where the number of samples is unknown."""
 
     samples: int | None
     nbytes: int | None
@@ -70,65 +70,66 @@ class Estimate(NamedTuple):
     probe: Probe
 
     def __str__(self) -> str:
-        each = f"{in_units(self.probe.nbytes)} and {_time(self.probe.seconds)} a batch of {self.probe.samples}"
+        each = f"{in_units(self.probe.nbytes)} and {_time(self.probe.seconds)} per batch of {self.probe.samples}"
         if self.nbytes is None or self.seconds is None:
-            return f"{each}; the data do not say how many there are; {in_units(self.free)} are free"
+            return f"{each}; number of samples unknown; {in_units(self.free)} free on disk"
         if not self.samples:
-            return "all of it is there"
+            return "already complete"
         return (
             f"{self.samples:,} samples to go: {in_units(self.nbytes)} in about {_time(self.seconds)} ({each});"
-            f" {in_units(self.free)} are free"
+            f" {in_units(self.free)} free on disk"
         )
 
 
 def estimate(found: Probe, left: int | None, out: Path, workers: int) -> Estimate:
-    """What `left` samples take, shared by so many workers; refuses what the disk cannot hold."""
+    """The estimate for `left` samples and so many workers; raises if the disk cannot hold them."""
     free = free_disk(out)
     if left is None:
         return Estimate(None, None, None, free, found)
     nbytes = int(left / found.samples * found.nbytes)
     if nbytes + _SPARE > free:
         raise HarvestError(
-            f"the disk of {str(out)!r} cannot hold it: {in_units(nbytes)} are to come, by the first batch, and"
-            f" {in_units(free)} are free; make room, or take fewer sites, a smaller dtype or a transform= to keep less"
+            f"not enough disk space for {str(out)!r}: about {in_units(nbytes)} to write, judging by the first batch,"
+            f" but {in_units(free)} free; free some space, or pass fewer sites, a smaller dtype, or a transform= that"
+            " keeps less"
         )
     return Estimate(left, nbytes, left / found.samples * found.seconds / workers, free, found)
 
 
 def free_disk(out: Path) -> int:
-    """The bytes that are free where `out` is or will be."""
-    there = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
-    return shutil.disk_usage(there).free
+    """Free bytes on the disk where `out` is or will be."""
+    existing = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
+    return shutil.disk_usage(existing).free
 
 
-def _arrived(batch: HarvestedBatch) -> None:
-    """Wait for all of it."""
+def _wait_for(batch: HarvestedBatch) -> None:
+    """Wait until all rows of the batch are on the host."""
     for piece in batch.pieces:
         for sent in piece.sites.values():
             sent.values()
 
 
-def _of(batch: HarvestedBatch, read: ReadBatch, seconds: float, reads: list[ReadBatch], max_bytes: int) -> Probe:
+def _probe_of(batch: HarvestedBatch, read: ReadBatch, seconds: float, reads: list[ReadBatch], max_bytes: int) -> Probe:
     require_budget(batch, max_bytes)
     kinds = {}
     for name, sent in batch.pieces[0].sites.items():
-        code_of(sent.dtype)  # which refuses one that cannot be stored
+        code_of(sent.dtype)  # raises if safetensors cannot store it
         kinds[name] = RowFormat(sent.shape, _name(sent.dtype), _name(sent.given), sent.lengths is not None)
     samples = sum(len(piece.ids) for piece in batch.pieces)
     size = len(read.ids) + len(read.unread)
-    return Probe(kinds, _seen(batch), samples, size, batch.amount.nbytes, nbytes(read.data), seconds, reads)
+    return Probe(kinds, _mean_and_std(batch), samples, size, batch.amount.nbytes, nbytes(read.data), seconds, reads)
 
 
-def _seen(batch: HarvestedBatch) -> dict[str, tuple[float, float]]:
-    """Mean and deviation of the real numbers at each site."""
-    seen = {}
+def _mean_and_std(batch: HarvestedBatch) -> dict[str, tuple[float, float]]:
+    """Mean and standard deviation at each site with floating-point values."""
+    found = {}
     for name in batch.pieces[0].sites:
         measured = [sent.measured() for piece in batch.pieces if (sent := piece.sites[name]).measured is not None]
         total = merged_moments([one.moments for one in measured])
         if total is not None:
-            told = Moments().compute(total)
-            seen[name] = (told.mean, told.std)
-    return seen
+            summary = Moments().compute(total)
+            found[name] = (summary.mean, summary.std)
+    return found
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -136,7 +137,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _time(seconds: float) -> str:
-    """A time as people say it.
+    """A duration in readable units.
 
     >>> _time(0.25), _time(90), _time(7300)
     ('250 ms', '1 min 30 s', '2 h 1 min')

@@ -1,7 +1,7 @@
-"""Whether a model, or data, are those of before: short numbers that any change of them changes.
+"""Fingerprints of a model and of data, which change if anything in them changes.
 
-The values of a model are summed up where they lie, as integers, so that no rounding and no order of adding matters:
-the same weights have the same fingerprint on every device, and only one number a tensor travels.
+The bits of a model's tensors are summed as integers on their own device. Integer sums do not depend on rounding or
+order, so the same weights have the same fingerprint everywhere, and only two numbers per tensor go to the host.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from torchhook.core.torch_internals import own_buffers, own_parameters
 from torchhook.core.trees import leaves
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-_PAGE = 1 << 15  # words that are summed up at a time: few enough for the cache of a core
-_PAGES = 128  # at once, on an accelerator
-_ODD = -7046029254386353131  # 2**64 over the golden ratio: its multiples are far apart
+_PAGE = 1 << 15  # words summed at a time: few enough for the cache of a core
+_PAGES = 128  # pages at a time on an accelerator
+_ODD = -7046029254386353131  # 2**64 / golden ratio, as in Fibonacci hashing: its multiples are far apart
 _COMPRESSED = {
     torch.sparse_csr: (Tensor.crow_indices, Tensor.col_indices, Tensor.values),
     torch.sparse_bsr: (Tensor.crow_indices, Tensor.col_indices, Tensor.values),
@@ -36,10 +36,10 @@ _COMPRESSED = {
 
 
 def model_fingerprint(model: nn.Module) -> str:
-    """A name for a model: its modules by name, class and settings, its tensors by name, type, shape and values.
+    """The fingerprint of a model: names, classes and settings of its modules, names, dtypes and values of its tensors.
 
-    Where it lies, how it is wrapped, hooked or compiled, and whether it trains do not matter. Of sharded tensors the
-    part that is here counts.
+    Its device, wrappers, hooks, compilation and training mode do not matter. Of a sharded tensor the local part
+    counts.
 
     >>> model = nn.Linear(2, 2)
     >>> before = model_fingerprint(model)
@@ -51,7 +51,7 @@ def model_fingerprint(model: nn.Module) -> str:
     """
     lines: list[str] = []
     sums: list[Tensor] = []
-    seen: dict[int, tuple[str, Tensor]] = {}  # with the tensors: of one that is gone another may have the id
+    seen: dict[int, tuple[str, Tensor]] = {}  # by id; holds the tensors, so that no id is used twice
     for path, module in walk(model):
         lines.append(f"{path!r} {type(module).__qualname__} {_settings(module)}")
         for name, tensor in (*own_parameters(module).items(), *own_buffers(module).items()):
@@ -66,15 +66,15 @@ def model_fingerprint(model: nn.Module) -> str:
 
 
 def _settings(module: nn.Module) -> str:
-    """What a module says of itself beside its weights, such as an epsilon; addresses in it differ from run to run."""
+    """The settings in a module's repr, such as an epsilon, without memory addresses, which differ between runs."""
     try:
         return _ADDRESS.sub("", module.extra_repr())
-    except Exception:  # somebody's, and only to be looked at
+    except Exception:  # a custom extra_repr that raises is not our concern
         return ""
 
 
 def batch_fingerprint(data: Any) -> int:
-    """A number for a batch: all that its tensors, numbers and texts say, and how they are nested.
+    """The fingerprint of a batch: its tensors, numbers and strings, and how they are nested.
 
     >>> batch_fingerprint({"x": torch.ones(2)}) == batch_fingerprint({"x": torch.ones(2)})
     True
@@ -88,9 +88,9 @@ def batch_fingerprint(data: Any) -> int:
 
 
 def data_fingerprint(source: Source) -> str:
-    """A name for data: of which kind, how many, the first batch, and the last one where that costs little.
+    """The fingerprint of data: their kind, their number, the first batch, and the last one if reading it is cheap.
 
-    Of data that differ each time, nothing is read.
+    Data that differ each time are not read.
 
     >>> from torchhook.activations.sources import source_of
     >>> model = nn.Linear(2, 2)
@@ -98,15 +98,15 @@ def data_fingerprint(source: Source) -> str:
     >>> data_fingerprint(zeros) == data_fingerprint(ones)
     False
     """
-    told: list[Any] = [source.kind, source.samples]
+    facts: list[Any] = [source.kind, source.samples]
     if source.repeats:
-        told += map(_told, source.read(0, 1, skip=True))
+        facts += map(_batch_facts, source.read(0, 1, skip=True))
         if source.indexed and source.batches:
-            told += map(_told, source.read(source.batches - 1, skip=True))
-    return _digest(*told)
+            facts += map(_batch_facts, source.read(source.batches - 1, skip=True))
+    return _digest(*facts)
 
 
-def _told(read: ReadBatch) -> tuple[int, list[int], int]:
+def _batch_facts(read: ReadBatch) -> tuple[int, list[int], int]:
     return read.number, list(read.ids), batch_fingerprint(read.data)
 
 
@@ -119,7 +119,7 @@ def _shape(tensor: Tensor) -> str:
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors that one is made of; none if it has no values."""
+    """The plain tensors that a tensor is made of; none if it has no values."""
     if is_lazy(tensor) or tensor.is_meta:
         return
     tensor = local(tensor.detach())
@@ -150,14 +150,14 @@ def _scales(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _fetched(sums: list[Tensor]) -> list[int]:
-    """Numbers from wherever they are, in one copy from each device."""
-    there: dict[torch.device, list[int]] = {}
-    for place, one in enumerate(sums):
-        there.setdefault(one.device, []).append(place)
+    """Scalars as Python numbers, with one copy per device."""
+    by_device: dict[torch.device, list[int]] = {}
+    for position, one in enumerate(sums):
+        by_device.setdefault(one.device, []).append(position)
     found: dict[int, int] = {}
-    for places in there.values():
-        found.update(zip(places, torch.stack([sums[place] for place in places]).tolist(), strict=True))
-    return [found[place] for place in range(len(sums))]
+    for positions in by_device.values():
+        found.update(zip(positions, torch.stack([sums[one] for one in positions]).tolist(), strict=True))
+    return [found[position] for position in range(len(sums))]
 
 
 def _bytes(part: Tensor) -> Tensor:
@@ -165,34 +165,34 @@ def _bytes(part: Tensor) -> Tensor:
 
 
 def _sums(part: Tensor) -> list[Tensor]:
-    """Two numbers for the values of a tensor, where it lies: of its words of eight bytes, and of the bytes left."""
+    """Two sums over the bits of a tensor, on its device: one of its 8-byte words, one of the remaining bytes."""
     flat = _bytes(part)
     whole = len(flat) // 8 * 8
-    if flat.storage_offset() % 8:  # a part of something else
+    if flat.storage_offset() % 8:  # a view that is not aligned to words
         flat = flat.clone()
     return [_sum(flat[:whole].view(torch.int64)), _sum(flat[whole:].long())]
 
 
 def _sum(words: Tensor) -> Tensor:
-    """A number to which every word adds by its value and its place; page by page, and then the same of their sums."""
-    places = torch.arange(_PAGE, device=words.device) * _ODD
+    """A sum that depends on the value and the position of each word: page by page, then over the sums of the pages."""
+    salts = torch.arange(_PAGE, device=words.device) * _ODD
     whole = len(words) // _PAGE
     pages, rest = words[: whole * _PAGE].view(whole, _PAGE), words[whole * _PAGE :]
     step = 1 if words.device.type == "cpu" else _PAGES
-    sums = [_mixed(pages[page : page + step], places) for page in range(0, whole, step)]
-    found = torch.cat([*sums, _mixed(rest[None], places[: len(rest)])])
+    sums = [_page_sums(pages[page : page + step], salts) for page in range(0, whole, step)]
+    found = torch.cat([*sums, _page_sums(rest[None], salts[: len(rest)])])
     return found[0] if len(found) == 1 else _sum(found)
 
 
-def _mixed(pages: Tensor, places: Tensor) -> Tensor:
-    # each word is spread over all bits before they are added, or signs that change twice would not be seen
-    mixed = (pages ^ places).mul_(_ODD)
+def _page_sums(pages: Tensor, salts: Tensor) -> Tensor:
+    # hash each word before adding: otherwise two flipped signs would cancel out
+    mixed = (pages ^ salts).mul_(_ODD)
     mixed ^= mixed >> 29
     return mixed.sum(1)
 
 
 def _pieces(data: Any) -> Iterator[Any]:
-    """What there is in a batch, as bytes."""
+    """The content of a batch, as bytes."""
     if isinstance(data, Tensor):
         yield f"{data.dtype} {_shape(data)}".encode()
         for part in _parts(data):
@@ -209,7 +209,7 @@ def _pieces(data: Any) -> Iterator[Any]:
             yield from _pieces(item)
     elif data is None or isinstance(data, (bool, int, float, complex, str, bytes)):
         yield repr(data).encode()
-    else:  # whose text may tell where it lies in memory
+    else:  # its repr may contain a memory address
         yield type(data).__qualname__.encode()
         for address, tensor in leaves(data):
             yield repr(address).encode()

@@ -1,4 +1,4 @@
-"""The verb: what a model does inside, for a whole data set, into files."""
+"""The verb `harvest`: run a whole data set through a model and write its activations to files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torchhook.activations.sources import ReadBatch, Source, source_of
 from torchhook.activations.store import Activations
 from torchhook.activations.store_files import Manifest, require_locks
 from torchhook.activations.worker import Job, commit_of, finish, gaps, joined_gaps, read_gap, work
-from torchhook.activations.writer import Amount
+from torchhook.activations.writer import Amount, OnWritten
 from torchhook.core.errors import HarvestError, SelectionError
 from torchhook.core.progress import Tell, progress_bar
 from torchhook.core.selection import Query, queries_of, require_module
@@ -54,32 +54,34 @@ def harvest(
     commit_seconds: float = 5.0,
     quiet: bool = False,
 ) -> Activations:
-    """Run `data` through `model` and keep what flows at `sites` in files under `out`.
+    """Run `data` through `model` and write the activations at `sites` to files in the folder `out`.
 
-    The model runs in eval mode and without gradients. Called again with the same arguments it goes on where it was
-    left, also after ``kill -9``, and makes the same files as if nothing had happened.
+    The model runs in eval mode and without gradients. Call it again with the same arguments to resume after an
+    interruption, even ``kill -9``: the files end up the same as those of an uninterrupted run.
 
     Args:
         data: A DataLoader, an iterable of batches, a torch or Hugging Face data set, a tensor of samples, or a Ray
             data set.
-        sites: Which outputs to keep, as for `capture`. Further calls of a shared module are sites, too: ``path@1``.
-        transform: Called with what a site gives; what it returns is kept: a tensor with a row a sample, or a list
-            with a tensor for each.
-        dtype: As what real numbers are stored; None: as they are. Those that are too large for it are counted.
-        rows: What is a row: ``"token"`` (padding is left out by the attention mask), ``"sample"``, or as the batch
-            says; what a transform makes is by sample unless this is ``"token"``.
-        keep: Entries of the batches to keep beside the sites, such as ``"input_ids"`` or ``"labels"``; of batches that
-            are tuples, ``"target"``.
-        batch_size: For data that come in samples; 32 unless given.
-        shard_mb: About how much a shard has of all sites together.
-        resume: Whether to go on in a folder with activations, and to make sure that one can: data that can be read
-            only once are refused.
-        engine, workers: ``"ray"`` shares the shards out among as many actors, each with a copy of the model.
-        on_error: ``"skip"`` leaves out the samples that cannot be read or that the model raises on, and lists them.
-        memory_mb: The most rows that each worker holds on their way to the disk, in megabytes.
-        stop: End each forward once every site was seen.
-        commit_seconds: How often to commit: a kill costs that much work.
-        quiet: Say nothing of what is to come, and of how far it is.
+        sites: Which outputs to keep, as for `capture`. Later calls of a shared module are sites of their own:
+            ``path@1``.
+        transform: Called with the output of a site. Its result is stored instead: a tensor with one row per sample,
+            or a list with one tensor per sample.
+        dtype: How floating-point values are stored; None keeps the model's dtype. Values too large for it are
+            counted.
+        rows: What one row is: ``"token"`` (without padding, by the attention mask), ``"sample"``, or ``"auto"``:
+            tokens if the batch has them, and samples for the results of a transform.
+        keep: Entries of the batches to store beside the sites, such as ``"input_ids"`` or ``"labels"``; for batches
+            that are tuples, ``"target"``.
+        batch_size: For data that come as single samples; 32 by default.
+        shard_mb: Approximate size of a shard, all sites together.
+        resume: Resume in a folder that already has activations, and refuse data that can be read only once, because
+            those cannot be resumed.
+        engine, workers: ``"ray"`` distributes the shards over that many actors, each with a copy of the model.
+        on_error: ``"skip"`` leaves out, and lists, the samples that cannot be read or that the model raises on.
+        memory_mb: How many megabytes of rows each worker may hold before they are on disk.
+        stop: End each forward pass once all sites have been called.
+        commit_seconds: How often to commit. A kill loses at most this much work.
+        quiet: Do not print the estimate and the progress bar.
 
     >>> import tempfile
     >>> from torchhook import harvest
@@ -95,7 +97,7 @@ def harvest(
     require_locks()
     require_module(model)
     if not queries_of(sites):
-        raise SelectionError("sites is empty: name at least one place of the model")
+        raise SelectionError("sites is empty: name at least one module of the model")
     _require_options(
         rows=rows,
         engine=engine,
@@ -109,15 +111,13 @@ def harvest(
     wanted = Wanted(sites, transform, _dtype(dtype), rows, keep, stop)
     source = source_of(data, batch_size, model, wanted.keep)
     if resume and not source.repeats:
-        raise HarvestError(f"data cannot be read a second time, which resume=True may need: {source.why_not}")
+        raise HarvestError(f"data cannot be read twice, but resume=True may need that: {source.why_not}")
     before = _manifest_in(out, resume)
     max_bytes, skips = int(memory_mb * _MB), on_error == "skip"
     reading = source.read(skip=skips)
     first = probe(model, wanted, reading, skips, max_bytes)
-    shared_out = (
-        engine == "ray" and not source.indexed
-    )  # what is read here waits in Ray's store until its shard is made
-    size = max(first.nbytes, first.input_bytes) if shared_out else first.nbytes
+    read_here = engine == "ray" and not source.indexed  # then Ray's object store holds the inputs of whole shards
+    size = max(first.nbytes, first.input_bytes) if read_here else first.nbytes
     manifest = _manifest_of(model, source, wanted, first, on_error, max(1, round(shard_mb * _MB / max(size, 1))))
     if before is not None:
         before.require_same(manifest, out)
@@ -127,26 +127,26 @@ def harvest(
     if before is None:
         manifest.write(out)
     if not quiet:
-        print(f"harvest of {len(manifest.sites)} sites into {where}: {expected}", file=sys.stderr)
+        print(f"harvesting {len(manifest.sites)} sites into {where}: {expected}", file=sys.stderr)
     fresh = not store_files.shard_numbers(out)
-    ahead = chain(first.reads, reading) if fresh else None  # what was read already need not be read again
+    ahead = chain(first.reads, reading) if fresh else None  # does not read the first batches a second time
     with closing(reading), Meter(expected.samples, quiet) as meter:
         if engine == "ray":
             from torchhook.activations import on_ray
 
-            on_ray.fill(job, model, source, ahead, workers, meter)
+            on_ray.fill(job, model, source, ahead, workers, meter.add)
         else:
-            _fill(job, model, source, ahead, meter)
+            _fill(job, model, source, ahead, meter.add)
     finish(out, manifest, source.batches)
     acts = Activations.open(out)
-    _complain(acts)
+    _warn_about(acts)
     return acts
 
 
 def _manifest_of(
     model: nn.Module, source: Source, wanted: Wanted, first: Probe, on_error: str, batches_per_shard: int
 ) -> Manifest:
-    """What is to be harvested, as the folder will say it."""
+    """The manifest of the store to be written."""
     return Manifest(
         model=type(model).__name__,
         model_fingerprint=model_fingerprint(model),
@@ -163,61 +163,61 @@ def _manifest_of(
         sites=first.sites,
         first_batch=first.seen,
         torch=torch.__version__,
-        torchhook=sys.modules["torchhook"].__version__,  # which this is part of, and lies below
+        torchhook=sys.modules["torchhook"].__version__,  # nothing inside the package imports it by name
     )
 
 
-def _fill(job: Job, model: nn.Module, source: Source, ahead: Iterator[ReadBatch] | None, meter: Meter) -> None:
-    """Make what is missing, here; `ahead` are all batches, if nothing is there yet."""
+def _fill(job: Job, model: nn.Module, source: Source, ahead: Iterator[ReadBatch] | None, on_written: OnWritten) -> None:
+    """Harvest all missing batches in this process; `ahead` has all batches if the store is still empty."""
     for gap in joined_gaps(gaps(job.out, job.manifest, source.batches)):
-        work(job, model, ahead if ahead is not None else read_gap(source, gap, job.skips), meter.add)
+        work(job, model, ahead if ahead is not None else read_gap(source, gap, job.skips), on_written)
 
 
 def _left(job: Job, source: Source, first: Probe) -> int | None:
-    """How many samples are still to be harvested, if that is known, or about how many, if it is of batches."""
+    """How many samples are left; about how many if only the number of batches is known, None if neither is."""
     samples = source.samples
     if samples is None and source.batches is not None:
         samples = source.batches * first.batch_size
-    there = [commit_of(job.out, job.manifest, shard) for shard in store_files.shard_numbers(job.out)]
-    return None if samples is None else max(0, samples - sum(one.samples + len(one.skipped) for one in there))
+    commits = [commit_of(job.out, job.manifest, shard) for shard in store_files.shard_numbers(job.out)]
+    return None if samples is None else max(0, samples - sum(one.samples + len(one.skipped) for one in commits))
 
 
 def _manifest_in(out: Path, resume: bool) -> Manifest | None:
-    """The manifest of what `out` has already; refuses a folder that is not ours to write to."""
+    """The manifest in `out`, or None for a new folder; raises if `out` has files that are not of a store."""
     if file := next((path for path in (out, *out.parents) if path.is_file()), None):
-        raise HarvestError(f"out must be a folder, and {str(file)!r} is a file")
+        raise HarvestError(f"out must be a folder, but {str(file)!r} is a file")
     if not out.exists():
         return None
     if (out / store_files.MANIFEST).exists():
         if not resume:
-            raise HarvestError(f"{str(out)!r} has activations already; with resume=False pass another folder as out")
+            raise HarvestError(f"{str(out)!r} already has activations; pass another folder as out, or resume=True")
         return Manifest.read(out)
     if any(path.name != f"{store_files.MANIFEST}.draft" for path in out.iterdir()):
-        raise HarvestError(f"{str(out)!r} has other files in it; pass a new or an empty folder as out")
+        raise HarvestError(f"{str(out)!r} has other files in it; pass a new or empty folder as out")
     return None
 
 
-def _complain(acts: Activations) -> None:
-    """Tell of what is not as one would wish."""
+def _warn_about(acts: Activations) -> None:
+    """Warn about overflow, nonfinite values and skipped samples."""
     for name in acts:
         column = acts[name]
         if column.overflow:
             warn(
-                f"{column.overflow:,} values of {name!r} are too large for {column.dtype} and were stored as infinite;"
-                " dtype='bfloat16' or 'float32' holds them"
+                f"{column.overflow:,} values of {name!r} are too large for {column.dtype} and were stored as infinity;"
+                " pass dtype='bfloat16' or 'float32'"
             )
         if column.statistics.nonfinite:
-            warn(f"the model gave {column.statistics.nonfinite:,} NaN or infinite values at {name!r}; they were kept")
+            warn(f"the output of {name!r} has {column.statistics.nonfinite:,} NaN or infinite values; they were stored")
     if acts.skipped:
         sample, reason = next(iter(acts.skipped.items()))
-        warn(f"{len(acts.skipped):,} samples were skipped; the first is {sample}: {reason} (all are in .skipped)")
+        warn(f"skipped {len(acts.skipped):,} samples; the first is {sample}: {reason} (.skipped lists all)")
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype is not None and found not in _DTYPES:
         names = ", ".join(repr(str(one).removeprefix("torch.")) for one in _DTYPES)
-        raise ValueError(f"dtype must be one of {names}, or None for what the model gives, not {dtype!r}")
+        raise ValueError(f"dtype must be one of {names}, or None for the model's own, not {dtype!r}")
     return found
 
 
@@ -234,17 +234,17 @@ def _require_options(**given: Any) -> None:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {given[name]!r}")
     for name in ("shard_mb", "memory_mb"):
         if not isinstance(given[name], (int, float)) or not given[name] > 0:
-            raise ValueError(f"{name} must be a number of megabytes above 0, not {given[name]!r}")
+            raise ValueError(f"{name} must be a positive number of megabytes, not {given[name]!r}")
     if not isinstance(given["commit_seconds"], (int, float)) or not given["commit_seconds"] >= 0:
-        raise ValueError(f"commit_seconds must be a number of seconds, not {given['commit_seconds']!r}")
+        raise ValueError(f"commit_seconds must be a number of seconds, 0 or more, not {given['commit_seconds']!r}")
     if given["workers"] is not None:
         require_count(given["workers"], "workers")
         if given["engine"] == "local":
-            raise ValueError("workers are those of engine='ray'; the local engine has one")
+            raise ValueError("workers= needs engine='ray'; the local engine has one worker")
 
 
 class Meter:
-    """Shows how far a harvest has come, in a terminal only.
+    """The progress of a harvest: a bar in a terminal, with samples, rows, bytes and rates; silent elsewhere.
 
     >>> with Meter(100, quiet=True) as meter:
     ...     meter.add(Amount(samples=32, rows=32, nbytes=4096))
@@ -263,7 +263,7 @@ class Meter:
         return self
 
     def add(self, amount: Amount) -> None:
-        """Count one more piece of work."""
+        """Count what was just written."""
         self._done = done = self._done.plus(amount)
         if self._tell is not None:
             seconds = max(time.monotonic() - self._start, 1e-9)

@@ -1,6 +1,6 @@
-"""The rows of one shard as a reader sees them: so many as are committed, mapped or read where they lie; or repeated.
+"""Reads rows from the files of a store: those that are committed, by memory map or into a buffer.
 
-What is mapped is private: a tensor of it can be written to, and neither the file nor any other tensor changes.
+Maps are private: writing to a mapped tensor changes neither the file nor any other tensor.
 """
 
 from __future__ import annotations
@@ -24,13 +24,19 @@ from torchhook.captures.appendable import PAGE, as_bytes, header, row_bytes
 from torchhook.core.errors import HarvestError
 from torchhook.core.progress import track
 
-_SMALL = 64 * 1024  # bytes: reading so few is faster than mapping them, and a process may have 65530 maps
-_RANDOM = 1  # MADV_RANDOM, everywhere
+_SMALL = 64 * 1024  # bytes: below this, reading is faster than mapping, and a process may have only 65530 maps
+_RANDOM = 1  # MADV_RANDOM on every system
+_THREADS = 8  # each may wait for the disk, which serves several requests at a time
+_PIECE = 1 << 15  # values: for more, torch would start threads of its own in each of ours
+_SLOW = 1e-3  # seconds: copying a piece that is in memory takes a tenth of it
+_PLAIN = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHECK_BYTES = 8 * 2**20  # bytes per piece of a checksum
+_UNREADABLE = -1  # never a checksum
 
 
 @dataclass(frozen=True)
 class RowFile:
-    """The committed rows of one file, as its journal tells of them.
+    """The committed rows of one file, as its journal describes them.
 
     >>> from concurrent.futures import ThreadPoolExecutor
     >>> import tempfile
@@ -45,44 +51,44 @@ class RowFile:
     """
 
     path: Path
-    name: str  # of the tensor in it
+    name: str  # of the tensor in the file
     dtype: torch.dtype
-    shape: tuple[int, ...]  # of a row
+    shape: tuple[int, ...]  # of one row
     rows: int
     crc32: int = 0
-    done: bool = False  # whether the file is as it will stay
+    done: bool = False  # whether the file is complete
 
     def __post_init__(self) -> None:
         if not self.nbytes:
             return
         try:
-            there = self.path.stat().st_size
+            size = self.path.stat().st_size
         except OSError as error:
             raise HarvestError(
-                f"{str(self.path)!r} cannot be read: {error.strerror or error}; if it is gone, call harvest again,"
-                " which makes its shard anew"
+                f"cannot read {str(self.path)!r}: {error.strerror or error}; if it is gone, call harvest again, which"
+                " writes its shard again"
             ) from error
-        if there < PAGE + self.nbytes:
+        if size < PAGE + self.nbytes:
             raise HarvestError(
-                f"{str(self.path)!r} is broken: its journal tells of {self.rows} rows, {PAGE + self.nbytes} bytes, and"
-                f" the file has {there}; call harvest again, which makes its shard anew"
+                f"{str(self.path)!r} is broken: expected {PAGE + self.nbytes} bytes for {self.rows} rows, got {size};"
+                " call harvest again, which writes its shard again"
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "scattered"}  # mapped anew where it goes
+        return {name: value for name, value in vars(self).items() if name != "scattered"}  # a map cannot be pickled
 
     @property
     def row_bytes(self) -> int:
-        """What one row takes."""
+        """The size of one row."""
         return row_bytes(self.dtype, self.shape)
 
     @property
     def nbytes(self) -> int:
-        """What all rows take."""
+        """The size of all rows."""
         return self.rows * self.row_bytes
 
     def span(self, start: int, stop: int) -> Tensor:
-        """Consecutive rows: many are a view of the file, a few are read."""
+        """Consecutive rows: a view of the file, or a copy if they are few."""
         if (stop - start) * self.row_bytes >= _SMALL:
             return self.mapped(start, stop)
         found = torch.empty(stop - start, *self.shape, dtype=self.dtype)
@@ -90,7 +96,7 @@ class RowFile:
         return found
 
     def read(self, into: Tensor, start: int) -> None:
-        """Fill `into`, which is contiguous, with the rows from `start` on."""
+        """Fill `into`, a contiguous tensor, with the rows from `start` on."""
         memory = as_bytes(into)
         with FileIO(self.path) as file:
             file.seek(PAGE + start * self.row_bytes)
@@ -101,20 +107,20 @@ class RowFile:
                 memory = memory[count:]
 
     def mapped(self, start: int, stop: int) -> Tensor:
-        """Consecutive rows in a map of their own, which goes when the last tensor of it does."""
+        """Consecutive rows in a map of their own, which is released with the last tensor that uses it."""
         if start == stop or not self.row_bytes:
             return torch.empty(stop - start, *self.shape, dtype=self.dtype)
         first, end = PAGE + start * self.row_bytes, PAGE + stop * self.row_bytes
-        # Unlike Python's mmap it keeps no file open, of which a process may have as few as 256.
+        # Unlike Python's mmap this keeps no file open; a process may have as few as 256 open files.
         file = torch.from_file(str(self.path), shared=False, size=end, dtype=torch.uint8)
         memory: Any = (ctypes.c_char * (end - first)).from_address(file.data_ptr() + first)
         memory.owner = file
-        # And not file[first:], of which torch.save, or a queue to another process, would take all of the file.
+        # Not file[first:]: torch.save, or a queue to another process, would take the whole file along.
         return torch.frombuffer(memory, dtype=self.dtype).view(stop - start, *self.shape)
 
     @cached_property
     def scattered(self) -> Tensor:
-        """All rows in one map that stays, for reading here and there: the system reads no pages ahead."""
+        """All rows in one permanent map for random access, without read-ahead by the system."""
         found = self.mapped(0, self.rows)
         _expect_random(found)
         return found
@@ -122,28 +128,28 @@ class RowFile:
 
 @dataclass(frozen=True)
 class RepeatedRows:
-    """The rows of a file with one a sample, each as often as `offsets` say that its sample has rows elsewhere."""
+    """The rows of a file with one row per sample, each repeated as often as its sample has rows by `offsets`."""
 
     part: RowFile
     offsets: RowFile
     rows: int
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_begins"}  # mapped anew where it goes
+        return {name: value for name, value in vars(self).items() if name != "_starts"}  # a map cannot be pickled
 
     @property
     def dtype(self) -> torch.dtype:
-        """As that of the file."""
+        """The dtype of the file."""
         return self.part.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of a row."""
+        """The shape of one row."""
         return self.part.shape
 
     @property
     def row_bytes(self) -> int:
-        """What one row takes."""
+        """The size of one row."""
         return self.part.row_bytes
 
     def span(self, start: int, stop: int) -> Tensor:
@@ -153,13 +159,13 @@ class RepeatedRows:
         return found
 
     def read(self, into: Tensor, start: int) -> None:
-        """Fill `into`, which is not empty, with the rows from `start` on."""
-        samples = torch.bucketize(torch.arange(start, start + len(into)), self._begins[1:], right=True)
+        """Fill `into`, which must not be empty, with the rows from `start` on."""
+        samples = torch.bucketize(torch.arange(start, start + len(into)), self._starts[1:], right=True)
         first, last = int(samples[0]), int(samples[-1])
         torch.index_select(self.part.span(first, last + 1), 0, samples - first, out=into)
 
     @cached_property
-    def _begins(self) -> Tensor:
+    def _starts(self) -> Tensor:
         return sample_starts(self.offsets, self.rows)
 
 
@@ -167,27 +173,21 @@ ShardRows: TypeAlias = RowFile | RepeatedRows
 
 
 def sample_starts(offsets: RowFile, rows: int) -> Tensor:
-    """Where among so many rows of a shard those of each sample begin; the last number is where they end."""
+    """Where in the rows of a shard each sample starts; the last number is where the last sample ends."""
     found = offsets.mapped(0, offsets.rows)
     if int(found[0]) or int(found[-1]) != rows or bool((found.diff() < 0).any()):
-        raise HarvestError(f"{str(offsets.path)!r} is broken: it does not share out the {rows} rows of its shard")
+        raise HarvestError(f"{str(offsets.path)!r} is broken: its offsets do not cover the {rows} rows of its shard")
     return found
 
 
 def _expect_random(mapped: Tensor) -> None:
-    """Say so to the system, if it listens; if not, reading is slower, and nothing else."""
+    """Ask the system not to read ahead; where that is not possible, random access is only slower."""
     try:
         madvise = ctypes.CDLL(None).madvise
     except (AttributeError, OSError, TypeError):
         return
-    start = mapped.data_ptr() - PAGE  # where the map begins
+    start = mapped.data_ptr() - PAGE  # where the map starts
     madvise(ctypes.c_void_p(start), ctypes.c_size_t(mapped.nbytes + PAGE), ctypes.c_int(_RANDOM))
-
-
-_THREADS = 8  # for a page that is not in memory each waits for the disk, which serves several at a time
-_PIECE = 1 << 15  # values: for more, torch itself would begin threads, in each of ours
-_SLOW = 1e-3  # seconds for a piece, of which copying takes a tenth
-_PLAIN = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Span(NamedTuple):
@@ -199,7 +199,7 @@ class Span(NamedTuple):
 
 
 class Pick(NamedTuple):
-    """Rows of one part, and the memory for them."""
+    """Rows to copy from one part, and where to."""
 
     part: RowFile
     rows: Tensor
@@ -207,7 +207,7 @@ class Pick(NamedTuple):
 
 
 def starts_of(lengths: Sequence[int]) -> list[int]:
-    """Where each part begins, and where the last one ends.
+    """Where each part starts, and where the last one ends.
 
     >>> starts_of([3, 2])
     [0, 3, 5]
@@ -218,10 +218,10 @@ def starts_of(lengths: Sequence[int]) -> list[int]:
     return starts
 
 
-def runs(starts: Sequence[int], start: int, stop: int) -> Iterator[Span]:
-    """Where the rows from `start` to `stop` lie.
+def spans(starts: Sequence[int], start: int, stop: int) -> Iterator[Span]:
+    """Which rows of which parts are the rows from `start` to `stop`.
 
-    >>> list(runs([0, 3, 5], 2, 5))
+
     [Span(part=0, start=2, stop=3), Span(part=1, start=0, stop=2)]
     """
     while start < stop:
@@ -232,13 +232,13 @@ def runs(starts: Sequence[int], start: int, stop: int) -> Iterator[Span]:
 
 
 def spanned(parts: Sequence[ShardRows], starts: Sequence[int], start: int, stop: int) -> Tensor:
-    """Consecutive rows, at least one: of one part as they lie there, of several together."""
-    found = [parts[run.part].span(run.start, run.stop) for run in runs(starts, start, stop)]
+    """Consecutive rows, at least one: a view if they are in one part, a copy if in several."""
+    found = [parts[span.part].span(span.start, span.stop) for span in spans(starts, start, stop)]
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def gathered(parts: Sequence[RowFile], starts: Sequence[int], rows: Tensor, empty: Tensor) -> Tensor:
-    """Rows from anywhere, by several threads: part after part, and then in the order that was asked for."""
+    """Rows in any order: copied part by part, with threads if they are not in memory, then brought into order."""
     found = torch.empty(len(rows), *empty.shape[1:], dtype=empty.dtype)
     if not found.numel():
         return found
@@ -261,12 +261,12 @@ def gathered(parts: Sequence[RowFile], starts: Sequence[int], rows: Tensor, empt
 
 
 def _pick_all(picks: Sequence[Pick]) -> None:
-    """In this thread, which is the fastest, as long as rows are in memory; in several from the first that is not."""
+    """Copy rows in this thread, which is fastest while they are in memory; once a copy is slow, in several threads."""
     for number, pick in enumerate(picks, 1):
-        began = perf_counter()
+        start = perf_counter()
         _pick(pick)
-        if perf_counter() - began > _SLOW:
-            with ThreadPoolExecutor(_THREADS) as pool:  # one that stays would not outlive a fork
+        if perf_counter() - start > _SLOW:
+            with ThreadPoolExecutor(_THREADS) as pool:  # a permanent pool would not survive a fork
                 list(pool.map(_pick, picks[number:]))
             return
 
@@ -276,7 +276,7 @@ def _pick(pick: Pick) -> None:
 
 
 def as_plain(x: Tensor) -> Tensor:
-    """The same memory as whole numbers, which can be picked and put whatever the dtype is.
+    """The same memory as integers, so that every dtype can be copied alike.
 
     >>> as_plain(torch.ones(2, dtype=torch.bfloat16)).dtype
     torch.int16
@@ -284,30 +284,25 @@ def as_plain(x: Tensor) -> Tensor:
     return x.view(_PLAIN[x.dtype.itemsize])
 
 
-_CHECK_BYTES = 8 * 2**20  # bytes at a time
-_UNREADABLE = -1  # which no checksum is
-
-
 def check(files: Sequence[RowFile], progress: TextIO | None) -> int:
-    """Read all rows of `files`; how many bytes. A `HarvestError` names all that are broken."""
-    pieces = sum(-(-part.rows // _rows(part)) for part in files)
-    found = dict(
-        track(_checksums(files), pieces, f"{_CHECK_BYTES >> 20} MiB", progress)
-    )  # the last of a file is of all
-    broken = [part for part in files if found.get(part, 0) != part.crc32 or not _begins_right(part)]
+    """Read all rows of `files` and return their size; raises a `HarvestError` that names all broken files."""
+    pieces = sum(-(-part.rows // _rows_per_piece(part)) for part in files)
+    label = f"checking pieces of {_CHECK_BYTES >> 20} MiB"
+    found = dict(track(_checksums(files), pieces, label, progress))  # the last checksum of a file covers all of it
+    broken = [part for part in files if found.get(part, 0) != part.crc32 or not _header_fits(part)]
     if broken:
         names = ", ".join(repr(str(part.path)) for part in broken)
         raise HarvestError(
-            f"not as they were written: {names}; delete these files and call harvest again, which makes their shards"
-            " anew"
+            f"broken files, which do not match their checksums: {names}; delete these files and call harvest again,"
+            " which writes their shards again"
         )
     return sum(part.nbytes for part in files)
 
 
 def _checksums(files: Sequence[RowFile]) -> Iterator[tuple[RowFile, int]]:
-    """The checksum of each file up to there, after every piece."""
+    """Each file with its checksum so far, after each piece of it."""
     for part in files:
-        crc32, step = 0, _rows(part)
+        crc32, step = 0, _rows_per_piece(part)
         buffer = torch.empty(min(step, part.rows), *part.shape, dtype=part.dtype)
         for start in range(0, part.rows, step):
             rows = buffer[: part.rows - start]
@@ -320,8 +315,8 @@ def _checksums(files: Sequence[RowFile]) -> Iterator[tuple[RowFile, int]]:
             yield part, crc32
 
 
-def _begins_right(part: RowFile) -> bool:
-    """Whether the header is that of these rows; while a file grows it may be ahead of the journal, or torn."""
+def _header_fits(part: RowFile) -> bool:
+    """Whether the header describes these rows; not checked while a file grows, since it may be ahead of the journal."""
     if not part.done:
         return True
     try:
@@ -331,5 +326,5 @@ def _begins_right(part: RowFile) -> bool:
         return False
 
 
-def _rows(part: RowFile) -> int:
+def _rows_per_piece(part: RowFile) -> int:
     return max(1, _CHECK_BYTES // max(1, part.row_bytes))

@@ -1,7 +1,7 @@
-"""The shards of a harvest, shared out among Ray actors that each hold the model.
+"""Distributes the shards of a harvest over Ray actors, each with a copy of the model.
 
-Ray decides where actors live, starts them again when they die, and repeats what they were at; a shard that is repeated
-goes on from its last commit. The folder must be one that all of them see.
+Ray places the actors, restarts one that dies, and repeats its shard, which resumes from its last commit. All actors
+must see the folder.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from torchhook.activations.harvest import Meter
 from torchhook.activations.sources import ReadBatch, Source
 from torchhook.activations.worker import Job, gap_of, gaps, joined_gaps, read_gap, work
-from torchhook.activations.writer import Amount
+from torchhook.activations.writer import Amount, OnWritten
 from torchhook.core.errors import HarvestError
+from torchhook.core.optional import require
 from torchhook.core.selection import Query, queries_of
 
-_REPEATS = 3  # how often the death of an actor is forgiven to one shard
+_RETRIES = 3  # of a shard whose actor died
 
 
 class ActorResources(NamedTuple):
-    """How many actors there are, and what each takes of its machine."""
+    """The number of actors, and the resources of each."""
 
     workers: int
     cpus: float
@@ -35,7 +35,7 @@ class ActorResources(NamedTuple):
 
     @staticmethod
     def of(resources: dict[str, float], workers: int | None) -> ActorResources:
-        """A GPU an actor where there are enough; of the CPUs one is left over, for whoever reads the data.
+        """One GPU per actor if there are enough; one CPU is left for reading the data.
 
         >>> ActorResources.of({"CPU": 2.0}, 2)
         ActorResources(workers=2, cpus=0.5, gpus=0.0)
@@ -46,19 +46,19 @@ class ActorResources(NamedTuple):
 
 
 class ShardTask(NamedTuple):
-    """A shard to make: read from a source by whoever makes it, or from batches that were read already."""
+    """A shard to harvest: the actor reads its batches from the source, or gets them from the driver."""
 
     shard: int
-    stop: int | None  # how many batches there are in all, if that is known
+    stop: int | None  # the number of all batches, if known
     source: Any  # a reference to a Source, or None
-    batches: list[Any]  # references to what was read
+    batches: list[Any]  # references to batches that the driver read
 
 
 class ShardWorker:
-    """Holds a copy of the model and makes one shard after the other."""
+    """An actor: holds a copy of the model and harvests one shard after the other."""
 
     def __init__(self, shared: list[Any], workers_here: int) -> None:
-        """`shared` refers to the job and the model, which the driver holds for actors that start again."""
+        """`shared` has references to the job and the model, which the driver keeps for actors that are restarted."""
         import ray
 
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers_here))
@@ -66,75 +66,81 @@ class ShardWorker:
         self.model = model.to("cuda") if ray.get_gpu_ids() else model
 
     def make(self, task: ShardTask) -> Amount:
-        """Make what is missing of a shard; how much that was."""
+        """Harvest the missing batches of a shard; returns how much was written."""
         import ray
 
         gap = gap_of(self.job.out, self.job.manifest, task.shard, task.stop)
-        if gap is None:  # an actor that died after its last commit made it
+        if gap is None:  # an actor finished it, and died before it could say so
             return Amount()
         if task.source is not None:
             reads = read_gap(ray.get(task.source), gap, self.job.skips)
         else:
             fetched: Iterator[Any] = map(ray.get, task.batches)
             reads = (one for one in fetched if one.number >= gap.start)
-        made: list[Amount] = []
-        work(self.job, self.model, reads, made.append)
-        return reduce(Amount.plus, made, Amount())
+        written: list[Amount] = []
+        work(self.job, self.model, reads, written.append)
+        return reduce(Amount.plus, written, Amount())
 
 
 def fill(
-    job: Job, model: nn.Module, source: Source, ahead: Iterator[ReadBatch] | None, workers: int | None, meter: Meter
+    job: Job,
+    model: nn.Module,
+    source: Source,
+    ahead: Iterator[ReadBatch] | None,
+    workers: int | None,
+    on_written: OnWritten,
 ) -> None:
-    """Make what is missing, by Ray; `ahead` are all batches, if nothing is there yet."""
-    ray = _ray()
+    """Harvest all missing batches with Ray; `ahead` has all batches if the store is still empty."""
+    require("ray.exceptions", "ray", "engine='ray'")
+    ray = require("ray", "ray", "engine='ray'")
     if not ray.is_initialized():
         ray.init(log_to_driver=False, include_dashboard=False)
-    share = ActorResources.of(ray.cluster_resources(), workers)
-    here = -(-share.workers // max(1, len(ray.nodes())))
+    resources = ActorResources.of(ray.cluster_resources(), workers)
+    workers_here = -(-resources.workers // max(1, len(ray.nodes())))
     job = replace(job, wanted=replace(job.wanted, sites=_portable(job.wanted.sites, model)))
     actor = ray.remote(ShardWorker).options(
-        num_cpus=share.cpus, num_gpus=share.gpus, max_restarts=-1, max_task_retries=_REPEATS
+        num_cpus=resources.cpus, num_gpus=resources.gpus, max_restarts=-1, max_task_retries=_RETRIES
     )
     shared = [ray.put(job), ray.put(model)]
-    actors = [actor.remote(shared, here) for _ in range(share.workers)]
+    actors = [actor.remote(shared, workers_here) for _ in range(resources.workers)]
     try:
-        _share_out(ray, actors, _tasks(ray, job, source, ahead), meter)
+        _distribute(ray, actors, _tasks(ray, job, source, ahead), on_written)
     finally:
         for one in actors:
             ray.kill(one)
 
 
-def _share_out(ray: Any, actors: list[Any], tasks: Iterator[ShardTask], meter: Meter) -> None:
-    """Give every actor one task after the other, and the next one while it is still busy."""
-    busy: dict[Any, Any] = {}  # what comes of a task → the actor that is at it
+def _distribute(ray: Any, actors: list[Any], tasks: Iterator[ShardTask], on_written: OnWritten) -> None:
+    """Give each actor one task after the other, the next one while it is still busy."""
+    busy: dict[Any, Any] = {}  # reference to the result of a task → its actor
     free = [*actors, *actors]
     for task in tasks:
         if not free:
-            free += _ended(ray, busy, meter)
+            free += _wait_for_one(ray, busy, on_written)
         one = free.pop(0)
         busy[one.make.remote(task)] = one
     while busy:
-        _ended(ray, busy, meter)
+        _wait_for_one(ray, busy, on_written)
 
 
-def _ended(ray: Any, busy: dict[Any, Any], meter: Meter) -> list[Any]:
-    """Wait for a task to end, and say which actors have room again."""
+def _wait_for_one(ray: Any, busy: dict[Any, Any], on_written: OnWritten) -> list[Any]:
+    """Wait until a task ends; returns the actor that is free again."""
     ended, _ = ray.wait(list(busy), num_returns=1)
     try:
-        for made in ray.get(ended):
-            meter.add(made)
+        for written in ray.get(ended):
+            on_written(written)
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None
     except ray.exceptions.RayActorError as error:
         raise HarvestError(
-            f"an actor of Ray died {_REPEATS + 1} times at the same shard: {error}; what was committed is safe, and"
-            " calling harvest again goes on from there"
+            f"a Ray actor died {_RETRIES + 1} times on the same shard: {error}; committed rows are safe: call harvest"
+            " again to resume"
         ) from error
     return [busy.pop(one) for one in ended]
 
 
 def _tasks(ray: Any, job: Job, source: Source, ahead: Iterator[ReadBatch] | None) -> Iterator[ShardTask]:
-    """The shards that are missing: to be read by the actors where any batch can be read by itself, else here."""
+    """The missing shards: actors read the batches where each can be read by its number, otherwise the driver does."""
     missing, per = gaps(job.out, job.manifest, source.batches), job.manifest.batches_per_shard
     if source.indexed:
         reference = ray.put(source)
@@ -146,15 +152,6 @@ def _tasks(ray: Any, job: Job, source: Source, ahead: Iterator[ReadBatch] | None
 
 
 def _portable(sites: Any, model: nn.Module) -> list[Query]:
-    """Queries that mean the same in another process, where a module is another one."""
+    """The queries with modules replaced by their paths, since another process has other module objects."""
     paths = {module: path for path, module in model.named_modules(remove_duplicate=False)}
     return [paths.get(query, query) if isinstance(query, nn.Module) else query for query in queries_of(sites)]
-
-
-def _ray() -> Any:
-    try:
-        import ray
-        import ray.exceptions
-    except ImportError as error:
-        raise ImportError("engine='ray' needs Ray: pip install 'torchhook[ray]'") from error
-    return ray

@@ -1,8 +1,8 @@
-"""Data of any kind as numbered batches, to be read from any of them on.
+"""Data of any kind as numbered batches that can be read from any number on.
 
-A batch has the same number and the same samples whenever it is read: that is what lets a harvest go on where it was
-left, and workers share it. A sample is known by its index in the data set, or, where there is none, by its place in
-the stream.
+A batch has the same number and the same samples each time it is read, so that a harvest can resume and workers can
+divide the batches among them. The id of a sample is its index in the data set or, without one, its position in the
+stream.
 """
 
 from __future__ import annotations
@@ -32,38 +32,38 @@ from torchhook.core.errors import HarvestError
 from torchhook.core.tap import require_count
 from torchhook.core.trees import mapped
 
-_SIZE = 32  # samples in a batch, unless `batch_size` says otherwise
-_ONCE = "it can be read once; make it a list, or a class with __iter__, or pass resume=False"
-_SHUFFLED = "its order is drawn anew each time; pass shuffle=False to the DataLoader, or resume=False"
-_UNORDERED = "its batches come as they get ready; pass in_order=True to the DataLoader, or resume=False"
+_SIZE = 32  # samples per batch, if `batch_size` is not given
+_ONCE = "an iterator can be read only once; pass a list, a class with __iter__, or resume=False"
+_SHUFFLED = "its order is different each time; pass shuffle=False to the DataLoader, or resume=False"
+_UNORDERED = "its batches come in no fixed order; pass in_order=True to the DataLoader, or resume=False"
 
 
 class ReadBatch(NamedTuple):
     """One batch as it was read."""
 
     number: int
-    ids: Sequence[int]  # of the samples in `data`, in their order
-    data: Any  # what `Batch.of` understands, on the host; None if nothing could be read
-    unread: dict[int, str]  # the samples that could not be read, and why
+    ids: Sequence[int]  # of the samples in `data`, in order
+    data: Any  # an argument for `Batch.of`, on the host; None if no sample could be read
+    unread: dict[int, str]  # id → reason, of the samples that could not be read
 
 
 class Source(ABC):
     """Numbered batches of samples."""
 
-    kind: str  # part of the fingerprint in every manifest: stores of today stop to resume if it changes
-    samples: int | None = None  # how many, if that is known
+    kind: str  # part of the fingerprint in each manifest: if it changes, existing stores cannot be resumed
+    samples: int | None = None  # None if the number is unknown
     batches: int | None = None
-    repeats: bool = True  # whether reading again gives the same batches in the same order
-    indexed: bool = False  # whether a batch can be read without reading those before
-    why_not: str = ""  # it does not repeat, and what to do about it
+    repeats: bool = True  # whether reading again yields the same batches in the same order
+    indexed: bool = False  # whether a batch can be read without reading those before it
+    why_not: str = ""  # why it does not repeat, and what to do about it
 
     @abstractmethod
     def read(self, start: int = 0, stop: int | None = None, *, skip: bool = False) -> Generator[ReadBatch, None, None]:
-        """The batches from `start` up to `stop`; with `skip`, samples that cannot be read are left out and told."""
+        """The batches from `start` up to `stop`; with `skip`, samples that cannot be read are listed as `unread`."""
 
 
 def source_of(data: Any, batch_size: int | None, model: nn.Module, keep: Iterable[str] = ()) -> Source:
-    """Whatever `data` is, as a source of batches that `model` can be given, and with the entries that `keep` names.
+    """`data` as a source of batches for `model`, which also have the entries that `keep` names.
 
     >>> import torch
     >>> source = source_of(torch.arange(10.0).view(5, 2), 2, nn.Linear(2, 1))
@@ -80,13 +80,13 @@ def source_of(data: Any, batch_size: int | None, model: nn.Module, keep: Iterabl
         return in_samples
     if isinstance(data, (str, bytes, Mapping)) or not isinstance(data, Iterable):
         raise TypeError(
-            f"data must be a DataLoader, an iterable of batches, a data set or a tensor of samples, and it is a"
-            f" {type(data).__name__}; put the one batch you have into a list, or choose one split of several"
+            f"data must be a DataLoader, an iterable of batches, a data set or a tensor of samples, not a"
+            f" {type(data).__name__}; put a single batch into a list, and choose one of several splits"
         )
     if batch_size is not None:
         raise ValueError(
-            f"batch_size={batch_size} is for data that come in samples, and a {type(data).__name__} gives batches;"
-            " leave batch_size out"
+            f"batch_size={batch_size} is for data that come as single samples, but a {type(data).__name__} yields"
+            " batches; leave batch_size out"
         )
     return _of_loader(data, parameters) if isinstance(data, DataLoader) else _of_batches(data, parameters)
 
@@ -99,18 +99,18 @@ class TensorSource(Source):
 
     def __init__(self, rows: Any, size: int) -> None:
         if not rows.ndim or tensor_of(rows[:0]) is None:
-            raise TypeError("data: a tensor or an array must have numbers, and a dimension for samples")
+            raise TypeError("data: a tensor or an array needs numbers and a dimension for the samples")
         self._rows, self._plan = rows, Consecutive(len(rows), size)
         self.samples, self.batches = len(rows), len(self._plan)
 
     def read(self, start: int = 0, stop: int | None = None, *, skip: bool = False) -> Generator[ReadBatch, None, None]:
         for number in _numbers(start, stop, len(self._plan)):
             ids = self._plan[number]
-            yield ReadBatch(number, ids, _home(tensor_of(self._rows[ids.start : ids.stop])), {})
+            yield ReadBatch(number, ids, _on_host(tensor_of(self._rows[ids.start : ids.stop])), {})
 
 
 class IndexedSource(Source):
-    """A data set with indices, read by a DataLoader of our own over a plan of batches."""
+    """A data set with indices, read by our own DataLoader over a list of batches."""
 
     kind = "Indexed"
     indexed = True
@@ -131,49 +131,49 @@ class IndexedSource(Source):
     def read(self, start: int = 0, stop: int | None = None, *, skip: bool = False) -> Generator[ReadBatch, None, None]:
         numbers = _numbers(start, stop, len(self._plan))
         loader: DataLoader[Any] = DataLoader(
-            FaultTolerantDataset(self._dataset, skip),  # type: ignore[arg-type]  # reads several at once
+            FaultTolerantDataset(self._dataset, skip),  # type: ignore[arg-type]  # reads several samples at once
             batch_sampler=(list(self._plan[number]) for number in numbers),
             collate_fn=partial(collated, self._collate, skip),
             **self._options,
         )
-        for number, found in _watched(loader, start):
+        for number, found in _numbered(loader, start):
             ids = [index for index in self._plan[number] if index not in found.unread]
             data = _fitted(found.batch, self._parameters) if ids else None
             yield ReadBatch(number, ids if found.unread else self._plan[number], data, found.unread)
 
 
 class StreamSource(Source):
-    """Batches as they come: to go on at one of them is to read those before once more."""
+    """Batches in the order of an iterable: to start at one of them, those before it are read and dropped."""
 
     kind = "Stream"
 
     def __init__(self, data: Iterable[Any], parameters: Parameters, why_not: str = "") -> None:
         self._data, self._parameters = data, parameters
-        self._begun = False
+        self._started = False
         self.repeats, self.why_not = not why_not, why_not
         self.batches = None if isinstance(getattr(data, "dataset", None), IterableDataset) else batch_count(data)
-        self.indexed = isinstance(data, (list, tuple))  # where those before cost nothing
+        self.indexed = isinstance(data, (list, tuple))  # skipping batches costs nothing there
         if self.indexed:
             self.samples = sum(len(read.ids) for read in self.read())
 
     def read(self, start: int = 0, stop: int | None = None, *, skip: bool = False) -> Generator[ReadBatch, None, None]:
-        if self._begun and self.why_not == _ONCE:
-            raise HarvestError(f"data was read before, and {_ONCE}")
-        self._begun = True
-        place = 0
-        for number, batch in islice(_watched(self._data, 0), stop):
+        if self._started and self.why_not == _ONCE:
+            raise HarvestError(f"data was already read: {_ONCE}")
+        self._started = True
+        first_id = 0
+        for number, batch in islice(_numbered(self._data, 0), stop):
             try:
                 data = _fitted(batch, self._parameters)
-                ids = range(place, place + samples_of(Batch.of(data)).length)
+                ids = range(first_id, first_id + samples_of(Batch.of(data)).length)
             except ValueError as error:
                 raise HarvestError(f"batch {number} of data: {error}") from error
-            place = ids.stop
+            first_id = ids.stop
             if number >= start:
                 yield ReadBatch(number, ids, data, {})
 
 
 class Consecutive(Sequence[range]):
-    """All samples in their order, so many in a batch: a plan that needs no list of them.
+    """The indices of each batch when all samples are taken in order, `size` at a time; computed, not stored.
 
     >>> list(Consecutive(5, 2))
     [range(0, 2), range(2, 4), range(4, 5)]
@@ -199,8 +199,8 @@ class Consecutive(Sequence[range]):
         return range(number * self.size, min((number + 1) * self.size, self.samples))
 
 
-def _watched(batches: Iterable[Any], first: int) -> Iterator[tuple[int, Any]]:
-    """Batches with their numbers; what stops them is told with the number of the batch."""
+def _numbered(batches: Iterable[Any], first: int) -> Iterator[tuple[int, Any]]:
+    """Batches with their numbers; an error while reading names the number of the batch."""
     iterator = None
     for number in count(first):
         try:
@@ -210,18 +210,18 @@ def _watched(batches: Iterable[Any], first: int) -> Iterator[tuple[int, Any]]:
             return
         except Exception as error:
             iterator = None
-            if getattr(batches, "num_workers", 0):  # a trace would hold the workers, which then end ten seconds late
+            if getattr(batches, "num_workers", 0):  # the traceback would keep the workers alive for ten seconds
                 error.__traceback__ = None
             if isinstance(error, HarvestError):
                 raise
             raise HarvestError(
-                f"batch {number} of data cannot be read: {error_text(error)}; what comes after it cannot be read either"
+                f"cannot read batch {number} of data, or any batch after it: {error_text(error)}"
             ) from error
         yield number, batch
 
 
 def _of_samples(data: Any, size: int, parameters: Parameters) -> Source | None:
-    """Data that come in samples; None if they are something else."""
+    """The source for data that come as single samples; None for data of another kind."""
     numpy: Any = sys.modules.get("numpy")
     if isinstance(data, Tensor) or (numpy is not None and isinstance(data, numpy.ndarray)):
         return TensorSource(data, size)
@@ -234,7 +234,7 @@ def _of_samples(data: Any, size: int, parameters: Parameters) -> Source | None:
         return StreamSource(StreamedBatches(data, size, parameters), parameters)
     if _is(data, "ray.data.dataset", "Dataset"):
         source = StreamSource(RayBatches(data, size, parameters), parameters)
-        if _is(data, "ray.data.dataset", "MaterializedDataset"):  # of others, counting may mean to make them
+        if _is(data, "ray.data.dataset", "MaterializedDataset"):  # counting another may compute all of it
             source.samples = data.count()
             source.batches = len(Consecutive(source.samples, size))
         return source
@@ -246,7 +246,7 @@ def _of_samples(data: Any, size: int, parameters: Parameters) -> Source | None:
 
 
 def _of_loader(loader: DataLoader[Any], parameters: Parameters) -> Source:
-    if type(loader).__iter__ is not DataLoader.__iter__:  # it does something of its own with its batches
+    if type(loader).__iter__ is not DataLoader.__iter__:  # a subclass may change its batches
         return _of_batches(loader, parameters)
     if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
         return StreamSource(_again(loader), parameters, _why_not(loader))
@@ -257,7 +257,7 @@ def _of_loader(loader: DataLoader[Any], parameters: Parameters) -> Source:
         return IndexedSource(loader.dataset, plan, loader.collate_fn, parameters, _options(loader))
     try:
         plan = [list(map(index, batch)) for batch in sampler]
-    except TypeError:  # the data set is asked for something else than numbers
+    except TypeError:  # the keys of this data set are not integers
         return StreamSource(_again(loader), parameters, _why_not(loader))
     source = IndexedSource(loader.dataset, plan, loader.collate_fn, parameters, _options(loader))
     if plan != [list(map(index, batch)) for batch in sampler]:
@@ -270,19 +270,19 @@ def _of_batches(data: Iterable[Any], parameters: Parameters) -> Source:
 
 
 def _again(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """A loader of the same batches that may be read by two at once: workers that persist start anew for each."""
+    """A loader of the same batches that can be read twice at once, which persistent workers do not allow."""
     if not loader.persistent_workers:
         return loader
-    how = _options(loader)
+    options = _options(loader)
     if not isinstance(loader.dataset, IterableDataset):
-        how["sampler"] = loader.sampler
+        options["sampler"] = loader.sampler
     return DataLoader(
-        loader.dataset, loader.batch_size, drop_last=loader.drop_last, collate_fn=loader.collate_fn, **how
+        loader.dataset, loader.batch_size, drop_last=loader.drop_last, collate_fn=loader.collate_fn, **options
     )
 
 
 def _why_not(loader: DataLoader[Any]) -> str:
-    """Why a stream of batches is another one the next time, if it is."""
+    """Why reading the loader again yields other batches; empty if it yields the same."""
     if isinstance(loader.dataset, Iterator):
         return _ONCE
     if loader.num_workers > 1 and not loader.in_order:
@@ -292,7 +292,7 @@ def _why_not(loader: DataLoader[Any]) -> str:
 
 
 def _options(loader: DataLoader[Any]) -> dict[str, Any]:
-    """How a DataLoader works, for another one over other batches of the same data set."""
+    """The options of a DataLoader, to make another one for the same data set."""
     names = ["num_workers", "pin_memory", "timeout", "worker_init_fn", "generator"]
     if loader.num_workers:
         names += ["prefetch_factor", "multiprocessing_context"]
@@ -300,19 +300,19 @@ def _options(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 class StreamedBatches:
-    """A Hugging Face data set without indices, so many samples at a time."""
+    """The batches of a streamed Hugging Face data set."""
 
     def __init__(self, dataset: Any, size: int, parameters: Parameters) -> None:
         self._dataset, self._size, self._parameters = dataset, size, parameters
 
     def __iter__(self) -> Iterator[Any]:
         rows = iter(self._dataset)
-        while several := list(islice(rows, self._size)):
-            yield batch_of_rows(several, self._parameters)
+        while samples := list(islice(rows, self._size)):
+            yield batch_of_rows(samples, self._parameters)
 
 
 class RayBatches:
-    """The batches of a Ray data set, in their order, which Ray does not keep unless it is told to."""
+    """The batches of a Ray data set in order, which Ray keeps only on request."""
 
     def __init__(self, dataset: Any, size: int, parameters: Parameters) -> None:
         self._dataset, self._size, self._parameters = dataset, size, parameters
@@ -328,7 +328,7 @@ class RayBatches:
 
 
 def _formatted(dataset: Any, parameters: Parameters) -> Any:
-    """A Hugging Face data set that reads only what is wanted, and fast; with a format of its own it stays as it is."""
+    """A Hugging Face data set that reads only the columns we need, as numpy; one with a format is left as it is."""
     if dataset.format["type"] is not None:
         return dataset
     named = [name for name in dataset.column_names if name in parameters.names]
@@ -337,22 +337,22 @@ def _formatted(dataset: Any, parameters: Parameters) -> Any:
 
 
 def _fitted(batch: Any, parameters: Parameters) -> Any:
-    """A batch on the host, with what the model takes."""
-    return _home(parameters.chosen(batch) if isinstance(batch, Mapping) else batch)
+    """A batch on the host, with the entries that the model takes."""
+    return _on_host(parameters.chosen(batch) if isinstance(batch, Mapping) else batch)
 
 
-def _home(data: Any) -> Any:
+def _on_host(data: Any) -> Any:
     return mapped(lambda tensor: tensor.detach().cpu(), data)
 
 
 def _is(value: Any, module: str, name: str) -> bool:
-    """Whether `value` is of a class of a library that need not be there."""
+    """Whether `value` is an instance of a class of an optional library, without importing it."""
     return any(kind.__module__ == module and kind.__name__ == name for kind in type(value).__mro__)
 
 
 def _samples(dataset: Any) -> int:
     if not isinstance(dataset, Sized):
-        raise TypeError(f"data: a {type(dataset).__name__} with indices must say how many it has: give it a __len__")
+        raise TypeError(f"data: a {type(dataset).__name__} with __getitem__ also needs __len__")
     return len(dataset)
 
 

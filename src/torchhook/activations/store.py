@@ -1,6 +1,6 @@
-"""A folder of activations, read back: nothing is executed, nothing is written, and only what is asked for is read.
+"""A store of activations, read back: opening it executes nothing, writes nothing, and reads only what is asked for.
 
-What there is the journals say, and neither the headers nor the lengths of the files: a store that is being written, or
+The journals decide what is in a store, not the headers or the sizes of the files: a store that is being written, or
 whose writer was killed, has what was committed when it was opened.
 """
 
@@ -12,7 +12,6 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -26,16 +25,29 @@ from torchhook.activations.column import Column, SampleIds
 from torchhook.activations.mapped import RowFile, ShardRows, check
 from torchhook.activations.store_files import Commit, Manifest, RowFormat, SiteCommit, last_commit
 from torchhook.core.errors import HarvestError, NotRecordedError
+from torchhook.core.optional import require
 from torchhook.core.selection import nearest
 from torchhook.core.text import html_table, in_units, table
 
 _HEADER = ("site", "rows", "shape", "dtype", "size", "mean", "std", "nonfinite", "overflow")
+_KEYS = ("sample", "position")
+_ARROW_NAMES = {
+    torch.float64: "float64",
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.int64: "int64",
+    torch.int32: "int32",
+    torch.int16: "int16",
+    torch.int8: "int8",
+    torch.uint8: "uint8",
+    torch.bool: "uint8",
+}
 
 
 class Activations:
-    """The activations in a folder, by site; see `torchhook.harvest`.
+    """The activations in a folder, by site, as `torchhook.harvest` wrote them.
 
-    `len` is the number of samples; a loop goes over the names of the sites.
+    `len` is the number of samples; iterating yields the names of the sites.
 
     >>> import tempfile
     >>> from torch import nn
@@ -46,7 +58,7 @@ class Activations:
     >>> acts = Activations.open(folder.name)
     >>> len(acts), list(acts), acts["1"].shape
     (100, ['0', '1'], (100, 2))
-    >>> acts["1"][:10].shape, acts["1"].of(17).shape  # rows, by memory map; and those of sample 17
+
     (torch.Size([10, 2]), torch.Size([1, 2]))
     >>> [len(rows) for rows in acts["1"].batches(40, shuffle=True, seed=0)]
     [40, 40, 20]
@@ -56,29 +68,22 @@ class Activations:
     """
 
     def __init__(self, folder: Path, manifest: Manifest, commits: Mapping[int, Commit]) -> None:
-        """Made by `open`: what the shards have is told by `commits`."""
+        """Made by `open`; `commits` say what each shard has."""
         self.folder = folder
         self.manifest = manifest
         self._commits = commits
         self._samples = SampleIds(
             [
-                RowFile(
-                    store_files.samples_path(folder, n),
-                    "samples",
-                    torch.int64,
-                    (),
-                    told.samples,
-                    told.samples_crc32,
-                    told.done,
-                )
-                for n, told in commits.items()
+                RowFile(path, "samples", torch.int64, (), commit.samples, commit.samples_crc32, commit.done)
+                for shard, commit in commits.items()
+                for path in [store_files.samples_path(folder, shard)]
             ]
         )
         self._columns = {site: self._column(site) for site in manifest.sites}
 
     @classmethod
     def open(cls, folder: str | Path) -> Activations:
-        """The activations in `folder`, as many as are committed now."""
+        """The activations in `folder` that are committed now."""
         folder = Path(folder).absolute()
         manifest = Manifest.read(folder)
         numbers = store_files.shard_numbers(folder) if manifest.shards is None else range(manifest.shards)
@@ -90,8 +95,8 @@ class Activations:
                 commits[shard] = commit
             elif manifest.shards is not None:
                 raise HarvestError(
-                    f"{str(folder)!r} is broken: {str(journal)!r} is missing or empty, and the harvest ended with"
-                    f" {manifest.shards} shards"
+                    f"{str(folder)!r} is broken: {str(journal)!r}, one of {manifest.shards} journals, is missing or"
+                    " empty"
                 )
         return cls(folder, manifest, commits)
 
@@ -107,17 +112,17 @@ class Activations:
 
     @property
     def complete(self) -> bool:
-        """Whether the harvest ended."""
+        """Whether the harvest is complete."""
         return self.manifest.shards is not None and all(commit.done for commit in self._commits.values())
 
     @property
     def skipped(self) -> dict[int, str]:
-        """The ids of the samples that are not here because they, or the model on them, failed; and why."""
+        """The ids of the samples that could not be read or run, with the reasons."""
         return {sample: reason for commit in self._commits.values() for sample, reason in commit.skipped.items()}
 
     @property
     def nbytes(self) -> int:
-        """What the rows of all sites take on the disk."""
+        """The size of the rows of all sites on disk."""
         return sum(column.nbytes for column in self._columns.values())
 
     def __getitem__(self, site: str) -> Column:
@@ -132,7 +137,7 @@ class Activations:
         return iter(self._columns)
 
     def __len__(self) -> int:
-        """How many samples there are."""
+        """The number of samples."""
         return len(self._samples)
 
     def batches(
@@ -144,9 +149,9 @@ class Activations:
         seed: int = 0,
         memory_mb: float = 256,
     ) -> Batches[dict[str, Tensor]]:
-        """The same rows of several sites (all, unless named) as dicts, as `Column.batches` gives those of one.
+        """The same rows of several sites (all by default), as dicts; otherwise like `Column.batches`.
 
-        Beside sites with rows of tokens, the row of a sample at another comes once for each of its tokens, as a label.
+        Next to sites with one row per token, a row per sample, such as a label, is repeated for each of its tokens.
         """
         _, columns = self._together(sites)
         return Batches(list(columns.values()), partial(_named, list(columns)), size, shuffle, seed, memory_mb)
@@ -161,36 +166,36 @@ class Activations:
         memory_mb: float = 256,
         num_workers: int = 0,
     ) -> DataLoader[dict[str, Tensor]]:
-        """The same as a `DataLoader`, whose workers share the rows, and `memory_mb`, between them.
+        """The same batches as a `DataLoader`, whose workers divide the rows and `memory_mb` among them.
 
-        In order they come in the same order whatever the number of workers; the mixture depends on it. For another one
-        in each epoch make a loader with another seed.
+        The order of shuffled rows depends on the number of workers. For another order in each epoch, make a loader
+        with another seed.
         """
         batches = self.batches(size, sites, shuffle=shuffle, seed=seed, memory_mb=memory_mb)
         return DataLoader(batches, batch_size=None, num_workers=num_workers)
 
     def to_arrow(self, *sites: str) -> Any:
-        """The same rows of several sites (all, unless named) as a `pyarrow.Table`, most of it without a copy.
+        """The same rows of several sites (all by default) as a `pyarrow.Table`, mostly without copying.
 
-        Beside them are the columns ``sample`` (the id) and ``position`` (which of the sample's rows). A site is a list
-        of fixed size, flattened; its shape is in the metadata of the field. bfloat16 becomes float32, and rows of
-        samples are repeated as by `batches`.
+        The columns ``sample`` (its id) and ``position`` (among the rows of the sample) come first. Each site is a
+        column of flattened fixed-size lists, with the shape in the metadata of the field. bfloat16 becomes float32,
+        and a row per sample is repeated as by `batches`.
         """
         lead, columns = self._together(sites or None)
         return table_of(lead.keys(), columns, self.manifest.sites)
 
     def statistics(self) -> list[dict[str, Any]]:
-        """A row for each site: what was measured while it was harvested, of the values as the model gave them."""
+        """One dict per site: statistics of the values as the model returned them, measured during the harvest."""
         return [
             {"site": site, "rows": len(column), **vars(column.statistics), "overflow": column.overflow}
             for site, column in self._columns.items()
         ]
 
     def verify(self, progress: TextIO | None = sys.stderr) -> int:
-        """Read all there is and compare it with the checksums; how many bytes that were.
+        """Compare all files with their checksums; returns the number of bytes read.
 
-        A `HarvestError` names every file that is not as it was written. Delete those and call `harvest` again, which
-        makes their shards anew.
+        A `HarvestError` names each broken file. Delete those and call `harvest` again, which writes their shards
+        again.
         """
         files = [*self._samples.parts, *(part for column in self._columns.values() for part in column.files)]
         return check(files, progress)
@@ -204,30 +209,30 @@ class Activations:
     def _column(self, site: str) -> Column:
         kind = self.manifest.sites[site]
         all_kept, values, offsets = [], [], []
-        for shard, told in self._commits.items():
-            kept = told.sites.get(site, SiteCommit())
-            if not kind.ragged and kept.rows != told.samples:
+        for shard, commit in self._commits.items():
+            kept = commit.sites.get(site, SiteCommit())
+            if not kind.ragged and kept.rows != commit.samples:
                 raise HarvestError(
                     f"{str(store_files.journal_path(self.folder, shard))!r} is broken: {kept.rows} rows of {site!r} for"
-                    f" {told.samples} samples"
+                    f" {commit.samples} samples"
                 )
             all_kept.append(kept)
             path = store_files.values_path(self.folder, site, shard)
-            values.append(RowFile(path, "values", kind.torch_dtype, kind.shape, kept.rows, kept.crc32, told.done))
+            values.append(RowFile(path, "values", kind.torch_dtype, kind.shape, kept.rows, kept.crc32, commit.done))
             if kind.ragged:
                 path = store_files.offsets_path(self.folder, site, shard)
                 offsets.append(
-                    RowFile(path, "offsets", torch.int64, (), told.samples + 1, kept.offsets_crc32, told.done)
+                    RowFile(path, "offsets", torch.int64, (), commit.samples + 1, kept.offsets_crc32, commit.done)
                 )
         return Column(site, kind, self._samples, all_kept, values, offsets)
 
     def _together(self, sites: Sequence[str] | None) -> tuple[Column, dict[str, Sequence[ShardRows]]]:
-        """The parts of several sites, all with the rows of the first, or of the first ragged one if there is any."""
+        """The parts of several sites with the same rows: those of the first ragged site, or else of the first site."""
         if isinstance(sites, str):
-            raise TypeError(f"sites must be several names, as [{sites!r}]")
+            raise TypeError(f"sites must be a list of names: [{sites!r}]")
         columns = {site: self[site] for site in (self.sites if sites is None else sites)}
         if not columns:
-            raise ValueError("sites is empty: name at least one, or leave it out for all")
+            raise ValueError("sites is empty: name at least one, or leave it out for all sites")
         ragged = [column for column in columns.values() if column.ragged]
         if not ragged:
             return next(iter(columns.values())), {site: column.parts for site, column in columns.items()}
@@ -235,20 +240,20 @@ class Activations:
         for other in others:
             if other.shared_out != lead.shared_out:
                 raise HarvestError(
-                    f"{lead.site!r} has {len(lead)} rows and {other.site!r} {len(other)}, which are not of the same"
-                    " things; name sites with the same rows, or read each by itself"
+                    f"the {len(lead)} rows of {lead.site!r} and the {len(other)} rows of {other.site!r} are not of the"
+                    " same tokens; name sites with the same tokens, or read each site by itself"
                 )
         return lead, {
             site: column.parts if column.ragged else column.spread_over(lead) for site, column in columns.items()
         }
 
     def _title(self) -> str:
-        said = [f"{len(self)} samples, {len(self.sites)} sites, {in_units(self.nbytes)}"]
+        facts = [f"{len(self)} samples, {len(self.sites)} sites, {in_units(self.nbytes)}"]
         if not self.complete:
-            said.append("not complete")
+            facts.append("not complete")
         if self.skipped:
-            said.append(f"{len(self.skipped)} skipped")
-        return f"Activations of {self.manifest.model}: {'; '.join(said)}"
+            facts.append(f"{len(self.skipped)} skipped")
+        return f"Activations of {self.manifest.model}: {'; '.join(facts)}"
 
     def _rows(self) -> list[list[Any]]:
         return [
@@ -270,28 +275,14 @@ def _named(names: Sequence[str], rows: Sequence[Tensor]) -> dict[str, Tensor]:
     return dict(zip(names, rows, strict=True))
 
 
-_KEYS = ("sample", "position")
-_NAMES = {
-    torch.float64: "float64",
-    torch.float32: "float32",
-    torch.float16: "float16",
-    torch.int64: "int64",
-    torch.int32: "int32",
-    torch.int16: "int16",
-    torch.int8: "int8",
-    torch.uint8: "uint8",
-    torch.bool: "uint8",
-}
-
-
 def table_of(
     keys: tuple[Tensor, Tensor], columns: Mapping[str, Sequence[ShardRows]], kinds: Mapping[str, RowFormat]
 ) -> Any:
-    """A table of columns with the same rows, and their `keys`; a chunk a shard."""
+    """An Arrow table of columns with the same rows and of their `keys`, with one chunk per shard."""
     arrow = _pyarrow()
     clash = [site for site in columns if site in _KEYS]
     if clash:
-        raise HarvestError(f"the site {clash[0]!r} has the name of a column of every table; leave it out")
+        raise HarvestError(f"the site {clash[0]!r} has the name of a key column; leave it out of the table")
     fields = [(arrow.field(name, arrow.int64()), _plain(values)) for name, values in zip(_KEYS, keys, strict=True)]
     fields += [_site(site, parts, kinds[site]) for site, parts in columns.items()]
     return arrow.table([values for _, values in fields], schema=arrow.schema([field for field, _ in fields]))
@@ -305,7 +296,7 @@ def _site(site: str, parts: Sequence[ShardRows], kind: RowFormat) -> tuple[Any, 
 
 
 def _rows(rows: Tensor) -> Any:
-    """Rows of numbers as a list each; rows that are one number as they are."""
+    """Rows as fixed-size lists; rows that are one number each as plain values."""
     arrow, values = _pyarrow(), _plain(rows.flatten())
     if rows.dim() == 1:
         return values
@@ -314,17 +305,14 @@ def _rows(rows: Tensor) -> Any:
 
 
 def _plain(values: Tensor) -> Any:
-    """Numbers where they lie; Arrow has no bfloat16, and packs truth values into bits."""
+    """Values without copying, except bfloat16, which Arrow lacks, and booleans, which it packs into bits."""
     arrow = _pyarrow()
     if values.dtype == torch.bfloat16:
         values = values.float()
     memory = arrow.foreign_buffer(values.data_ptr(), values.nbytes, base=values)
-    found = arrow.Array.from_buffers(getattr(arrow, _NAMES[values.dtype])(), len(values), [None, memory])
+    found = arrow.Array.from_buffers(getattr(arrow, _ARROW_NAMES[values.dtype])(), len(values), [None, memory])
     return found.cast(arrow.bool_()) if values.dtype == torch.bool else found
 
 
 def _pyarrow() -> Any:
-    try:
-        return import_module("pyarrow")
-    except ImportError as error:
-        raise ImportError('to_arrow() needs pyarrow: pip install "torchhook[parquet]"') from error
+    return require("pyarrow", "parquet", "to_arrow()")

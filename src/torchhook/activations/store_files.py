@@ -1,4 +1,14 @@
-"""What a folder of activations says of itself: of which model and data, which sites, as which dtype, which versions."""
+"""The files of a store of activations: where they are, its manifest, and the journals of its shards.
+
+    manifest.json                             what was harvested, from which model and data
+    journal/00000.jsonl                       what of shard 0 is committed
+    samples/00000.safetensors                 the ids of its samples
+    sites/layer4/00000.safetensors            its rows at a site
+    sites/layer4/00000.offsets.safetensors    where the rows of each sample start, if samples have several
+
+A journal has one line per commit, which describes the whole shard so far. It is written after the rows are on disk, and
+counts once it is on disk itself: an incomplete last line, as a kill leaves it, is ignored.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +28,28 @@ from torchhook.core.errors import HarvestError
 from torchhook.stats.moments import Moments
 
 MANIFEST = "manifest.json"
-_ROOT = "@"  # which no quoted name has in it
-_LONGEST = 200  # letters; file systems take 255 bytes
+FORMAT = 1
+_ROOT = "@"  # never part of a quoted name
+_LONGEST = 200  # characters; file systems allow 255 bytes
+_ROUNDING = 1e-3  # of a standard deviation
+_RESUMED = {  # what must not change before a harvest is resumed, and what an error calls it
+    "model": "the model",
+    "model_fingerprint": "the weights or the structure of the model",
+    "data_fingerprint": "the data",
+    "samples": "the number of samples",
+    "batch_size": "batch_size",
+    "dtype": "dtype",
+    "rows": "rows",
+    "transform": "transform",
+    "keep": "keep",
+    "on_error": "on_error",
+    "stop": "stop",
+    "sites": "the sites or the shapes of their outputs",
+}
 
 
 def folder_of(site: str) -> str:
-    """The folder of a site: its name, with all that a file system may not like written as %XX.
+    """The folder of a site: its name, with characters that a file system may not allow written as %XX.
 
     >>> folder_of("layer4.1"), folder_of("a/b"), folder_of("")
     ('layer4.1', 'a%2Fb', '@')
@@ -50,54 +76,36 @@ def values_path(out: Path, site: str, shard: int) -> Path:
 
 
 def offsets_path(out: Path, site: str, shard: int) -> Path:
-    """Where in the rows of a shard each sample begins; the last number is where the last one ends."""
+    """Where in the rows of a shard each sample starts; the last number is where the last sample ends."""
     return out / "sites" / folder_of(site) / f"{shard:05}.offsets.safetensors"
 
 
 def shard_numbers(out: Path) -> list[int]:
-    """The shards that were begun, in order."""
+    """The numbers of the shards in `out`, complete or not, in order."""
     return sorted(int(path.stem) for path in (out / "journal").glob("*.jsonl") if path.stem.isdecimal())
-
-
-FORMAT = 1
-_ROUNDING = 1e-3  # of a deviation
-_RESUMED = {  # what must be as it was for a harvest to go on, and how a user knows it
-    "model": "the model",
-    "model_fingerprint": "the model's weights or its structure",
-    "data_fingerprint": "the data",
-    "samples": "the number of samples",
-    "batch_size": "batch_size",
-    "dtype": "dtype",
-    "rows": "rows",
-    "transform": "transform",
-    "keep": "keep",
-    "on_error": "on_error",
-    "stop": "stop",
-    "sites": "what the sites give",
-}
 
 
 @dataclass(frozen=True)
 class RowFormat:
-    """What the rows of a site are."""
+    """The format of a site's rows."""
 
     shape: tuple[int, ...]
-    dtype: str  # as it is stored
-    given: str  # as the model gives it
-    ragged: bool
+    dtype: str  # as stored
+    given: str  # as the model returned it
+    ragged: bool  # whether samples have several rows, such as tokens
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype itself."""
+        """The stored dtype."""
         found = getattr(torch, self.dtype, None)
         if not isinstance(found, torch.dtype):
-            raise HarvestError(f"a manifest names the dtype {self.dtype!r}, which there is not")
+            raise HarvestError(f"unknown dtype {self.dtype!r} in the manifest")
         return found
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that must be known beforehand to write a shard, and afterwards to read one."""
+    """What must be known to write a shard, and later to read it."""
 
     model: str
     model_fingerprint: str
@@ -112,37 +120,37 @@ class Manifest:
     on_error: str
     stop: bool
     sites: dict[str, RowFormat]
-    first_batch: dict[str, tuple[float, float]]  # mean and deviation at each site, by which a change is seen
+    first_batch: dict[str, tuple[float, float]]  # mean and standard deviation at each site, to detect changes
     torch: str
     torchhook: str
     format: int = FORMAT
-    shards: int | None = None  # how many there are, once all are done
+    shards: int | None = None  # their number, once all are done
 
     @classmethod
     def read(cls, out: Path) -> Manifest:
-        """The manifest in `out`; a `HarvestError` if there is none, or it is of a newer torchhook."""
+        """The manifest in `out`; raises a `HarvestError` if there is none, or if a newer torchhook wrote it."""
         path = out / MANIFEST
         try:
-            told: dict[str, Any] = json.loads(path.read_text())
-            if told["format"] > FORMAT:
+            fields: dict[str, Any] = json.loads(path.read_text())
+            if fields["format"] > FORMAT:
                 raise HarvestError(
-                    f"{str(out)!r} was written by torchhook {told['torchhook']}, in a format that this one does not"
-                    " know; update torchhook"
+                    f"{str(out)!r} was written by torchhook {fields['torchhook']}, in a newer format than this version"
+                    " can read; update torchhook"
                 )
-            told["sites"] = {
-                site: RowFormat(**{**kind, "shape": tuple(kind["shape"])}) for site, kind in told["sites"].items()
+            fields["sites"] = {
+                site: RowFormat(**{**kind, "shape": tuple(kind["shape"])}) for site, kind in fields["sites"].items()
             }
-            told["first_batch"] = {site: (mean, std) for site, (mean, std) in told["first_batch"].items()}
-            return cls(**{**told, "keep": tuple(told["keep"])})
+            fields["first_batch"] = {site: (mean, std) for site, (mean, std) in fields["first_batch"].items()}
+            return cls(**{**fields, "keep": tuple(fields["keep"])})
         except FileNotFoundError:
-            raise HarvestError(f"there are no activations in {str(out)!r}: it has no {MANIFEST}") from None
+            raise HarvestError(f"no activations in {str(out)!r}: it has no {MANIFEST}") from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, HarvestError):
                 raise
-            raise HarvestError(f"{str(path)!r} is not a manifest of torchhook: {error}") from error
+            raise HarvestError(f"{str(path)!r} is not a torchhook manifest: {error}") from error
 
     def write(self, out: Path) -> None:
-        """Put it into `out`, at once or not at all."""
+        """Write it to `out` atomically."""
         out.mkdir(parents=True, exist_ok=True)
         draft = out / f"{MANIFEST}.draft"
         with draft.open("w") as file:
@@ -154,71 +162,71 @@ class Manifest:
         sync_folder(out)
 
     def done(self, shards: int) -> Manifest:
-        """This, of a harvest that ended."""
+        """The manifest of the complete store."""
         return replace(self, shards=shards)
 
     def require_same(self, other: Manifest, out: Path) -> None:
-        """Refuse to go on with `other` in the folder of this one."""
+        """Raise if a harvest with the manifest `other` cannot resume this one."""
         changed = [name for key, name in _RESUMED.items() if getattr(self, key) != getattr(other, key)]
         if not changed and not all(_alike(seen, other.first_batch[site]) for site, seen in self.first_batch.items()):
-            changed = ["what the model, or transform, makes of the first batch"]
+            changed = ["the output of the model or of transform for the first batch"]
         if changed:
             raise HarvestError(
-                f"{str(out)!r} was begun with something else: {', '.join(changed)} changed since; pass what it was,"
-                " or another folder as out"
+                f"cannot resume {str(out)!r}: {', '.join(changed)} changed since it was started; pass what it was"
+                " started with, or another folder as out"
             )
 
 
 def _alike(a: tuple[float, float], b: tuple[float, float]) -> bool:
-    """Whether two means and deviations are the same up to rounding, as on another machine."""
-    room = _ROUNDING * max(abs(a[1]), abs(b[1]), 1e-30)
-    return all(x == y or abs(x - y) <= room or (x != x and y != y) for x, y in zip(a, b, strict=True))
+    """Whether two pairs of mean and standard deviation agree up to the rounding of another machine."""
+    tolerance = _ROUNDING * max(abs(a[1]), abs(b[1]), 1e-30)
+    return all(x == y or abs(x - y) <= tolerance or (x != x and y != y) for x, y in zip(a, b, strict=True))
 
 
 @dataclass(frozen=True)
 class SiteCommit:
-    """What there is of a shard at one site."""
+    """What of a shard is committed at one site."""
 
     rows: int = 0
     crc32: int = 0
     offsets_crc32: int = 0
-    overflow: int = 0  # finite values that became infinite because the dtype of the store is too small for them
-    moments: tuple[str, ...] = ()  # of the values as the model gave them; in hexadecimal, which is exact
+    overflow: int = 0  # finite values that are too large for the stored dtype and became infinite
+    moments: tuple[str, ...] = ()  # of the values as the model returned them; in hexadecimal, which is exact
 
     def state(self) -> Tensor | None:
-        """The moments, to merge with others; None if nothing was measured."""
+        """The moments as a tensor, to merge with others; None if there are none."""
         return torch.tensor([float.fromhex(x) for x in self.moments], dtype=torch.float64) if self.moments else None
 
     @staticmethod
     def encoded(state: Tensor | None) -> tuple[str, ...]:
-        """Moments as they are written."""
+        """Moments as they are written to the journal."""
         return () if state is None else tuple(x.hex() for x in state.tolist())
 
 
 @dataclass(frozen=True)
 class Commit:
-    """What there is of a shard."""
+    """What of a shard is committed."""
 
     batches: int = 0
     samples: int = 0
     samples_crc32: int = 0
-    input_crc32: int = 0  # of the last batch, to see on resuming that the data are the same
+    input_crc32: int = 0  # of the last batch, to check on resuming that the data are the same
     sites: dict[str, SiteCommit] = field(default_factory=dict)
     skipped: dict[int, str] = field(default_factory=dict)  # id → reason
     done: bool = False
 
     @classmethod
     def of(cls, line: str) -> Commit:
-        """The commit that a line tells of."""
-        told: dict[str, Any] = json.loads(line)
-        told["sites"] = {
-            site: SiteCommit(**{**kept, "moments": tuple(kept["moments"])}) for site, kept in told["sites"].items()
+        """The commit in a line of a journal."""
+        fields: dict[str, Any] = json.loads(line)
+        fields["sites"] = {
+            site: SiteCommit(**{**kept, "moments": tuple(kept["moments"])}) for site, kept in fields["sites"].items()
         }
-        told["skipped"] = {int(sample): reason for sample, reason in told["skipped"].items()}
-        return cls(**told)
+        fields["skipped"] = {int(sample): reason for sample, reason in fields["skipped"].items()}
+        return cls(**fields)
 
     def line(self) -> str:
-        """This as a line.
+        """The commit as a line of a journal.
 
         >>> Commit.of(Commit(3, 96, 7, 5, {"fc": SiteCommit(96, 1)}, {4: "broken"}).line()).skipped
         {4: 'broken'}
@@ -227,20 +235,21 @@ class Commit:
 
 
 def last_commit(path: Path) -> Commit | None:
-    """The last commit of a shard, if it has one; the file is left as it is."""
+    """The last commit in a journal, if it has one; the file is not changed."""
     try:
-        lines = path.read_bytes().split(b"\n")[:-1]  # what no newline ends was torn
+        lines = path.read_bytes().split(b"\n")[:-1]  # a line without a newline is incomplete
         return Commit.of(lines[-1].decode()) if lines else None
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as error:
         raise HarvestError(
-            f"{str(path)!r} is not a journal of torchhook: {error}; delete it, and its shard is made anew"
+            f"{str(path)!r} is not a torchhook journal: {error}; delete it and call harvest again, which writes its"
+            " shard again"
         ) from error
 
 
 def require_locks() -> Any:
-    """The module that locks files; a `HarvestError` where there is none, as on Windows."""
+    """The module that locks files; raises a `HarvestError` on systems without it, such as Windows."""
     try:
         return import_module("fcntl")
     except ImportError as error:
@@ -251,7 +260,7 @@ def require_locks() -> Any:
 
 
 class Journal:
-    """The journal of one shard, open for writing by one process alone."""
+    """The journal of one shard, opened for writing and locked against other processes."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -268,12 +277,12 @@ class Journal:
     def write(self, commit: Commit) -> None:
         """Add a line, and wait until it is on the disk."""
         line = commit.line().encode()
-        while line:  # of which a disk that is nearly full takes a part
+        while line:  # a disk that is nearly full may take only a part
             line = line[os.write(self._file, line) :]
         os.fsync(self._file)
 
     def end(self, commit: Commit) -> None:
-        """Leave one line alone, at once or not at all: a shard that is done looks the same however it came about."""
+        """Replace all lines by the last one, atomically: a shard that is done looks the same however it was written."""
         draft = self.path.with_suffix(".draft")
         with draft.open("wb") as file:
             file.write(commit.line().encode())
@@ -283,7 +292,7 @@ class Journal:
         sync_folder(self.path.parent)
 
     def close(self) -> None:
-        """Give the file back, and the lock with it."""
+        """Close the file, which also releases the lock."""
         os.close(self._file)
 
     def _lock(self) -> None:
@@ -291,21 +300,21 @@ class Journal:
         try:
             locks.flock(self._file, locks.LOCK_EX | locks.LOCK_NB)
         except OSError as error:
-            raise HarvestError(f"{str(self.path)!r} is being written by another process; wait for it") from error
+            raise HarvestError(f"another process is writing {str(self.path)!r}; wait until it ends") from error
 
     def _cut(self) -> None:
-        """Away with half a line."""
+        """Remove an incomplete last line."""
         content = self.path.read_bytes()
         os.truncate(self._file, content.rfind(b"\n") + 1)
 
 
 def merged_moments(states: list[Tensor]) -> Tensor | None:
-    """The moments of all, from those of some parts, in their order."""
+    """The moments of the whole from those of its parts; None without parts."""
     return Moments().merge(torch.stack(states)) if states else None
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names of the files in `folder` are on the disk."""
+    """Wait until the names of the files in `folder` are on disk."""
     file = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(file)

@@ -1,4 +1,8 @@
-"""Between the model and the disk: a thread that writes, and a line before it that holds a bounded number of bytes."""
+"""Writes harvested batches to shards, in a thread of its own with a queue of bounded size.
+
+A commit writes the rows, then the headers, then a line of the journal. A shard that was interrupted resumes from its
+last commit.
+"""
 
 from __future__ import annotations
 
@@ -37,32 +41,32 @@ from torchhook.core.text import in_units, shape_of
 class Amount(NamedTuple):
     """How much was harvested."""
 
-    samples: int = 0  # with those that were skipped
+    samples: int = 0  # skipped ones included
     rows: int = 0  # at the site with the most
     nbytes: int = 0
 
     def plus(self, other: Amount) -> Amount:
-        """Both together."""
+        """The sum of two amounts."""
         return Amount(*map(sum, zip(self, other, strict=True)))
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Some samples with their rows at every site."""
+    """Some samples of a batch with their rows at each site."""
 
     ids: Sequence[int]
     sites: Mapping[str, SentRows]
 
     @property
     def amount(self) -> Amount:
-        """How much it is."""
+        """How much this is."""
         rows = max(len(self.ids) if sent.lengths is None else sum(sent.lengths) for sent in self.sites.values())
         return Amount(len(self.ids), rows, sum(sent.nbytes for sent in self.sites.values()))
 
 
 @dataclass(frozen=True)
 class HarvestedBatch:
-    """A batch that went through the model: in one piece, or sample by sample where the whole did not."""
+    """A batch that went through the model: in one piece, or sample by sample if the whole batch failed."""
 
     number: int
     pieces: Sequence[Piece]
@@ -71,12 +75,12 @@ class HarvestedBatch:
 
     @property
     def amount(self) -> Amount:
-        """How much it is."""
+        """How much this is."""
         return reduce(Amount.plus, (piece.amount for piece in self.pieces), Amount(len(self.skipped)))
 
 
 class _SiteFiles:
-    """The files of a shard at one site."""
+    """The files of one site in a shard."""
 
     def __init__(
         self,
@@ -113,7 +117,7 @@ class _SiteFiles:
         return [self.values] if self.offsets is None else [self.values, self.offsets]
 
     def add(self, sent: SentRows, samples: int) -> None:
-        self._require_same_kind(sent)
+        self._require_same_format(sent)
         if self.offsets is not None:
             lengths = torch.ones(samples) if sent.lengths is None else torch.tensor(sent.lengths)
             self.offsets.append(self.values.rows + lengths.to(torch.int64).cumsum(0))
@@ -122,28 +126,29 @@ class _SiteFiles:
             self._count(sent.measured())
 
     def kept(self) -> SiteCommit:
-        told = 0 if self.offsets is None else self.offsets.crc32
-        return SiteCommit(self.values.rows, self.values.crc32, told, self.overflow, SiteCommit.encoded(self.moments))
+        offsets_crc32 = 0 if self.offsets is None else self.offsets.crc32
+        moments = SiteCommit.encoded(self.moments)
+        return SiteCommit(self.values.rows, self.values.crc32, offsets_crc32, self.overflow, moments)
 
     def _count(self, measured: Measurement) -> None:
         self.overflow += measured.overflow
         both = [measured.moments] if self.moments is None else [self.moments, measured.moments]
         self.moments = merged_moments(both)
 
-    def _require_same_kind(self, sent: SentRows) -> None:
+    def _require_same_format(self, sent: SentRows) -> None:
         kind = self.kind
-        # where samples have one token each, rows of tokens and of samples look the same
+        # with one token per sample, rows of tokens and rows of samples look the same
         if (sent.shape, sent.dtype) != (kind.shape, kind.torch_dtype) or (sent.lengths is not None and not kind.ragged):
             now = _described(sent.shape, sent.dtype, sent.lengths is not None)
             raise HarvestError(
-                f"{self.name!r} gave {now}, and {_described(kind.shape, kind.torch_dtype, kind.ragged)} in the first"
-                " batch; transform= can make them alike, or give a list with a tensor for each sample if their number"
-                " of rows differs"
+                f"{self.name!r} returned {now}, but {_described(kind.shape, kind.torch_dtype, kind.ragged)} in the"
+                " first batch; pass a transform= that makes them alike, or that returns a list with one tensor per"
+                " sample if the number of rows varies"
             )
 
 
 class ShardWriter:
-    """Writes one shard, from its last commit on."""
+    """Writes one shard, starting after its last commit."""
 
     def __init__(self, out: Path, manifest: Manifest, shard: int, pool: ThreadPoolExecutor) -> None:
         self.shard = shard
@@ -174,8 +179,8 @@ class ShardWriter:
         """Append the next batch."""
         if harvested.number != self._first + self.batches:
             raise HarvestError(
-                f"shard {self.shard} has {self.batches} batches, and batch {harvested.number} is not the next: another"
-                " process wrote to it meanwhile; call harvest again when that has ended"
+                f"batch {harvested.number} does not follow the {self.batches} batches of shard {self.shard}: another"
+                " process wrote to it meanwhile; wait for that process, then call harvest again"
             )
         for piece in harvested.pieces:
             self._require_all_sites(piece)
@@ -187,21 +192,21 @@ class ShardWriter:
         self.batches += 1
 
     def commit(self, done: bool = False) -> None:
-        """Make all that was appended count, whatever happens from here on."""
-        for file in self._files:  # before the journal, after which nobody may come back to a shard that is done
+        """Make everything appended so far durable."""
+        for file in self._files:  # before the journal: a shard that is marked as done is not opened again
             file.commit()
             file.flush()
         kept = {name: site.kept() for name, site in self._sites.items()}
-        told = Commit(
+        commit = Commit(
             self.batches, self._samples.rows, self._samples.crc32, self._input_crc32, kept, dict(self.skipped), done
         )
         if done:
-            self._journal.end(told)
+            self._journal.end(commit)
         else:
-            self._journal.write(told)
+            self._journal.write(commit)
 
     def close(self) -> None:
-        """Give all files back; what was not committed is cut off when the shard is next opened."""
+        """Close all files; rows that were not committed are cut off when the shard is next opened."""
         self._open.close()
 
     @property
@@ -213,13 +218,13 @@ class ShardWriter:
         if differ:
             names = ", ".join(map(repr, differ))
             raise HarvestError(
-                f"not the same sites were called as in the first batch, or not as often: {names}; name sites that are"
-                " called for every batch"
+                f"the calls of some sites differ from the first batch: {names}; harvest only sites that are called"
+                " equally often for each batch"
             )
 
 
 def valid_commit(out: Path, manifest: Manifest, shard: int, commit: Commit | None) -> Commit:
-    """What there is of a shard, if its files hold it; one that lost rows begins anew, one with more is not done."""
+    """A commit, checked against the files: empty if they have fewer rows than it says, not done if they have more."""
     if commit is None:
         return Commit()
     sizes = {store_files.samples_path(out, shard): PAGE + 8 * commit.samples}
@@ -235,34 +240,36 @@ def valid_commit(out: Path, manifest: Manifest, shard: int, commit: Commit | Non
 
 
 def _numbers(ids: Sequence[int]) -> Tensor:
-    if isinstance(ids, range):  # as most are
+    if isinstance(ids, range):  # the usual case
         return torch.arange(ids.start, ids.stop, ids.step)
     return torch.tensor(list(ids), dtype=torch.int64)
 
 
 def _described(shape: tuple[int, ...], dtype: torch.dtype, ragged: bool) -> str:
     size = shape_of(torch.empty(shape, device="meta"))
-    return f"rows of {size} in {str(dtype).removeprefix('torch.')} by {'token' if ragged else 'sample'}"
+    return f"one {size} row in {str(dtype).removeprefix('torch.')} per {'token' if ragged else 'sample'}"
 
 
 OnWritten = Callable[[Amount], None]
-"""Told of how much was written, of each batch."""
+"""Called after each batch with the amount that was written."""
 
 
 class WriterThread:
-    """Writes batches in the order in which they are put, from a thread of its own.
+    """Writes batches in the order in which they are put, in a thread of its own.
 
-    Whoever puts waits while more than `max_bytes` are on the way. An error of the thread is raised where the next batch
-    is put, or at the end. If whoever puts fails, all that was put before is written and committed.
+    `put` waits while more than `max_bytes` are in the queue. An error in the thread is raised by the next `put`, or on
+    exit. If the block raises, the batches put so far are still written and committed.
     """
 
-    def __init__(self, out: Path, manifest: Manifest, max_bytes: int, commit_seconds: float, tell: OnWritten) -> None:
+    def __init__(
+        self, out: Path, manifest: Manifest, max_bytes: int, commit_seconds: float, on_written: OnWritten
+    ) -> None:
         self._out = out
         self._manifest = manifest
         self._max_bytes = max_bytes
         self._commit_seconds = commit_seconds
-        self._tell = tell
-        self._line: deque[HarvestedBatch | None] = deque()
+        self._on_written = on_written
+        self._queue: deque[HarvestedBatch | None] = deque()
         self._bytes = 0
         self._changed = threading.Condition()
         self._error: BaseException | None = None
@@ -274,36 +281,36 @@ class WriterThread:
         return self
 
     def put(self, harvested: HarvestedBatch) -> None:
-        """Hand over a batch, and wait until there is room for it."""
+        """Queue a batch, waiting until there is room for it."""
         size = harvested.amount.nbytes
         require_budget(harvested, self._max_bytes)
         with self._changed:
             self._changed.wait_for(lambda: self._error is not None or self._has_room(size))
             self._raise()
-            self._line.append(harvested)
+            self._queue.append(harvested)
             self._bytes += size
             self._changed.notify_all()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._whole = kind is None  # else the last shard goes on another time
+        self._whole = kind is None  # otherwise the last shard is resumed another time
         with self._changed:
-            self._line.append(None)
+            self._queue.append(None)
             self._changed.notify_all()
         self._thread.join()
         if kind is None:
             self._raise()
 
     def _has_room(self, size: int) -> bool:
-        """Whether a batch fits, and another one like it, which is made meanwhile."""
+        """Whether the queue has room for a batch and for the next one, which is being computed meanwhile."""
         return not self._bytes or self._bytes + 2 * size <= self._max_bytes
 
     def _raise(self) -> None:
         if isinstance(self._error, OSError) and self._error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise HarvestError(
-                f"the disk of {str(self._out)!r} is full; what was committed is safe: make room and call harvest again,"
-                " which goes on from there"
+                f"the disk of {str(self._out)!r} is full; committed rows are safe: free some space and call harvest"
+                " again to resume"
             ) from self._error
         if self._error is not None:
             raise self._error
@@ -315,7 +322,7 @@ class WriterThread:
                 ThreadPoolExecutor(1, "torchhook-ending") as endings,
             ):
                 self._write(checksums, endings)
-        except BaseException as error:  # to be raised where somebody hears it
+        except BaseException as error:  # `put` or `__exit__` raises it in the caller's thread
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
@@ -328,7 +335,7 @@ class WriterThread:
             while (harvested := self._next()) is not None:
                 shard = harvested.number // self._manifest.batches_per_shard
                 if writer is None or writer.shard != shard:
-                    # one shard gets to the disk while the next one is written
+                    # one shard is flushed to disk while the next one is written
                     ending, writer = _ended(ending, writer, endings), None
                     writer = ShardWriter(self._out, self._manifest, shard, checksums)
                     committed = time.monotonic()
@@ -349,28 +356,28 @@ class WriterThread:
 
     def _next(self) -> HarvestedBatch | None:
         with self._changed:
-            self._changed.wait_for(lambda: bool(self._line))
-            return self._line.popleft()
+            self._changed.wait_for(lambda: bool(self._queue))
+            return self._queue.popleft()
 
     def _release(self, harvested: HarvestedBatch) -> None:
-        """Give room to the next ones, and tell of what is written."""
+        """Make room in the queue, and report what was written."""
         with self._changed:
             self._bytes -= harvested.amount.nbytes
             self._changed.notify_all()
-        self._tell(harvested.amount)
+        self._on_written(harvested.amount)
 
 
 def require_budget(harvested: HarvestedBatch, max_bytes: int) -> None:
-    """Refuse a batch that is too large by itself."""
+    """Raise if a single batch is larger than the memory budget."""
     if harvested.amount.nbytes > max_bytes:
         raise BudgetError(
             f"batch {harvested.number} has {in_units(harvested.amount.nbytes)} of rows, more than memory_mb allows"
-            f" ({in_units(max_bytes)}); use smaller batches or a larger budget"
+            f" ({in_units(max_bytes)}); use smaller batches or a larger memory_mb"
         )
 
 
 def _ended(before: Future[None] | None, writer: ShardWriter | None, endings: ThreadPoolExecutor) -> Future[None] | None:
-    """The last commit of a shard, on its way; the one before has come to its end."""
+    """Wait for the last commit of the previous shard, then start that of this one in the background."""
     if before is not None:
         before.result()
     return None if writer is None else endings.submit(_end, writer)

@@ -1,6 +1,6 @@
-"""A safetensors file that grows: a header of one page, rewritten at each commit, and a payload that is only appended.
+"""A safetensors file to which rows are appended: a header of one page, rewritten at each commit, and the rows after it.
 
-After every commit anybody's safetensors reads it, and the payload begins at a page, so that it can be mapped as it is.
+After each commit any safetensors reader can open it. The rows start at a page boundary, so that they can be mapped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from torchhook.core.errors import HarvestError
 
 PAGE = 4096
-_WRITE = 256 * 1024  # larger writes are slower, and erratic
+_WRITE = 256 * 1024  # bytes: larger writes are slower, and their times vary
 _CODES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -35,7 +35,7 @@ _CODES = {
 
 
 class AppendableTensor:
-    """One tensor in a file, to which rows are appended; open from its last commit on.
+    """One tensor in a file, to which rows are appended after its last commit.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as pool:
@@ -57,7 +57,7 @@ class AppendableTensor:
         rows: int = 0,
         crc32: int = 0,
     ) -> None:
-        """Open `path`, cut to its first `rows`, whose checksum is `crc32`; the pool makes checksums while it writes."""
+        """Open `path` and cut it to its first `rows`, whose checksum is `crc32`; `pool` computes further checksums."""
         self.path = path
         self.rows = rows
         self.crc32 = crc32
@@ -80,56 +80,56 @@ class AppendableTensor:
         payload = as_bytes(rows)
         checksum = self._pool.submit(zlib.crc32, payload, self.crc32)
         try:
-            start, place = 0, PAGE + self.rows * row_bytes(self._dtype, self._shape)
-            while start < len(payload):  # up to where pages in the cache of the system end, too
-                start += os.write(self._file, payload[start : start + _WRITE - (place + start) % _WRITE])
+            start, offset = 0, PAGE + self.rows * row_bytes(self._dtype, self._shape)
+            while start < len(payload):  # each write ends at a multiple of _WRITE in the file
+                start += os.write(self._file, payload[start : start + _WRITE - (offset + start) % _WRITE])
         finally:
-            self.crc32 = checksum.result()  # whatever happened, nobody reads `rows` after this
+            self.crc32 = checksum.result()  # also on an error: the pool must not read `rows` any longer
         self.rows += len(rows)
 
     def flush(self) -> None:
-        """Wait until all that was appended is on the disk."""
+        """Wait until everything appended is on disk."""
         os.fsync(self._file)
 
     def commit(self) -> None:
-        """Say in the header how many rows there are."""
+        """Write the number of rows to the header."""
         os.pwrite(self._file, header(self._name, self._dtype, (self.rows, *self._shape)), 0)
 
     def close(self) -> None:
-        """Give the file back."""
+        """Close the file."""
         os.close(self._file)
 
 
 def header(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
-    """The first page of a file with one tensor: the length of what follows, and that as JSON, padded.
+    """The first page of a file with one tensor: the length of the JSON, then the JSON, padded with spaces.
 
     >>> header("values", torch.float16, (2, 3))[8:92]
     b'{"values":{"dtype":"F16","shape":[2,3],"data_offsets":[0,12]}}                      '
     """
     size = shape[0] * row_bytes(dtype, shape[1:])
-    told = {name: {"dtype": code_of(dtype), "shape": list(shape), "data_offsets": [0, size]}}
-    text = json.dumps(told, separators=(",", ":")).encode()
+    fields = {name: {"dtype": code_of(dtype), "shape": list(shape), "data_offsets": [0, size]}}
+    text = json.dumps(fields, separators=(",", ":")).encode()
     return (PAGE - 8).to_bytes(8, "little") + text.ljust(PAGE - 8)
 
 
 def row_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """What one row takes."""
+    """The size of one row."""
     return math.prod(shape) * dtype.itemsize
 
 
 def code_of(dtype: torch.dtype) -> str:
-    """What safetensors calls a dtype.
+    """The name of a dtype in safetensors.
 
     >>> code_of(torch.bfloat16)
     'BF16'
     """
     if dtype not in _CODES:
-        raise HarvestError(f"{dtype} cannot be stored; make it one of {', '.join(map(str, _CODES))} by transform=")
+        raise HarvestError(f"cannot store {dtype}; pass a transform= that converts to {', '.join(map(str, _CODES))}")
     return _CODES[dtype]
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, which must live on meanwhile.
+    """The memory of a contiguous CPU tensor, which must outlive the view.
 
     >>> numbers = torch.tensor([1, 2], dtype=torch.int16)
     >>> bytes(as_bytes(numbers))

@@ -1,4 +1,4 @@
-"""``torchhook harvest``: what a model does inside, for a whole data set, into files."""
+"""``torchhook harvest``: run a whole data set through a model and write its activations to files."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import typer
 from torchhook.cli.loaders import data_of, model_of, named, wrong
 from torchhook.cli.options import Model
 
-_ROWS, _FILES, _ENGINE = "What to keep", "What to write", "Who works"
+_ROWS, _FILES, _ENGINE = "What to keep", "What to write", "How to run"
 
 
-class Rows(str, Enum):
-    """What a row is."""
+class RowUnit(str, Enum):
+    """What one row is."""
 
     auto = "auto"
     sample = "sample"
@@ -24,7 +24,7 @@ class Rows(str, Enum):
 
 
 class Dtype(str, Enum):
-    """As what numbers are stored."""
+    """How floating-point values are stored."""
 
     float16 = "float16"
     bfloat16 = "bfloat16"
@@ -33,7 +33,7 @@ class Dtype(str, Enum):
 
 
 class Engine(str, Enum):
-    """Who works."""
+    """What runs the model."""
 
     local = "local"
     ray = "ray"
@@ -51,62 +51,63 @@ def harvest(
     data: Annotated[
         str,
         typer.Option(
-            metavar="NAME", help="package.module:name of a DataLoader, a data set, batches, or what makes them."
+            metavar="NAME", help="package.module:name of a DataLoader, data set or batches, or of a function for them."
         ),
     ],
     sites: Annotated[
         list[str],
-        typer.Option(metavar="PATHS", help="Of modules, as layer4,'blocks.*.mlp'. May be repeated."),
+        typer.Option(metavar="PATHS", help="Paths of modules, such as layer4,'blocks.*.mlp'. May be repeated."),
     ],
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="The folder for it; one that was begun is gone on with.")],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="The folder to write to; resumes if it was started.")],
     rows: Annotated[
-        Rows, typer.Option(metavar="WHAT", rich_help_panel=_ROWS, help="What a row is: auto, sample or token.")
-    ] = Rows.auto,
+        RowUnit, typer.Option(metavar="WHAT", rich_help_panel=_ROWS, help="What one row is: auto, sample or token.")
+    ] = RowUnit.auto,
     keep: Annotated[
         list[str] | None,
         typer.Option(metavar="NAMES", rich_help_panel=_ROWS, help="Entries of the batches to keep: input_ids, target."),
     ] = None,
     transform: Annotated[
         str | None,
-        typer.Option(metavar="NAME", rich_help_panel=_ROWS, help="package.module:name of a function of the output."),
+        typer.Option(metavar="NAME", rich_help_panel=_ROWS, help="package.module:name of a function of an output."),
     ] = None,
     stop: Annotated[
-        bool, typer.Option("--stop", rich_help_panel=_ROWS, help="End each forward once all sites were seen.")
+        bool, typer.Option("--stop", rich_help_panel=_ROWS, help="End each forward pass once all sites were called.")
     ] = False,
     dtype: Annotated[
-        Dtype, typer.Option(metavar="NAME", rich_help_panel=_FILES, help=", ".join(one.value for one in Dtype))
+        Dtype, typer.Option(metavar="NAME", rich_help_panel=_FILES, help=", ".join(one.value for one in Dtype) + ".")
     ] = Dtype.float16,
     shard_mb: Annotated[
-        float, typer.Option(metavar="MB", rich_help_panel=_FILES, help="About how much goes into a shard.")
+        float, typer.Option(metavar="MB", rich_help_panel=_FILES, help="Approximate size of a shard.")
     ] = 256,
     resume: Annotated[
-        bool, typer.Option(rich_help_panel=_FILES, help="Go on with a folder that was begun, or refuse it.")
+        bool, typer.Option(rich_help_panel=_FILES, help="Resume in a folder that has activations, or refuse it.")
     ] = True,
     batch_size: Annotated[
-        int | None, typer.Option(metavar="N", min=1, rich_help_panel=_ENGINE, help="For data that come in samples.")
+        int | None, typer.Option(metavar="N", min=1, rich_help_panel=_ENGINE, help="For data that are single samples.")
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(metavar="NAME", rich_help_panel=_ENGINE, help="Where to put the model: cuda, cpu, ..."),
+        typer.Option(metavar="NAME", rich_help_panel=_ENGINE, help="Device to move the model to: cuda, cpu, ..."),
     ] = None,
     engine: Annotated[
         Engine, typer.Option(metavar="NAME", rich_help_panel=_ENGINE, help="local, or ray for several workers.")
     ] = Engine.local,
     workers: Annotated[
-        int | None, typer.Option(metavar="N", min=1, rich_help_panel=_ENGINE, help="Actors of Ray.")
+        int | None, typer.Option(metavar="N", min=1, rich_help_panel=_ENGINE, help="Number of Ray actors.")
     ] = None,
     on_error: Annotated[
         OnError,
         typer.Option(metavar="WHAT", rich_help_panel=_ENGINE, help="raise, or skip samples that fail and list them."),
     ] = OnError.stop,
     memory_mb: Annotated[
-        float, typer.Option(metavar="MB", rich_help_panel=_ENGINE, help="The most rows to hold on their way.")
+        float,
+        typer.Option(metavar="MB", rich_help_panel=_ENGINE, help="Rows a worker may hold before they are on disk."),
     ] = 1024,
 ) -> None:
-    """Run a whole data set through a model, and keep what flows at some of its modules.
+    """Run a whole data set through a model and write the outputs of some modules to files.
 
-    MODEL and NAME are package.module:name, also of modules in the current folder.
-    Run again after an interruption, it goes on where it was left.
+    MODEL and NAME are package.module:name; modules in the current folder work, too.
+    Run the same command again to resume after an interruption.
 
     [bold]torchhook harvest net:model --data net:loader --sites layer3,layer4 --out acts
     torchhook harvest net:gpt --data net:texts --sites 'h.6' --out acts --stop --keep input_ids[/]
@@ -139,5 +140,5 @@ def harvest(
 def _function(target: str) -> Callable[[Any], Any]:
     found = named(target, "--transform")
     if not callable(found):
-        raise wrong("--transform", f"{target} is {found!r:.60}, which cannot be called")
-    return found  # type: ignore[no-any-return]  # it was imported by its name
+        raise wrong("--transform", f"{target} is {found!r:.60}, which is not callable")
+    return found  # type: ignore[no-any-return]  # imported by name
