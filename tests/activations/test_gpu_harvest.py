@@ -64,7 +64,7 @@ def test_overflow_is_counted_there(tmp_path):
     x = torch.tensor([[1.0, 7e4], [torch.inf, torch.nan]])
     with (
         pytest.warns(UserWarning, match="1 values of '' are too large"),
-        pytest.warns(UserWarning, match="the model gave 2 NaN or infinite values"),
+        pytest.warns(UserWarning, match="has 2 NaN or infinite values"),
     ):
         acts = harvest(Scale().cuda(), x, "", tmp_path, quiet=True)
     assert acts[""].overflow == 1 and acts[""].statistics.nonfinite == 2

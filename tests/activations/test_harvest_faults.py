@@ -121,13 +121,17 @@ def test_a_full_disk(tmp_path, kind):
     said, *checks = done.stdout.splitlines()
     assert checks == ["True", "True"]
     if kind == "disk":
-        assert said.startswith("HarvestError the disk of") and "is full; what was committed is safe: make room" in said
+        assert (
+            said.startswith("HarvestError the disk of") and "is full; committed rows are safe: free some space" in said
+        )
     else:
         assert said == f"OSError [Errno {errno.EFBIG}] {os.strerror(errno.EFBIG)}"
 
 
 def test_what_the_disk_cannot_hold_is_refused_before_it_starts(tmp_path):
-    with pytest.raises(HarvestError, match=r"cannot hold it: .* are to come, by the first batch, and .* are free"):
+    with pytest.raises(
+        HarvestError, match=r"not enough disk space for .*: about .* to write, judging by the first batch, but .* free"
+    ):
         run(tmp_path / "out", Numbers(10**15))
     assert len(run(tmp_path / "out", Numbers(10))) == 10  # and nothing was left in the way
 
@@ -135,16 +139,20 @@ def test_what_the_disk_cannot_hold_is_refused_before_it_starts(tmp_path):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_sample_that_cannot_be_read(tmp_path, workers):
     data = DataLoader(Numbers(21, unreadable=(6, 20)), 4, num_workers=workers)
-    with pytest.raises(HarvestError, match=r"(?s)sample 6 of data cannot be read: OSError: picture 6 is torn; on_err"):
+    with pytest.raises(
+        HarvestError, match=r"(?s)cannot read sample 6 of data: OSError: picture 6 is torn; pass on_err"
+    ):
         run(tmp_path / "a", data, batch_size=None)
-    with pytest.warns(UserWarning, match="2 samples were skipped; the first is 6: OSError: picture 6 is torn"):
+    with pytest.warns(UserWarning, match="skipped 2 samples; the first is 6: OSError: picture 6 is torn"):
         acts = run(tmp_path / "b", data, batch_size=None, on_error="skip")
     assert numbers_in(acts) == [n for n in range(20) if n != 6] and list(acts.skipped) == [6, 20]
 
 
 def test_a_sample_that_the_model_raises_on(tmp_path):
     data = Numbers(21, negative=(0, 9, 12, 13, 14, 15))
-    with pytest.raises(HarvestError, match=r"ArithmeticError on batch 0, samples 0 to 3: a number below 0; what was"):
+    with pytest.raises(
+        HarvestError, match=r"ArithmeticError on batch 0, samples 0 to 3: a number below 0; batches before it are safe"
+    ):
         run(tmp_path / "a", data)
     later = Numbers(21, negative=(9,))
     with pytest.raises(HarvestError, match="on batch 2, samples 8 to 11") as raised:
@@ -153,7 +161,7 @@ def test_a_sample_that_the_model_raises_on(tmp_path):
     assert numbers_in(Activations.open(tmp_path / "b")) == list(range(8))  # what was before is safe
     model = Net()
     before = hooks_of(model)
-    with pytest.warns(UserWarning, match="6 samples were skipped; the first is 0: ArithmeticError"):
+    with pytest.warns(UserWarning, match="skipped 6 samples; the first is 0: ArithmeticError"):
         acts = run(tmp_path / "c", data, model=model, on_error="skip")
     assert hooks_of(model) == before
     assert list(acts.skipped) == [0, 9, 12, 13, 14, 15]
@@ -161,9 +169,9 @@ def test_a_sample_that_the_model_raises_on(tmp_path):
 
 
 def test_nothing_can_be_harvested(tmp_path):
-    with pytest.raises(HarvestError, match="nothing of data can be harvested; sample 0: ArithmeticError"):
+    with pytest.raises(HarvestError, match="every sample of data fails; sample 0: ArithmeticError"):
         run(tmp_path / "out", Numbers(8, negative=range(8)), on_error="skip")
-    with pytest.raises(HarvestError, match="data has no sample"):
+    with pytest.raises(HarvestError, match="data has no samples"):
         run(tmp_path / "out", [], batch_size=None)
     assert not (tmp_path / "out").exists()
 
@@ -171,7 +179,7 @@ def test_nothing_can_be_harvested(tmp_path):
 def test_a_batch_with_nan_is_kept_and_told(tmp_path):
     x = torch.arange(12.0)[:, None]
     x[5] = torch.nan
-    with pytest.warns(UserWarning, match="the model gave 2 NaN or infinite values at 'twice'; they were kept"):
+    with pytest.warns(UserWarning, match="the output of 'twice' has 2 NaN or infinite values; they were stored"):
         acts = run(tmp_path, x)
     assert acts["twice"][:].isnan().all(1).nonzero().flatten().tolist() == [5]
     assert acts["twice"].statistics.mean == pytest.approx((66 - 5) * 2 / 11)
@@ -189,13 +197,13 @@ def pooled(x):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"model": weights(Net())}, "the model's weights or its structure"),
-        ({"model": nn.Sequential(nn.Linear(1, 2)), "sites": "0"}, "the model, the model's weights"),
+        ({"model": weights(Net())}, "the weights or the structure of the model"),
+        ({"model": nn.Sequential(nn.Linear(1, 2)), "sites": "0"}, "the model, the weights"),
         ({"data": Numbers(22)}, "the data, the number of samples"),
         ({"data": Numbers(21, negative=(20,))}, "the data"),
         ({"batch_size": 5}, "batch_size"),
-        ({"dtype": "float16"}, "dtype, what the sites give"),
-        ({"sites": ["twice", ""]}, "what the sites give"),
+        ({"dtype": "float16"}, "dtype, the sites or the shapes of their outputs"),
+        ({"sites": ["twice", ""]}, "the sites or the shapes of their outputs"),
         ({"transform": pooled}, "transform"),
         ({"rows": "sample"}, "rows"),
         ({"stop": True}, "stop"),
@@ -213,7 +221,9 @@ def test_something_else_is_refused_on_going_on(tmp_path, changed, said):
         run(tmp_path, model=model)
     handle.remove()
     before = files(tmp_path)
-    with pytest.raises(HarvestError, match=f"was begun with something else: .*{said}.* changed since; pass what it"):
+    with pytest.raises(
+        HarvestError, match=f"cannot resume .*: .*{said}.* changed since it was started; pass what it was"
+    ):
         run(tmp_path, **changed)
     assert files(tmp_path) == before
     assert numbers_in(run(tmp_path, model=model)) == list(range(21))
@@ -223,35 +233,37 @@ def test_something_else_is_refused_on_going_on(tmp_path, changed, said):
 def test_data_that_changed_in_the_middle_are_noticed_where_it_goes_on(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         harvested(tmp_path, Texts(batches=8, unlucky=(), stops=6), shard_mb=1)
-    with pytest.raises(HarvestError, match="the data changed: batch 5 is not what it was when it was harvested"):
+    with pytest.raises(HarvestError, match="the data changed: batch 5 differs from when it was harvested"):
         harvested(tmp_path, Texts(batches=8, unlucky=(16,)), shard_mb=1)
     assert len(harvested(tmp_path, Texts(batches=8, unlucky=()), shard_mb=1)) == 24
 
 
 def test_data_that_can_be_read_once(tmp_path):
     batches = [torch.full((3, 1), float(n)) for n in range(4)]
-    with pytest.raises(HarvestError, match=r"cannot be read a second time, which resume=True may need: it can be read"):
+    with pytest.raises(
+        HarvestError, match=r"cannot be read twice, but resume=True may need that: an iterator can be read only once"
+    ):
         run(tmp_path / "a", iter(batches), batch_size=None)
     acts = run(tmp_path / "a", (batch for batch in batches), batch_size=None, resume=False)
     assert torch.equal(acts["twice"][:], 2 * torch.cat(batches).expand(-1, 2))
     shuffled = DataLoader(Numbers(21), 4, shuffle=True)
-    with pytest.raises(HarvestError, match="its order is drawn anew each time; pass shuffle=False"):
+    with pytest.raises(HarvestError, match="its order is different each time; pass shuffle=False"):
         run(tmp_path / "b", shuffled, batch_size=None)
     assert sorted(numbers_in(run(tmp_path / "b", shuffled, batch_size=None, resume=False))) == list(range(21))
 
 
 def test_a_folder_that_is_not_ours(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(HarvestError, match="has other files in it; pass a new or an empty folder as out"):
+    with pytest.raises(HarvestError, match="has other files in it; pass a new or empty folder as out"):
         run(tmp_path)
-    with pytest.raises(HarvestError, match="out must be a folder, and .* is a file"):
+    with pytest.raises(HarvestError, match="out must be a folder, but .* is a file"):
         run(tmp_path / "notes.txt")
     assert files(tmp_path) == {"notes.txt": b"mine"}
     run(tmp_path / "out")
-    with pytest.raises(HarvestError, match="has activations already; with resume=False pass another folder"):
+    with pytest.raises(HarvestError, match="already has activations; pass another folder as out"):
         run(tmp_path / "out", resume=False)
     (tmp_path / "out" / store_files.MANIFEST).write_text('{"format": 1}')
-    with pytest.raises(HarvestError, match="is not a manifest of torchhook"):
+    with pytest.raises(HarvestError, match="is not a torchhook manifest"):
         run(tmp_path / "out")
 
 
@@ -273,7 +285,7 @@ def test_no_more_than_the_budget_is_on_its_way(tmp_path, monkeypatch):
 
     def slow(self, harvested):
         most.append(self._bytes)
-        waiting.append(len(self._line))
+        waiting.append(len(self._queue))
         threading.Event().wait(0.002)
         released(self, harvested)
 
@@ -322,7 +334,7 @@ def test_an_error_of_the_thread_that_writes_is_raised_and_no_thread_is_left(tmp_
 
 def test_rows_that_differ_between_batches(tmp_path):
     model, batches = nn.Conv2d(1, 2, 1), [torch.ones(2, 1, 4, 4), torch.ones(2, 1, 5, 4)]
-    with pytest.raises(HarvestError, match=r"'' gave rows of 2×5×4 .*, and rows of 2×4×4 .* in the first batch;"):
+    with pytest.raises(HarvestError, match=r"'' returned one 2×5×4 row .*, but one 2×4×4 row .* in the first batch;"):
         harvest(model, batches, "", tmp_path, commit_seconds=0, quiet=True)
     assert len(Activations.open(tmp_path)) == 2 and not threads()
 
@@ -344,23 +356,23 @@ def test_sites(tmp_path):
         run(tmp_path / "out", sites="twise")
     with pytest.raises(SilentError, match="unused"):
         run(tmp_path / "out", sites=["twice", "unused"])
-    with pytest.raises(SelectionError, match="sites is empty: name at least one place of the model"):
+    with pytest.raises(SelectionError, match="sites is empty: name at least one module of the model"):
         run(tmp_path / "out", sites=[])
     assert not (tmp_path / "out").exists()
-    with pytest.raises(HarvestError, match="not the same sites were called as in the first batch.*'layer@1'"):
+    with pytest.raises(HarvestError, match="the calls of some sites differ from the first batch: 'layer@1'"):
         run(tmp_path / "b", torch.arange(8.0)[:, None], "layer", Sometimes())
 
 
 @pytest.mark.parametrize(
     ("transform", "said"),
     [
-        (lambda x: x.sum(), "which is not a row a sample; transform= makes rows"),
-        (lambda x: x[:2], "gave 2×2 for a batch of 4, which is not a row a sample"),
-        (lambda x: list(x[:2]), "gave a list of 2 tensors for a batch of 4"),
-        (lambda x: "text", "gave a str and not a tensor"),
-        (lambda x: x.to(torch.complex64), "'twice' gave complex numbers, which cannot be stored; transform="),
-        (lambda x: [y.to(torch.complex64) for y in x], "'twice' gave complex numbers"),
-        (lambda x: x.to(torch.uint16), "uint16 cannot be stored; make it one of"),
+        (lambda x: x.sum(), "not one row per sample; pass a transform= that returns rows"),
+        (lambda x: x[:2], "the output of 'twice' is 2×2 for a batch of 4, not one row per sample"),
+        (lambda x: list(x[:2]), "returned a list of 2 tensors for a batch of 4"),
+        (lambda x: "text", "returned a str, not a tensor"),
+        (lambda x: x.to(torch.complex64), "'twice' returned complex numbers, which cannot be stored; pass transform="),
+        (lambda x: [y.to(torch.complex64) for y in x], "'twice' returned complex numbers"),
+        (lambda x: x.to(torch.uint16), "cannot store torch.uint16; pass a transform= that converts to"),
     ],
 )
 def test_what_cannot_be_rows(tmp_path, transform, said):
@@ -377,11 +389,11 @@ def test_what_cannot_be_rows(tmp_path, transform, said):
         ({"rows": "word"}, "rows must be one of"),
         ({"engine": "spark"}, "engine must be one of"),
         ({"on_error": "ignore"}, "on_error must be one of"),
-        ({"shard_mb": 0}, "shard_mb must be a number of megabytes above 0"),
-        ({"memory_mb": "1"}, "memory_mb must be a number"),
+        ({"shard_mb": 0}, "shard_mb must be a positive number of megabytes"),
+        ({"memory_mb": "1"}, "memory_mb must be a positive number"),
         ({"commit_seconds": -1}, "commit_seconds must be a number of seconds"),
-        ({"workers": 2}, "workers are those of engine='ray'"),
-        ({"keep": ["labels"]}, "keep: a batch has no 'labels'"),
+        ({"workers": 2}, "workers= needs engine='ray'"),
+        ({"keep": ["labels"]}, "keep: the batch has no 'labels'"),
     ],
 )
 def test_options(tmp_path, options, said):

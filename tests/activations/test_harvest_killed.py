@@ -185,7 +185,7 @@ def test_a_second_process_is_refused(tmp_path):
         while not (out.exists() and store_files.shard_numbers(out)):
             assert first.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
-        with pytest.raises(HarvestError, match=r"00000\.jsonl' is being written by another process; wait for it"):
+        with pytest.raises(HarvestError, match=r"another process is writing .*00000\.jsonl'; wait until it ends"):
             harvested(out, Texts(batches=40), shard_mb=1)
         assert first.poll() is None
     finally:
@@ -209,7 +209,7 @@ def test_one_that_another_overtook_writes_nothing_twice(begun, monkeypatch):
         first(self, *args)
 
     monkeypatch.setattr(writer.ShardWriter, "__init__", late)
-    with pytest.raises(HarvestError, match="shard 2 has 2 batches, and batch 5 is not the next: another process wrote"):
+    with pytest.raises(HarvestError, match="batch 5 does not follow the 2 batches of shard 2: another process wrote"):
         harvested(out, data)
     monkeypatch.undo()
     assert files(out) == whole

@@ -159,7 +159,7 @@ def test_what_an_actor_raises_is_raised_here(tmp_path):
     said = "the model raised ArithmeticError on batch 10, samples 40 to 43: a number below 0"
     with pytest.raises(HarvestError, match=said):  # as the local engine says it
         run(tmp_path / "raised", x)
-    with pytest.warns(UserWarning, match="1 samples were skipped; the first is 41: ArithmeticError"):
+    with pytest.warns(UserWarning, match="skipped 1 sample; the first is 41: ArithmeticError"):
         acts = run(tmp_path / "skipped", x, on_error="skip")
     assert acts.samples.tolist() == [n for n in range(66) if n != 41]
 

@@ -175,10 +175,10 @@ def test_many_random_rows_of_many_shards(tmp_path):
         (-88, IndexError, "'fc' has no row -88"),
         ([0, 90], IndexError, "'fc' has no row 90"),
         (torch.ones(3, dtype=torch.bool), IndexError, "each of the 87 rows of 'fc'"),
-        ([0.5], TypeError, "rows of 'fc' are named by an int, a slice, whole numbers or a mask, not by torch.float32"),
+        ([0.5], TypeError, "index the rows of 'fc' by an int, a slice, integers or a mask, not by torch.float32"),
         (torch.tensor(1.5), TypeError, "not by torch.float32"),
-        ((0, 1), TypeError, "rows of 'fc' are indexed alone: write column[rows][:, features]"),
-        ("a", TypeError, "rows of 'fc' are named by an int, a slice, whole numbers or a mask, not by 'a'"),
+        ((0, 1), TypeError, "index only the rows of 'fc', then the features: column[rows][:, features]"),
+        ("a", TypeError, "index the rows of 'fc' by an int, a slice, integers or a mask, not by 'a'"),
         (None, TypeError, "not by None"),
         (..., TypeError, "not by Ellipsis"),
         ([[1], [2, 3]], TypeError, "not by [[1], [2, 3]]"),
@@ -299,7 +299,7 @@ def test_as_many_rows_of_other_things_do_not_go_together(tmp_path):
     stores.write(tmp_path, [Shard([0, 1], values, {"x": [1, 2], "y": [2, 1]})], ragged=["x", "y"])
     acts = Activations.open(tmp_path)
     for read in (lambda: acts.batches(2), lambda: acts.loader(2), acts.to_arrow):
-        with pytest.raises(HarvestError, match="'x' has 3 rows and 'y' 3, which are not of the same things"):
+        with pytest.raises(HarvestError, match="the 3 rows of 'x' and the 3 rows of 'y' are not of the same tokens"):
             read()
 
 
@@ -460,14 +460,17 @@ def test_what_verify_says_to_do_mends_the_store(tmp_path):
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()} == whole
 
 
-def test_verify_shows_how_far_it_is(store):
+def test_verify_shows_how_far_it_is(store, monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):
             return True
 
-    screen = Terminal()
-    Activations.open(store[0]).verify(screen)
-    assert "9/9" in screen.getvalue()
+    monkeypatch.setenv("TERM", "xterm")
+    screen, plain = Terminal(), io.StringIO()
+    acts = Activations.open(store[0])
+    assert acts.verify(screen) == acts.verify(plain) == acts.verify(None)
+    assert "checking pieces of 8 MiB" in screen.getvalue() and "9/9" in screen.getvalue()
+    assert plain.getvalue() == ""
 
 
 def test_every_file_is_one_of_safetensors(store):

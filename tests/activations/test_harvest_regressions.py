@@ -129,7 +129,7 @@ def test_entries_that_are_kept_keep_their_numbers(tmp_path):
 
 def test_text_that_is_to_be_kept_is_refused_with_its_name(tmp_path, padded):
     batch = [{"input_ids": padded[0], "text": ["a", "b", "c", "d"]}]
-    with pytest.raises(HarvestError, match="'text' of a batch is no table of numbers"):
+    with pytest.raises(HarvestError, match="'text' is not numeric and cannot be stored"):
         quiet(Texts(), batch, "embed", tmp_path / "acts", keep=["text"])
 
 
@@ -181,7 +181,7 @@ def test_what_a_forward_writes_to_buffers_counts_once_for_each_batch(tmp_path):
 
 
 def test_nothing_to_harvest_is_said(tmp_path):
-    with pytest.raises(HarvestError, match="data has no sample"):
+    with pytest.raises(HarvestError, match="data has no samples"):
         quiet(nn.Linear(3, 2), [torch.empty(0, 3)], "", tmp_path / "acts")
 
 

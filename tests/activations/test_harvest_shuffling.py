@@ -233,7 +233,7 @@ def test_what_is_repeated_can_be_spawned_and_broken_offsets_are_named(tmp_path):
     with path.open("r+b") as file:
         file.seek(-8, 2)
         file.write(bytes([231]))
-    with pytest.raises(ValueError, match="offsets.safetensors' is broken: it does not share out the 230 rows"):
+    with pytest.raises(ValueError, match="offsets.safetensors' is broken: its offsets do not cover the 230 rows"):
         list(Activations.open(tmp_path).batches(50, shuffle=True))
 
 

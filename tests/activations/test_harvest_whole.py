@@ -1,7 +1,10 @@
 """What a harvest keeps is what flowed, of real models, and nothing of them is changed by it."""
 
 import filecmp
+import io
 import json
+import re
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -194,13 +197,13 @@ def test_a_compiled_model(tmp_path, nothing_compiled):
 def test_too_large_numbers_are_counted(tmp_path):
     x = torch.tensor([[1.0, -7e4, 3e38], [torch.inf, torch.nan, 65504.0], [65519.0, 65520.0, 2.0]])
     with (
-        pytest.warns(UserWarning, match="the model gave 2 NaN or infinite values at ''; they were kept"),
+        pytest.warns(UserWarning, match="the output of '' has 2 NaN or infinite values; they were stored"),
         pytest.warns(UserWarning, match=r"3 values of '' are too large for torch.float16"),
     ):
         acts = harvest(nn.Identity(), x, "", tmp_path / "a", quiet=True)
     assert acts[""].overflow == 3 and acts[""].statistics.nonfinite == 2
     assert torch.equal(acts[""][:].nan_to_num(7), x.half().nan_to_num(7))
-    with pytest.warns(UserWarning, match="the model gave 2 NaN"):
+    with pytest.warns(UserWarning, match="has 2 NaN"):
         for dtype in ("bfloat16", None, "float64"):
             assert harvest(nn.Identity(), x, "", tmp_path / str(dtype), dtype=dtype, quiet=True)[""].overflow == 0
 
@@ -263,6 +266,44 @@ def test_nothing_of_the_model_is_changed(tmp_path):
 def test_it_says_what_it_will_do(tmp_path, capsys):
     harvest(nn.Linear(3, 2), torch.randn(1000, 3), "", tmp_path / "out", batch_size=100)
     said = capsys.readouterr().err
-    assert said.startswith(f"harvest of 1 sites into {tmp_path / 'out'}: 1,000 samples to go: 3.9 KiB in about")
+    assert said.startswith(f"harvesting 1 site into {tmp_path / 'out'}: 1,000 samples to go: 3.9 KiB in about")
     harvest(nn.Linear(3, 2), iter([torch.randn(5, 3)]), "", tmp_path / "b", resume=False)
-    assert "the data do not say how many there are" in capsys.readouterr().err
+    assert "number of samples unknown" in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def screen(monkeypatch):
+    """What is drawn on stderr, which is a terminal; by its number of columns."""
+
+    def drawn(columns, **options):
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.setenv("COLUMNS", str(columns))
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, "stderr", Terminal())
+            harvest(nn.Linear(3, 2), **options)
+            return re.sub("\x1b[[][?0-9;]*[A-Za-z]", "", sys.stderr.getvalue())
+
+    return drawn
+
+
+def test_a_terminal_shows_samples_rows_and_bytes(tmp_path, screen):
+    data = torch.rand(1000, 3)
+    narrow = screen(80, data=data, sites="", out=tmp_path / "narrow", batch_size=100)
+    assert "harvesting 1 site into" in narrow and re.search("samples +━+ +1000/1000 .* 1,000 rows  3.9 KiB", narrow)
+    tokens = [torch.rand(10, 3)] * 100
+    several = {"transform": lambda x: [row.expand(3, -1) for row in x], "rows": "auto"}
+    wide = screen(120, data=tokens, sites="", out=tmp_path / "wide", **several)
+    assert re.search("samples +━+ +1000/1000 .* 3,000 rows  11.7 KiB  [0-9,]+ rows/s  [0-9.]+ [KM]iB/s", wide)
+
+
+def test_the_bar_is_silent_without_a_terminal_and_when_quiet(tmp_path, screen, capsys):
+    data = torch.rand(1000, 3)
+    assert screen(80, data=data, sites="", out=tmp_path / "quiet", quiet=True) == ""
+    harvest(nn.Linear(3, 2), data, "", tmp_path / "plain")
+    said = capsys.readouterr()
+    assert said.err.startswith("harvesting 1 site into") and said.err.count("\n") == 1 and not said.out

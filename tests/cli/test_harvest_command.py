@@ -55,7 +55,7 @@ def test_a_data_set(harvested):
     done = harvested("--keep", "target", "--batch-size", "4")
     net = importlib.import_module("harvesting_net")
     assert done.code == 0
-    assert done.err.startswith("harvest of 3 sites into acts: 10 samples to go:")
+    assert done.err.startswith("harvesting 3 sites into acts: 10 samples to go:")
     assert "Activations of Sequential: 10 samples, 3 sites" in done.out and done.out.endswith("written: acts\n")
     acts = Activations.open("acts")
     assert acts.sites == ["0", "1", "target"] and acts["target"][:].tolist() == list(range(10))
@@ -63,7 +63,7 @@ def test_a_data_set(harvested):
         rows = torch.cat([net.model[0](part) for part in net.samples.tensors[0].split(4)])
     assert torch.equal(acts["0"][:], rows.half())
     again = harvested("--keep", "target", "--batch-size", "4")
-    assert again.code == 0 and "all of it is there" in again.err
+    assert again.code == 0 and "already complete" in again.err
 
 
 def test_options_arrive(harvested):
@@ -77,7 +77,7 @@ def test_options_arrive(harvested):
 
 
 def test_samples_that_fail_are_skipped(harvested):
-    with pytest.warns(UserWarning, match="1 samples were skipped; the first is 4: ArithmeticError: twelve"):
+    with pytest.warns(UserWarning, match="skipped 1 sample; the first is 4: ArithmeticError: twelve"):
         assert harvested("--on-error", "skip", model="Picky", sites="same").code == 0
     assert Activations.open("acts").samples.tolist() == [0, 1, 2, 3, 5, 6, 7, 8, 9]
 
@@ -88,12 +88,12 @@ def test_samples_that_fail_are_skipped(harvested):
         ([], {"sites": "9"}, "'9'"),
         ([], {"data": "nowhere"}, "nowhere"),
         ([], {"data": "number"}, "data must be a DataLoader"),
-        ([], {"data": "once"}, "cannot be read a second time"),
+        ([], {"data": "once"}, "cannot be read twice"),
         ([], {"model": "Picky", "sites": "same"}, "on_error='skip'"),
-        ([], {"sites": ""}, "sites is empty: name at least one place of the model"),
-        (["--transform", "harvesting_net:number"], {}, "which cannot be called"),
-        (["--batch-size", "3"], {"data": "batches"}, "batch_size=3 is for data that come in samples"),
-        (["--workers", "2"], {}, "workers are those of engine='ray'"),
+        ([], {"sites": ""}, "sites is empty: name at least one module of the model"),
+        (["--transform", "harvesting_net:number"], {}, "which is not callable"),
+        (["--batch-size", "3"], {"data": "batches"}, "batch_size=3 is for data that come as single samples"),
+        (["--workers", "2"], {}, "workers= needs engine='ray'"),
         (["--dtype", "float7"], {}, "float7"),
     ],
 )

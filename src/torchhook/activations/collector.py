@@ -306,8 +306,8 @@ def rows_of(value: Any, samples: int, positions: Positions | None, site: str, *,
         return BatchRows(flat if tokens.places is None else flat.index_select(0, tokens.places.to(x.device)), lengths)
     if not x.dim() or len(x) != samples:
         raise HarvestError(
-            f"{site!r} returned {shape_of(x)} for a batch of {samples}, not one row per sample; pass a transform= that"
-            " returns rows, or a list with one tensor per sample"
+            f"the output of {site!r} is {shape_of(x)} for a batch of {samples}, not one row per sample; pass a"
+            " transform= that returns rows, or a list with one tensor per sample"
         )
     return BatchRows(x, None)
 
@@ -327,8 +327,8 @@ def _candidates(positions: Positions | None, x: Tensor, samples: int, site: str,
     if "encoder" in named or _same(*fits):
         return fits[:1]
     raise HarvestError(
-        f"{site!r} returned {shape_of(x)}, and both attention masks of the batch fit; pass a transform= that returns a"
-        " list with one tensor per sample, or rows='sample'"
+        f"the output of {site!r} is {shape_of(x)}, and both attention masks of the batch fit; pass a transform= that"
+        " returns a list with one tensor per sample, or rows='sample'"
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from itertools import chain
 from pathlib import Path
+from shutil import get_terminal_size
 from types import TracebackType
 from typing import Any, Literal
 
@@ -30,6 +31,7 @@ from torchhook.core.tap import require_count
 from torchhook.core.text import in_units, warn
 
 _MB = 10**6
+_WIDE = 100  # columns of a terminal that has room for rates beside the bar
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -127,7 +129,7 @@ def harvest(
     if before is None:
         manifest.write(out)
     if not quiet:
-        print(f"harvesting {len(manifest.sites)} sites into {where}: {expected}", file=sys.stderr)
+        print(f"harvesting {_count(len(manifest.sites), 'site')} into {where}: {expected}", file=sys.stderr)
     fresh = not store_files.shard_numbers(out)
     ahead = chain(first.reads, reading) if fresh else None  # does not read the first batches a second time
     with closing(reading), Meter(expected.samples, quiet) as meter:
@@ -210,7 +212,11 @@ def _warn_about(acts: Activations) -> None:
             warn(f"the output of {name!r} has {column.statistics.nonfinite:,} NaN or infinite values; they were stored")
     if acts.skipped:
         sample, reason = next(iter(acts.skipped.items()))
-        warn(f"skipped {len(acts.skipped):,} samples; the first is {sample}: {reason} (.skipped lists all)")
+        warn(f"skipped {_count(len(acts.skipped), 'sample')}; the first is {sample}: {reason} (.skipped lists all)")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -266,11 +272,11 @@ class Meter:
         """Count what was just written."""
         self._done = done = self._done.plus(amount)
         if self._tell is not None:
-            seconds = max(time.monotonic() - self._start, 1e-9)
-            size = f"{in_units(done.nbytes)}  {in_units(done.nbytes / seconds)}/s"
-            self._tell(
-                "samples", done.samples, self._total, f"{size}  {done.rows:,} rows  {done.rows / seconds:,.0f}/s"
-            )
+            note = f"{done.rows:,} rows  {in_units(done.nbytes)}"
+            if get_terminal_size().columns >= _WIDE:
+                seconds = max(time.monotonic() - self._start, 1e-9)
+                note += f"  {done.rows / seconds:,.0f} rows/s  {in_units(done.nbytes / seconds)}/s"
+            self._tell("samples", done.samples, self._total, note)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
