@@ -1,11 +1,11 @@
-"""What harvesting costs, beside what nobody can beat: a plain file, numpy's memory map, and the model by itself.
+"""The cost of `harvest`, compared with a plain file, numpy's memory map, and the model by itself.
 
     python benchmarks/harvest.py
     python benchmarks/harvest.py --gb 2 --rounds 5
 
-Cold reads come after the pages were given up by posix_fadvise; writes end with the data on the disk. Everything is a
-ratio within one run, of medians of rounds in which each takes its turn. On a machine with a GPU the model is GPT-2 with
-124 million weights there, otherwise a small one and a ResNet-18 on the CPU.
+Cold reads follow posix_fadvise(DONTNEED); writes end with fsync. All results are ratios of medians within one run, in
+which the candidates take turns. With a GPU the model is GPT-2 with 124 million weights; without one, a small GPT-2 and
+a ResNet-18 on the CPU.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from torchhook.activations.writer import HarvestedBatch, Piece, WriterThread
 WIDTH, BATCH, CHUNK = 768, 8192, 256 * 1024
 
 
-class Rows:
-    """Batches of rows that are there already, as many as are asked for."""
+class RepeatedBatch:
+    """The same batch of rows, `count` times."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -47,7 +47,7 @@ class Rows:
 
 
 class Nothing(nn.Module):
-    """A model that costs nothing and writes nothing: what is timed with it is the harvest alone."""
+    """A model that does nothing: timing it times the harvest alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,9 +58,9 @@ class Nothing(nn.Module):
 
 
 def writing(folder: Path, gb: float, rounds: int) -> list[list[str]]:
-    """A plain file of the same bytes, a store of them, and all of a harvest but the model."""
+    """Times a plain file, the writer of a store, and a whole harvest without a model, for the same bytes."""
     count = round(gb * 1e9 / (BATCH * WIDTH * 2))
-    data, size = Rows(count), count * BATCH * WIDTH * 2
+    data, size = RepeatedBatch(count), count * BATCH * WIDTH * 2
     view = memoryview(data.rows.numpy()).cast("B")
 
     def plain() -> float:
@@ -91,7 +91,7 @@ def writing(folder: Path, gb: float, rounds: int) -> list[list[str]]:
         harvest(Nothing(), data, "site", folder / "store", dtype=None, quiet=True)
         return time.perf_counter() - start
 
-    # A machine that is a guest gets memory from its host when it is first touched, which none of them shall pay for.
+    # A virtual machine gets memory from its host on first use: touch it before anything is timed.
     with open(folder / "memory", "wb", buffering=0) as file:  # noqa: PTH123 (unbuffered)
         for _ in range(5 * count):
             file.write(view)
@@ -99,13 +99,13 @@ def writing(folder: Path, gb: float, rounds: int) -> list[list[str]]:
     plain(), whole()
     manifest = Activations.open(folder / "store").manifest
     store()
-    calls = {"a plain file": plain, "rows into a store": store, "all of harvest, of a model that does nothing": whole}
+    calls = {"a plain file": plain, "rows into a store": store, "a whole harvest, of a model that does nothing": whole}
     seconds = interleaved(calls, rounds)
     return compared(seconds, "a plain file", lambda taken: f"{size / taken / 1e6:,.0f} MB/s")
 
 
 def reading(folder: Path, rounds: int) -> list[list[str]]:
-    """The store that was written last, against numpy's memory map of the plain file."""
+    """Times reading the last store against numpy's memory map of the plain file."""
     raw = np.memmap(folder / "raw.bin", np.float16, "r").reshape(-1, WIDTH)
     acts = Activations.open(folder / "store")
     rows, size = len(raw), raw.nbytes
@@ -171,7 +171,7 @@ def reading(folder: Path, rounds: int) -> list[list[str]]:
 
 
 def through_models(folder: Path, rounds: int) -> list[list[str]]:
-    """A model by itself against the same one harvested."""
+    """Times a model by itself against the same model harvested."""
     lines = []
     for name, (model, data, site) in models().items():
 
@@ -191,7 +191,7 @@ def through_models(folder: Path, rounds: int) -> list[list[str]]:
             handle = model.register_forward_pre_hook(lambda *_: times.append(time.perf_counter()))
             harvest(model, data, site, folder / "model", quiet=True)
             handle.remove()
-            return time.perf_counter() - times[2]  # two forwards of the first batch are for the estimate
+            return time.perf_counter() - times[2]  # two forward passes of the first batch are for the estimate
 
         plain(), ours()
         seconds = interleaved({"the model": plain, "harvest": ours}, rounds)
@@ -202,7 +202,7 @@ def through_models(folder: Path, rounds: int) -> list[list[str]]:
 
 
 def models() -> dict[str, tuple[nn.Module, list[torch.Tensor], str]]:
-    """Models with data that take a while."""
+    """Models with their data and the site to harvest."""
     from transformers import GPT2Config, GPT2Model
 
     torch.manual_seed(0)
@@ -221,31 +221,31 @@ def models() -> dict[str, tuple[nn.Module, list[torch.Tensor], str]]:
 
 
 def peak(folder: str, memory_mb: int) -> float:
-    """By how many MB a process grows that harvests ten times its budget."""
-    model, data = Nothing(), Rows(round(10 * memory_mb * 1e6 / (BATCH * WIDTH * 2)))
-    harvest(model, Rows(1), "site", Path(folder) / "warm", dtype=None, quiet=True)
+    """By how many MB a process grows while it harvests ten times its budget."""
+    model, data = Nothing(), RepeatedBatch(round(10 * memory_mb * 1e6 / (BATCH * WIDTH * 2)))
+    harvest(model, RepeatedBatch(1), "site", Path(folder) / "warm", dtype=None, quiet=True)
     before = highest()
     harvest(model, data, "site", Path(folder) / "budget", dtype=None, memory_mb=memory_mb, quiet=True)
     return highest() - before
 
 
 def highest() -> float:
-    """The largest size that this process ever had, in MB; getrusage tells of the parent's, too."""
+    """The peak size of this process in MB; getrusage would include its parent's."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) / 1000
 
 
 def away(path: Path) -> None:
-    """Delete what is there, and wait until the disk has: nobody pays for what was before."""
+    """Delete `path` and sync the disk, so that what comes next does not pay for it."""
     if path.is_dir():
         shutil.rmtree(path)
     path.unlink(missing_ok=True)
     os.sync()
 
 
-def compared(seconds: dict[str, list[float]], base: str, told: Callable[[float], str]) -> list[list[str]]:
-    """Rates, and each as a part of that of `base`."""
-    return [[name, told(median(some)), f"{median(seconds[base]) / median(some):.2f}"] for name, some in seconds.items()]
+def compared(seconds: dict[str, list[float]], base: str, rate: Callable[[float], str]) -> list[list[str]]:
+    """The rate of each, and its ratio to that of `base`."""
+    return [[name, rate(median(some)), f"{median(seconds[base]) / median(some):.2f}"] for name, some in seconds.items()]
 
 
 def main() -> None:
@@ -263,7 +263,7 @@ def main() -> None:
         print(markdown(["", "rate", "of a plain file"], writing(folder, options.gb, options.rounds)))
         print("\nReading it\n")
         print(markdown(["", "rate", "of numpy.memmap"], reading(folder, options.rounds)))
-        print("\nThe model, with and without\n")
+        print("\nThe model, with and without harvest\n")
         print(markdown(["", "rate", "of the model"], through_models(folder, options.rounds)))
         budget = 64
         grown = in_fresh_process(peak, name, budget)
