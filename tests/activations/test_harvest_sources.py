@@ -283,7 +283,7 @@ def test_a_huge_data_set_is_not_listed():
 def test_what_can_be_read_once_says_so(data):
     source = source_of(data, None, MODEL)
     assert not source.repeats
-    assert "make it a list" in source.why_not and "resume=False" in source.why_not
+    assert "pass a list" in source.why_not and "resume=False" in source.why_not
     assert [list(read.ids) for read in source.read()] == [[0, 1], [2, 3], [4, 5]]
     with pytest.raises(HarvestError, match="was already read"):
         next(source.read())
@@ -347,12 +347,12 @@ def test_batches_have_their_size(data):
 @pytest.mark.parametrize(
     ("data", "match"),
     [
-        ({"x": torch.ones(2)}, "it is a dict; put the one batch you have into a list"),
-        ("folder", "it is a str"),
-        (3, "it is a int"),
-        (None, "it is a NoneType"),
-        (torch.ones(()), "a dimension for samples"),
-        (np.array(["a"]), "must have numbers"),
+        ({"x": torch.ones(2)}, "not a dict; put a single batch into a list"),
+        ("folder", "not a str"),
+        (3, "not a int"),
+        (None, "not a NoneType"),
+        (torch.ones(()), "a dimension for the samples"),
+        (np.array(["a"]), "needs numbers"),
     ],
 )
 def test_what_is_no_data_is_refused(data, match):
@@ -491,7 +491,9 @@ def test_a_mask_that_is_there_is_kept_and_one_that_nobody_takes_is_no_argument()
 
 
 def test_columns_that_are_no_batch_are_told():
-    with pytest.raises(ValueError, match=r"column 'x' has samples of different shapes \(2×2, 3×3\)"):
+    with pytest.raises(
+        ValueError, match=r"column 'x' has samples of different shapes, which cannot be stacked: 2×2, 3×3"
+    ):
         stacked([np.ones((2, 2)), np.ones((3, 3))], "x")
     with pytest.raises(ValueError, match="column 'x' has numbers for 1 of 2 samples"):
         stacked([1, None], "x")

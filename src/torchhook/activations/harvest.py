@@ -165,7 +165,7 @@ def _manifest_of(
         sites=first.sites,
         first_batch=first.seen,
         torch=torch.__version__,
-        torchhook=sys.modules["torchhook"].__version__,  # nothing inside the package imports it by name
+        torchhook=sys.modules["torchhook"].__version__,  # the package, which its own modules do not import
     )
 
 
