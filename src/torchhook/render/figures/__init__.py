@@ -4,6 +4,6 @@ plotly is imported when the first figure is drawn: ``pip install "torchhook[plot
 """
 
 from torchhook.render.figures.layers import activations, gradient_flow, updates
-from torchhook.render.figures.loss import loss_curve
+from torchhook.render.figures.curves import loss_curve
 
 __all__ = ["activations", "gradient_flow", "loss_curve", "updates"]
