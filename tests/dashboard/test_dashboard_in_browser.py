@@ -207,10 +207,13 @@ def test_a_layer_shows_what_was_found_there(browse):
 def test_gradient_flow_starts_at_the_last_step(browse):
     chrome = browse("/run/dead/flow")
     assert text(chrome, "#flow-told") == "step 39"
-    assert drawn(chrome, "flow-grad_output")[-1] == "head.2"
-    assert "conv.weight" in drawn(chrome, "flow-param_grad")
-    script = "return [...document.querySelector('#flow-grad_output .js-plotly-plot').data[1].x]"
-    assert chrome.execute_script(script) == ["conv"]  # the cross: no gradient passes what is dead
+    script = "return document.querySelector('#flow-' + arguments[0] + ' .js-plotly-plot').layout.xaxis.ticktext"
+    layers, parameters = (chrome.execute_script(script, port) for port in ("grad_output", "param_grad"))
+    assert layers[-1] == "head.2" and "conv.weight" in parameters
+    script = "const drawn = document.querySelector('#flow-grad_output .js-plotly-plot').data[1];"
+    numbers, symbols = chrome.execute_script(f"{script} return [[...drawn.x], drawn.marker.symbol]")
+    assert [layers[number - 1] for number in numbers] == ["conv"]  # no gradient gets through the dead ReLU
+    assert symbols == ["triangle-down"]
 
 
 def test_menus_have_names(browse):

@@ -14,7 +14,8 @@ import torchhook
 from specimens import resnet18
 from torchhook.plot import attention, cam, feature_maps
 from torchhook.plot.mosaic import Mosaic
-from torchhook.plot.style import GREY, VERMILLION, YELLOW, colours
+from torchhook.plot.style import colours
+from torchhook.render.palette import GREY, VERMILLION, YELLOW
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WHITE, DARK, BRIGHT = (

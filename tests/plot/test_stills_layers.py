@@ -13,7 +13,7 @@ from torch import nn
 import torchhook
 from torchhook import NotRecordedError, Report, Run
 from torchhook.plot import distributions, gradient_flow, layer_heatmap
-from torchhook.plot.style import GREY
+from torchhook.render.palette import GREY
 from torchhook.training.runs import RunLog
 from torchhook.training.runs.queries import Series
 from training.runs import run_samples

@@ -181,5 +181,5 @@ def test_needs_no_display_and_leaves_nothing_behind():
 def test_without_matplotlib_the_extra_is_named(name, monkeypatch):
     for module in [known for known in sys.modules if known.split(".")[0] == "matplotlib"]:
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ImportError, match=r'stills need matplotlib: pip install "torchhook\[plot\]"'):
+    with pytest.raises(ImportError, match=r'a plot needs matplotlib: pip install "torchhook\[plot\]"'):
         DRAWN[name]()

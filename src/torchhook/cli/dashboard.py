@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from torchhook.core.optional import require
+
 
 def dashboard(
     path: Annotated[Path, typer.Argument(metavar="RUN | FOLDER", help="A run, or a folder with runs.")] = Path("runs"),
@@ -29,10 +31,9 @@ def dashboard(
 
     [bold]torchhook dashboard runs/latest --open[/]
     """
-    try:
-        from torchhook.dashboard.server import Server
-    except ImportError as error:
-        raise ImportError('the dashboard needs Dash: pip install "torchhook[dashboard]"') from error
+    require("dash", "dashboard", "the dashboard")
+    from torchhook.dashboard.server import Server
+
     server = Server(path, host, port, token)
     typer.echo(server.address)
     if is_opened:

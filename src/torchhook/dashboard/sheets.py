@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import copy
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from torchhook.core.findings import Finding, Severity
@@ -206,13 +205,3 @@ def _quantiles(state: Tensor) -> list[float]:
 def _drawn(value: float) -> float | None:
     """A number as it is sent: JSON has no NaN, and four digits are all that can be seen."""
     return float(f"{value:.4g}") if math.isfinite(value) else None
-
-
-def logs(rows: Sequence[Sequence[float | None]]) -> list[list[float | None]]:
-    """The decimal logarithms, of what has one.
-
-    >>> logs([[100.0, 0.0, None]])
-    [[2.0, None, None]]
-    """
-    values = torch.tensor([[math.nan if v is None else v for v in row] for row in rows], dtype=torch.float64)
-    return [[_drawn(v) for v in row] for row in values.where(values > 0, math.nan).log10().tolist()]

@@ -8,8 +8,6 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from fnmatch import fnmatchcase
-from importlib import import_module
-from typing import Any
 
 from torch import Tensor
 
@@ -25,19 +23,6 @@ MOST = 200  # places: about 700 numbers, and a few histograms of each
 LONGEST = 200  # bytes of a place in a name: MLflow takes 250 letters in all, file systems 255 bytes
 
 _ILLEGAL = re.compile(r"[^\w\- .]")  # to MLflow, the strictest; slashes and colons it takes, but those are ours
-
-
-def library(module: str, extra: str) -> Any:
-    """A module of an optional library.
-
-    >>> library("no_such_library", "tensorboard")
-    Traceback (most recent call last):
-    ImportError: this needs tensorboard: pip install "torchhook[tensorboard]"
-    """
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise ImportError(f'this needs {extra}: pip install "torchhook[{extra}]"') from error
 
 
 def named(what: str, site: str) -> str:

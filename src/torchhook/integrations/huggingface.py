@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torchhook.core.errors import StopTraining
 from torchhook.core.event import Event
 from torchhook.core.findings import Report
+from torchhook.core.optional import require
 from torchhook.core.session import Session
 from torchhook.core.tap import Tap
 from torchhook.core.text import warn
 from torchhook.core.torch_internals import scale_of
 from torchhook.core.trees import leaves
-from torchhook.integrations.common import library
 from torchhook.rules.registry import Choice
 from torchhook.training.logs import Log
 from torchhook.training.monitor import Monitor, OnFinding, state_of
@@ -26,7 +26,7 @@ from torchhook.training.monitor import Monitor, OnFinding, state_of
 _LOSS = (("loss",), (0,))  # where the Trainer finds it in what a model returns
 
 
-class TorchhookCallback(library("transformers", "huggingface").TrainerCallback):  # type: ignore[misc]  # Any
+class TorchhookCallback(require("transformers", "huggingface", "TorchhookCallback").TrainerCallback):  # type: ignore[misc]  # Any
     """Watches every `train` with a `Monitor` of its own, from the first step to the last.
 
         callback = TorchhookCallback(every=10, on_finding="stop")

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from torchhook.core.errors import StopTraining
 from torchhook.core.findings import Report
+from torchhook.core.optional import require
 from torchhook.core.text import warn
 from torchhook.core.torch_internals import scale_of
-from torchhook.integrations.common import Layers, library
+from torchhook.integrations.common import Layers
 from torchhook.rules.registry import Choice
 from torchhook.training.logs import Entry, Log
 from torchhook.training.monitor import Monitor, OnFinding
@@ -28,7 +29,7 @@ def _package() -> str:
     return "lightning.pytorch" if is_new else "pytorch_lightning"
 
 
-class TorchhookCallback(library(f"{_package()}.callbacks", "lightning").Callback):  # type: ignore[misc]  # Any
+class TorchhookCallback(require(f"{_package()}.callbacks", "lightning", "TorchhookCallback").Callback):  # type: ignore[misc]  # Any
     """Watches every `fit` with a `Monitor` of its own, from the first step to the last.
 
         callback = TorchhookCallback(every=10, on_finding="stop")

@@ -12,7 +12,8 @@ from threading import Thread
 from typing import Any
 
 from torchhook.core.findings import Finding, Report
-from torchhook.integrations.common import Layers, files, legal, library, tell
+from torchhook.core.optional import require
+from torchhook.integrations.common import Layers, files, legal, tell
 from torchhook.render.words import short
 from torchhook.training.logs import Entry, Log
 
@@ -41,7 +42,7 @@ class MLflow(Log):
     # MLflow has a queue, too (synchronous=False), but it has no limit, and whoever ends a run shuts it down for all.
 
     def __init__(self, run_id: str | None = None, client: Any = None, layers: str | Iterable[str] = "*") -> None:
-        self._library = library("mlflow", "mlflow")
+        self._library = require("mlflow", "mlflow", "MLflow")
         self.run_id = run_id
         self._client = client
         self._layers = Layers(layers)

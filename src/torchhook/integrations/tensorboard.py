@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 from torchhook.core.findings import Finding, Report
-from torchhook.integrations.common import Layers, library, named
+from torchhook.core.optional import require
+from torchhook.integrations.common import Layers, named
 from torchhook.render.to_markdown import escaped, markdown
 from torchhook.stats.histogram import Bins
 from torchhook.stats.moments import Moments
@@ -39,7 +40,8 @@ class TensorBoard(Log):
     }
 
     def __init__(self, target: Any, layers: str | Iterable[str] = "*") -> None:
-        self._library = library("torch.utils.tensorboard", "tensorboard")
+        require("tensorboard", "tensorboard", "TensorBoard")  # which torch.utils.tensorboard imports
+        self._library = require("torch.utils.tensorboard", "tensorboard", "TensorBoard")
         self._is_own = isinstance(target, (str, os.PathLike))
         if not (self._is_own or hasattr(target, "add_histogram_raw")):
             raise TypeError(f"target must be a folder or a SummaryWriter, not {target!r:.80}")

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from torchhook.core.findings import Finding, Report
-from torchhook.integrations.common import Layers, files, library, tell
+from torchhook.core.optional import require
+from torchhook.integrations.common import Layers, files, tell
 from torchhook.render.words import named, printable, short
 from torchhook.stats.histogram import Bins
 from torchhook.training.logs import Entry, Log
@@ -33,7 +34,7 @@ class WandB(Log):
     """
 
     def __init__(self, run: Any = None, layers: str | Iterable[str] = "*", commit: bool = False) -> None:
-        self._library = library("wandb", "wandb")
+        self._library = require("wandb", "wandb", "WandB")
         self._run = run
         self._layers = Layers(layers)
         self._commit = commit

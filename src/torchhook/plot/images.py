@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchhook.core.optional import require
 from torchhook.core.tap import require_count
 from torchhook.plot.arrays import finite, numbers, reach, share_below
 from torchhook.plot.mosaic import Mosaic
-from torchhook.plot.style import SMALL, colour_bar, colours, label, library, page, place, thinned
+from torchhook.plot.style import SMALL, colour_bar, colours, label, page, place, thinned
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -148,8 +149,8 @@ def _scaled(some: Tensor, signed: bool) -> Tensor:
 def _scale(values: Tensor) -> Any:
     """One scale for all values: from zero, or around it."""
     signed, most = bool((values < 0).any()), share_below(values.abs(), 1.0) or 1.0
-    return library("matplotlib.cm").ScalarMappable(
-        norm=library("matplotlib.colors").Normalize(-most if signed else 0.0, most), cmap=colours(signed)
+    return require("matplotlib.cm", "plot").ScalarMappable(
+        norm=require("matplotlib.colors", "plot").Normalize(-most if signed else 0.0, most), cmap=colours(signed)
     )
 
 

@@ -11,23 +11,21 @@ from torch import Tensor
 
 from torchhook.core.errors import NotRecordedError
 from torchhook.core.findings import Report
+from torchhook.core.optional import require
 from torchhook.plot.arrays import finite, numbers, reach, share_below
 from torchhook.plot.sources import paths_with, snapshot_of
 from torchhook.plot.style import (
-    BLUE,
-    GREY,
-    ORANGE,
     SMALL,
     colour_bar,
     colours,
     legend_above,
-    library,
     mark_odd,
     name_layers,
     place,
     quiet,
     rows_page,
 )
+from torchhook.render.palette import BLUE, GREY, ORANGE
 from torchhook.rules.check import layers_of
 from torchhook.stats.reading import Snapshot
 from torchhook.stats.result import Stats
@@ -162,7 +160,7 @@ def _series(run: Any, stat: str, port: str) -> Series:
 
 def _norm(values: Tensor) -> Any:
     """From numbers to the range of colours."""
-    colors, most = library("matplotlib.colors"), reach(values)
+    colors, most = require("matplotlib.colors", "plot"), reach(values)
     sizes = values[values != 0].abs()
     if bool((values < 0).any()):
         usual, ends = share_below(sizes, 0.5), {"vmin": -most, "vmax": most}

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchhook.plot.style import GREY, SMALL, inches, library
+from torchhook.core.optional import require
+from torchhook.plot.style import SMALL, inches
+from torchhook.render.palette import GREY
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -71,7 +73,7 @@ class Mosaic(NamedTuple):
             if number in flat:
                 grey[top : top + height, left : left + width] = tile.isfinite()
         pixels = colour(values.numpy(), bytes=True)
-        pixels[grey.numpy()] = [round(255 * part) for part in library("matplotlib.colors").to_rgba(GREY)]
+        pixels[grey.numpy()] = [round(255 * part) for part in require("matplotlib.colors", "plot").to_rgba(GREY)]
         pixels[empty.numpy(), 3] = 0
         ax.imshow(pixels, interpolation="nearest")
         ax.set(xticks=[], yticks=[])

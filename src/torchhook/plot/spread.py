@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from torchhook.core.optional import require
 from torchhook.plot.sources import readings
 from torchhook.plot.style import (
-    BLUE,
-    ORANGE,
     legend_above,
-    library,
     mark_odd,
     name_layers,
     place,
     quiet,
     rows_page,
 )
+from torchhook.render.palette import BLUE, ORANGE
 from torchhook.stats.histogram import Bins
 from torchhook.stats.reading import Reading, Snapshot
 from torchhook.stats.result import Stats
@@ -123,7 +122,7 @@ def _boxes(ax: Axes, layers: Sequence[_Layer]) -> None:
 def _ridges(ax: Axes, layers: Sequence[_Layer]) -> None:
     ridges = [_ridge(ax, layer) for layer in layers]
     outlines = [[(x, row - _OVERLAP * height) for x, height in ridge] for row, ridge in enumerate(ridges) if ridge]
-    collection, edge = library("matplotlib.collections").PolyCollection, 0.5 if len(layers) <= _MANY else 0.0
+    collection, edge = require("matplotlib.collections", "plot").PolyCollection, 0.5 if len(layers) <= _MANY else 0.0
     style = {"facecolor": BLUE, "edgecolor": ax.get_facecolor(), "linewidth": edge, "alpha": 0.8}
     ax.add_collection(collection(outlines, label="density", **style), autolim=False)
     zeros = {row: share for row, layer in enumerate(layers) if (share := _share_of_zeros(layer.bins))}

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from torchhook.core.optional import require
+from torchhook.render.palette import DIVERGING, GREY, SEQUENTIAL, VERMILLION, YELLOW
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
-
-# Okabe and Ito's colours, told apart by colour-blind readers too.
-BLUE, ORANGE, VERMILLION, YELLOW, GREY = "#0072b2", "#e69f00", "#d55e00", "#f0e442", "#8a9099"
 
 SMALL = 8  # points: names, and what stands beside a plot
 _LONGEST = 32  # characters of a name
@@ -22,16 +21,16 @@ _NARROW = 4.0  # inches: in less, what the marks are is told in lines
 _PAGE, _LONG_PAGE = 9.0, 12.0  # inches: no figure is higher, nor one with names at its left
 
 
-def library(module: str) -> Any:
-    """A module of matplotlib, or one that needs it.
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of so many inches.
 
-    >>> library("matplotlib.figure").__name__
-    'matplotlib.figure'
+    >>> new_figure(6, 4).get_figwidth()
+    6.0
     """
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise ImportError('stills need matplotlib: pip install "torchhook[plot]"') from error
+    require("matplotlib.figure", "plot", "a plot")
+    from torchhook.plot.still import Still
+
+    return Still(figsize=(width, height), layout="constrained")
 
 
 def place(ax: Axes | None, width: float, height: float) -> tuple[Figure, Axes]:
@@ -41,11 +40,10 @@ def place(ax: Axes | None, width: float, height: float) -> tuple[Figure, Axes]:
     >>> place(ax, 3, 3) == (figure, ax)
     True
     """
-    kind = library("matplotlib.axes").Axes
     if ax is None:
-        figure: Figure = library("torchhook.plot.still").Still(figsize=(width, height), layout="constrained")
+        figure = new_figure(width, height)
         return figure, figure.add_subplot()
-    if not isinstance(ax, kind):
+    if not isinstance(ax, require("matplotlib.axes", "plot", "a plot").Axes):
         raise TypeError(f"ax must be one matplotlib Axes, as axes[0, 0] of plt.subplots(2, 2), not {type(ax).__name__}")
     root = ax.get_figure(root=True)
     if root is None:
@@ -73,8 +71,8 @@ def rows_page(rows: int) -> tuple[float, float]:
 
 def colours(signed: bool) -> Colormap:
     """Blue to red through white for numbers of both signs, else viridis; what is no number stands out from either."""
-    name, bad = ("RdBu_r", YELLOW) if signed else ("viridis", VERMILLION)
-    found: Colormap = library("matplotlib").colormaps[name].with_extremes(bad=bad)
+    name, bad = (DIVERGING, YELLOW) if signed else (SEQUENTIAL, VERMILLION)
+    found: Colormap = require("matplotlib", "plot").colormaps[name].with_extremes(bad=bad)
     return found
 
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchhook.edits.sweep import SweepRow
-from torchhook.plot.style import BLUE, GREY, ORANGE, legend_above, mark_odd, name_layers, place, quiet, rows_page
+from torchhook.plot.style import legend_above, mark_odd, name_layers, place, quiet, rows_page
+from torchhook.render.palette import BLUE, GREY, ORANGE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

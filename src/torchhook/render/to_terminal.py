@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib import import_module
 from typing import Any
 
 from torchhook.core.findings import Finding, Report
+from torchhook.core.optional import require
 from torchhook.render.words import by_reason, named, printable, scope, shown
 
 STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"}
@@ -29,7 +29,7 @@ def terminal(report: Report, console: Any = None) -> None:
     <BLANKLINE>
     0 rules checked
     """
-    console = console or _rich("console").Console()
+    console = console or require("rich.console", "cli", "a report in the terminal").Console()
     for indent, pieces in _lines(report):
         _print(console, indent, pieces)
 
@@ -66,7 +66,7 @@ def _few(findings: tuple[Finding, ...]) -> str:
 
 def _print(console: Any, indent: int, pieces: list[Piece]) -> None:
     """One line, wrapped where it is too long, with what it is indented by in front of every part."""
-    text = _rich("text").Text()
+    text = require("rich.text", "cli", "a report in the terminal").Text()
     for piece, style in pieces:
         text.append(_encodable(printable(piece), console.encoding), style)
     for part in text.wrap(console, min(console.width, WIDEST) - indent, overflow="fold"):
@@ -76,10 +76,3 @@ def _print(console: Any, indent: int, pieces: list[Piece]) -> None:
 
 def _encodable(text: str, encoding: str) -> str:
     return text.encode(encoding, errors="replace").decode(encoding)
-
-
-def _rich(module: str) -> Any:
-    try:
-        return import_module(f"rich.{module}")
-    except ImportError as error:
-        raise ImportError('a report in the terminal needs rich: pip install "torchhook[cli]"') from error

@@ -7,10 +7,10 @@ from typing import Any
 from dash import Dash, Input, Output, State, dcc, html, no_update
 from dash.development.base_component import Component
 
-from torchhook.dashboard import drawing
 from torchhook.dashboard.library import Library
 from torchhook.dashboard.parts import address, card, graph, section, tick
 from torchhook.dashboard.sheets import Book
+from torchhook.render.figures import layer_lines, loss_curves
 from torchhook.render.words import printable
 
 
@@ -69,10 +69,10 @@ def register(app: Dash, library: Library) -> None:
 
 def _figures(books: list[Book]) -> tuple[Any, Any, Any]:
     curves = {book.name: book.curve() for book in books}
-    losses = drawing.losses({name: (curve.steps, curve.values) for name, curve in curves.items()})
+    losses = loss_curves({name: (curve.steps, curve.values) for name, curve in curves.items()})
     gradients = {book.name: _last(book, "l2", "grad_output") for book in books}
     spreads = {book.name: _last(book, "std", "output") for book in books}
-    return losses, drawing.flow(gradients), drawing.flow(spreads, "standard deviation")
+    return losses, layer_lines(gradients, "gradient norm"), layer_lines(spreads, "standard deviation")
 
 
 def _last(book: Book, field: str, port: str) -> tuple[list[str], list[float | None]]:

@@ -7,10 +7,10 @@ from typing import Any
 from dash import Dash, Input, Output, State, dcc, html, no_update
 from dash.development.base_component import Component
 
-from torchhook.dashboard import drawing
 from torchhook.dashboard.library import Library
 from torchhook.dashboard.parts import graph, tick
 from torchhook.dashboard.sheets import Book
+from torchhook.render.figures import layer_lines
 
 _PORTS = {"at each output": "grad_output", "of each parameter": "param_grad"}
 
@@ -73,7 +73,7 @@ def figure(book: Book, port: str, number: int) -> Any:
     """The norms at the step with a number."""
     sheet = book.sheet("l2", port)
     row = sheet.rows[min(number, len(sheet.rows) - 1)] if sheet.rows else []
-    return drawing.flow({port: (sheet.paths, row)})
+    return layer_lines({port: (sheet.paths, row)}, "gradient norm")
 
 
 def _told(steps: list[int], number: int) -> str:

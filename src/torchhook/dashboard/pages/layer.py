@@ -7,10 +7,10 @@ from typing import Any
 from dash import Dash, Input, Output, State, dcc, html, no_update
 from dash.development.base_component import Component
 
-from torchhook.dashboard import drawing
 from torchhook.dashboard.library import Library
 from torchhook.dashboard.parts import address, card, graph, section, tick
 from torchhook.dashboard.sheets import Book
+from torchhook.render.figures import curves, quantile_bands, update_curves
 from torchhook.render.words import printable
 
 _PICTURES = 6
@@ -89,13 +89,13 @@ def _figures(book: Book, path: str) -> tuple[Any, ...]:
     ratios = {name: line("mean", "update_ratio", name) for name in parameters}
     steps, quantiles = book.quantiles(path)
     return (
-        drawing.lines({"std": line("std", "output"), "mean of absolutes": line("abs_mean", "output")}, "output"),
-        drawing.lines({"zeros": line("zero_fraction", "output")}, "share of zeros", log=False).update_yaxes(
+        curves({"std": line("std", "output"), "mean of absolutes": line("abs_mean", "output")}, "output"),
+        curves({"zeros": line("zero_fraction", "output")}, "share of zeros", log=False).update_yaxes(
             range=[-0.02, 1.02]
         ),
-        drawing.lines(_some(gradients), "gradient norm"),
-        drawing.updates(_some(ratios)),
-        drawing.bands(steps, quantiles) if steps else drawing.lines({}, "value", log=False),
+        curves(_some(gradients), "gradient norm"),
+        update_curves(_some(ratios)),
+        quantile_bands(steps, quantiles),
     )
 
 

@@ -7,10 +7,10 @@ from typing import Any
 from dash import Dash, Input, Output, Patch, State, dcc, html, no_update
 from dash.development.base_component import Component
 
-from torchhook.dashboard import drawing
 from torchhook.dashboard.library import Library
 from torchhook.dashboard.parts import address, choice, graph, layer_link, tick
-from torchhook.dashboard.sheets import Book
+from torchhook.dashboard.sheets import Book, Sheet
+from torchhook.render.figures import heatmap, heatmap_rows, layer_name
 from torchhook.training.runs.fields import NAMES
 
 # What is shown can be sent to others by its address, which changes without the page being made anew.
@@ -60,10 +60,10 @@ def register(app: Dash, library: Library) -> None:
             return no_update, no_update
         now = {**shown, "edition": sheet.edition, "rows": len(sheet.rows)}
         if sheet.edition != shown["edition"]:
-            return drawing.heat(sheet), now
+            return _heatmap(sheet), now
         figure = Patch()
         figure["data"][0]["x"].extend(sheet.steps[shown["rows"] :])
-        figure["data"][0]["z"].extend(drawing.heat_rows(sheet, shown["rows"]))
+        figure["data"][0]["z"].extend(heatmap_rows(sheet.field, sheet.rows[shown["rows"] :]))
         return figure, now
 
     @app.callback(
@@ -92,7 +92,7 @@ def register(app: Dash, library: Library) -> None:
         book = library.book(shown["run"])
         drawn = click["points"][0].get("y")
         paths = book.sheet(shown["stat"], shown["port"]).paths
-        path = next((path for path in paths if drawing.named(path) == drawn), None)
+        path = next((path for path in paths if layer_name(path) == drawn), None)
         if path is None:
             return no_update
         return address(shown["run"], "layer", path=path if path in book.layers() else path.rpartition(".")[0])
@@ -104,4 +104,8 @@ def _drawn(book: Book, stat: str, port: str) -> tuple[Any, str, dict[str, Any]]:
     sheet = book.sheet(stat, port)
     caption = f"{stat} of every {port}: layers from first to last, by step. Gaps: zero, or not measured."
     shown = {"run": book.name, "stat": stat, "port": port, "edition": sheet.edition, "rows": len(sheet.rows)}
-    return drawing.heat(sheet), caption, shown
+    return _heatmap(sheet), caption, shown
+
+
+def _heatmap(sheet: Sheet) -> Any:
+    return heatmap(sheet.field, sheet.steps, sheet.paths, sheet.rows)

@@ -8,18 +8,18 @@ from typing import Any
 from dash import Dash, Input, Output, Patch, State, dcc, html, no_update
 from dash.development.base_component import Component
 
-from torchhook.core.findings import Severity
-from torchhook.dashboard import drawing
+from torchhook.core.findings import Report, Severity
 from torchhook.dashboard.library import Library
 from torchhook.dashboard.parts import card, graph, layer_link, pill, section, state_of, tick
-from torchhook.dashboard.sheets import Book, worst_in
+from torchhook.dashboard.sheets import Book, Curve, worst_in
+from torchhook.render.figures import loss_curve, not_measured
 from torchhook.render.words import printable
 
 
 def page(book: Book) -> Component:
     """As of now."""
     curve = book.curve()
-    figure = drawing.loss(curve.steps, curve.values, book.run.findings)
+    figure = _loss(book, curve)
     shown = {"run": book.name, "stamp": book.stamp(), "edition": curve.edition, "points": len(curve.steps)}
     return html.Div(
         [
@@ -61,8 +61,9 @@ def register(app: Dash, library: Library) -> None:
         if stamp == shown["stamp"] and len(curve.steps) == shown["points"]:
             return (no_update,) * 5
         found = stamp[2] != shown["stamp"][2]
-        if found or curve.edition != shown["edition"] or not shown["points"]:
-            figure: Any = drawing.loss(curve.steps, curve.values, book.run.findings)
+        is_first = all(value is None for value in curve.values[: shown["points"]])
+        if found or is_first or curve.edition != shown["edition"]:
+            figure: Any = _loss(book, curve)
         else:
             figure = Patch()
             figure["data"][0]["x"].extend(curve.steps[shown["points"] :])
@@ -71,6 +72,11 @@ def register(app: Dash, library: Library) -> None:
         is_new_model = not shown["stamp"][0] and stamp[0]
         tree = _tree(book) if found or is_new_model else no_update
         return figure, _facts(book), _findings(book) if found else no_update, tree, now
+
+
+def _loss(book: Book, curve: Curve) -> Any:
+    losses = {step: loss for step, loss in zip(curve.steps, curve.values, strict=True) if loss is not None}
+    return loss_curve(Report(tuple(book.run.findings), losses=losses)) or not_measured()
 
 
 def _facts(book: Book) -> list[Component]:
