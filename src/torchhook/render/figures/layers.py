@@ -17,7 +17,6 @@ HEALTHY_UPDATES = (1e-5, 3e-2)
 """The size of a healthy update, relative to its parameter."""
 
 NAMED = 30  # more layers than this are numbered below the axis; their names are in the hover text
-LONGEST = 20  # characters of such a name
 
 
 class LayerValue(NamedTuple):
@@ -36,6 +35,12 @@ class Panel:
     lines: Mapping[str, Sequence[LayerValue]]
     log: bool = True
     band: tuple[float, float] | None = None
+    height: int = 300  # pixels
+
+    @property
+    def longest(self) -> int:
+        """The number of characters of a name below the axis, which is vertical."""
+        return self.height // 15
 
     @cached_property
     def places(self) -> dict[str, int]:
@@ -101,7 +106,7 @@ def layer_lines(by_name: Mapping[str, tuple[Sequence[str], Sequence[float | None
     ('triangle-down',)
     """
     lines = {name: list(map(LayerValue, *columns)) for name, columns in by_name.items() if columns[1]}
-    figure = _stacked(Panel("", lines), height=420)
+    figure = _stacked(Panel("", lines, height=420))
     if figure is None:
         return not_measured()
     figure.update_yaxes(title_text=title)
@@ -114,7 +119,7 @@ def _panel(report: Report, title: str, kind: str, key: str, **options: Any) -> P
     return Panel(title, {"": line} if line else {}, **options)
 
 
-def _stacked(*panels: Panel, height: int = 300) -> Any:
+def _stacked(*panels: Panel) -> Any:
     """The panels that have something to show, one above the other; None if there are none."""
     filled = [panel for panel in panels if panel.places]
     if not filled:
@@ -125,13 +130,13 @@ def _stacked(*panels: Panel, height: int = 300) -> Any:
     for row, panel in enumerate(filled, start=1):
         _draw(figure, row, panel)
     figure.update_annotations(x=0, xanchor="left", yshift=4, font_size=12)
-    return quiet(figure, height * len(filled))
+    return quiet(figure, sum(panel.height for panel in filled))
 
 
 def _room_below(panel: Panel) -> float:
     """The room that the vertical names below a panel need, as a share of the figure."""
     names = panel.places if len(panel.places) <= NAMED else [""]
-    return 0.14 + 0.008 * min(max(map(len, names)), LONGEST)
+    return 0.14 + 0.008 * min(max(map(len, names)), panel.longest)
 
 
 def _draw(figure: Any, row: int, panel: Panel) -> None:
@@ -142,7 +147,7 @@ def _draw(figure: Any, row: int, panel: Panel) -> None:
     if panel.band is not None:
         figure.add_hrect(*panel.band, fillcolor=GREEN, opacity=0.12, line_width=0, layer="below", **where)
     figure.update_yaxes(**_scale(panel), **where)
-    figure.update_xaxes(**_ticks(list(panel.places)), range=[0.5, len(panel.places) + 0.5], **where)
+    figure.update_xaxes(**_ticks(panel), range=[0.5, len(panel.places) + 0.5], **where)
 
 
 def _points(panel: Panel, line: Sequence[LayerValue], colour: str) -> dict[str, Any]:
@@ -188,11 +193,11 @@ def _scale(panel: Panel) -> dict[str, Any]:
     return {"type": kind, "tick0": bottom, "dtick": step, "range": [bottom - edge, top + edge]}
 
 
-def _ticks(sites: Sequence[str]) -> dict[str, Any]:
-    if len(sites) > NAMED:
-        return {"nticks": 8, "title_text": "layer"}
-    names = [layer_name(site, LONGEST) for site in sites]
-    return {"tickvals": list(range(1, len(sites) + 1)), "ticktext": names, "autotickangles": [0, -90]}
+def _ticks(panel: Panel) -> dict[str, Any]:
+    if len(panel.places) > NAMED:
+        return {"nticks": 8}
+    names = [layer_name(site, panel.longest) for site in panel.places]
+    return {"tickvals": list(panel.places.values()), "ticktext": names, "autotickangles": [0, -90]}
 
 
 def _hover_text(layer: LayerValue) -> str:
