@@ -217,9 +217,9 @@ def test_tokens_are_shown_as_they_are():
 def test_other_queries_than_keys_have_no_names():
     figure = attention(torch.rand(2, 3, 5), tokens="abcde")
     assert not figure.axes[0].get_yticklabels() and figure.axes[0].get_xticklabels()
-    with pytest.raises(ValueError, match=r"tokens must be 5, one a key of maps of shape \[2, 3, 5\], not 3"):
+    with pytest.raises(ValueError, match=r"tokens must have 5 names, one per key of maps of shape \[2, 3, 5\], not 3"):
         attention(torch.rand(2, 3, 5), tokens="abc")
-    with pytest.raises(ValueError, match=r"not of shape \[3, 5\]: one head alone is maps\[None\]"):
+    with pytest.raises(ValueError, match=r"not of shape \[3, 5\]: for a single head, pass maps\[None\]"):
         attention(torch.rand(3, 5))
 
 
@@ -276,7 +276,7 @@ def test_odd_heat_is_drawn(heat):
 
 
 def test_refuses_what_is_no_image():
-    with pytest.raises(ValueError, match=r"image must be .* not of shape \[2, 3, 8, 8\]: of a batch pass one"):
+    with pytest.raises(ValueError, match=r"image must be .* not of shape \[2, 3, 8, 8\]: pass one image of a batch"):
         cam(torch.rand(2, 3, 8, 8), torch.rand(2, 2))
     with pytest.raises(ValueError, match=r"heat must be \[h, w\], not of shape \[2, 2, 2\]"):
         cam(torch.rand(3, 8, 8), torch.rand(2, 2, 2))
