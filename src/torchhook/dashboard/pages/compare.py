@@ -1,4 +1,4 @@
-"""Two runs or more, side by side: losses, gradients by layer, findings."""
+"""The comparison page: losses, gradients, activations and findings of several runs."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from torchhook.render.words import printable
 
 
 def page(library: Library, names: list[str]) -> Component:
-    """As of now."""
+    """The page in its current state."""
     books = [library.book(name) for name in names]
     if not books:
-        return html.P(["Choose the runs in ", dcc.Link("the list of all", href="/"), "."])
+        return html.P(["Choose the runs to compare in the ", dcc.Link("list of runs", href="/"), "."])
     losses, gradients, spreads = _figures(books)
     return html.Div(
         [
             tick("compare-tick"),
             dcc.Store(id="compare-shown", data={"runs": names, "stamp": [book.stamp() for book in books]}),
-            section("Loss", graph("compare-loss", losses, "The loss of each run, by step.")),
+            section("Loss", graph("compare-loss", losses, "Loss of each run by step.")),
             section(
                 "Gradients",
                 graph(
                     "compare-gradients",
                     gradients,
-                    "Norm of the gradient at each output, at the last step of each run. A cross is a zero.",
+                    "Norm of the output gradient of each layer, at the last step of each run. A triangle marks a zero.",
                 ),
             ),
             section(
@@ -38,7 +38,7 @@ def page(library: Library, names: list[str]) -> Component:
                 graph(
                     "compare-spreads",
                     spreads,
-                    "Standard deviation of each output, at the last step of each run. A cross is a zero.",
+                    "Standard deviation of each layer's output, at the last step of each run. A triangle marks a zero.",
                 ),
             ),
             section("Findings", html.Div(_findings(books), id="compare-findings", className="columns")),
@@ -47,7 +47,7 @@ def page(library: Library, names: list[str]) -> Component:
 
 
 def register(app: Dash, library: Library) -> None:
-    """All is drawn anew when there is something new."""
+    """Redraw everything when there is something new."""
 
     @app.callback(
         Output("compare-loss", "figure"),

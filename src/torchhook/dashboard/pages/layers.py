@@ -1,4 +1,4 @@
-"""Layers × steps, for any statistic; a click leads to the layer."""
+"""The layers page: any statistic as a heat map of layers × steps. A click opens the layer."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torchhook.dashboard.sheets import Book, Sheet
 from torchhook.render.figures import heatmap, heatmap_rows, layer_name
 from torchhook.training.runs.fields import NAMES
 
-# What is shown can be sent to others by its address, which changes without the page being made anew.
+# Keep the choices in the URL, so that it can be shared, without reloading the page.
 _ADDRESS = """
 ({ stat, port }) => {
   history.replaceState(history.state, "", "?" + new URLSearchParams({ stat, port }));
   return null;
 }
 """
-_NUMBERS = ("_norm", "_ratio")  # ports that have one number a step, whose mean it is
+_NUMBERS = ("_norm", "_ratio")  # ports with one number per step, whose only statistic is the mean
 
 
 def page(book: Book, stat: str = "std", port: str = "output") -> Component:
-    """As of now."""
+    """The page in its current state."""
     ports = book.ports() or ["output"]
     figure, caption, shown = _drawn(book, stat, port if port in ports else ports[0])
     links = html.Ul([html.Li(layer_link(book.name, path)) for path in book.layers()], className="many")
@@ -45,7 +45,7 @@ def page(book: Book, stat: str = "std", port: str = "output") -> Component:
 
 
 def register(app: Dash, library: Library) -> None:
-    """New steps are put at the end; a click and a choice lead elsewhere."""
+    """Append new steps; follow clicks and choices."""
 
     @app.callback(
         Output("layers-heat", "figure"),
@@ -99,10 +99,10 @@ def register(app: Dash, library: Library) -> None:
 
 
 def _drawn(book: Book, stat: str, port: str) -> tuple[Any, str, dict[str, Any]]:
-    """The figure, what it shows in words, and what of it is there."""
+    """The figure, its caption, and what the page remembers about it."""
     stat = "mean" if port.endswith(_NUMBERS) else stat if stat in NAMES else "std"
     sheet = book.sheet(stat, port)
-    caption = f"{stat} of every {port}: layers from first to last, by step. Gaps: zero, or not measured."
+    caption = f"{stat} of every {port}: layers in execution order, by step. Gaps are zeros or were not measured."
     shown = {"run": book.name, "stat": stat, "port": port, "edition": sheet.edition, "rows": len(sheet.rows)}
     return _heatmap(sheet), caption, shown
 
