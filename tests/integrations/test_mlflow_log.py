@@ -89,7 +89,7 @@ def written(log, *entries, findings=(), state="ended"):
 
     with silence():
         elsewhere(rest)
-    assert not log._is_told
+    assert not log._has_warned
     return log
 
 

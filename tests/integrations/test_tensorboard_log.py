@@ -214,7 +214,9 @@ def test_two_hundred_places_are_all_there():
 
 
 def test_globs_that_match_nothing_are_told_of():
-    with pytest.warns(UserWarning, match=r"no site matches layers=\('layr.\*',\), but there is 'layers.0000'"):
+    with pytest.warns(
+        UserWarning, match=r"no site matches layers=\('layr.\*',\); there is, for example, 'layers.0000'"
+    ):
         assert Layers("layr.*").scalars(many(0, 2)) == {}
 
 

@@ -152,7 +152,7 @@ def test_arrays_that_torch_does_not_take_are_taken():
 @pytest.mark.parametrize(
     ("x", "error", "said"),
     [
-        (torch.ones(3, 4), ValueError, r"x must be \[C, H, W\] or \[N, C, H, W\], not of shape \[3, 4\]: give it"),
+        (torch.ones(3, 4), ValueError, r"x must be \[C, H, W\] or \[N, C, H, W\], not of shape \[3, 4\]: reshape it"),
         (torch.ones(0, 3, 4), ValueError, r"x is empty: its shape is \[0, 3, 4\]"),
         (torch.ones(1, 2, 2, dtype=torch.complex64), TypeError, "x must be .* real numbers"),
         ([[[1.0, 2.0], [3.0]]], TypeError, "x must be a tensor, an array or lists"),
