@@ -1,8 +1,8 @@
-"""How long the dashboard takes, in a real browser: until it is first seen, and for what is new to be drawn.
+"""The dashboard's time to first paint and per live update, in a real browser.
 
-A run of 200 layers × 10,000 recorded steps, which goes on meanwhile; Debian's chromium, without a window. First paint:
-from asking for a page until its first graph is drawn, the browser's cache being empty.
-A live update: from the moment at which the page asks for what is new until it is drawn; how often it asks is not in it.
+A run of 200 layers × 10,000 recorded steps that keeps growing, in Debian's chromium, headless. First paint: from the
+request of a page until its first graph is drawn, with an empty browser cache. Live update: from the page's request for
+new data until it is drawn, without the interval between requests.
 
     python benchmarks/dashboard.py [--layers 200] [--steps 10000]
 """
@@ -36,7 +36,7 @@ PAGES = {
     "Gradient flow": ("/flow", "flow-grad_output"),
 }
 
-# Notes when the page asks for something, and when what came of it is drawn.
+# Measures the time from a request of the page until the result is drawn.
 _NOTES = """
 window.asked = 0; window.took = [];
 const plain = window.fetch;
@@ -72,7 +72,7 @@ def main() -> None:
                 rows, verdicts = measured(address, log, made, options.steps)
             finally:
                 server.terminate()
-    print(markdown(["page", "seen after", "a live update"], rows))
+    print(markdown(["page", "first paint", "live update"], rows))
     print("\n".join(("", *verdicts)))
 
 
@@ -115,7 +115,7 @@ def opened() -> Chrome:
 
 
 def drawn(browser: Chrome, graph: str) -> float:
-    """Milliseconds from the request until a graph is there."""
+    """Milliseconds from the request until a graph is drawn."""
     drawing = f"#{graph} .heatmaplayer image, #{graph} .scatterlayer .trace"
     script = f"return document.querySelector('{drawing}') ? performance.now() : null"
     for _ in range(2000):

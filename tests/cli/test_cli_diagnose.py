@@ -134,7 +134,7 @@ def test_refuses_a_page_without_plotly_before_it_works(diagnosed, monkeypatch, t
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     monkeypatch.setattr(diagnosing, "diagnose", lambda *_, **__: pytest.fail("it worked"))
     done = diagnosed("small.net:Net", "--report", tmp_path / "report.html")
-    assert (done.code, done.err) == (2, 'torchhook: plots need plotly: pip install "torchhook[plot]"\n')
+    assert (done.code, done.err) == (2, 'torchhook: an HTML report needs plotly: pip install "torchhook[plot]"\n')
 
 
 @pytest.mark.parametrize(

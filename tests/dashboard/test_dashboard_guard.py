@@ -93,7 +93,7 @@ def test_nothing_is_shown_without_the_right_token(root, path, token):
         client.set_cookie("torchhook-token", token.encode(errors="replace").decode())
     answers = [client.get(path), client.post(path), client.head(path), client.options(path)]
     assert {answer.status_code for answer in answers} == {403}
-    assert answers[0].data == b"This page needs its token."
+    assert answers[0].data == b"This page requires a token: open the address that torchhook dashboard printed."
 
 
 def test_the_token_becomes_a_cookie_and_leaves_the_address(root):

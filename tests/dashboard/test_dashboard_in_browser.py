@@ -193,7 +193,7 @@ def test_a_layer_shows_its_history_and_its_maps(browse):
     pictures = chrome.find_elements("css selector", "#layer-pictures img")
     assert pictures and all(picture.get_property("naturalWidth") > 8 for picture in pictures)
     assert all("conv" in picture.get_attribute("alt") for picture in pictures)
-    chrome.find_element("partial link text", "the layer after").click()
+    chrome.find_element("partial link text", "next layer").click()
     shows(chrome, "relu", "main h2")
 
 
@@ -201,16 +201,19 @@ def test_a_layer_shows_what_was_found_there(browse):
     chrome = browse("/run/dead/layer?path=relu")
     assert "TH201" in text(chrome, "#layer-findings")
     assert set(drawn(chrome, "layer-zeros", "y")) == {1}
-    assert "None were taken" in text(chrome, "#layer-pictures")
+    assert "No feature maps" in text(chrome, "#layer-pictures")
 
 
 def test_gradient_flow_starts_at_the_last_step(browse):
     chrome = browse("/run/dead/flow")
-    assert text(chrome, "#flow-told") == "step 39"
-    assert drawn(chrome, "flow-grad_output")[-1] == "head.2"
-    assert "conv.weight" in drawn(chrome, "flow-param_grad")
-    script = "return [...document.querySelector('#flow-grad_output .js-plotly-plot').data[1].x]"
-    assert chrome.execute_script(script) == ["conv"]  # the cross: no gradient passes what is dead
+    assert text(chrome, "#flow-step-text") == "step 39"
+    script = "return document.querySelector('#flow-' + arguments[0] + ' .js-plotly-plot').layout.xaxis.ticktext"
+    layers, parameters = (chrome.execute_script(script, port) for port in ("grad_output", "param_grad"))
+    assert layers[-1] == "head.2" and "conv.weight" in parameters
+    script = "const drawn = document.querySelector('#flow-grad_output .js-plotly-plot').data[1];"
+    numbers, symbols = chrome.execute_script(f"{script} return [[...drawn.x], drawn.marker.symbol]")
+    assert [layers[number - 1] for number in numbers] == ["conv"]  # no gradient gets through the dead ReLU
+    assert symbols == ["triangle-down"]
 
 
 def test_menus_have_names(browse):
@@ -336,9 +339,9 @@ def test_the_step_of_the_flow_is_chosen_by_arrow_keys(browse):
     last = drawn(chrome, "flow-grad_output", "y")
     tab_to(chrome, "#flow-step [role=slider]")
     press(chrome, Keys.ARROW_LEFT)
-    shows(chrome, "step 38", "#flow-told")
+    shows(chrome, "step 38", "#flow-step-text")
     press(chrome, Keys.HOME)
-    shows(chrome, "step 0", "#flow-told")
+    shows(chrome, "step 0", "#flow-step-text")
     until(lambda: drawn(chrome, "flow-grad_output", "y") != last)
 
 
@@ -400,15 +403,15 @@ def test_the_flow_follows_while_it_is_at_the_end(browse, growing):
     chrome = browse(f"/run/{growing.folder.name}/flow", LOW)
     mark(chrome, "flow-grad_output")
     samples.append(growing, range(10, 12))
-    shows(chrome, "step 11", "#flow-told")
+    shows(chrome, "step 11", "#flow-step-text")
     assert is_same(chrome, "flow-grad_output")
     tab_to(chrome, "#flow-step [role=slider]")
     press(chrome, Keys.HOME)
-    shows(chrome, "step 0", "#flow-told")
+    shows(chrome, "step 0", "#flow-step-text")
     samples.append(growing, range(12, 14))
     slider = chrome.find_element("css selector", "#flow-step [role=slider]")
     until(lambda: slider.get_attribute("aria-valuemax") == "13")
-    assert text(chrome, "#flow-told") == "step 0"  # who looks at something is left there
+    assert text(chrome, "#flow-step-text") == "step 0"  # who looks at something is left there
 
 
 @pytest.mark.parametrize(
@@ -436,7 +439,7 @@ def test_empty_pages_fill(browse, root):
     log = samples.written(root / "empty", [])
     chrome = browse("/run/empty/flow")
     samples.append(log, range(3))
-    shows(chrome, "step 2", "#flow-told")
+    shows(chrome, "step 2", "#flow-step-text")
     chrome = browse("/run/empty/graph")
     samples.append(log, [3], sites=("conv", "fc", "late"))
     shows(chrome, "late")

@@ -59,7 +59,7 @@ def test_a_model_is_watched_and_shown(tmp_path):
 
 def test_a_monitor_without_a_run_cannot_be_shown():
     monitor = torchhook.Monitor(nn.Linear(2, 2), to=[])
-    with monitor, pytest.raises(RunError, match="writes no run"):
+    with monitor, pytest.raises(RunError, match="does not write a run"):
         torchhook.dashboard.show(monitor)
 
 

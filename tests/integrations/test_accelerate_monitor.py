@@ -164,7 +164,7 @@ def broken(number, loss):
 
 
 def test_an_error_sets_the_trigger():
-    with pytest.warns(UserWarning, match="the training is to stop: TH10"):
+    with pytest.warns(UserWarning, match="to stop the training: TH10"):
         *_, monitor, batches = trained(Accelerator(cpu=True), broken, 50, every=2, to=[], on_finding="stop")
     assert 10 < batches < 60 and not monitor.report.ok
 

@@ -215,7 +215,7 @@ class Breaks(GPT2LMHeadModel):
 def test_an_error_stops_the_trainer_as_it_stops_early(tmp_path):
     callback = TorchhookCallback(2, ["TH104"], to=[], on_finding="stop")
     there = trainer(tmp_path, callback, Slow(), model=made(Breaks), num_train_epochs=50)
-    with pytest.warns(UserWarning, match="the training is stopped: TH104"):
+    with pytest.warns(UserWarning, match="stopping the training: TH104"):
         there.train()
     assert 10 < there.state.global_step < 60
     assert not callback.report.ok and callback.monitor is None

@@ -225,7 +225,7 @@ class Breaks(Net):
 
 def test_an_error_stops_the_trainer_as_it_stops_early():
     callback = TorchhookCallback(2, to=[], on_finding="stop")
-    with pytest.warns(UserWarning, match="the training is stopped: TH10"):
+    with pytest.warns(UserWarning, match="stopping the training: TH10"):
         there = fit(made(Breaks), callback, max_epochs=50)
     assert 12 < there.global_step < 40
     assert there.should_stop and there.state.status == "finished"

@@ -14,7 +14,8 @@ import torchhook
 from specimens import resnet18
 from torchhook.plot import attention, cam, feature_maps
 from torchhook.plot.mosaic import Mosaic
-from torchhook.plot.style import GREY, VERMILLION, YELLOW, colours
+from torchhook.plot.style import colours
+from torchhook.render.palette import GREY, VERMILLION, YELLOW
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WHITE, DARK, BRIGHT = (
@@ -151,7 +152,7 @@ def test_arrays_that_torch_does_not_take_are_taken():
 @pytest.mark.parametrize(
     ("x", "error", "said"),
     [
-        (torch.ones(3, 4), ValueError, r"x must be \[C, H, W\] or \[N, C, H, W\], not of shape \[3, 4\]: give it"),
+        (torch.ones(3, 4), ValueError, r"x must be \[C, H, W\] or \[N, C, H, W\], not of shape \[3, 4\]: reshape it"),
         (torch.ones(0, 3, 4), ValueError, r"x is empty: its shape is \[0, 3, 4\]"),
         (torch.ones(1, 2, 2, dtype=torch.complex64), TypeError, "x must be .* real numbers"),
         ([[[1.0, 2.0], [3.0]]], TypeError, "x must be a tensor, an array or lists"),
@@ -216,9 +217,9 @@ def test_tokens_are_shown_as_they_are():
 def test_other_queries_than_keys_have_no_names():
     figure = attention(torch.rand(2, 3, 5), tokens="abcde")
     assert not figure.axes[0].get_yticklabels() and figure.axes[0].get_xticklabels()
-    with pytest.raises(ValueError, match=r"tokens must be 5, one a key of maps of shape \[2, 3, 5\], not 3"):
+    with pytest.raises(ValueError, match=r"tokens must have 5 names, one per key of maps of shape \[2, 3, 5\], not 3"):
         attention(torch.rand(2, 3, 5), tokens="abc")
-    with pytest.raises(ValueError, match=r"not of shape \[3, 5\]: one head alone is maps\[None\]"):
+    with pytest.raises(ValueError, match=r"not of shape \[3, 5\]: for a single head, pass maps\[None\]"):
         attention(torch.rand(3, 5))
 
 
@@ -275,7 +276,7 @@ def test_odd_heat_is_drawn(heat):
 
 
 def test_refuses_what_is_no_image():
-    with pytest.raises(ValueError, match=r"image must be .* not of shape \[2, 3, 8, 8\]: of a batch pass one"):
+    with pytest.raises(ValueError, match=r"image must be .* not of shape \[2, 3, 8, 8\]: pass one image of a batch"):
         cam(torch.rand(2, 3, 8, 8), torch.rand(2, 2))
     with pytest.raises(ValueError, match=r"heat must be \[h, w\], not of shape \[2, 2, 2\]"):
         cam(torch.rand(3, 8, 8), torch.rand(2, 2, 2))

@@ -13,7 +13,7 @@ from torch import nn
 import torchhook
 from torchhook import NotRecordedError, Report, Run
 from torchhook.plot import distributions, gradient_flow, layer_heatmap
-from torchhook.plot.style import GREY
+from torchhook.render.palette import GREY
 from torchhook.training.runs import RunLog
 from torchhook.training.runs.queries import Series
 from training.runs import run_samples
@@ -81,7 +81,7 @@ def test_gradients_with_an_optimizer_are_norms():
         norms = sorted(p.grad.norm().item() for p in model.parameters())
         optimizer.step()
     figure = gradient_flow(stats.snapshot())
-    assert legend(figure) == ["of each parameter (norm)"]
+    assert legend(figure) == ["parameter gradient (norm)"]
     assert sorted(figure.axes[0].lines[0].get_xdata()) == pytest.approx(norms)
 
 
@@ -102,7 +102,7 @@ def test_gradients_of_a_report_and_of_a_run(run):
     )
     figure = gradient_flow(Report(layers=layers))
     assert rows(figure) == ["fc"] and points(figure) == {0: 0.5} and points(figure, 1) == {0: 2.0}
-    assert legend(figure) == ["of what it gives (rms)", "of each parameter (norm)"]
+    assert legend(figure) == ["output gradient (RMS)", "parameter gradient (norm)"]
     of_run = gradient_flow(run)  # the last window has no gradients: it is the one before
     reading = run.window(3)["conv", "grad_output"]
     assert points(of_run)[0] == pytest.approx(reading.l2 / reading.count**0.5)
@@ -172,9 +172,9 @@ def test_broken_layers_are_marked(kind):
     odd = torch.tensor([1.0, 2.0, math.nan])
     snapshot = reading_of(("fine", torch.randn(50)), ("odd", odd), ("gone", torch.full((4,), math.inf)))
     figure = distributions(snapshot, kind)
-    assert marks(figure, "something not finite") == [1, 2] and png(figure)
+    assert marks(figure, "some not finite") == [1, 2] and png(figure)
     histograms_alone = reading_of(("gone", [math.nan]), stats=("histogram",))
-    assert marks(distributions(histograms_alone, kind), "something not finite") == [0]
+    assert marks(distributions(histograms_alone, kind), "some not finite") == [0]
 
 
 @settings(max_examples=40, deadline=None)
@@ -251,15 +251,15 @@ def test_names_are_shown_as_they_are():
 @pytest.mark.parametrize(
     ("call", "error", "said"),
     [
-        (lambda stats: gradient_flow(stats), NotRecordedError, r"only at output; measure\(..., grads=True\)"),
+        (lambda stats: gradient_flow(stats), NotRecordedError, r"only at output; call measure\(..., grads=True\)"),
         (lambda stats: gradient_flow(Report()), NotRecordedError, "the report has no gradients"),
-        (lambda stats: gradient_flow("x"), TypeError, "stats must be what measure"),
-        (lambda stats: distributions(stats, port="nope"), NotRecordedError, "no port 'nope', but there are output"),
+        (lambda stats: gradient_flow("x"), TypeError, "stats must be the result of measure"),
+        (lambda stats: distributions(stats, port="nope"), NotRecordedError, "no port 'nope'; the ports are output"),
         (lambda stats: distributions(stats, "violin"), ValueError, "kind must be 'box' or 'ridge', not 'violin'"),
         (
             lambda stats: distributions(stats),
             NotRecordedError,
-            r"no histogram was collected at the port 'output'; measure\(..., stats=\('moments', 'histogram'\)\)",
+            r"no histogram was measured at the port 'output'; call measure\(..., stats=\('moments', 'histogram'\)\)",
         ),
         (lambda stats: layer_heatmap(stats), TypeError, "run must be a Run or a Series"),
         (

@@ -65,8 +65,8 @@ def test_any_matrix_is_drawn(high, wide):
     ("arguments", "said"),
     [
         ((torch.ones(3),), r"matrix must be rows × columns, not of shape \[3\]"),
-        ((torch.ones(2, 3), ["a"]), "rows must be 2 names, one for each of the matrix, not 1"),
-        ((torch.ones(2, 3), None, ["a"]), "columns must be 3 names"),
+        ((torch.ones(2, 3), ["a"]), "rows must have 2 names to fit the matrix, not 1"),
+        ((torch.ones(2, 3), None, ["a"]), "columns must have 3 names"),
     ],
 )
 def test_refuses_what_does_not_fit(arguments, said):
@@ -93,7 +93,7 @@ def test_a_sweep_with_a_clean_run_shows_what_comes_back():
     figure = sweep(Sweep(made, 0.5, 2.5))
     assert sorted(bar.get_width() for bar in figure.axes[0].patches) == [-0.1, 0.25]
     assert rows(figure) == ["a output", "b input", "c output"]
-    assert sorted(legend(figure)) == ["brings back", "leads away", "not finite"]
+    assert sorted(legend(figure)) == ["makes worse", "not finite", "recovers"]
 
 
 def test_a_sweep_in_which_nothing_changes_is_drawn():
@@ -101,7 +101,7 @@ def test_a_sweep_in_which_nothing_changes_is_drawn():
 
 
 def test_refuses_what_is_no_sweep():
-    with pytest.raises(TypeError, match="table must be what torchhook.sweep gave"):
+    with pytest.raises(TypeError, match="table must be the result of torchhook.sweep"):
         sweep([{"path": "a"}])
     with pytest.raises(ValueError, match="table is empty"):
         sweep(Sweep([], 0.0, None))
@@ -148,7 +148,7 @@ def test_a_place_may_be_in_another_or_in_a_part_of_a_figure(name):
 
 
 def test_refuses_what_is_no_place():
-    with pytest.raises(TypeError, match=r"ax must be one matplotlib Axes, as axes\[0, 0\] .* not ndarray"):
+    with pytest.raises(TypeError, match=r"ax must be a single matplotlib Axes, such as axes\[0, 0\] .* not ndarray"):
         similarity([[1.0]], ax=Figure().subplots(2, 2))
 
 
@@ -181,5 +181,5 @@ def test_needs_no_display_and_leaves_nothing_behind():
 def test_without_matplotlib_the_extra_is_named(name, monkeypatch):
     for module in [known for known in sys.modules if known.split(".")[0] == "matplotlib"]:
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ImportError, match=r'stills need matplotlib: pip install "torchhook\[plot\]"'):
+    with pytest.raises(ImportError, match=r'a plot needs matplotlib: pip install "torchhook\[plot\]"'):
         DRAWN[name]()

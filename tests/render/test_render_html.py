@@ -84,7 +84,7 @@ def test_the_same_report_gives_the_same_page():
 
 def test_plots_of_layers_say_which_steps_they_are_of():
     report = replace(report_samples.healthy(), span=(100, 195))
-    assert render.html(report).count("Over the measured steps from 100 to 195.") == 3  # not the loss
+    assert render.html(report).count("Measured from step 100 to step 195.") == 3  # not the loss
     assert "measured steps" not in render.html(report_samples.healthy())
 
 

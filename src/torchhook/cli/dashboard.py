@@ -9,30 +9,33 @@ from typing import Annotated
 
 import typer
 
+from torchhook.core.optional import require
+
 
 def dashboard(
-    path: Annotated[Path, typer.Argument(metavar="RUN | FOLDER", help="A run, or a folder with runs.")] = Path("runs"),
-    port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="0 for any that is free.")] = 8787,
+    path: Annotated[Path, typer.Argument(metavar="RUN | FOLDER", help="A run, or a folder of runs.")] = Path("runs"),
+    port: Annotated[
+        int, typer.Option(metavar="N", min=0, max=65535, help="Port to listen on; 0 picks a free one.")
+    ] = 8787,
     host: Annotated[
-        str, typer.Option(metavar="NAME", help="Where to listen. Beyond this machine a token is asked for.")
+        str, typer.Option(metavar="NAME", help="Address to listen on. Other machines need a token.")
     ] = "127.0.0.1",
     token: Annotated[
         str | None,
-        typer.Option(metavar="TEXT", envvar="TORCHHOOK_TOKEN", help="The token; if not said, a new one is made."),
+        typer.Option(metavar="TEXT", envvar="TORCHHOOK_TOKEN", help="The token; by default a random one."),
     ] = None,
-    is_opened: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
+    is_opened: Annotated[bool, typer.Option("--open", help="Open the browser.")] = False,
 ) -> None:
-    """Look at runs in the browser, while they are written and afterwards.
+    """Show runs in the browser, live while they are written.
 
-    It reads what is on disk, and asks the network for nothing.
-    Its address is printed; Ctrl-C ends it.
+    The dashboard reads runs from disk and makes no network requests.
+    It prints its address; press Ctrl-C to stop it.
 
     [bold]torchhook dashboard runs/latest --open[/]
     """
-    try:
-        from torchhook.dashboard.server import Server
-    except ImportError as error:
-        raise ImportError('the dashboard needs Dash: pip install "torchhook[dashboard]"') from error
+    require("dash", "dashboard", "the dashboard")
+    from torchhook.dashboard.server import Server
+
     server = Server(path, host, port, token)
     typer.echo(server.address)
     if is_opened:

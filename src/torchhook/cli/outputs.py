@@ -12,7 +12,7 @@ import typer
 from torchhook import render
 from torchhook.cli.loaders import wrong
 from torchhook.core.findings import Report
-from torchhook.render.figures.style import plotly
+from torchhook.core.optional import require
 from torchhook.render.files import FORMATS
 
 
@@ -35,7 +35,7 @@ def require_writable(paths: Iterable[Path]) -> None:
         if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
             raise wrong("--report", f"{str(path)!r} cannot be written")
         if path.suffix.lower() == ".html":
-            plotly("offline")
+            require("plotly.offline", "plot", "an HTML report")
 
 
 def deliver(report: Report, form: Format, paths: Iterable[Path]) -> None:

@@ -94,7 +94,8 @@ class Spreads:
 
     def figure(self, ax: Axes | None = None) -> Figure:
         """The distances as bars, the first layer on top, one colour per other."""
-        from torchhook.plot.style import BLUE, ORANGE, legend_above, name_layers, place, quiet, rows_page
+        from torchhook.plot.style import legend_above, name_layers, place, quiet, rows_page
+        from torchhook.render.palette import BLUE, ORANGE
 
         paths = list(dict.fromkeys(row.path for row in self.rows))
         figure, ax = place(ax, *rows_page(len(paths)))

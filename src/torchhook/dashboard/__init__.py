@@ -1,6 +1,6 @@
-"""A page in the browser over runs on disk, live while trainings write them: ``torchhook dashboard``.
+"""The dashboard: runs on disk in the browser, live while they are written (``torchhook dashboard``).
 
-It runs in a process of its own and reads what others write; ``pip install "torchhook[dashboard]"``.
+It runs in its own process and only reads runs; ``pip install "torchhook[dashboard]"``.
 """
 
 from torchhook.dashboard.notebook import show

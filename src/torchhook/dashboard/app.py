@@ -1,4 +1,4 @@
-"""The application: which page an address leads to, and the frame around all pages."""
+"""The Dash application: the page for each URL, and the frame around all pages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _INDEX = """<!doctype html>
 <link rel="icon" href="data:,">
 <style>STYLE</style>
 <link rel="preload" as="script" href="/plotly.js">
-<script>let plotlyCame; window.Plotly = new Promise((came) => { plotlyCame = came; });</script>
+<script>let plotlyLoaded; window.Plotly = new Promise((loaded) => { plotlyLoaded = loaded; });</script>
 {%css%}
 </head>
 <body class="dashboard">
@@ -42,17 +42,17 @@ _INDEX = """<!doctype html>
 
 
 def create_app(library: Library, guard: Guard | None = None) -> Dash:
-    """The application over some runs."""
+    """The application for a library of runs."""
     app = Dash(
         __name__,
         title="torchhook",
         update_title="",
         serve_locally=True,
         assets_folder=str(Path(__file__).with_name("assets")),
-        suppress_callback_exceptions=True,  # most of what callbacks speak of is on one page alone
+        suppress_callback_exceptions=True,  # most components of callbacks exist on one page only
         index_string=_INDEX.replace("STYLE", STYLE.read_text(encoding="utf-8")),
         add_log_handler=False,
-        on_error=_told,
+        on_error=_show_error,
         meta_tags=[{"name": "viewport", "content": "width=device-width, initial-scale=1"}],
     )
     app.layout = _frame
@@ -77,13 +77,13 @@ def _plotly() -> Response:
     return send_file(SCRIPT, mimetype="text/javascript", max_age=3600)
 
 
-def _told(error: Exception) -> None:
-    """What a page cannot show, it says instead: a run that is broken, newer, or gone; or a fault of ours."""
+def _show_error(error: Exception) -> None:
+    """Show the error instead of the page: the run is broken, newer or deleted, or there is a bug."""
     if not isinstance(error, RunError):
         traceback.print_exception(error)
-    said = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
-    set_props("page", {"children": html.P(printable(said), role="alert")})
-    set_props("where", {"children": html.H1("This cannot be shown")})
+    message = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
+    set_props("page", {"children": html.P(printable(message), role="alert")})
+    set_props("where", {"children": html.H1("Cannot show this page")})
 
 
 def _frame() -> Component:
@@ -97,7 +97,7 @@ def _frame() -> Component:
 
 
 def _routed(library: Library, pathname: str, query: dict[str, list[str]]) -> tuple[Component, Component]:
-    """The page at an address, and its head."""
+    """The page at a URL, and its header."""
     parts = [unquote(part) for part in pathname.strip("/").split("/")]
     if parts == [""]:
         if library.only is None:
@@ -121,11 +121,11 @@ def _routed(library: Library, pathname: str, query: dict[str, list[str]]) -> tup
         page = graph.page(book)
     else:
         page = html.P(f"There is no page {printable(name)!r}.", role="alert")
-    return page, _head(book.name, "layers" if name == "layer" else name)
+    return page, _header(book.name, "layers" if name == "layer" else name)
 
 
-def _head(run: str, current: str) -> Component:
-    """The name of a run, and links to its pages."""
+def _header(run: str, current: str) -> Component:
+    """The name of a run and links to its pages."""
     links = [
         dcc.Link(text, href=address(run, page), className="current" if page == current else "")
         for page, text in PAGES.items()

@@ -1,4 +1,4 @@
-"""The wires between layers that are listed one below the other, as a picture beside the list."""
+"""The connections between listed layers, drawn as wires beside the list."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 from urllib.parse import quote
 
-ROW = 36  # pixels, of a line of the list
+ROW = 36  # pixels: height of a line of the list
 _LANE, _NEAR = 10, 14  # pixels between two lanes, and from the list to the first
-_MOST = 14  # lanes; what would need more is told in words alone
+_MOST = 14  # lanes; further wires are only named in the text
 _STYLE = (
     "path{fill:none;stroke:#6b7280;stroke-width:1.5}.tip{fill:#6b7280;stroke:none}"
     "@media(prefers-color-scheme:dark){path{stroke:#9ca3af}.tip{fill:#9ca3af}}"
@@ -16,14 +16,14 @@ _STYLE = (
 
 
 class Wire(NamedTuple):
-    """From the middle of one line of the list to that of another."""
+    """A connection from one line of the list to another."""
 
     start: int
     end: int
 
 
 def in_lanes(wires: Iterable[Wire]) -> list[tuple[Wire, int]]:
-    """Each wire with a lane in which it meets no other, short ones nearest; those that find none are left out.
+    """Each wire with a lane where it overlaps no other, short wires innermost; wires without a free lane are left out.
 
     >>> in_lanes([Wire(0, 1), Wire(1, 2), Wire(0, 2)])
     [(Wire(start=0, end=1), 0), (Wire(start=1, end=2), 0), (Wire(start=0, end=2), 1)]
@@ -43,7 +43,7 @@ def in_lanes(wires: Iterable[Wire]) -> list[tuple[Wire, int]]:
 
 
 def picture(wires: Iterable[Wire], lines: int) -> tuple[str, int]:
-    """An SVG of the wires beside so many lines, as an address, and its width."""
+    """The wires beside a list of so many lines, as the data URL of an SVG, and its width."""
     placed = in_lanes(wires)
     wide = _NEAR + _LANE * (1 + max((lane for _, lane in placed), default=0))
     drawn = "".join(_drawn(wire, wide - _NEAR - _LANE * lane, wide) for wire, lane in placed)
@@ -56,7 +56,7 @@ def picture(wires: Iterable[Wire], lines: int) -> tuple[str, int]:
 
 
 def _drawn(wire: Wire, x: int, wide: int) -> str:
-    """Out of a line a little below its middle, along the lane, and into the other a little above."""
+    """The path of a wire: out of one line below its middle, along the lane, into the other above its middle."""
     way = 1 if wire.end > wire.start else -1
     start, end = (wire.start + 0.5) * ROW + 4 * way, (wire.end + 0.5) * ROW - 4 * way
     out = f"M{wide} {start}H{x + 4}Q{x} {start} {x} {start + 4 * way}"

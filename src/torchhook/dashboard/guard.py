@@ -1,4 +1,4 @@
-"""Who may look, and at what: this machine alone, or who has the token; and no files but the pictures of the runs."""
+"""Access control: only this machine, or everyone with the token; the only files served are images of the runs."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _PICTURE = re.compile(r"\d{8,}-\d+\.png")
 
 
 class Guard:
-    """Asks everybody for the `token`, if there is one; without it, answers only who came by a name of this machine.
+    """Requires the `token`, if there is one; otherwise answers only requests to a local host name.
 
-    (Else a page from elsewhere, whose name is made to lead here, could read what is shown.)
+    Checking the host name prevents DNS rebinding: a web page whose domain resolves to this machine must not read runs.
     """
 
     def __init__(self, token: str | None = None) -> None:
@@ -32,11 +32,11 @@ class Guard:
 
     @staticmethod
     def for_host(host: str, token: str | None = None) -> Guard:
-        """Beyond this machine there has to be a token."""
+        """The guard of a server on `host`; if that is not this machine, there is always a token."""
         return Guard(token if host in HERE else token or secrets.token_urlsafe(24))
 
     def protect(self, server: Flask, library: Library) -> None:
-        """Put it before a server."""
+        """Install the checks and the route for images in a server."""
         server.before_request(self._check)
         server.after_request(_with_headers)
 
@@ -47,14 +47,14 @@ class Guard:
             except RunError:
                 abort(404)
             picture = samples.get(file) if _PICTURE.fullmatch(file) else None
-            if picture is None or picture.resolve() != picture or not picture.is_file():  # links lead elsewhere
+            if picture is None or picture.resolve() != picture or not picture.is_file():  # no symbolic links
                 abort(404)
             return send_file(picture, mimetype="image/png", max_age=3600)
 
     def _check(self) -> Any:
         if self.token is None:
             name = request.host.rpartition(":")[0] if re.search(r":\d+$", request.host) else request.host
-            return None if name in HERE else ("This page is for this machine alone; see --host.", 403)
+            return None if name in HERE else ("This page is only available on this machine; see --host.", 403)
         given = request.args.get("token")
         if given is not None and hmac.compare_digest(given.encode(), self.token.encode()):
             rest = urlencode([(key, value) for key, value in request.args.items(multi=True) if key != "token"])
@@ -62,11 +62,15 @@ class Guard:
             answer.set_cookie(_cookie(), self.token, httponly=True, samesite="Strict")
             return answer
         known = request.cookies.get(_cookie(), "")
-        return None if hmac.compare_digest(known.encode(), self.token.encode()) else ("This page needs its token.", 403)
+        return (
+            None
+            if hmac.compare_digest(known.encode(), self.token.encode())
+            else ("This page requires a token: open the address that torchhook dashboard printed.", 403)
+        )
 
 
 def _cookie() -> str:
-    """One for each port: browsers give those of a machine to all its servers."""
+    """One cookie per port: browsers send the cookies of a host to all its ports."""
     return f"torchhook-token-{request.host.rpartition(':')[2]}"
 
 

@@ -1,4 +1,4 @@
-"""The runs that are shown: those in a folder, or one alone."""
+"""The runs that the dashboard shows: those in a folder, or a single one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchhook.training.runs.schema import FILE
 
 
 class Library:
-    """Runs by their names, each opened when it is first asked for.
+    """Runs by name, each opened when it is first needed.
 
     >>> import tempfile
     >>> from torchhook.training.runs import RunLog
@@ -31,17 +31,17 @@ class Library:
         self.root = path if self.only is None else self.only.parent
         self._books: dict[str, Book] = {}
         self._opening = threading.Lock()
-        self.names()  # or say now what is wrong with the folder
+        self.names()  # raises now if something is wrong with the folder
 
     def names(self) -> list[str]:
-        """The newest first."""
+        """The names of all runs, newest first."""
         return [self.only.name] if self.only is not None else [folder.name for folder in find(self.root)]
 
     def book(self, name: str) -> Book:
-        """What is known of a run. Names are those of `names`, and lead nowhere else."""
+        """The book of a run; only names of `names` are accepted, so a name cannot lead to another folder."""
         with self._opening:
             book = self._books.get(name)
-            if book is not None and not book.is_there():  # deleted, or begun anew
+            if book is not None and not book.is_there():  # deleted or replaced
                 self._books.pop(name).run.close()
                 book = None
             if book is None:

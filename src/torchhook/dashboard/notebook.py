@@ -1,4 +1,4 @@
-"""The dashboard inside a notebook, served by a process of its own."""
+"""The dashboard inside a notebook, served by a separate process."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def show(
     height: int = 800,
     **options: Any,
 ) -> Any:
-    """Show a dashboard below this cell, live.
+    """Show a live dashboard below this cell.
 
-    Of a model: it is watched from now on, with `options` as for `Monitor`, which is returned. Of a monitor, a run or a
-    folder of runs: what is there.
+    Given a model, start a `Monitor` on it, with `options` as for `Monitor`, and return the monitor. Given a monitor, a
+    run or a folder of runs, show that and return it.
 
         monitor = torchhook.dashboard.show(model, optimizer, every=10)
         for x, y in loader:
@@ -43,12 +43,12 @@ def show(
 def _folder_of(what: Any) -> Path:
     folder = what.run if isinstance(what, Monitor) else what.folder if isinstance(what, Run) else Path(what)
     if folder is None:
-        raise RunError("this monitor writes no run; pass it a folder: to=['runs']")
+        raise RunError("this monitor does not write a run: create it with a folder, such as to=['runs']")
     return Path(folder)
 
 
 def _served(folder: Path) -> str:
-    """Where a new process serves it, which ends with this one."""
+    """Start a server process that ends with this one, and return its address."""
     command = [sys.executable, "-m", "torchhook", "dashboard", str(folder), "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     atexit.register(process.terminate)
@@ -56,7 +56,7 @@ def _served(folder: Path) -> str:
     address = process.stdout.readline().strip()
     if not address.startswith("http"):
         process.kill()
-        raise RunError(f"the dashboard of {str(folder)!r} did not start; `torchhook dashboard {folder}` says why")
+        raise RunError(f"the dashboard of {str(folder)!r} did not start: run `torchhook dashboard {folder}` to see why")
     return address
 
 
@@ -64,5 +64,5 @@ def _display(address: str, height: int) -> None:
     try:
         notebook: Any = import_module("IPython.display")
     except ImportError as error:
-        raise ImportError("show is for notebooks; elsewhere run `torchhook dashboard` in a terminal") from error
+        raise ImportError("show works only in notebooks: run `torchhook dashboard` in a terminal instead") from error
     notebook.display(notebook.IFrame(address, width="100%", height=height))

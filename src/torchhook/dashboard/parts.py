@@ -1,4 +1,4 @@
-"""Pieces of pages: links, pills, cards of findings, graphs that keep their state when they are updated."""
+"""Parts of pages: links, pills, cards of findings, graphs that keep their state when they are updated."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torchhook.core.findings import Finding, Severity
 from torchhook.render.words import printable
 from torchhook.training.runs import Run
 
-EVERY = 1000  # milliseconds between two looks for what is new
+EVERY = 1000  # milliseconds between two updates
 _STATES = {"running": "info", "interrupted": "info", "ended": "passed"}  # others are errors
 PAGES = {"": "Overview", "layers": "Layers", "flow": "Gradient flow", "graph": "Model"}
 
 
 def address(run: str, page: str = "", **query: str) -> str:
-    """Where a page of a run is.
+    """The URL of a page of a run.
 
     >>> address("net-1", "layer", path="a/b <c>")
     '/run/net-1/layer?path=a%2Fb+%3Cc%3E'
@@ -34,12 +34,12 @@ def layer_link(run: str, path: str, **more: Any) -> Component:
 
 
 def pill(kind: str, text: str) -> Component:
-    """A word in colour, which says the same without."""
+    """A word in colour; the colour adds nothing to its meaning."""
     return html.Span(text, className=f"pill {kind}")
 
 
 def state_of(run: Run) -> tuple[str, str]:
-    """How a run is, for a `pill`: one in which an error was found did not end well."""
+    """The state of a run, for a `pill`; errors that were found are part of it."""
     state, errors = run.state, sum(finding.severity == Severity.ERROR for finding in run.findings)
     if errors:
         return "error", f"{state} with {errors} error{'s' * (errors > 1)}"
@@ -47,12 +47,12 @@ def state_of(run: Run) -> tuple[str, str]:
 
 
 def card(run: str, finding: Finding, layers: Iterable[str], cause: Finding | None = None) -> Component:
-    """A finding, with a link to its layer; or, if it comes of another one, to that one's."""
+    """A finding with a link to its layer, and to the layer of its `cause` if there is one."""
     layers = list(layers)
     at = _layer_of(finding.site, layers)
     where = html.Code(printable(finding.site) or "the model")
     step = "" if finding.step is None else f"step {finding.step:,}"
-    affected = f"and {len(finding.affected)} more that come of it" if finding.affected else ""
+    affected = f"and {len(finding.affected)} more caused by it" if finding.affected else ""
     return html.Article(
         [
             html.P(
@@ -61,20 +61,20 @@ def card(run: str, finding: Finding, layers: Iterable[str], cause: Finding | Non
             ),
             html.H3(printable(finding.message)),
             html.P([dcc.Link(where, href=address(run, "layer", path=at)) if at is not None else where, f" {affected}"]),
-            html.P(printable(finding.hint) if cause is None else _because(run, cause, layers), className="quiet"),
+            html.P(printable(finding.hint) if cause is None else _caused_by(run, cause, layers), className="quiet"),
         ],
         className=f"card {finding.severity}",
     )
 
 
-def _because(run: str, cause: Finding, layers: list[str]) -> list[Any]:
+def _caused_by(run: str, cause: Finding, layers: list[str]) -> list[Any]:
     at = _layer_of(cause.site, layers)
     place = printable(cause.site) or "the model"
-    return [f"It comes of {cause.code} at ", place if at is None else layer_link(run, at), ": start there."]
+    return [f"Caused by {cause.code} at ", place if at is None else layer_link(run, at), ": fix that first."]
 
 
 def graph(id_: str, figure: Any, label: str) -> Component:
-    """A figure that can be patched. `label` says what is on it to those who do not see it."""
+    """A figure that can be updated. `label` is its caption, and its description for screen readers."""
     config = {"displaylogo": False, "displayModeBar": False, "responsive": True}
     picture = dcc.Graph(id=id_, figure=figure, config=config, className="graph")
     return html.Figure(
@@ -83,23 +83,23 @@ def graph(id_: str, figure: Any, label: str) -> Component:
 
 
 def tick(id_: str, every: int = EVERY) -> Component:
-    """Asks for what is new, again and again."""
+    """A timer that triggers updates."""
     return dcc.Interval(id=id_, interval=every)
 
 
 def section(title: str, *children: Any, note: str = "") -> Component:
-    """A part of a page, with its title."""
+    """A section of a page, with its title."""
     return html.Section([html.H2(title), *([html.P(note, className="quiet")] if note else []), *children])
 
 
 def choice(id_: str, label: str, options: Iterable[str], value: str) -> Component:
-    """One of several, by keyboard and by mouse."""
+    """A menu to choose one of several options."""
     chooser = dcc.Dropdown(list(options), value, id=id_, clearable=False)
-    first = f"{id_}-value-count"  # the name of a menu that begins with this one: where many can be chosen, how many are
+    first = f"{id_}-value-count"  # the id with which Dash begins the accessible name of a menu
     return html.Label([html.Span(label, id=first), chooser], className="choice")
 
 
 def _layer_of(site: str, layers: list[str]) -> str | None:
-    """The layer that a site is of: itself, or what a parameter belongs to."""
+    """The layer of a site: the site itself, or the module that owns the parameter."""
     owner = site.rpartition(".")[0]
     return site if site in layers else owner if owner in layers else None

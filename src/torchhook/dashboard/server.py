@@ -1,4 +1,4 @@
-"""A server for the application, in whatever process wants one."""
+"""The web server of the dashboard."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchhook.dashboard.pages import flow, layers, overview
 
 
 class Server:
-    """Serves runs until it is closed. Port 0: any that is free."""
+    """Serves runs until it is closed. Port 0 picks a free port."""
 
     def __init__(
         self, path: str | os.PathLike[str], host: str = "127.0.0.1", port: int = 8787, token: str | None = None
@@ -27,27 +27,27 @@ class Server:
         guard, library = Guard.for_host(host, token), Library(path)
         app = create_app(library, guard)
         threading.Thread(target=_read_ahead, args=(library,), name="torchhook-ahead", daemon=True).start()
-        logging.getLogger("werkzeug").setLevel(logging.ERROR)  # not a line a request
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)  # no line per request
         try:
             self._server: Any = make_server(host, port, app.server, threaded=True)
-        except SystemExit:  # it has said why
-            raise RunError(f"cannot listen on port {port} of {host}; --port 0 takes any that is free") from None
+        except SystemExit:  # werkzeug has printed the reason
+            raise RunError(f"cannot listen on port {port} of {host}: --port 0 picks a free one") from None
         name = socket.gethostname() if host in ("0.0.0.0", "::") else host
         shown = f"[{name}]" if ":" in name else name
         self.address = f"http://{shown}:{self._server.server_port}/" + (f"?token={guard.token}" if guard.token else "")
 
     def serve(self) -> None:
-        """Until it is closed, or interrupted."""
+        """Serve until it is closed or interrupted."""
         self._server.serve_forever()
 
     def close(self) -> None:
-        """Let whoever serves end."""
+        """Make `serve` return."""
         self._server.shutdown()
 
 
 def _read_ahead(library: Library) -> None:
-    """Make pages of the newest run while the browser starts: to import plotly and to read a long run takes a while."""
+    """Make pages of the newest run while the browser starts: importing plotly and reading a long run take a while."""
     for name in library.names()[:1]:
         for page in (overview, layers, flow):
-            with suppress(Exception):  # what is wrong with a run, its page says
+            with suppress(Exception):  # the page will show what is wrong with the run
                 page.page(library.book(name))

@@ -1,16 +1,15 @@
-"""What is read of a run to be drawn, kept in memory: only what is new is read, and not more than a screen shows."""
+"""The data behind the pages, kept in memory: only new steps are read, and not more than a screen can show."""
 
 from __future__ import annotations
 
 import math
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import copy
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from torchhook.core.findings import Finding, Severity
@@ -20,16 +19,16 @@ from torchhook.stats.histogram import Bins
 from torchhook.training.runs import Run
 from torchhook.training.runs.schema import FILE
 
-WIDE = 240  # steps side by side; with up to twice as many, half of the older ones are left out
+WIDE = 240  # steps to draw; beyond twice as many, older ones are thinned out
 LOSSES = 2000
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
-_HISTOGRAMS = 32  # steps whose histograms are read
+_HISTOGRAMS = 32  # steps of which the histograms are read
 
 
 class Sheet:
-    """A number by step and layer: `rows` are steps.
+    """One statistic by step (`rows`) and layer.
 
-    What a reader has drawn of it stays right as long as the `edition` is the same; then there may be rows more.
+    As long as the `edition` stays the same, a page that has drawn some rows only needs to append the new ones.
     """
 
     def __init__(self, run: Run, field: str, port: str) -> None:
@@ -42,9 +41,9 @@ class Sheet:
         self.rows: list[list[float | None]] = []
 
     def refresh(self) -> None:
-        """Read what is new."""
+        """Read new steps."""
         late = self.run.series(self.field, self.port, WIDE, after=self.steps[-1] if self.steps else None)
-        if late.paths != self.paths and self.steps:  # there are layers more
+        if late.paths != self.paths and self.steps:  # there are new layers
             self.steps = []
             late = self.run.series(self.field, self.port, WIDE)
         if late.paths != self.paths:
@@ -59,13 +58,13 @@ class Sheet:
             self.edition = _new_edition()
 
     def line(self, path: str) -> list[float | None]:
-        """Of one layer, by step."""
+        """The values of one layer, by step."""
         number = self.paths.index(path) if path in self.paths else None
         return [] if number is None else [row[number] for row in self.rows]
 
 
 class Curve:
-    """Losses by step, in two lists."""
+    """The loss by step, as two lists."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -74,7 +73,7 @@ class Curve:
         self.values: list[float | None] = []
 
     def refresh(self) -> None:
-        """Read what is new."""
+        """Read new steps."""
         late = self.run.losses_after(self.steps[-1] if self.steps else -1)
         some = spread(list(late), LOSSES)
         self.steps = [*self.steps, *some]
@@ -85,7 +84,7 @@ class Curve:
 
 
 class Book:
-    """A run, and the sheets that were asked for."""
+    """A run and the sheets that pages have read from it."""
 
     def __init__(self, folder: Path) -> None:
         self.run = Run(folder)
@@ -101,20 +100,20 @@ class Book:
         return self._file is not None and self._file == _identity(self.run.folder / FILE)
 
     def sheet(self, field: str, port: str) -> Sheet:
-        """A number by step and layer, as of now."""
+        """One statistic by step and layer, up to date."""
         with self.lock:
             sheet = self._sheets.setdefault((field, port), Sheet(self.run, field, port))
             sheet.refresh()
-            return copy(sheet)  # which stays as it is while others read on
+            return copy(sheet)  # which does not change while other threads read on
 
     def curve(self) -> Curve:
-        """The losses, as of now."""
+        """The losses, up to date."""
         with self.lock:
             self._curve.refresh()
             return copy(self._curve)
 
     def ports(self) -> list[str]:
-        """Those at which something was measured."""
+        """The ports at which something was measured."""
         return list(dict.fromkeys(port.partition("[")[0] for _, port in self.run.places))
 
     def layers(self) -> dict[str, str]:
@@ -122,7 +121,7 @@ class Book:
         return {path: row.label for (path, _), row in self.run.places.items() if row.label}
 
     def sources(self) -> dict[str, list[str]]:
-        """The layers from which what a layer is given comes, in execution order, by layer."""
+        """By layer, the layers whose outputs it receives, in execution order."""
         order = {path: number for number, path in enumerate(self.layers())}
         found: dict[str, list[str]] = {}
         for source, path in sorted(self.run.wires, key=lambda wire: order.get(wire[0], -1)):
@@ -135,31 +134,31 @@ class Book:
         return [path for path in paths if path.rpartition(".")[0] == layer]
 
     def stamp(self) -> list[Any]:
-        """Is another one if there is something new."""
+        """A value that changes when there is something new."""
         steps = self.run.steps
         return [len(steps), steps[-1] if steps else None, len(self.run.findings), self.run.state]
 
     def health(self) -> dict[str, Severity]:
-        """The worst that was found at each place."""
+        """The worst severity found at each site."""
         worst: dict[str, Severity] = {}
         for found in self._found():
             worst[found.site] = max(worst.get(found.site, found.severity), found.severity, key=lambda one: one.rank)
         return worst
 
     def findings_at(self, layer: str) -> list[Finding]:
-        """What was found at a layer or at its parameters, also if it comes of something else."""
+        """The findings at a layer or at its parameters, including those that another finding explains."""
         return [found for found in self._found() if found.site == layer or found.site.startswith(f"{layer}.")]
 
     def cause_of(self, finding: Finding) -> Finding | None:
-        """What a finding comes of, if that was found."""
+        """The finding that explains this one, if there is one."""
         return next((found for found in self.run.findings if finding in found.affected), None)
 
     def _found(self) -> list[Finding]:
-        """All that was found, and what comes of it."""
+        """All findings, including those that others explain."""
         return [one for finding in self.run.findings for one in (finding, *finding.affected)]
 
     def quantiles(self, layer: str, port: str = "output") -> tuple[list[int], list[list[float]]]:
-        """By step, as far as histograms were taken: how the values of a layer are distributed."""
+        """The steps with histograms, and the quantiles of a layer's values at each."""
         with self.lock:
             self._read_quantiles()
             found = {
@@ -176,7 +175,7 @@ class Book:
 
 
 def worst_in(path: str, health: Mapping[str, Severity]) -> str:
-    """The worst of what was found at a module and inside; empty if nothing was.
+    """The worst severity found at a module and inside it; empty if there is none.
 
     >>> worst_in("a", {"a.b": Severity.INFO, "a": Severity.ERROR, "ab": Severity.WARNING})
     'error'
@@ -194,7 +193,7 @@ def _identity(file: Path) -> tuple[int, int] | None:
 
 
 def _new_edition() -> int:
-    """One that no other reader has, not even of another process: a page may outlive its server."""
+    """A number that no other reader has, not even in another process: a page may outlive its server."""
     return secrets.randbits(48)
 
 
@@ -204,15 +203,5 @@ def _quantiles(state: Tensor) -> list[float]:
 
 
 def _drawn(value: float) -> float | None:
-    """A number as it is sent: JSON has no NaN, and four digits are all that can be seen."""
+    """A number as it is sent to the page: None instead of NaN, and four digits, since more would not be visible."""
     return float(f"{value:.4g}") if math.isfinite(value) else None
-
-
-def logs(rows: Sequence[Sequence[float | None]]) -> list[list[float | None]]:
-    """The decimal logarithms, of what has one.
-
-    >>> logs([[100.0, 0.0, None]])
-    [[2.0, None, None]]
-    """
-    values = torch.tensor([[math.nan if v is None else v for v in row] for row in rows], dtype=torch.float64)
-    return [[_drawn(v) for v in row] for row in values.where(values > 0, math.nan).log10().tolist()]

@@ -78,7 +78,8 @@ class Faithfulness:
 
     def figure(self) -> Figure:
         """Both curves, averaged over the samples, with those of the random maps in grey. Needs matplotlib."""
-        from torchhook.plot.style import BLUE, GREY, ORANGE, SMALL, place
+        from torchhook.plot.style import SMALL, place
+        from torchhook.render.palette import BLUE, GREY, ORANGE
 
         figure, ax = place(None, 6.0, 4.0)
         at = self.fractions.tolist()

@@ -15,6 +15,7 @@ from torchhook.core.batch import Batch, batch_count, call, main_tensor, on_devic
 from torchhook.core.errors import SelectionError
 from torchhook.core.event import Event
 from torchhook.core.model_state import evaluating
+from torchhook.core.optional import require
 from torchhook.core.progress import track
 from torchhook.core.selection import Query, require_module, select
 from torchhook.core.session import Session
@@ -64,7 +65,8 @@ class Examples(Sequence[Example]):
     def figure(self) -> Figure:
         """The inputs side by side, each with the box that activates the unit. Needs images and matplotlib."""
         from torchhook.plot.images import picture_of
-        from torchhook.plot.style import SMALL, VERMILLION, library
+        from torchhook.plot.style import SMALL, new_figure
+        from torchhook.render.palette import VERMILLION
 
         if not self._are_images():
             raise ValueError(
@@ -72,9 +74,7 @@ class Examples(Sequence[Example]):
             )
         columns = min(_COLUMNS, len(self))
         rows = -(-len(self) // columns)
-        figure: Figure = library("torchhook.plot.still").Still(
-            figsize=(1.8 * columns, 2.1 * rows), layout="constrained"
-        )
+        figure = new_figure(1.8 * columns, 2.1 * rows)
         for number, example in enumerate(self, 1):
             ax = figure.add_subplot(rows, columns, number)
             ax.imshow(picture_of(example.input).numpy(), cmap="gray", vmin=0, vmax=1)
@@ -82,7 +82,7 @@ class Examples(Sequence[Example]):
             ax.set_title(f"{example.unit}: {example.value:.3g}", fontsize=SMALL)
             if example.box is not None:
                 left, top, right, bottom = example.box
-                edge = library("matplotlib.patches").Rectangle(
+                edge = require("matplotlib.patches", "plot").Rectangle(
                     (left - 0.5, top - 0.5), right - left, bottom - top, fill=False, edgecolor=VERMILLION, linewidth=1.5
                 )
                 ax.add_patch(edge)

@@ -88,14 +88,12 @@ class Heat:
         ['281', '282']
         """
         from torchhook.plot import cam
-        from torchhook.plot.style import SMALL, label, library
+        from torchhook.plot.style import SMALL, label, new_figure
 
         images = _images(image, len(self))
         columns = min(4, len(self))
         rows = -(-len(self) // columns)
-        figure: Figure = library("torchhook.plot.still").Still(
-            figsize=(4.5 * columns + 0.9, 4.0 * rows), layout="constrained"
-        )
+        figure = new_figure(4.5 * columns + 0.9, 4.0 * rows)
         places = [figure.add_subplot(rows, columns, number + 1) for number in range(len(self))]
         for ax, one, warmth, target in zip(places, images, self.maps, self.target, strict=True):
             cam(one, warmth, ax=ax)

@@ -1,1 +1,1 @@
-"""One file for each tool that torchhook works with."""
+"""Integrations with training frameworks and experiment trackers, one file per tool."""

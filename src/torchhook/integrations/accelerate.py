@@ -29,7 +29,7 @@ def monitored(
     layers: str | Iterable[str] | None = (),
     **options: Any,
 ) -> Monitor:
-    """A `Monitor` of what an Accelerator has prepared, to be told of every batch: it knows when a step is over.
+    """A `Monitor` for what an Accelerator has prepared. Call its `step` after every batch: it knows when a step ends.
 
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         with monitored(accelerator, model, optimizer, every=10, on_finding="stop") as monitor:
@@ -43,22 +43,22 @@ def monitored(
                 if accelerator.check_trigger():
                     break
 
-    A step is one of the optimizer, and its loss the mean of those of the batches that were accumulated.
+    A step is an optimizer step; its loss is the mean over the accumulated batches.
 
     Args:
         every, rules, to: As for `Monitor`, and so are `options`: `ignore`, `per_module`, `name`, `max_mb`.
-        on_finding: As for `Monitor`; but ``"stop"`` sets the trigger of the accelerator, for its `check_trigger`.
-        layers: Globs of the layers whose numbers go to the trackers of the accelerator, too, as
-            ``torchhook/<statistic>/<layer>``; ``()`` means those of the whole model alone, None nothing.
+        on_finding: As for `Monitor`, except that ``"stop"`` sets the accelerator's trigger, for `check_trigger`.
+        layers: Globs of the layers whose statistics also go to the accelerator's trackers, as
+            ``torchhook/<statistic>/<layer>``; ``()`` logs only those of the whole model, None logs nothing.
     """
     is_first = accelerator.is_main_process
     logs = [*to, *([_Trackers(accelerator, Layers(layers))] if is_first and layers is not None else [])]
     on_finding = on_finding if is_first or on_finding == "stop" else None
-    return _Monitor(accelerator, model, optimizer, every, rules, logs, on_finding=on_finding, **options)
+    return _AccumulatingMonitor(accelerator, model, optimizer, every, rules, logs, on_finding=on_finding, **options)
 
 
-class _Monitor(Monitor):
-    """Counts the steps of an accelerator that accumulates."""
+class _AccumulatingMonitor(Monitor):
+    """Counts optimizer steps, not batches, when the accelerator accumulates gradients."""
 
     def __init__(self, accelerator: Any, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -66,7 +66,7 @@ class _Monitor(Monitor):
         self._parts: list[Tensor] = []
 
     def step(self, loss: Tensor | float | None = None, step: int | None = None) -> None:
-        """A batch is over, and with the last of those that are accumulated, a step."""
+        """End a batch, and the step if its gradients are the last to be accumulated."""
         if loss is not None:
             self._parts.append(torch.as_tensor(loss).detach().mean())
         if not self._accelerator.sync_gradients:
@@ -76,11 +76,11 @@ class _Monitor(Monitor):
             super().step(torch.stack(parts).mean() if parts else None, step)
         except StopTraining as error:
             self._accelerator.set_trigger()
-            warn(f"the training is to stop: {error}")
+            warn(f"triggered the accelerator to stop the training: {error}")
 
 
 class _Trackers(Log):
-    """The trackers of an accelerator, which are for its own thread."""
+    """Writes to the accelerator's trackers, which must be called from the training's own thread."""
 
     in_step: ClassVar[bool] = True
 
@@ -91,7 +91,7 @@ class _Trackers(Log):
     def write(self, entry: Entry) -> None:
         scalars = self._layers.scalars(entry) if self._accelerator.trackers else {}
         for tracker in self._accelerator.trackers:
-            if tracker.name == "wandb":  # which takes nothing of steps before its latest: into your next row
+            if tracker.name == "wandb":  # it drops steps before its latest, so this goes into your next row
                 tracker.log({"torchhook/step": entry.step, **scalars}, commit=False)
             else:
                 tracker.log(scalars, step=entry.step)

@@ -1,4 +1,4 @@
-"""What the logs for other tools share: which layers they tell of and by what names, and what they show as files."""
+"""What the logs for other tools share: which layers they log, under which names, and the report as files."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from fnmatch import fnmatchcase
-from importlib import import_module
-from typing import Any
 
 from torch import Tensor
 
@@ -21,36 +19,23 @@ from torchhook.stats.reading import Reading
 from torchhook.training.logs import Entry
 from torchhook.training.runs.images import picture
 
-MOST = 200  # places: about 700 numbers, and a few histograms of each
-LONGEST = 200  # bytes of a place in a name: MLflow takes 250 letters in all, file systems 255 bytes
+MOST = 200  # sites: about 700 numbers and a few histograms each
+LONGEST = 200  # bytes of a site in a name: MLflow takes 250 characters in all, file systems 255 bytes
 
-_ILLEGAL = re.compile(r"[^\w\- .]")  # to MLflow, the strictest; slashes and colons it takes, but those are ours
-
-
-def library(module: str, extra: str) -> Any:
-    """A module of an optional library.
-
-    >>> library("no_such_library", "tensorboard")
-    Traceback (most recent call last):
-    ImportError: this needs tensorboard: pip install "torchhook[tensorboard]"
-    """
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise ImportError(f'this needs {extra}: pip install "torchhook[{extra}]"') from error
+_ILLEGAL = re.compile(r"[^\w\- .]")  # in MLflow, the strictest; it allows slashes and colons, but we use those
 
 
-def named(what: str, site: str) -> str:
-    """The name of a number of a place, the same in every tool.
+def metric_name(what: str, site: str) -> str:
+    """The name of a statistic of a site, the same in every tool.
 
-    >>> named("grad_norm", "layer1.0.weight")
+    >>> metric_name("grad_norm", "layer1.0.weight")
     'torchhook/grad_norm/layer1.0.weight'
     """
     return f"torchhook/{legal(what)}/{legal(site)}"
 
 
 def legal(name: str) -> str:
-    """A name that every tool takes. Names that differ stay apart: one that was changed ends in a digest of what it was.
+    """A name that every tool accepts. A name that had to be changed ends in a digest, so that it stays unique.
 
     >>> legal("layer1.0"), legal("blocks[0]"), legal("blocks(0)")
     ('layer1.0', 'blocks_0_-90f97bec', 'blocks_0_-1b120d65')
@@ -62,17 +47,17 @@ def legal(name: str) -> str:
     return f"{taken.encode()[:LONGEST].decode(errors='ignore')}-{hashlib.sha256(whole).hexdigest()[:8]}"
 
 
-def tell(message: str) -> None:
-    """Warn, from a thread in which nobody would catch a warning that is an error."""
+def warn_in_thread(message: str) -> None:
+    """Warn from a background thread, where a warning that was turned into an error must not raise."""
     with suppress(UserWarning):
         warn(message)
 
 
 class Layers:
-    """The layers that a log tells of: those whose path matches one of `globs`, in which ``*`` crosses dots.
+    """The layers to log: those whose path matches one of `globs`, in which ``*`` also matches dots.
 
-    Thousands of curves bury those that people look at. Of more than 200 places it is every second, fourth, … in the
-    order of execution, so that the depth of the model is still seen; a narrower glob has all that it names.
+    Thousands of curves bury the ones that matter. If more than 200 sites match, every second, fourth, … is logged in
+    execution order, which still covers the depth of the model. A narrower glob logs everything that it matches.
 
     >>> from torchhook.stats.reading import Snapshot
     >>> Layers("*.weight").scalars(Entry(0, 0.0, Snapshot({}), rate=0.1))
@@ -83,56 +68,56 @@ class Layers:
         self.globs = (globs,) if isinstance(globs, str) else tuple(globs)
         if not all(isinstance(glob, str) for glob in self.globs):
             raise TypeError(f"layers must be globs of paths, such as 'encoder.*', not {globs!r:.80}")
-        self._numbers: dict[str, int] = {}  # of all places that match, in the order in which they were first seen
-        self._is_told = False
+        self._numbers: dict[str, int] = {}  # of all matching sites, in the order in which they were first seen
+        self._has_warned = False
 
     def scalars(self, entry: Entry) -> dict[str, float]:
-        """The numbers of the whole model and of these layers, by name."""
+        """The statistics of the whole model and of these layers, by name."""
         kept = self._kept(entry)
-        places = {name: name.partition("/") for name in entry.scalars}
+        parts = {name: name.partition("/") for name in entry.scalars}
         return {
-            named(what, site) if slash else f"torchhook/{what}": entry.scalars[name]
-            for name, (what, slash, site) in places.items()
+            metric_name(what, site) if slash else f"torchhook/{what}": entry.scalars[name]
+            for name, (what, slash, site) in parts.items()
             if not slash or site in kept
         }
 
     def histograms(self, entry: Entry) -> Iterator[tuple[str, Reading, Bins]]:
-        """The histograms of these layers, by name, where there is a finite value to show."""
+        """The histograms of these layers that hold a finite value, by name."""
         kept = self._kept(entry)
         for site, port in entry.snapshot:
             reading = entry.snapshot[site, port]
             if site in kept and Histogram.name in list(reading) and len((bins := reading.histogram()).counts):
-                yield named(port, site), reading, bins
+                yield metric_name(port, site), reading, bins
 
     def pictures(self, entry: Entry) -> Iterator[tuple[str, Tensor]]:
-        """The maps of these layers as pictures, by name."""
+        """The feature maps of these layers as images, by name."""
         for site, maps in entry.maps.items():
             if self._matches(site) and maps.numel():
-                yield named("maps", site), picture(maps)
+                yield metric_name("maps", site), picture(maps)
 
     def _kept(self, entry: Entry) -> set[str]:
-        """The places of an entry that are told of: once left out, always left out."""
-        places = [site for site in dict.fromkeys(site for site, _ in entry.snapshot) if self._matches(site)]
-        for site in places:
+        """The sites of an entry that are logged. A site that was left out once stays out."""
+        matching = [site for site in dict.fromkeys(site for site, _ in entry.snapshot) if self._matches(site)]
+        for site in matching:
             self._numbers.setdefault(site, len(self._numbers))
-        every = 2 ** max(0, math.ceil(math.log2(len(self._numbers) / MOST))) if places else 1
+        every = 2 ** max(0, math.ceil(math.log2(len(self._numbers) / MOST))) if matching else 1
         if every > 1:
-            self._tell(f"of {len(places)} places one in {every} is logged; layers= takes globs of those that matter")
+            self._warn(f"logging only one in {every} of {len(matching)} sites; choose those that matter with layers=")
         elif self.globs and len(entry.snapshot) and not self._numbers:
-            self._tell(f"no place matches layers={self.globs}, but there is {next(iter(entry.snapshot))[0]!r}")
-        return {site for site in places if self._numbers[site] % every == 0}
+            self._warn(f"no site matches layers={self.globs}; there is, for example, {next(iter(entry.snapshot))[0]!r}")
+        return {site for site in matching if self._numbers[site] % every == 0}
 
     def _matches(self, site: str) -> bool:
         return any(fnmatchcase(site, glob) for glob in self.globs)
 
-    def _tell(self, message: str) -> None:
-        if not self._is_told:
-            self._is_told = True
-            tell(message)
+    def _warn(self, message: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warn_in_thread(message)
 
 
 def files(report: Report) -> dict[str, str]:
-    """A report as texts by the names of files; the page for people is among them if plotly is there.
+    """The texts of a report by file name; the HTML page needs plotly and is left out without it.
 
     >>> list(files(Report(model="Net")))
     ['report.json', 'report.md', 'report.html']

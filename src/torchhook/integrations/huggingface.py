@@ -1,4 +1,4 @@
-"""A callback for the Trainer of Hugging Face transformers that watches what it trains."""
+"""A callback for the Hugging Face Trainer that watches the model while it trains."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from torch import Tensor, nn
 from torchhook.core.errors import StopTraining
 from torchhook.core.event import Event
 from torchhook.core.findings import Report
+from torchhook.core.optional import require
 from torchhook.core.session import Session
 from torchhook.core.tap import Tap
 from torchhook.core.text import warn
 from torchhook.core.torch_internals import scale_of
 from torchhook.core.trees import leaves
-from torchhook.integrations.common import library
 from torchhook.rules.registry import Choice
 from torchhook.training.logs import Log
 from torchhook.training.monitor import Monitor, OnFinding, state_of
 
-_LOSS = (("loss",), (0,))  # where the Trainer finds it in what a model returns
+_LOSS = (("loss",), (0,))  # where the Trainer looks for it in the model's output
 
 
-class TorchhookCallback(library("transformers", "huggingface").TrainerCallback):  # type: ignore[misc]  # Any
+class TorchhookCallback(require("transformers", "huggingface", "TorchhookCallback").TrainerCallback):  # type: ignore[misc]  # Any
     """Watches every `train` with a `Monitor` of its own, from the first step to the last.
 
         callback = TorchhookCallback(every=10, on_finding="stop")
         Trainer(model, args, callbacks=[callback], ...).train()
-        print(callback.report)       # what was found; callback.run is the folder, callback.monitor is there meanwhile
+        print(callback.report)       # the findings; callback.run is the folder, callback.monitor exists during training
 
-    A step is one of the optimizer, and has the number that the Trainer logs it by. Its loss is what the model returned,
-    as far as the Trainer minimizes it. A loss that is computed from other outputs is known by what the Trainer logs
-    alone, at the step after.
+    A step is an optimizer step, numbered as the Trainer logs it. Its loss is the one that the model returned and the
+    Trainer minimized. If the Trainer computes the loss from other outputs, it is known only from the Trainer's logs,
+    one step late.
 
-    A Trainer tells nobody if it fails. The run of one that has says so from the next `train` on, or from the end of
-    the block, where the model is free of hooks, too:
+    A Trainer does not notify callbacks when it fails: the run is marked as failed, and the hooks are removed, when
+    `train` is called next. Use the callback as a context manager to do both at the end of the block:
 
         with TorchhookCallback() as callback:
             Trainer(model, args, callbacks=[callback], ...).train()
 
     Args:
         every, rules, to: As for `Monitor`, and so are `options`: `ignore`, `per_module`, `name`, `max_mb`.
-        on_finding: As for `Monitor`; but ``"stop"`` lets the Trainer stop as it does early, on all processes.
+        on_finding: As for `Monitor`, except that ``"stop"`` makes the Trainer stop early, on all processes.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class TorchhookCallback(library("transformers", "huggingface").TrainerCallback):
         self._is_broken = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.close("failed")  # what is still there, nobody has ended
+        self.close("failed")  # a monitor that is still open belongs to a training that failed
         self.monitor = Monitor(
             kwargs["model"],
             kwargs["optimizer"],
@@ -88,20 +88,20 @@ class TorchhookCallback(library("transformers", "huggingface").TrainerCallback):
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.monitor is None or self._losses is None:
             return
-        step = state.global_step + 1  # which it is counted as later, when the learning rate is that of the next
+        step = state.global_step + 1  # the Trainer counts it later, when the learning rate has changed already
         try:
             self.monitor.step(self._losses.taken(), step)
         except StopTraining as error:
             self._is_broken = True
-            warn(f"the training is stopped: {error}")
-        if self.on_finding == "stop" and (args.world_size == 1 or step % self.every == 0):  # to agree takes time
+            warn(f"stopping the training: {error}")
+        if self.on_finding == "stop" and (args.world_size == 1 or step % self.every == 0):  # agreeing takes time
             control.should_training_stop |= self._agreed(args)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.close()
 
     def close(self, state: str = "ended") -> None:
-        """Stop watching, and make the report. More than once is as good as once."""
+        """Stop watching and make the report. Calling it again does nothing."""
         monitor, self.monitor = self.monitor, None
         if monitor is not None and self._losses is not None:
             self._losses.close()
@@ -117,7 +117,7 @@ class TorchhookCallback(library("transformers", "huggingface").TrainerCallback):
         self.close(state_of(error))
 
     def _agreed(self, args: Any) -> bool:
-        """Whether something is broken in one of the processes: they stop together, or wait for each other for ever."""
+        """Whether any process found an error: they must stop together, or they would wait for each other forever."""
         broken = torch.tensor(int(self._is_broken), device=args.device)
         if args.world_size > 1:
             torch.distributed.all_reduce(broken, torch.distributed.ReduceOp.MAX)
@@ -125,10 +125,10 @@ class TorchhookCallback(library("transformers", "huggingface").TrainerCallback):
 
 
 class _Losses:
-    """The losses of steps, of which no callback is told.
+    """The loss of each step, which the Trainer does not pass to callbacks.
 
-    The Trainer divides and multiplies what the model returned by numbers that it alone knows: of accumulated batches,
-    of tokens, of processes. Together they are the gradient that comes back there.
+    The Trainer scales the loss that the model returned by factors that only it knows: accumulated batches, tokens,
+    processes. Their product is the gradient that arrives at that loss.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
@@ -141,7 +141,7 @@ class _Losses:
         self.close = Session(model, taps, scope="all", on_silent="ignore").attach().abandon
 
     def taken(self) -> Tensor | float | None:
-        """That of the step which is over."""
+        """The loss of the step that has just ended."""
         parts, self._parts = self._parts, []
         logged, self.logged = self.logged, None
         self._returned.clear()
@@ -151,7 +151,7 @@ class _Losses:
     def _see(self, event: Event) -> None:
         for leaf, value in leaves(event.live):
             if leaf in _LOSS and value.numel() == 1 and value.requires_grad:
-                self._returned[event.pass_number, event.call] = value.detach().clone()  # it is multiplied in place
+                self._returned[event.pass_number, event.call] = value.detach().clone()  # the Trainer scales it in place
 
     def _weigh(self, event: Event) -> None:
         returned = self._returned.get((event.pass_number, event.call))

@@ -1,4 +1,4 @@
-"""A callback for the Trainer of Lightning that watches what it trains."""
+"""A callback for the Lightning Trainer that watches the model while it trains."""
 
 from __future__ import annotations
 
@@ -14,36 +14,37 @@ from torch import Tensor
 
 from torchhook.core.errors import StopTraining
 from torchhook.core.findings import Report
+from torchhook.core.optional import require
 from torchhook.core.text import warn
 from torchhook.core.torch_internals import scale_of
-from torchhook.integrations.common import Layers, library
+from torchhook.integrations.common import Layers
 from torchhook.rules.registry import Choice
 from torchhook.training.logs import Entry, Log
 from torchhook.training.monitor import Monitor, OnFinding
 
 
 def _package() -> str:
-    """The name that Lightning goes by here: it comes as two packages, and a Trainer takes callbacks of either."""
+    """The name under which Lightning is installed: it comes as two packages with separate Callback classes."""
     is_new = "lightning.pytorch" in sys.modules or ("pytorch_lightning" not in sys.modules and find_spec("lightning"))
     return "lightning.pytorch" if is_new else "pytorch_lightning"
 
 
-class TorchhookCallback(library(f"{_package()}.callbacks", "lightning").Callback):  # type: ignore[misc]  # Any
+class TorchhookCallback(require(f"{_package()}.callbacks", "lightning", "TorchhookCallback").Callback):  # type: ignore[misc]  # Any
     """Watches every `fit` with a `Monitor` of its own, from the first step to the last.
 
         callback = TorchhookCallback(every=10, on_finding="stop")
         Trainer(callbacks=[callback]).fit(module)
-        print(callback.report)       # what was found; callback.run is the folder, callback.monitor is there meanwhile
+        print(callback.report)       # the findings; callback.run is the folder, callback.monitor exists during training
 
-    A step is one of the optimizer, and has the number that Lightning's loggers give it; its loss is the mean of what
-    was accumulated. In manual optimization it is the sum of all that went backward. Of several optimizers, updates are
-    watched of the one that has the most parameters.
+    A step is an optimizer step, numbered as in Lightning's loggers; its loss is the mean over the accumulated batches.
+    In manual optimization it is the sum of all losses that were backpropagated. With several optimizers, only the
+    updates of the one with the most parameters are watched.
 
     Args:
         every, rules, to: As for `Monitor`, and so are `options`: `ignore`, `per_module`, `name`, `max_mb`.
-        on_finding: As for `Monitor`; but ``"stop"`` lets the Trainer stop as it does early, on all processes.
-        layers: Globs of the layers whose numbers go to the loggers of the Trainer, too, as
-            ``torchhook/<statistic>/<layer>``; ``()`` means those of the whole model alone, None nothing.
+        on_finding: As for `Monitor`, except that ``"stop"`` makes the Trainer stop early, on all processes.
+        layers: Globs of the layers whose statistics also go to the Trainer's loggers, as
+            ``torchhook/<statistic>/<layer>``; ``()`` logs only those of the whole model, None logs nothing.
     """
 
     def __init__(
@@ -63,14 +64,14 @@ class TorchhookCallback(library(f"{_package()}.callbacks", "lightning").Callback
         self.monitor: Monitor | None = None
         self.report: Report | None = None
         self.run: Path | None = None
-        self._losses: deque[Tensor] = deque(maxlen=1000)  # of what was accumulated
-        self._steps = 0  # of the Trainer, as far as we know
+        self._losses: deque[Tensor] = deque(maxlen=1000)  # of the accumulated batches
+        self._steps = 0  # the Trainer's count at the last step that was seen
         self._is_broken = False
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self.monitor is not None:
             return
-        # The first batch: the sanity check is over, and the Trainer knows at which step it goes on.
+        # The first batch: the sanity check is done, and the Trainer knows at which step it resumes.
         is_first, several = trainer.is_global_zero, trainer.optimizers
         self.monitor = Monitor(
             pl_module,
@@ -87,7 +88,7 @@ class TorchhookCallback(library(f"{_package()}.callbacks", "lightning").Callback
         self._losses.clear()
 
     def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        self._losses.clear()  # of a try of LBFGS, which has several a step
+        self._losses.clear()  # LBFGS evaluates the loss several times per step
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         scaler = getattr(trainer.precision_plugin, "scaler", None)  # it has scaled the loss; its scale may change later
@@ -95,29 +96,29 @@ class TorchhookCallback(library(f"{_package()}.callbacks", "lightning").Callback
         self._losses.append((loss.detach() / (1 if scale is None else scale)).mean())
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self.monitor is None or trainer.global_step == self._steps:  # it accumulates
+        if self.monitor is None or trainer.global_step == self._steps:  # still accumulating
             return
         self._steps, step = trainer.global_step, _number(trainer)
         try:
             self.monitor.step(self._loss(trainer, pl_module), step)
         except StopTraining as error:
             self._is_broken = True
-            warn(f"the training is stopped: {error}")
-        if self.on_finding == "stop" and (trainer.world_size == 1 or step % self.every == 0):  # to agree takes time
+            warn(f"stopping the training: {error}")
+        if self.on_finding == "stop" and (trainer.world_size == 1 or step % self.every == 0):  # agreeing takes time
             trainer.should_stop |= trainer.strategy.reduce_boolean_decision(self._is_broken, all=False)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._close("ended")
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        # By SystemExit Lightning leaves when the machine wants it to.
+        # Lightning raises SystemExit when the machine asks it to stop.
         self._close("interrupted" if isinstance(exception, (KeyboardInterrupt, SystemExit)) else "failed")
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._close("interrupted")  # if it ended neither way
+        self._close("interrupted")  # does nothing if one of the hooks above has closed it
 
     def _loss(self, trainer: Any, pl_module: Any) -> Tensor | None:
-        """The loss of a step. Lightning divides by the number of batches to accumulate, also where there are fewer."""
+        """The loss of a step. Lightning always divides by accumulate_grad_batches, even if fewer batches are left."""
         if not self._losses:
             return None
         parts = torch.stack(list(self._losses))
@@ -132,12 +133,12 @@ class TorchhookCallback(library(f"{_package()}.callbacks", "lightning").Callback
 
 
 def _number(trainer: Any) -> int:
-    """The number of the step, which all of Lightning's own log by."""
+    """The number of the step, as Lightning's own loggers count it."""
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 class _Loggers(Log):
-    """The loggers of a Trainer, which are for its own thread."""
+    """Writes to the Trainer's loggers, which must be called from the training's own thread."""
 
     in_step: ClassVar[bool] = True
 
@@ -151,7 +152,7 @@ class _Loggers(Log):
 
 
 class _Optimizers:
-    """Several as one: all that they have is trained, and the steps of the largest are watched."""
+    """Several optimizers as one: all their parameters are trained, and the steps of the largest are watched."""
 
     def __init__(self, optimizers: list[Any]) -> None:
         self.optimizer = max(optimizers, key=lambda one: sum(p.numel() for g in one.param_groups for p in g["params"]))

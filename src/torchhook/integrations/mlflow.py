@@ -1,4 +1,4 @@
-"""What a monitor sees, in MLflow: metrics by layer, findings as tags, the report as files."""
+"""Logs a monitored training to MLflow: metrics by layer, findings as tags, the report as artifacts."""
 
 from __future__ import annotations
 
@@ -12,47 +12,48 @@ from threading import Thread
 from typing import Any
 
 from torchhook.core.findings import Finding, Report
-from torchhook.integrations.common import Layers, files, legal, library, tell
+from torchhook.core.optional import require
+from torchhook.integrations.common import Layers, files, legal, warn_in_thread
 from torchhook.render.words import short
 from torchhook.training.logs import Entry, Log
 
 _STATUS = {"ended": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
-_LONGEST = 1000  # letters of a tag; the limit of MLflow was once 5,000 and is 8,000
-_WAITING = 16  # calls of the server
-_PATIENCE = 60.0  # seconds, for it to take what is left in the end
+_LONGEST = 1000  # characters of a tag; MLflow's limit is 8,000 and was once 5,000
+_WAITING = 16  # calls in the queue
+_PATIENCE = 60.0  # seconds to wait for the last calls at the end
 
 
 class MLflow(Log):
-    """Writes into the run `run_id`, or the active one, and never ends it; if there is none, into a run of its own.
+    """Logs to the run `run_id` or to the active run, which it does not end; without either, to a run of its own.
 
         with mlflow.start_run():
-            ...                       # a monitor with MLflow() here writes into this run
+            ...                       # a monitor with MLflow() logs to this run
 
         MLflow(run_id, client=MlflowClient("http://tracking:5000"), layers="encoder.*")
 
-    Metrics are ``torchhook/<statistic>/<layer>``; `layers` are globs of the paths of modules and parameters, and of
-    more than 200 that match it is some; none means the numbers of the whole model alone. NaN is kept; infinities are
-    left out, for MLflow would write 1.8e308.
+    Metrics are named ``torchhook/<statistic>/<layer>``. `layers` are globs of module and parameter paths; if more than
+    200 match, some are left out; ``()`` logs only the statistics of the whole model. NaN is kept. Infinities are left
+    out, because MLflow would record them as 1.8e308.
 
-    The server is called from a thread of its own, one call for each thousand metrics of a step. Trouble with it is
-    told once, and the log goes on: what it did not take, or not in time, is lost.
+    The server is called from a background thread, once per thousand metrics of a step. If it fails or is too slow, a
+    warning says so once, the metrics concerned are lost, and logging goes on.
     """
 
-    # MLflow has a queue, too (synchronous=False), but it has no limit, and whoever ends a run shuts it down for all.
+    # MLflow's own queue (synchronous=False) is unbounded, and ending any run shuts it down for all.
 
     def __init__(self, run_id: str | None = None, client: Any = None, layers: str | Iterable[str] = "*") -> None:
-        self._library = library("mlflow", "mlflow")
+        self._library = require("mlflow", "mlflow", "MLflow")
         self.run_id = run_id
         self._client = client
         self._layers = Layers(layers)
         self._is_own = False
-        self._codes: set[str] = set()  # that were found
+        self._codes: set[str] = set()  # of the findings so far
         self._calls: Queue[Callable[[], object] | None] = Queue(_WAITING)
         self._thread = Thread(target=self._send, name="torchhook to MLflow", daemon=True)
-        self._is_told = False
+        self._has_warned = False
 
     def begin(self, about: Mapping[str, Any]) -> None:
-        # The active run is known in the thread of the training alone, and is one of the default client's.
+        # The active run is known only in the training's thread, and belongs to the default client.
         active = self._library.active_run() if self._client is None else None
         self._client = self._library.MlflowClient() if self._client is None else self._client
         if self.run_id is None and active is not None:
@@ -65,14 +66,14 @@ class MLflow(Log):
     def write(self, entry: Entry) -> None:
         scalars = self._layers.scalars(entry)
         scalars.pop("torchhook/loss", None)
-        told = [(name, value, entry.step) for name, value in scalars.items()]
-        told += [("torchhook/loss", loss, step) for step, loss in entry.losses.items()]
+        logged = [(name, value, entry.step) for name, value in scalars.items()]
+        logged += [("torchhook/loss", loss, step) for step, loss in entry.losses.items()]
         metric, when = self._library.entities.Metric, int(entry.time * 1000)
-        metrics = [metric(name, value, when, step) for name, value, step in told if not math.isinf(value)]
+        metrics = [metric(name, value, when, step) for name, value, step in logged if not math.isinf(value)]
         self._later(partial(self._client.log_batch, self.run_id, metrics=metrics, synchronous=True))
 
     def found(self, finding: Finding) -> None:
-        if finding.code not in self._codes:  # the first is nearest to the cause, and a tag has room for one
+        if finding.code not in self._codes:  # the first one is closest to the cause, and a tag holds only one
             self._codes.add(finding.code)
             self._later(self._tagging(finding.code, str(finding)))
 
@@ -87,7 +88,7 @@ class MLflow(Log):
                 self._calls.put(call, timeout=_PATIENCE)
             self._thread.join(_PATIENCE)
         if self._thread.is_alive():
-            tell(f"MLflow did not take the report within {_PATIENCE:.0f} seconds, and is left behind")
+            warn_in_thread(f"MLflow did not take the report within {_PATIENCE:.0f} seconds; some of it may be missing")
 
     def _tagging(self, name: str, text: str) -> Callable[[], object]:
         key, value = f"torchhook.{legal(name)}", short(text, _LONGEST)
@@ -97,7 +98,7 @@ class MLflow(Log):
         try:
             self._calls.put_nowait(call)
         except Full:
-            self._trouble("it is slower than the training")
+            self._warn("the server cannot keep up with the training")
 
     def _send(self) -> None:
         while (call := self._calls.get()) is not None:
@@ -106,16 +107,16 @@ class MLflow(Log):
     def _try(self, call: Callable[[], object]) -> None:
         try:
             call()
-        except Exception as error:  # stores of artifacts raise what they like
-            self._trouble(f"{type(error).__name__}: {error!s:.300}")
+        except Exception as error:  # artifact stores raise anything
+            self._warn(f"{type(error).__name__}: {error!s:.300}")
 
-    def _trouble(self, reason: str) -> None:
-        if not self._is_told:
-            self._is_told = True
-            tell(f"MLflow did not take all that was measured: {reason}")
+    def _warn(self, reason: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warn_in_thread(f"some metrics were not logged to MLflow: {reason}")
 
     def _experiment(self) -> str:
-        """Where a run of the user's would be; `mlflow.set_experiment` sets the variable, too."""
+        """The experiment that a run of the user would belong to; `mlflow.set_experiment` sets the variable, too."""
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME")
         known = self._client.get_experiment_by_name(name) if name else None
         return os.environ.get("MLFLOW_EXPERIMENT_ID") or (known.experiment_id if known else "0")

@@ -1,4 +1,4 @@
-"""What a monitor sees, in TensorBoard: curves and histograms by layer, maps as images, findings as text."""
+"""Logs a monitored training to TensorBoard: curves and histograms by layer, feature maps, findings as text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 from torchhook.core.findings import Finding, Report
-from torchhook.integrations.common import Layers, library, named
+from torchhook.core.optional import require
+from torchhook.integrations.common import Layers, metric_name
 from torchhook.render.to_markdown import escaped, markdown
 from torchhook.stats.histogram import Bins
 from torchhook.stats.moments import Moments
@@ -19,27 +20,27 @@ _FOLDS = re.compile("</?(details|summary)>")
 
 
 class TensorBoard(Log):
-    """Writes into a folder, or with a ``SummaryWriter`` of yours, which is never closed.
+    """Logs to a folder, or with your own ``SummaryWriter``, which it does not close.
 
         TensorBoard("runs/first")
-        TensorBoard(writer, layers=["encoder.*", "head"])   # layers=() for the numbers of the whole model alone
+        TensorBoard(writer, layers=["encoder.*", "head"])   # layers=() logs only the statistics of the whole model
 
-    Tags are ``torchhook/<statistic>/<layer>``; `layers` are globs of the paths of modules and parameters, and of more
-    than 200 that match it is some. The tab *Custom Scalars* has the gradients of all layers in one chart. A writer has
-    one such layout, so into that of yours it is for you to put it:
-    ``writer.add_custom_scalars({**TensorBoard.LAYOUT, ...})``.
+    Tags are named ``torchhook/<statistic>/<layer>``. `layers` are globs of module and parameter paths; if more than 200
+    match, some are left out. The tab *Custom Scalars* shows the gradients of all layers in one chart. A writer has only
+    one such layout, so add ours to your own writer: ``writer.add_custom_scalars({**TensorBoard.LAYOUT, ...})``.
     """
 
     LAYOUT: ClassVar[dict[str, dict[str, list[Any]]]] = {
         "torchhook": {
             "gradient flow": ["Multiline", ["torchhook/grad_norm/.*"]],
             "update ratio": ["Multiline", ["torchhook/update_ratio/.*"]],
-            "spread of activations": ["Multiline", ["torchhook/std/.*"]],
+            "activation std": ["Multiline", ["torchhook/std/.*"]],
         }
     }
 
     def __init__(self, target: Any, layers: str | Iterable[str] = "*") -> None:
-        self._library = library("torch.utils.tensorboard", "tensorboard")
+        require("tensorboard", "tensorboard", "TensorBoard")  # which torch.utils.tensorboard imports
+        self._library = require("torch.utils.tensorboard", "tensorboard", "TensorBoard")
         self._is_own = isinstance(target, (str, os.PathLike))
         if not (self._is_own or hasattr(target, "add_histogram_raw")):
             raise TypeError(f"target must be a folder or a SummaryWriter, not {target!r:.80}")
@@ -67,29 +68,30 @@ class TensorBoard(Log):
             self._writer.add_image(name, grey, **when, dataformats="HW")
 
     def found(self, finding: Finding) -> None:
-        # By code, for TensorBoard shows ten texts of a tag.
+        # One tag per code: TensorBoard shows only ten texts of a tag.
         text = f"**{escaped(str(finding))}**\n\n{escaped(finding.hint)}"
         step = self._step if finding.step is None else finding.step
-        self._writer.add_text(named("findings", finding.code), text, step)
+        self._writer.add_text(metric_name("findings", finding.code), text, step)
         self._writer.flush()
 
     def end(self, report: Report, state: str) -> None:
-        text = _FOLDS.sub("", markdown(report))  # which TensorBoard would show as they are written
-        self._writer.add_text("torchhook/report", f"{text}\n\nThe training has {state}.", self._step)
+        text = _FOLDS.sub("", markdown(report))  # TensorBoard would show these tags as text
+        self._writer.add_text("torchhook/report", f"{text}\n\nTraining {state}.", self._step)
         self._writer.flush()
         if self._is_own:
             self._writer.close()
 
 
 def _raw(reading: Reading, bins: Bins) -> dict[str, Any]:
-    """A histogram as TensorBoard has it: upper edges and counts; of empty bins in a row one is enough."""
+    """A histogram in TensorBoard's format: upper edges and counts, with runs of empty bins merged into one."""
     edges, counts = bins
     is_full = counts > 0
-    told = is_full | is_full.roll(-1)  # the first and the last are full
-    raw: dict[str, Any] = {"bucket_limits": edges[1:][told].tolist(), "bucket_counts": counts[told].tolist()}
+    kept = is_full | is_full.roll(-1)  # the first and the last are full
+    raw: dict[str, Any] = {"bucket_limits": edges[1:][kept].tolist(), "bucket_counts": counts[kept].tolist()}
     if Moments.name in list(reading):
-        said = reading[Moments.name]
-        total, squares, low, high = said.mean * (said.count - said.nonfinite), said.l2**2, said.min, said.max
+        moments = reading[Moments.name]
+        total, squares = moments.mean * (moments.count - moments.nonfinite), moments.l2**2
+        low, high = moments.min, moments.max
     else:
         middles = (edges[1:] + edges[:-1]) / 2
         total, squares = float((middles * counts).sum()), float((middles**2 * counts).sum())

@@ -1,4 +1,4 @@
-"""What a monitor sees, in Weights & Biases: curves and histograms by layer, maps as images, the report as a page."""
+"""Logs a monitored training to Weights & Biases: curves and histograms by layer, feature maps, the report."""
 
 from __future__ import annotations
 
@@ -9,43 +9,44 @@ from typing import Any
 import torch
 
 from torchhook.core.findings import Finding, Report
-from torchhook.integrations.common import Layers, files, library, tell
-from torchhook.render.words import named, printable, short
+from torchhook.core.optional import require
+from torchhook.integrations.common import Layers, files, warn_in_thread
+from torchhook.render.words import finding_title, printable, short
 from torchhook.stats.histogram import Bins
 from torchhook.training.logs import Entry, Log
 
-BINS = 64  # as many as W&B makes of values
+BINS = 64  # as many as W&B uses itself
 
 
 class WandB(Log):
-    """Writes into the `run`, or the active one, and never finishes it.
+    """Logs to `run` or to the active run, which it does not finish.
 
         with wandb.init(project="digits") as run:
-            ...                       # a monitor with WandB() here writes into this run
+            ...                       # a monitor with WandB() logs to this run
 
-    Keys are ``torchhook/<statistic>/<layer>``, over ``torchhook/step``; `layers` are globs of the paths of modules and
-    parameters, and of more than 200 that match it is some; none means the numbers of the whole model alone. In keys
-    the dots of paths are colons: to W&B a dot is a level, and keys with dots lose their x-axis.
+    Keys are named ``torchhook/<statistic>/<layer>``, with ``torchhook/step`` as their x-axis. `layers` are globs of
+    module and parameter paths; if more than 200 match, some are left out; ``()`` logs only the statistics of the whole
+    model. In keys, the dots of paths become colons: W&B treats a dot as nesting, and keys with dots lose their x-axis.
 
-    Your own rows and steps stay what they are without it: numbers are added to the row that your next ``log`` writes.
-    So a row has the latest measured step; where several fall between two rows of yours, the others are lost, which is
-    told once. ``commit=True`` writes rows of its own instead: for a run that nothing else is logged to.
+    Your own rows and steps do not change: statistics are added to the row that your next ``log`` writes. If several
+    measured steps fall between two of your rows, only the latest is kept, and a warning says so once. Pass
+    ``commit=True`` to write separate rows instead, for a run that nothing else logs to.
     """
 
     def __init__(self, run: Any = None, layers: str | Iterable[str] = "*", commit: bool = False) -> None:
-        self._library = library("wandb", "wandb")
+        self._library = require("wandb", "wandb", "WandB")
         self._run = run
         self._layers = Layers(layers)
         self._commit = commit
-        self._row: int | None = None  # to which was written last
-        self._is_told = False
+        self._row: int | None = None  # that was written to last
+        self._has_warned = False
 
     def begin(self, about: Mapping[str, Any]) -> None:
         self._run = self._library.run if self._run is None else self._run
-        if self._run is None:  # to begin one would ask for a login, and be found by all that looks for the active run
-            raise RuntimeError("WandB() writes into the active run, and there is none: call wandb.init() first")
+        if self._run is None:  # starting one might ask for a login, and would become the active run for everything else
+            raise RuntimeError("WandB() logs to the active run, but there is none: call wandb.init() first")
         self._run.define_metric("torchhook/step", hidden=True, summary="none")
-        # Summaries are of a few numbers: W&B drops them when they are too large.
+        # No summaries: W&B drops them when they are too large.
         self._run.define_metric("torchhook/*", step_metric="torchhook/step", summary="none")
 
     def write(self, entry: Entry) -> None:
@@ -56,13 +57,13 @@ class WandB(Log):
             row[_key(name)] = self._library.Histogram(np_histogram=_even(bins))
         for name, grey in self._layers.pictures(entry):
             row[_key(name)] = self._library.Image(grey.numpy())
-        self._mind_rows()
+        self._warn_of_lost_rows()
         self._run.log(row, commit=self._commit)
 
     def found(self, finding: Finding) -> None:
-        if finding.severity == "error":  # alerts may be mails: for what is broken alone
+        if finding.severity == "error":  # alerts may be sent by mail, so only for errors
             text = html.escape(printable(f"{finding}\n{finding.hint}"), quote=False)
-            self._run.alert(short(named(finding), 63), text, level="ERROR")
+            self._run.alert(short(finding_title(finding), 63), text, level="ERROR")
 
     def end(self, report: Report, state: str) -> None:
         columns = ["severity", "code", "site", "step", "message", "hint"]
@@ -79,20 +80,20 @@ class WandB(Log):
                 file.write(text)
         self._run.log_artifact(artifact)
 
-    def _mind_rows(self) -> None:
-        """Say once that rows are written over."""
-        if self._commit or self._is_told or self._run.disabled:
+    def _warn_of_lost_rows(self) -> None:
+        """Warn once if a measured step overwrites another in the same row."""
+        if self._commit or self._has_warned or self._run.disabled:
             return
         before = self._row
         try:
             self._row = self._run.step
-        except Exception:  # a run that several processes share has no steps
+        except Exception:  # a run that several processes share has no step
             return
         if before == self._row:
-            self._is_told = True
-            tell(
-                "several measured steps fell into one row of the W&B run, in which the latest stays: the run logs too"
-                " seldom, or steps are very short; measure less often, or give WandB(run, commit=True) its own run"
+            self._has_warned = True
+            warn_in_thread(
+                "several measured steps fell into one row of the W&B run, and only the latest was kept: measure less"
+                " often, log more often, or give WandB(run, commit=True) a run of its own"
             )
 
 
@@ -101,7 +102,7 @@ def _key(name: str) -> str:
 
 
 def _even(bins: Bins) -> tuple[list[float], list[float]]:
-    """Counts and edges of bins of equal width: W&B draws how many, not how dense."""
+    """Counts and edges of bins of equal width: W&B draws counts, not densities."""
     edges = torch.linspace(float(bins.edges[0]), float(bins.edges[-1]), BINS + 1, dtype=torch.float64)
     number = torch.searchsorted(bins.edges, edges, right=True).clamp(1, len(bins.counts)) - 1
     low, high = bins.edges[number], bins.edges[number + 1]

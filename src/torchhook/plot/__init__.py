@@ -1,7 +1,7 @@
-"""Stills of what was seen inside a model: each function draws plain data with matplotlib and returns the figure.
+"""Plots with matplotlib: each function draws plain data and returns the figure.
 
-Each draws into `ax` if it is given one, else into a figure of its own, which a notebook shows; none needs a display.
-matplotlib is imported when the first one is drawn: ``pip install "torchhook[plot]"``.
+It draws into `ax` if that is given, otherwise into a new figure, which a notebook shows. No display is needed.
+matplotlib is imported when the first plot is drawn: ``pip install "torchhook[plot]"``.
 """
 
 from torchhook.plot.images import attention, cam, feature_maps

@@ -1,4 +1,4 @@
-"""Numbers from anywhere as one plain tensor: tensors of all kinds, arrays, lists; and what nearly all of them are."""
+"""Tensors, arrays and lists as plain tensors, and the range of nearly all of their values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def numbers(value: Any, argument: str) -> Tensor:
-    """`value` as float64 on the CPU, apart from any graph.
+    """`value` as a detached float64 tensor on the CPU.
 
     >>> numbers(torch.ones(2, dtype=torch.bfloat16, requires_grad=True), "x")
     tensor([1., 1.], dtype=torch.float64)
@@ -22,17 +22,17 @@ def numbers(value: Any, argument: str) -> Tensor:
     try:
         return _converted(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        said = f"{argument} must be a tensor, an array or lists of real numbers, not {value!r:.80}"
-        raise TypeError(said) from error
+        message = f"{argument} must be a tensor, an array or lists of real numbers, not {value!r:.80}"
+        raise TypeError(message) from error
 
 
 def finite(values: Tensor) -> Tensor:
-    """`values` with a NaN for everything that is not finite."""
+    """`values` with NaN instead of infinities."""
     return values.masked_fill(~values.isfinite(), math.nan)
 
 
 def share_below(values: Tensor, share: float) -> float:
-    """The value below which a share of the finite ones lies, one of them; 0 if there are none.
+    """The quantile `share` of the finite values, without interpolation; 0 if there are none.
 
     >>> share_below(torch.tensor([3.0, 1.0, math.nan, 2.0]), 0.5), share_below(torch.tensor([math.inf]), 0.5)
     (2.0, 0.0)
@@ -42,7 +42,7 @@ def share_below(values: Tensor, share: float) -> float:
 
 
 def reach(values: Tensor) -> float:
-    """How far nearly all values are from zero, so that one which stands out does not hide the others; never zero.
+    """The 99 % quantile of the absolute values, so that an outlier does not hide the others; never zero.
 
     >>> reach(torch.cat([torch.linspace(-1, 1, 1001), torch.tensor([1e6])])) < 1
     True
@@ -57,10 +57,12 @@ def _converted(value: Any) -> Tensor:
         return torch.stack([_converted(item) for item in value])
     if hasattr(value, "__array__") and not isinstance(value, Tensor):
         array = value.__array__()
-        value = torch.as_tensor(array if array.dtype.kind == "c" else array.astype("float64"))  # of plain strides
+        value = torch.as_tensor(
+            array if array.dtype.kind == "c" else array.astype("float64")
+        )  # a copy with plain strides
     if not isinstance(value, Tensor):
         value = torch.tensor(value, dtype=torch.float64)
     tensor: Tensor = value.detach().cpu()
     if tensor.is_complex():
-        raise TypeError("complex numbers have no order")
+        raise TypeError("complex numbers cannot be ordered")
     return tensor.double()

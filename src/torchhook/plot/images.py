@@ -1,4 +1,4 @@
-"""Pictures: the feature maps of a layer, the attention of its heads, and where a model looks in an image."""
+"""Images: the feature maps of a layer, the attention of its heads, a heat map over an image."""
 
 from __future__ import annotations
 
@@ -10,63 +10,68 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchhook.core.optional import require
 from torchhook.core.tap import require_count
 from torchhook.plot.arrays import finite, numbers, reach, share_below
 from torchhook.plot.mosaic import Mosaic
-from torchhook.plot.style import SMALL, colour_bar, colours, label, library, page, place, thinned
+from torchhook.plot.style import SMALL, colour_bar, colours, label, page, place, thinned
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_MAP, _HEAD = 96, 256  # pixels of a map and of a head: more could not be seen side by side
+_MAP, _HEAD = 96, 256  # pixels of a map and of a head: more would not be visible side by side
 _CHANNELS = (1, 3, 4)  # of an image
 
 
 def feature_maps(x: Any, *, most: int = 32, ax: Axes | None = None) -> Figure:
-    """The channels of what a layer gave, side by side: ``[C, H, W]``, or of ``[N, C, H, W]`` the first sample.
+    """The channels of a layer's output, side by side: ``[C, H, W]``, or the first sample of ``[N, C, H, W]``.
 
-    Each map is scaled by itself, so that a few values which stand out do not hide the others. If anything is below
-    zero, zero is white, between blue below and red above; else it is darkest. A map that is the same everywhere, as a
-    dead channel is, has no scale: it is grey, with its value beside the number of the channel. What is not finite has a
-    colour that means nothing else, and is counted there. Of more than `most` channels the first are shown.
+    Each map has its own scale, which ignores outliers. If any value is negative, zero is white, negative values are
+    blue and positive ones red; otherwise the lowest value is darkest. A constant map, as of a dead channel, is grey,
+    with its value beside the channel number. Values that are not finite have a colour of their own, and the caption
+    says how many there are. Only the first `most` channels are drawn.
 
     >>> feature_maps(torch.randn(8, 64, 14, 14)).axes[0].get_title()
     'first of 8 samples, 32 of 64 channels'
     """
     require_count(most, "most")
     given = numbers(x, "x")
-    whole = _of_one(given, "x", "[C, H, W] or [N, C, H, W]", "give it that shape, as x.view(C, H, W)")
+    whole = _of_one(given, "x", "[C, H, W] or [N, C, H, W]", "reshape it, for example x.view(C, H, W)")
     maps = whole[:most]
     signed = bool((finite(maps) < 0).any())
     mosaic = Mosaic.of(torch.stack([_scaled(some, signed) for some in _small(maps)]))
     figure, ax = place(ax, *page(mosaic.shape, mosaic.columns * 1.1))
     broken = (~maps.isfinite()).sum((1, 2)).tolist()
     flat = _constant(maps)
-    said = [
+    remarks = [
         f"{count} not finite" if count else f"all {flat[n]:.2g}" if n in flat else "" for n, count in enumerate(broken)
     ]
-    captions = [f"{number}: {words}" if words else f"{number}" for number, words in enumerate(said)]
+    captions = [f"{number}: {remark}" if remark else f"{number}" for number, remark in enumerate(remarks)]
     mosaic.draw(ax, colours(signed), captions, flat)
     ax.set_title(_scope(given, len(maps), "channels"), fontsize=SMALL)
     return figure
 
 
 def attention(maps: Any, *, tokens: Sequence[object] | None = None, ax: Axes | None = None) -> Figure:
-    """Where each head looks: ``[heads, q, k]``, or of ``[batch, heads, q, k]`` the first sample; all on one scale.
+    """The attention of each head: ``[heads, q, k]``, or the first sample of ``[batch, heads, q, k]``; all on one scale.
 
-    A row is a query, a column a key. `tokens` are the names of the keys, and of the queries if there are as many. Of
-    long sequences, a pixel is the largest of several.
+    Rows are queries, columns are keys. `tokens` names the keys, and the queries if there are as many. For long
+    sequences, a pixel shows the largest of several weights.
 
     >>> figure = attention(torch.randn(12, 5, 5).softmax(-1), tokens="the cat sat on it".split())
     >>> [text.get_text() for text in figure.axes[0].texts][:2]
     ['head 0', 'head 1']
     """
     given = numbers(maps, "maps")
-    heads = _of_one(finite(given), "maps", "[heads, q, k] or [batch, heads, q, k]", "one head alone is maps[None]")
+    heads = _of_one(
+        finite(given), "maps", "[heads, q, k] or [batch, heads, q, k]", "for a single head, pass maps[None]"
+    )
     queries, keys = heads.shape[1:]
     if tokens is not None and len(tokens) != keys:
-        raise ValueError(f"tokens must be {keys}, one a key of maps of shape {list(given.shape)}, not {len(tokens)}")
+        raise ValueError(
+            f"tokens must have {keys} names, one per key of maps of shape {list(given.shape)}, not {len(tokens)}"
+        )
     stride = math.ceil(max(queries, keys) / _HEAD)
     mosaic = Mosaic.of(F.max_pool2d(heads[:, None], stride, ceil_mode=True)[:, 0])
     figure, ax = place(ax, *page(mosaic.shape, mosaic.columns * 2.2, beside=1.2))
@@ -80,13 +85,13 @@ def attention(maps: Any, *, tokens: Sequence[object] | None = None, ax: Axes | N
 
 
 def cam(image: Any, heat: Any, *, ax: Axes | None = None) -> Figure:
-    """A heat map over the image that it is of: the more heat, the less of the image is seen through it.
+    """A heat map over its image: the hotter, the more opaque.
 
     Args:
         image: ``[C, H, W]`` or ``[H, W, C]`` with 1, 3 or 4 channels, or ``[H, W]``; bytes, or floats in [0, 1].
-            What is beyond that, as in an image that was normalised, is stretched to it.
-        heat: ``[h, w]``, of any size: it is resized to the image. It goes from violet to yellow; if anything is below
-            zero, from blue to red.
+            Floats outside that range, as in a normalised image, are rescaled to it.
+        heat: ``[h, w]``, of any size: it is resized to the image. Colours go from violet to yellow, or from blue to red
+            if any value is negative.
 
     >>> figure = cam(torch.rand(3, 32, 48), torch.rand(7, 7))
     >>> [drawn.get_array().shape for drawn in figure.axes[0].images]
@@ -106,7 +111,7 @@ def cam(image: Any, heat: Any, *, ax: Axes | None = None) -> Figure:
 
 
 def _of_one(given: Tensor, argument: str, needed: str, remedy: str) -> Tensor:
-    """Of four dimensions the first sample; of three all."""
+    """The first sample of four dimensions; three dimensions as they are."""
     if given.dim() not in (3, 4):
         raise ValueError(f"{argument} must be {needed}, not of shape {list(given.shape)}: {remedy}")
     if not given.numel():
@@ -115,14 +120,14 @@ def _of_one(given: Tensor, argument: str, needed: str, remedy: str) -> Tensor:
 
 
 def _scope(given: Tensor, drawn: int, what: str) -> str:
-    """What is shown of all that came, if that is not all."""
+    """What part of the input is drawn, if not all of it."""
     samples, parts = len(given) if given.dim() == 4 else 1, given.shape[-3]
-    said = [f"first of {samples} samples"] * (samples > 1) + [f"{drawn} of {parts} {what}"] * (drawn < parts)
-    return ", ".join(said)
+    parts_drawn = [f"{drawn} of {parts} {what}"] * (drawn < parts)
+    return ", ".join([f"first of {samples} samples"] * (samples > 1) + parts_drawn)
 
 
 def _constant(maps: Tensor) -> dict[int, float]:
-    """The value of each map whose finite pixels are all the same, by its number; of maps with one pixel, none."""
+    """The values of constant maps, by channel; NaN and infinity are ignored, and maps of one pixel do not count."""
     if maps[0].numel() < 2:
         return {}
     known = {number: some[some.isfinite()] for number, some in enumerate(maps)}
@@ -130,14 +135,14 @@ def _constant(maps: Tensor) -> dict[int, float]:
 
 
 def _small(maps: Tensor) -> Tensor:
-    """Some pixels of large maps; of those around one that is not finite, that one."""
+    """Large maps, subsampled so that pixels that are not finite stay visible."""
     stride = math.ceil(max(maps.shape[1:]) / _MAP)
     broken = F.max_pool2d((~maps.isfinite()).double()[:, None], stride, ceil_mode=True)[:, 0] > 0
     return maps[:, ::stride, ::stride].masked_fill(broken, math.nan)
 
 
 def _scaled(some: Tensor, signed: bool) -> Tensor:
-    """A map in [0, 1], with its zero in the middle if it is `signed`."""
+    """A map scaled to [0, 1], with zero in the middle if it is `signed`."""
     if signed:
         return (0.5 + 0.5 * some / reach(some)).clamp(0, 1)
     low = share_below(some, 0.01)
@@ -146,15 +151,15 @@ def _scaled(some: Tensor, signed: bool) -> Tensor:
 
 
 def _scale(values: Tensor) -> Any:
-    """One scale for all values: from zero, or around it."""
+    """One colour scale for all values: from zero up, or symmetric around zero."""
     signed, most = bool((values < 0).any()), share_below(values.abs(), 1.0) or 1.0
-    return library("matplotlib.cm").ScalarMappable(
-        norm=library("matplotlib.colors").Normalize(-most if signed else 0.0, most), cmap=colours(signed)
+    return require("matplotlib.cm", "plot").ScalarMappable(
+        norm=require("matplotlib.colors", "plot").Normalize(-most if signed else 0.0, most), cmap=colours(signed)
     )
 
 
 def _name_tokens(ax: Axes, mosaic: Mosaic, tokens: Sequence[object], stride: int, in_rows: bool) -> None:
-    """Names at the left of every row of heads and below the last one, as many as there is room for."""
+    """Names to the left of every row of heads and below the last one, as many as fit."""
     chosen = thinned(len(tokens), len(tokens) / stride * mosaic.pixel(ax))
     middles = [(number + 0.5) / stride - 0.5 for number in chosen]
     names = [label(tokens[number]) for number in chosen]
@@ -167,13 +172,15 @@ def _name_tokens(ax: Axes, mosaic: Mosaic, tokens: Sequence[object], stride: int
 
 
 def picture_of(image: Any) -> Tensor:
-    """Height × width × channels in [0, 1]; height × width if it is grey."""
+    """An image as height × width × channels in [0, 1], or height × width if it is grey."""
     found = _single(numbers(image, "image"), 3)
     if found.dim() == 3 and found.shape[0] in _CHANNELS:
         found = found.permute(1, 2, 0)
     if found.dim() not in (2, 3) or not found.numel() or (found.dim() == 3 and found.shape[2] not in _CHANNELS):
         needed = "[C, H, W] or [H, W, C] with 1, 3 or 4 channels, or [H, W]"
-        raise ValueError(f"image must be {needed}, not of shape {list(found.shape)}: of a batch pass one, as image[0]")
+        raise ValueError(
+            f"image must be {needed}, not of shape {list(found.shape)}: pass one image of a batch, such as image[0]"
+        )
     low, high = share_below(found, 0.0), share_below(found, 1.0)
     if str(getattr(image, "dtype", "")).endswith("uint8"):
         found = found / 255
@@ -186,12 +193,14 @@ def picture_of(image: Any) -> Tensor:
 def _plane(heat: Any) -> Tensor:
     found = finite(_single(numbers(heat, "heat"), 2))
     if found.dim() != 2 or not found.numel():
-        raise ValueError(f"heat must be [h, w], not of shape {list(found.shape)}: of a batch pass one, as heat[0]")
+        raise ValueError(
+            f"heat must be [h, w], not of shape {list(found.shape)}: pass one map of a batch, such as heat[0]"
+        )
     return found
 
 
 def _single(found: Tensor, dims: int) -> Tensor:
-    """Without leading dimensions of one, of a batch of one sample."""
+    """`found` without leading dimensions of size one."""
     while found.dim() > dims and found.shape[0] == 1:
         found = found[0]
     return found

@@ -1,4 +1,4 @@
-"""A number by layer, the first layer on top: how gradients flow, and how a statistic goes from step to step."""
+"""Plots by layer, the first layer on top: gradient flow, and a statistic over the steps."""
 
 from __future__ import annotations
 
@@ -11,23 +11,21 @@ from torch import Tensor
 
 from torchhook.core.errors import NotRecordedError
 from torchhook.core.findings import Report
+from torchhook.core.optional import require
 from torchhook.plot.arrays import finite, numbers, reach, share_below
 from torchhook.plot.sources import paths_with, snapshot_of
 from torchhook.plot.style import (
-    BLUE,
-    GREY,
-    ORANGE,
     SMALL,
     colour_bar,
     colours,
     legend_above,
-    library,
     mark_odd,
     name_layers,
     place,
     quiet,
     rows_page,
 )
+from torchhook.render.palette import BLUE, GREY, ORANGE
 from torchhook.rules.check import layers_of
 from torchhook.stats.reading import Snapshot
 from torchhook.stats.result import Stats
@@ -39,18 +37,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_WIDE = 100.0  # how many times the least the largest must be for a scale of logarithms
+_WIDE = 100.0  # ratio of the largest to the smallest value from which the scale is logarithmic
 
 Sizes = list[tuple[str, float]]
-"""Layers, and the sizes of gradients there; a layer may come more than once."""
+"""Pairs of layer and gradient size; a layer may occur more than once."""
 
 
 def gradient_flow(stats: Stats | Snapshot | Report | Run, *, ax: Axes | None = None) -> Figure:
-    """How large gradients are, layer by layer in execution order, on a log scale: a straight column is healthy.
+    """The size of the gradients by layer, in execution order, on a log scale; a straight column is healthy.
 
-    Circles are gradients of what a layer gives (``measure(..., grads=True)``), squares those of its parameters
-    (``param_grads=True``). A zero is a triangle at the left, what is not finite a cross at the right. Of a run it is
-    the last window that has gradients.
+    Circles are gradients of a layer's output (``measure(..., grads=True)``), squares those of its parameters
+    (``param_grads=True``). Zeros are triangles at the left, values that are not finite crosses at the right. Of a run,
+    the last window with gradients is drawn.
 
     >>> from torch import nn, ones
     >>> from torchhook import measure
@@ -66,27 +64,27 @@ def gradient_flow(stats: Stats | Snapshot | Report | Run, *, ax: Axes | None = N
     ax.set_xscale("log")
     name_layers(ax, list(rows))
     size = 5 if len(rows) <= 100 else 3
-    _points(ax, rows, outputs, label="of what it gives (rms)", marker="o", color=BLUE, markersize=size, linewidth=1)
+    _points(ax, rows, outputs, label="output gradient (RMS)", marker="o", color=BLUE, markersize=size, linewidth=1)
     style = {"marker": "s", "color": ORANGE, "markersize": size - 1, "linewidth": 0}
-    _points(ax, rows, parameters, label=f"of each parameter ({kind})", **style)
+    _points(ax, rows, parameters, label=f"parameter gradient ({kind})", **style)
     both = outputs + parameters
     mark_odd(ax, [rows[layer] for layer, value in both if value == 0], "<", 0.0, "zero")
     mark_odd(ax, [rows[layer] for layer, value in both if not math.isfinite(value)], "x", 1.0, "not finite")
-    ax.set_xlabel("size of the gradient")
+    ax.set_xlabel("gradient size")
     quiet(ax)
     legend_above(ax)
     return figure
 
 
 def layer_heatmap(run: Run | Series, stat: str = "std", port: str = "output", *, ax: Axes | None = None) -> Figure:
-    """A statistic of every layer over the steps, as colours: layers go down, steps to the right.
+    """One statistic of every layer (rows) at every step (columns), as colours.
 
-    The scale goes around zero if anything is below it, else from zero up, and by powers of ten if values are far apart.
-    The few that stand out do not stretch it. Grey is where nothing was seen, or nothing finite.
+    The scale is symmetric around zero if any value is negative, otherwise it starts at zero; it is logarithmic if the
+    values are far apart, and ignores outliers. Grey means that nothing was measured, or nothing finite.
 
     Args:
-        run: A run; or a `Series` of it, as ``run.series("std", port="param")``, of which `stat` is the title.
-        stat: A field of the moments, as ``"mean"``, ``"std"`` or ``"zero_fraction"``.
+        run: A run, or a `Series` such as ``run.series("std", port="param")``, for which `stat` is only the title.
+        stat: A field of the moments, such as ``"mean"``, ``"std"`` or ``"zero_fraction"``.
 
     >>> import torch
     >>> series = Series(steps=[0, 10, 20], paths=["conv", "fc"], values=torch.rand(2, 3))
@@ -97,7 +95,7 @@ def layer_heatmap(run: Run | Series, stat: str = "std", port: str = "output", *,
     figure, ax = place(ax, *rows_page(len(paths)))
     norm = _norm(values)
     colour = colours(signed=norm.vmin < 0).with_extremes(bad=GREY)
-    if norm.vmin > 0:  # a zero has no logarithm, and is not grey
+    if norm.vmin > 0:  # zeros have no logarithm, but must not be grey
         values = values.clamp(min=norm.vmin)
     edges = _edges(steps), [row - 0.5 for row in range(len(paths) + 1)]
     drawn = ax.pcolormesh(*edges, values.numpy(), norm=norm, cmap=colour, rasterized=True)
@@ -111,7 +109,7 @@ def layer_heatmap(run: Run | Series, stat: str = "std", port: str = "output", *,
 def _of_report(report: Report) -> tuple[Sizes, Sizes, str]:
     outputs, parameters = _split(report.layers)
     if not outputs + parameters:
-        raise NotRecordedError("the report has no gradients: diagnose with a loss, or watch a training")
+        raise NotRecordedError("the report has no gradients: diagnose with a loss, or monitor a training")
     return outputs, parameters, "norm"
 
 
@@ -122,11 +120,11 @@ def _of_stats(stats: Stats | Snapshot | Run) -> tuple[Sizes, Sizes, str]:
         return outputs, parameters, "norm"
     readings = [snapshot[path, "param_grad"] for path in paths_with(snapshot.rows, "param_grad", stat="moments")]
     sizes = [(_layer(one.path), math.nan if one.nonfinite else one.l2 / math.sqrt(one.count)) for one in readings]
-    return outputs, sizes[::-1], "rms"  # they came as the backward pass does, from the last
+    return outputs, sizes[::-1], "RMS"  # the backward pass starts at the last layer
 
 
 def _split(layers: Sequence[Mapping[str, Any]]) -> tuple[Sizes, Sizes]:
-    """Gradients of what modules give, and of the parameters that are in them."""
+    """Gradients of module outputs, and of parameters under the module that owns them."""
     known = [layer for layer in layers if layer.get("grad_norm") is not None]
     return (
         [(layer["site"], layer["grad_norm"]) for layer in known if layer["kind"] == "module"],
@@ -147,22 +145,22 @@ def _points(ax: Axes, rows: Mapping[str, int], sizes: Sizes, **style: Any) -> No
 def _series(run: Any, stat: str, port: str) -> Series:
     if isinstance(run, Run):
         require_field(stat, "stat")
-        snapshot_of(run, port)  # says what is wrong if there is none
+        snapshot_of(run, port)  # raises if nothing was measured there
         run = run.series(stat, port)
     if not isinstance(run, Series):
         raise TypeError(f"run must be a Run or a Series of one, not {run!r:.80}")
     values = finite(numbers(run.values, "values"))
     if tuple(values.shape) != (len(run.paths), len(run.steps)):
         found = f"{list(values.shape)} for {len(run.paths)} paths and {len(run.steps)} steps"
-        raise ValueError(f"values of a series must be paths × steps, not of shape {found}")
+        raise ValueError(f"the values of a Series must be paths × steps, not of shape {found}")
     if values.isnan().all():
-        raise NotRecordedError(f"there is no {stat} to draw: nothing finite was seen in any step")
+        raise NotRecordedError(f"there is no {stat} to draw: no step has a finite value")
     return Series(run.steps, run.paths, values)
 
 
 def _norm(values: Tensor) -> Any:
-    """From numbers to the range of colours."""
-    colors, most = library("matplotlib.colors"), reach(values)
+    """The scale from values to colours."""
+    colors, most = require("matplotlib.colors", "plot"), reach(values)
     sizes = values[values != 0].abs()
     if bool((values < 0).any()):
         usual, ends = share_below(sizes, 0.5), {"vmin": -most, "vmax": most}
@@ -172,7 +170,7 @@ def _norm(values: Tensor) -> Any:
 
 
 def _edges(steps: Sequence[int]) -> list[float]:
-    """From where to where each step is drawn: to the middle between it and the next."""
+    """The edges of the columns, halfway between one step and the next."""
     between = [(before + after) / 2 for before, after in pairwise(steps)]
     if not between:
         return [steps[0] - 0.5, steps[0] + 0.5]

@@ -1,4 +1,4 @@
-"""A matrix of likenesses: how near the rows are to the columns."""
+"""Similarity matrices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_TOLD = 12  # rows or columns: more have no numbers in them
+_NUMBERED = 12  # rows or columns up to which the cells show their numbers
 _CELL = 0.3  # inches that a number needs
 
 
@@ -23,11 +23,11 @@ def similarity(
     *,
     ax: Axes | None = None,
 ) -> Figure:
-    """A matrix as colours, from 0 to 1, or from -1 to 1 if anything is below zero; with its numbers if it is small.
+    """A matrix as colours, from 0 to 1, or from -1 to 1 if any value is negative; a small one shows its numbers, too.
 
     Args:
-        matrix: Numbers in [0, 1] or [-1, 1], as of `cka` or of correlations; if there are larger ones, the scale grows.
-        rows, columns: Their names; None numbers them.
+        matrix: Numbers in [0, 1] or [-1, 1], such as CKA or correlations. Larger numbers extend the scale.
+        rows, columns: Their names; by default they are numbered.
 
     >>> figure = similarity([[1.0, 0.2], [0.2, 1.0]], rows=["conv", "fc"])
     >>> [text.get_text() for text in figure.axes[0].texts]
@@ -35,35 +35,35 @@ def similarity(
     """
     found = finite(numbers(matrix, "matrix"))
     if found.dim() != 2 or not found.numel():
-        raise ValueError(f"matrix must be rows × columns, not of shape {list(found.shape)}: of several pass one")
+        raise ValueError(f"matrix must be rows × columns, not of shape {list(found.shape)}: pass a single matrix")
     high, wide = found.shape
     row_names, column_names = _names(rows, high, "rows"), _names(columns, wide, "columns")
-    figure, ax = place(ax, *page((high, wide), max(4.5, 0.5 * min(wide, _TOLD)), beside=1.5))
+    figure, ax = place(ax, *page((high, wide), max(4.5, 0.5 * min(wide, _NUMBERED)), beside=1.5))
     most, signed = max(1.0, share_below(found.abs(), 1.0)), bool((found < 0).any())
     low = -most if signed else 0.0
     drawn = ax.imshow(found.numpy(), interpolation="nearest", cmap=colours(signed), vmin=low, vmax=most)
     name_rows(ax, row_names)
     name_columns(ax, column_names)
     across, along = inches(ax)
-    if max(found.shape) <= _TOLD and min(across / wide, along / high) >= _CELL:
-        _tell(ax, drawn)
+    if max(found.shape) <= _NUMBERED and min(across / wide, along / high) >= _CELL:
+        _write_numbers(ax, drawn)
     colour_bar(ax, drawn)
     return figure
 
 
 def _names(given: Sequence[object] | None, count: int, what: str) -> Sequence[object]:
     if given is not None and len(given) != count:
-        raise ValueError(f"{what} must be {count} names, one for each of the matrix, not {len(given)}")
+        raise ValueError(f"{what} must have {count} names to fit the matrix, not {len(given)}")
     return range(count) if given is None else given
 
 
-def _tell(ax: Axes, drawn: Any) -> None:
-    """The number of each cell in it, in black or white, whichever is seen on its colour."""
+def _write_numbers(ax: Axes, drawn: Any) -> None:
+    """Write the number of each cell into it, in black or white, depending on its colour."""
     values = drawn.get_array()
     colour = drawn.to_rgba(values)
     for row, line in enumerate(values.tolist()):
         for column, value in enumerate(line):
             red, green, blue, _ = colour[row, column]
             dark = 0.3 * red + 0.59 * green + 0.11 * blue < 0.5
-            said = "NaN" if value is None or value != value else f"{value:.2f}"
-            ax.text(column, row, said, color="white" if dark else "black", fontsize=SMALL, ha="center", va="center")
+            number = "NaN" if value is None or value != value else f"{value:.2f}"
+            ax.text(column, row, number, color="white" if dark else "black", fontsize=SMALL, ha="center", va="center")

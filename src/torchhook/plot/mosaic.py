@@ -1,4 +1,4 @@
-"""Many small pictures of one size as one large one, with a line for a caption above each."""
+"""Many small images of one size in one large image, with a caption above each."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchhook.plot.style import GREY, SMALL, inches, library
+from torchhook.core.optional import require
+from torchhook.plot.style import SMALL, inches
+from torchhook.render.palette import GREY
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_WIDE = 1.5  # how much wider than high the whole should be
+_WIDE = 1.5  # width of the whole, relative to its height
 _LEAST = 3.5  # points: smaller captions are not drawn
 
 
 class Mosaic(NamedTuple):
-    """`tiles` (n × height × width) in rows of so many `columns`, so many pixels apart.
+    """`tiles` (n × height × width) in a grid of `columns`, with room for captions and gaps.
 
     >>> mosaic = Mosaic.of(torch.zeros(6, 10, 10))
     >>> mosaic.columns, mosaic.rows, mosaic.shape
@@ -33,7 +35,7 @@ class Mosaic(NamedTuple):
 
     @classmethod
     def of(cls, tiles: Tensor) -> Mosaic:
-        """In a shape that fits a page."""
+        """Arrange the tiles so that they fit a page."""
         count, height, width = tiles.shape
         columns = max(1, min(count, round(math.sqrt(_WIDE * count * height / width))))
         above, beside = round(0.14 * max(height, width / 4)), round(0.06 * max(width, height / 4))
@@ -41,7 +43,7 @@ class Mosaic(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """How many there are."""
+        """The number of rows."""
         return math.ceil(len(self.tiles) / self.columns)
 
     @property
@@ -57,10 +59,7 @@ class Mosaic(NamedTuple):
         return row * (height + self.above) + self.above, column * (width + self.beside)
 
     def draw(self, ax: Axes, colour: Callable[..., Any], captions: Sequence[str], flat: Collection[int] = ()) -> None:
-        """Each tile as `colour` paints its numbers, with its caption, as large as there is room for it.
-
-        The finite numbers of `flat` tiles are grey instead.
-        """
+        """Draw each tile with its caption; `colour` maps values to colours, finite values of `flat` tiles are grey."""
         grey = torch.zeros(self.shape, dtype=torch.bool)
         values, empty = torch.zeros(self.shape, dtype=torch.float64), torch.ones(self.shape, dtype=torch.bool)
         height, width = self.tiles.shape[1:]
@@ -71,7 +70,7 @@ class Mosaic(NamedTuple):
             if number in flat:
                 grey[top : top + height, left : left + width] = tile.isfinite()
         pixels = colour(values.numpy(), bytes=True)
-        pixels[grey.numpy()] = [round(255 * part) for part in library("matplotlib.colors").to_rgba(GREY)]
+        pixels[grey.numpy()] = [round(255 * part) for part in require("matplotlib.colors", "plot").to_rgba(GREY)]
         pixels[empty.numpy(), 3] = 0
         ax.imshow(pixels, interpolation="nearest")
         ax.set(xticks=[], yticks=[])
@@ -79,13 +78,15 @@ class Mosaic(NamedTuple):
         self._caption(ax, captions)
 
     def pixel(self, ax: Axes) -> float:
-        """How large a pixel is drawn there, in inches."""
+        """The size of a pixel of the mosaic in `ax`, in inches."""
         wide, high = inches(ax)
         return min(wide / self.shape[1], high / self.shape[0])
 
     def _caption(self, ax: Axes, captions: Sequence[str]) -> None:
         pixel, width = self.pixel(ax), self.tiles.shape[2] + self.beside
-        across = 72 * pixel * width / (0.6 * max(map(len, captions)))  # a letter is about 0.6 of its height wide
+        across = (
+            72 * pixel * width / (0.6 * max(map(len, captions)))
+        )  # the width of a letter is about 0.6 of its height
         size = min(SMALL, 72 * 0.85 * pixel * self.above, across)
         for number, caption in enumerate(captions if size >= _LEAST else ()):
             top, left = self.corner(number)

@@ -1,4 +1,4 @@
-"""What plots by layer are drawn from: what `measure` gave, a snapshot of it, or the latest window of a run."""
+"""The data of plots by layer: the result of `measure`, a snapshot, or the latest window of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchhook.training.runs import Run
 
 
 def snapshot_of(stats: Stats | Snapshot | Run, *ports: str, stat: str = "moments") -> Snapshot:
-    """What was measured, with the statistic at one of the ports: of a run the last window that has it.
+    """The snapshot to draw; of a run, the last window that has the statistic at one of the ports.
 
     >>> import torch
     >>> from torchhook import Reduce, Site
@@ -24,7 +24,7 @@ def snapshot_of(stats: Stats | Snapshot | Run, *ports: str, stat: str = "moments
     Traceback (most recent call last):
         ...
     torchhook.core.errors.NotRecordedError: nothing was measured at the port 'grad_output', only at output; \
-measure(..., grads=True) does
+call measure(..., grads=True)
     """
     if isinstance(stats, Run):
         rows = stats.places
@@ -39,13 +39,13 @@ measure(..., grads=True) does
 
 
 def readings(stats: Stats | Snapshot | Run, port: str, stat: str = "moments") -> dict[str, Reading]:
-    """What was measured at a port, by path in execution order; of a value of several tensors the first."""
+    """The readings at a port, by path in execution order; the first tensor of a value with several."""
     snapshot = snapshot_of(stats, port, stat=stat)
     return {path: snapshot[path, port] for path in paths_with(snapshot.rows, port, stat=stat)}
 
 
 def paths_with(rows: Mapping[Place, Row], *ports: str, stat: str) -> list[str]:
-    """The paths at which there is a statistic."""
+    """The paths that have a statistic at one of the ports."""
     found = (
         path
         for (path, port), row in rows.items()
@@ -58,19 +58,19 @@ def _snapshot(stats: Any) -> Snapshot:
     if isinstance(stats, Stats):
         return stats.snapshot()
     if not isinstance(stats, Snapshot):
-        raise TypeError(f"stats must be what measure() gave, a snapshot of it or a Run, not {stats!r:.80}")
+        raise TypeError(f"stats must be the result of measure(), a Snapshot or a Run, not {stats!r:.80}")
     return stats
 
 
 def _why(rows: Mapping[Place, Row], port: str, stat: str) -> str:
-    """Why there is nothing, and what to do."""
+    """Why there is nothing to draw, and what to do."""
     ports = list(dict.fromkeys(_plain(known) for _, known in rows))
     if port in ports:
-        return f"no {stat} was collected at the port {port!r}; measure(..., stats=('moments', {stat!r})) does"
+        return f"no {stat} was measured at the port {port!r}; call measure(..., stats=('moments', {stat!r}))"
     if port not in FLAGS:
-        return f"there is no port {port!r}, but there are {', '.join(FLAGS)}"
-    only = f"only at {', '.join(ports)}" if ports else "nor at any other"
-    return f"nothing was measured at the port {port!r}, {only}; measure(..., {FLAGS[port]}=True) does"
+        return f"there is no port {port!r}; the ports are {', '.join(FLAGS)}"
+    only = f"only at {', '.join(ports)}" if ports else "or at any other"
+    return f"nothing was measured at the port {port!r}, {only}; call measure(..., {FLAGS[port]}=True)"
 
 
 def _plain(port: str) -> str:

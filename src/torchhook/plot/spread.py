@@ -1,4 +1,4 @@
-"""How values are distributed in each layer, from its histogram: as boxes, or as ridges."""
+"""The distribution of values in each layer, from its histogram: as boxes or as ridges."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from torchhook.core.optional import require
 from torchhook.plot.sources import readings
 from torchhook.plot.style import (
-    BLUE,
-    ORANGE,
     legend_above,
-    library,
     mark_odd,
     name_layers,
     place,
     quiet,
     rows_page,
 )
+from torchhook.render.palette import BLUE, ORANGE
 from torchhook.stats.histogram import Bins
 from torchhook.stats.reading import Reading, Snapshot
 from torchhook.stats.result import Stats
@@ -30,15 +29,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_WIDE = 100.0  # how many times the least scale of a layer the largest must be for an axis of logarithms
-_DECADES = 6  # that such an axis has on each side at most
-_CELLS = 120  # along the axis: bins that are narrower are drawn together
-_OVERLAP = 1.25  # rows that a ridge is high
-_MANY = 100  # rows: lines are thinner where there are more
+_WIDE = 100.0  # ratio of the largest to the smallest scale of a layer from which the axis is logarithmic
+_DECADES = 6  # powers of ten on each side of zero, at most
+_CELLS = 120  # along the axis: narrower bins are drawn together
+_OVERLAP = 1.25  # height of a ridge, in rows
+_MANY = 100  # rows from which lines are thinner
 
 
-class _Layer(NamedTuple):
-    """What is drawn of a layer: its bins, its whisker, box and median, and whether something is not finite."""
+class _Distribution(NamedTuple):
+    """The values of a layer: bins, quantiles for whisker, box and median, and whether some are not finite."""
 
     bins: Bins
     quantiles: tuple[float, ...]
@@ -46,7 +45,7 @@ class _Layer(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """How far from zero nearly all of it is."""
+        """How far from zero the whiskers reach."""
         return max(abs(self.quantiles[0]), abs(self.quantiles[-1]))
 
 
@@ -57,12 +56,12 @@ def distributions(
     *,
     ax: Axes | None = None,
 ) -> Figure:
-    """How values are distributed, layer by layer in execution order; needs ``measure(..., stats=("histogram", …))``.
+    """The distribution of values by layer, in execution order; needs ``measure(..., stats=("histogram", …))``.
 
-    A box is the middle half of all values, with a line at the median and a whisker from 1 % to 99 %. A ridge is their
-    density, each of the same height; zeros are apart, as an orange line that is as high as their share of the row. If
-    layers are of very different scale, the axis goes by powers of ten on both sides of zero. A cross at the right:
-    there is something that is not finite. Of a run it is the last window that has histograms.
+    A box covers the middle half of the values, with a line at the median and a whisker from 1 % to 99 %. A ridge is
+    their density, scaled to the same height in every layer; zeros are a separate orange line, whose height is their
+    share. If the scales of the layers are very different, the axis is logarithmic on both sides of zero. A cross at the
+    right marks a layer with values that are not finite. Of a run, the last window with histograms is drawn.
 
     >>> from torch import nn, randn
     >>> from torchhook import measure
@@ -75,28 +74,28 @@ def distributions(
     if kind not in _KINDS:
         raise ValueError(f"kind must be 'box' or 'ridge', not {kind!r}")
     found = readings(stats, port, "histogram")
-    layers = [_layer(reading) for reading in found.values()]
+    layers = [_distribution(reading) for reading in found.values()]
     figure, ax = place(ax, *rows_page(len(layers)))
     name_layers(ax, list(found))
     _set_scale(ax, [layer for layer in layers if len(layer.bins.counts)])
     _KINDS[kind](ax, layers)
-    mark_odd(ax, [row for row, layer in enumerate(layers) if layer.broken], "x", 1.0, "something not finite")
-    ax.set_xlabel(f"value of the {port}")
+    mark_odd(ax, [row for row, layer in enumerate(layers) if layer.broken], "x", 1.0, "some not finite")
+    ax.set_xlabel(f"{port} value")
     quiet(ax)
     legend_above(ax)
     return figure
 
 
-def _layer(reading: Reading) -> _Layer:
+def _distribution(reading: Reading) -> _Distribution:
     bins, broken = reading.histogram(), False
-    if "moments" in reading:  # they know the extremes better than the outermost bins
+    if "moments" in reading:  # moments have the exact extremes
         bins, broken = Bins(bins.edges.clamp(reading.min, reading.max), bins.counts), reading.nonfinite > 0
     quantiles = tuple(bins.quantile(q) for q in (0.01, 0.25, 0.5, 0.75, 0.99))
-    return _Layer(bins, quantiles, broken or not len(bins.counts))
+    return _Distribution(bins, quantiles, broken or not len(bins.counts))
 
 
-def _set_scale(ax: Axes, layers: Sequence[_Layer]) -> None:
-    """A linear axis, or one by powers of ten, that shows the whiskers of all layers."""
+def _set_scale(ax: Axes, layers: Sequence[_Distribution]) -> None:
+    """A linear or symmetric-log axis that shows the whiskers of all layers."""
     scales = [layer.scale for layer in layers if layer.scale > 0] or [1.0]
     if max(scales) > _WIDE * min(scales):
         least = max(min(scales), max(scales) * 10.0**-_DECADES)
@@ -107,7 +106,7 @@ def _set_scale(ax: Axes, layers: Sequence[_Layer]) -> None:
     ax.set_xlim(*_values(ax, [low - margin, high + margin]))
 
 
-def _boxes(ax: Axes, layers: Sequence[_Layer]) -> None:
+def _boxes(ax: Axes, layers: Sequence[_Distribution]) -> None:
     rows = [row for row, layer in enumerate(layers) if len(layer.bins.counts)]
     if not rows:
         return
@@ -115,15 +114,15 @@ def _boxes(ax: Axes, layers: Sequence[_Layer]) -> None:
     thin = 1.0 if len(layers) <= _MANY else 0.5
     ax.hlines(rows, low, high, color=BLUE, linewidth=thin, label="1 % to 99 %")
     widths = [end - start for start, end in zip(left, right, strict=True)]
-    ax.barh(rows, widths, left=left, height=0.6, color=BLUE, alpha=0.5, label="middle half")
+    ax.barh(rows, widths, left=left, height=0.6, color=BLUE, alpha=0.5, label="25 % to 75 %")
     halves = [row - 0.3 for row in rows], [row + 0.3 for row in rows]
     ax.vlines(middle, *halves, color=ORANGE, linewidth=1.5, label="median")
 
 
-def _ridges(ax: Axes, layers: Sequence[_Layer]) -> None:
+def _ridges(ax: Axes, layers: Sequence[_Distribution]) -> None:
     ridges = [_ridge(ax, layer) for layer in layers]
     outlines = [[(x, row - _OVERLAP * height) for x, height in ridge] for row, ridge in enumerate(ridges) if ridge]
-    collection, edge = library("matplotlib.collections").PolyCollection, 0.5 if len(layers) <= _MANY else 0.0
+    collection, edge = require("matplotlib.collections", "plot").PolyCollection, 0.5 if len(layers) <= _MANY else 0.0
     style = {"facecolor": BLUE, "edgecolor": ax.get_facecolor(), "linewidth": edge, "alpha": 0.8}
     ax.add_collection(collection(outlines, label="density", **style), autolim=False)
     zeros = {row: share for row, layer in enumerate(layers) if (share := _share_of_zeros(layer.bins))}
@@ -133,18 +132,20 @@ def _ridges(ax: Axes, layers: Sequence[_Layer]) -> None:
     ax.set_ylim(len(layers) - 0.7, -_OVERLAP - 0.1)
 
 
-def _ridge(ax: Axes, layer: _Layer) -> list[tuple[float, float]]:
-    """The outline of the density of what is not zero, as it looks on the axis; up to 1 high."""
+def _ridge(ax: Axes, layer: _Distribution) -> list[tuple[float, float]]:
+    """The outline of the density of all non-zero values, on the scale of the axis; its height is 1."""
     counts = layer.bins.counts.masked_fill(_is_zero(layer.bins), 0)
     count = int(counts.sum())
     if not count:
         return []
     low, high = _shown(ax, ax.get_xlim()).tolist()
     left, right = _shown(ax, (layer.quantiles[1], layer.quantiles[3])).tolist()
-    # Freedman and Diaconis: what is narrower than this, so many values cannot tell.
+    # The rule of Freedman and Diaconis: so many values cannot resolve narrower bins.
     width = max((high - low) / _CELLS, 2 * (right - left) / count ** (1 / 3))
     edges = _shown(ax, layer.bins.edges)
-    edges = torch.cat([edges[:1] - width / 2, edges[1:-1], edges[-1:] + width / 2])  # all equal, they are seen too
+    edges = torch.cat(
+        [edges[:1] - width / 2, edges[1:-1], edges[-1:] + width / 2]
+    )  # so that a single value is visible, too
     cells = (edges / width).floor()
     kept = torch.cat([cells.new_ones(1), cells.diff()[:-1], cells.new_ones(1)]) > 0
     below = torch.cat([counts.new_zeros(1), counts.cumsum(0)])[kept]
@@ -159,17 +160,17 @@ def _share_of_zeros(bins: Bins) -> float:
 
 
 def _is_zero(bins: Bins) -> Tensor:
-    """Which bins hold zeros: those that end there, as they hold nothing else but what is denormal."""
+    """Which bins hold zeros: those that end at zero; beside zeros they hold only denormal numbers."""
     return (bins.edges[:-1] == 0) | (bins.edges[1:] == 0)
 
 
 def _shown(ax: Axes, values: Sequence[float] | Tensor) -> Tensor:
-    """Where values lie along the axis, on its own scale."""
+    """The positions of values along the axis."""
     return torch.as_tensor(ax.xaxis.get_transform().transform(torch.as_tensor(values, dtype=torch.float64).numpy()))
 
 
 def _values(ax: Axes, shown: Sequence[float] | Tensor) -> list[float]:
-    """The values that lie there."""
+    """The values at positions along the axis."""
     places = torch.as_tensor(shown, dtype=torch.float64).numpy()
     values: list[float] = ax.xaxis.get_transform().inverted().transform(places).tolist()
     return values

@@ -1,4 +1,4 @@
-"""A figure that a notebook shows by itself, whether or not pyplot was imported."""
+"""A figure that a notebook shows whether or not pyplot was imported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 
 class Still(Figure):
-    """A figure that belongs to nobody but who holds it: pyplot does not know it, so there is nothing to close."""
+    """A figure that pyplot does not know, so that it need not be closed."""
 
     def _repr_png_(self) -> bytes:
         file = BytesIO()

@@ -1,60 +1,60 @@
-"""How every still looks: matplotlib when it is first needed, the place to draw in, colours, names along an axis."""
+"""The look of every plot: figure and axes, colour scales, names along an axis, legend."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from torchhook.core.optional import require
+from torchhook.render.palette import DIVERGING, GREY, SEQUENTIAL, VERMILLION, YELLOW
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, told apart by colour-blind readers too.
-BLUE, ORANGE, VERMILLION, YELLOW, GREY = "#0072b2", "#e69f00", "#d55e00", "#f0e442", "#8a9099"
-
-SMALL = 8  # points: names, and what stands beside a plot
+SMALL = 8  # points: names, and text beside a plot
 _LONGEST = 32  # characters of a name
 _PITCH = 0.16  # inches from one name to the next
-_NARROW = 4.0  # inches: in less, what the marks are is told in lines
-_PAGE, _LONG_PAGE = 9.0, 12.0  # inches: no figure is higher, nor one with names at its left
+_NARROW = 4.0  # inches: narrower plots have one legend entry per line
+_PAGE, _LONG_PAGE = 9.0, 12.0  # inches: the greatest height of a figure, and of one with named rows
 
 
-def library(module: str) -> Any:
-    """A module of matplotlib, or one that needs it.
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure, with its size in inches.
 
-    >>> library("matplotlib.figure").__name__
-    'matplotlib.figure'
+    >>> float(new_figure(6, 4).get_figwidth())
+    6.0
     """
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise ImportError('stills need matplotlib: pip install "torchhook[plot]"') from error
+    require("matplotlib.figure", "plot", "a plot")
+    from torchhook.plot.still import Still
+
+    return Still(figsize=(width, height), layout="constrained")
 
 
 def place(ax: Axes | None, width: float, height: float) -> tuple[Figure, Axes]:
-    """Where to draw: `ax` in its figure, or the whole of a new figure of so many inches.
+    """The figure and the axes to draw in: `ax`, or the axes of a new figure, with its size in inches.
 
     >>> figure, ax = place(None, 6, 4)
     >>> place(ax, 3, 3) == (figure, ax)
     True
     """
-    kind = library("matplotlib.axes").Axes
     if ax is None:
-        figure: Figure = library("torchhook.plot.still").Still(figsize=(width, height), layout="constrained")
+        figure = new_figure(width, height)
         return figure, figure.add_subplot()
-    if not isinstance(ax, kind):
-        raise TypeError(f"ax must be one matplotlib Axes, as axes[0, 0] of plt.subplots(2, 2), not {type(ax).__name__}")
+    if not isinstance(ax, require("matplotlib.axes", "plot", "a plot").Axes):
+        raise TypeError(
+            f"ax must be a single matplotlib Axes, such as axes[0, 0] of plt.subplots(2, 2), not {type(ax).__name__}"
+        )
     root = ax.get_figure(root=True)
     if root is None:
-        raise ValueError("ax is in no figure: it was removed from the one it was in")
+        raise ValueError("ax has no figure: it was removed from its figure")
     return root, ax
 
 
 def page(shape: tuple[int, int], width: float, beside: float = 0.0) -> tuple[float, float]:
-    """Width and height in inches of a figure for a picture of height × width pixels, about as wide as wished.
+    """The size in inches of a figure for an image of height × width pixels, about `width` inches wide.
 
     >>> page((100, 200), 6), page((100, 200), 6, beside=1)
     ((6.0, 3.4), (7.0, 3.4))
@@ -67,26 +67,26 @@ def page(shape: tuple[int, int], width: float, beside: float = 0.0) -> tuple[flo
 
 
 def rows_page(rows: int) -> tuple[float, float]:
-    """The same for a figure with so many named rows."""
+    """The size of a figure with named rows."""
     return 8.0, min(_LONG_PAGE, max(2.5, 1.2 + 0.2 * rows))
 
 
 def colours(signed: bool) -> Colormap:
-    """Blue to red through white for numbers of both signs, else viridis; what is no number stands out from either."""
-    name, bad = ("RdBu_r", YELLOW) if signed else ("viridis", VERMILLION)
-    found: Colormap = library("matplotlib").colormaps[name].with_extremes(bad=bad)
+    """Blue to red through white for numbers of both signs, otherwise viridis; NaN stands out in both."""
+    name, bad = (DIVERGING, YELLOW) if signed else (SEQUENTIAL, VERMILLION)
+    found: Colormap = require("matplotlib", "plot").colormaps[name].with_extremes(bad=bad)
     return found
 
 
 def colour_bar(ax: Axes, scale: Any, title: str = "") -> None:
-    """What the colours mean, beside the plot."""
+    """Add a colour bar."""
     bar = place(ax, 0, 0)[0].colorbar(scale, ax=ax, shrink=0.7)
     bar.set_label(label(title), fontsize=SMALL)
     bar.ax.tick_params(labelsize=SMALL)
 
 
 def label(name: object) -> str:
-    r"""A name as it is: matplotlib reads formulas between dollars. Long ones are cut at the left: the end tells more.
+    r"""A name as plain text, without formulas between dollar signs. Long names lose their beginning: the end says more.
 
     >>> print(label("$x^2$"), label("fc\x1b[31m"), label("encoder." * 9 + "fc"))
     \$x^2\$ fc\x1b[31m …oder.encoder.encoder.encoder.fc
@@ -96,25 +96,25 @@ def label(name: object) -> str:
 
 
 def name_rows(ax: Axes, names: Sequence[object]) -> None:
-    """Rows 0, 1, … have their names at the left, the first on top; as many as there is room for."""
+    """Name rows 0, 1, … at the left, the first on top; as many as fit."""
     chosen = thinned(len(names), inches(ax)[1])
     ax.set_yticks(chosen, [label(names[row]) for row in chosen], fontsize=SMALL)
     ax.set_ylim(len(names) - 0.5, -0.5)
 
 
 def name_layers(ax: Axes, paths: Sequence[str]) -> None:
-    """The same for the paths of modules: that of the model itself is empty."""
+    """Name rows by module paths; the empty path is the model itself."""
     name_rows(ax, [path or "the model" for path in paths])
 
 
 def name_columns(ax: Axes, names: Sequence[object]) -> None:
-    """Names below, on end."""
+    """Name columns below the axis, vertically."""
     chosen = thinned(len(names), inches(ax)[0])
     ax.set_xticks(chosen, [label(names[column]) for column in chosen], fontsize=SMALL, rotation=90)
 
 
 def thinned(count: int, room: float) -> range:
-    """Which of so many names fit into so many inches.
+    """Which of `count` names to show so that they fit into `room` inches.
 
     >>> list(thinned(5, 4.0)), list(thinned(100, 0.5))
     ([0, 1, 2, 3, 4], [0, 34, 68])
@@ -123,13 +123,13 @@ def thinned(count: int, room: float) -> range:
 
 
 def inches(ax: Axes) -> tuple[float, float]:
-    """Width and height of the place to draw in."""
+    """Width and height of the axes."""
     size, dpi = ax.get_window_extent(), place(ax, 0, 0)[0].dpi
     return size.width / dpi, size.height / dpi
 
 
 def quiet(ax: Axes) -> None:
-    """Lines across at the numbers, no box around."""
+    """Vertical grid lines, no box."""
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(axis="x", color=GREY, alpha=0.3, linewidth=0.6)
     ax.set_axisbelow(True)
@@ -137,15 +137,15 @@ def quiet(ax: Axes) -> None:
     ax.xaxis.label.set_fontsize(SMALL)
 
 
-def mark_odd(ax: Axes, rows: Sequence[int], marker: str, where: float, said: str) -> None:
-    """Rows without a place on the axis are marked at one end of it (0 is the left, 1 the right)."""
+def mark_odd(ax: Axes, rows: Sequence[int], marker: str, where: float, meaning: str) -> None:
+    """Mark rows whose value has no place on the axis, at its left end (0) or at its right end (1)."""
     if rows:
         ends, across = [where] * len(rows), ax.get_yaxis_transform()
-        ax.scatter(ends, rows, s=28, color=VERMILLION, marker=marker, label=said, transform=across, clip_on=False)
+        ax.scatter(ends, rows, s=28, color=VERMILLION, marker=marker, label=meaning, transform=across, clip_on=False)
 
 
 def legend_above(ax: Axes) -> None:
-    """What the marks are, above the plot, where it hides none of them."""
+    """Put the legend above the plot, where it hides nothing."""
     columns = 4 if inches(ax)[0] > _NARROW else 1
     if ax.get_legend_handles_labels()[1]:
         ax.legend(

@@ -1,6 +1,6 @@
-"""A report for people, machines and teams: one function a format, each from a `Report` to text.
+"""Reports as HTML, JSON, JUnit XML, Markdown and terminal output, one function per format.
 
-`save` picks the format by the suffix of the file; JSON is the contract, which `load` reads back, the others are views.
+`save` picks the format by the suffix of the file. Only JSON can be read back, by `load`.
 """
 
 from torchhook.render.files import load, save

@@ -1,4 +1,4 @@
-"""The findings on the page, each as a card: what it is, where, what to do, the evidence, and what it explains."""
+"""The findings of the HTML report as cards: what and where, what to do, the evidence, the findings it explains."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchhook.render.tags import cell, code, folded, pill, text
 
 
 def cards(report: Report) -> str:
-    """The findings of a report.
+    """The findings of a report, as HTML.
 
     >>> "<h3>61 % never fire</h3>" in cards(Report((Finding("TH201", "error", "61 % never fire"),)))
     True

@@ -1,4 +1,4 @@
-"""Reports in files: the suffix says the format, and a reader finds the old file or the new one, never a part."""
+"""Reports in files. Writing is atomic: a reader sees the old file or the new one, never part of one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FORMATS: dict[str, Callable[[Report], str]] = {".html": html, ".json": json, ".m
 
 
 def save(report: Report, path: str | os.PathLike[str]) -> None:
-    """Write a report to a file: ``.html`` is for people, ``.json`` for programs, ``.xml`` (JUnit) and ``.md`` for CI.
+    """Write a report to a file, in the format of its suffix: ``.html``, ``.json``, ``.md`` or ``.xml`` (JUnit).
 
     >>> import tempfile
     >>> folder = tempfile.TemporaryDirectory()
@@ -26,27 +26,27 @@ def save(report: Report, path: str | os.PathLike[str]) -> None:
     """
     path = Path(path)
     if path.suffix.lower() not in FORMATS:
-        raise ValueError(f"a report is saved as {', '.join(FORMATS)}, not as {path.name!r}")
+        raise ValueError(f"cannot save a report as {path.name!r}: the suffix must be one of {', '.join(FORMATS)}")
     text = FORMATS[path.suffix.lower()](report)
     path.parent.mkdir(parents=True, exist_ok=True)
     _replace(path, text)
 
 
 def load(path: str | os.PathLike[str]) -> Report:
-    """The report in a ``.json`` file.
+    """Read the report in a ``.json`` file.
 
     >>> load("report.html")
     Traceback (most recent call last):
-    ValueError: a report is read from .json, not from 'report.html'
+    ValueError: cannot read a report from 'report.html': only .json can be read back
     """
     path = Path(path)
     if path.suffix.lower() != ".json":
-        raise ValueError(f"a report is read from .json, not from {path.name!r}")
+        raise ValueError(f"cannot read a report from {path.name!r}: only .json can be read back")
     return from_json(path.read_text(encoding="utf-8"))
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write beside the file, then rename: the file is whole at every moment."""
+    """Write to a temporary file beside it, then rename."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         draft.write_bytes(text.encode("utf-8", errors="replace"))

@@ -1,4 +1,4 @@
-"""The layers on the page: a table of modules and one of parameters, in execution order, linked to what was found."""
+"""The layers of the HTML report: a table of modules and one of parameters, with links to their findings."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ COLUMNS = {
     "std": "std",
     "zero_fraction": "share of zeros",
     "norm": "norm",
-    "grad_norm": "gradient",
+    "grad_norm": "gradient norm",
     "update_ratio": "update ratio",
 }
 
 
 def tables(report: Report) -> str:
-    """The layers of a report.
+    """The layers of a report, as HTML tables.
 
     >>> "<h3>Modules</h3>" in tables(Report(layers=({"site": "fc", "kind": "module", "mean": 0.1},)))
     True
@@ -36,7 +36,7 @@ def tables(report: Report) -> str:
 
 
 def _links(report: Report) -> dict[str, list[str]]:
-    """The findings by place."""
+    """Links to the findings, by site."""
     links: dict[str, list[str]] = {}
     for number, finding in enumerate(report.findings, start=1):
         links.setdefault(finding.site, []).append(f'<a href="#finding-{number}">{text(finding.code)}</a>')
@@ -52,7 +52,7 @@ def _table(title: str, layers: Sequence[Layer], links: Links) -> str:
     )
     rows = "".join(_row(layer, keys, links) for layer in layers)
     table = f'<table><thead><tr><th scope="col">site</th>{header}</tr></thead><tbody>{rows}</tbody></table>'
-    # A box that scrolls by itself must be reached, and named, without a mouse.
+    # A box that scrolls must have a name and be reachable by keyboard.
     return f'<h3>{title}</h3><div class="scroll" role="region" aria-label="{title}" tabindex="0">{table}</div>'
 
 

@@ -1,4 +1,4 @@
-"""The few pieces of HTML that the parts of the page share; what people named passes `text` on its way in."""
+"""Pieces of HTML that the parts of the report share. Every name from the outside goes through `text`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchhook.render.words import printable, shown
 
 
 def text(value: str) -> str:
-    """`value` as it is, in an element or between quotes.
+    """`value` escaped, for an element or a quoted attribute.
 
     >>> text("<script>")
     '&lt;script&gt;'
@@ -20,7 +20,7 @@ def text(value: str) -> str:
 
 
 def code(name: str) -> str:
-    """The name of a place.
+    """The name of a site.
 
     >>> code("layer1.0")
     '<code>layer1.0</code>'
@@ -29,7 +29,7 @@ def code(name: str) -> str:
 
 
 def pill(kind: str, words: str) -> str:
-    """A word with the colour of its kind: a severity, ``passed`` or ``failed``.
+    """A word in the colour of its kind: a severity, ``passed`` or ``failed``.
 
     >>> pill("error", "2 errors")
     '<span class="pill error">2 errors</span>'
@@ -38,7 +38,7 @@ def pill(kind: str, words: str) -> str:
 
 
 def cell(value: Any) -> str:
-    """A cell of a table: numbers to the right, what is not finite is loud, what is not known is a dash.
+    """A cell of a table: numbers are right-aligned, NaN and infinity stand out, None is a dash.
 
     >>> cell(0.5), cell(math.nan)
     ('<td class="number">0.5</td>', '<td class="number broken">NaN</td>')
@@ -51,7 +51,7 @@ def cell(value: Any) -> str:
 
 
 def folded(summary: str, items: Sequence[str]) -> str:
-    """A list that opens when asked.
+    """A list that is collapsed until it is clicked.
 
     >>> folded("2 more", ["a", "b"])
     '<details><summary>2 more</summary><ul><li>a</li><li>b</li></ul></details>'

@@ -1,4 +1,4 @@
-"""One page for people, whole in itself: it opens from disk and asks the network for nothing."""
+"""The HTML report: one self-contained page that opens from disk and makes no network requests."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 STYLE = Path(__file__).with_name("page.css")
 
 PLOTS = {
-    "Loss": (loss_curve, "By step. Diamonds mark the steps at which something was found."),
-    "Gradient flow": (gradient_flow, "In execution order, on a log scale. A level line is healthy."),
-    "Activations": (activations, "In execution order. The spread should neither fade nor explode with depth."),
-    "Updates": (updates, "The healthy band, 1e-5 to 3e-2, is shaded. Diamonds lie outside of it."),
+    "Loss": (loss_curve, "Loss by step. Diamonds mark steps with findings."),
+    "Gradient flow": (gradient_flow, "Layers in execution order, on a log scale. A level line is healthy."),
+    "Activations": (
+        activations,
+        "Layers in execution order. The standard deviation should neither vanish nor explode with depth.",
+    ),
+    "Updates": (updates, "The healthy band, 1e-5 to 3e-2, is shaded. Diamonds are outside it."),
 }
 
 
 def html(report: Report) -> str:
-    """A report as one page, with its style, its plots and what draws them inside.
+    """A report as one HTML page, including its style sheet, its plots and the script that draws them.
 
     >>> page = html(Report(model="<Net>"))
     >>> "<h1>&lt;Net&gt;</h1>" in page, "Nothing found" in page, "https:" in page
@@ -48,9 +51,9 @@ def html(report: Report) -> str:
 <style>
 {STYLE.read_text(encoding="utf-8")}</style>
 </head>
-<body class="{_judged(report)}">
+<body class="{_verdict(report)}">
 <header>
-{_verdict(report)}
+{_title(report)}
 <nav aria-label="Sections">{"".join(f'<a href="#{name.lower()}">{name}</a>' for name in filled)}</nav>
 </header>
 <main>
@@ -61,24 +64,24 @@ def html(report: Report) -> str:
 """
 
 
-def _judged(report: Report) -> str:
+def _verdict(report: Report) -> str:
     return "passed" if report.ok else "failed"
 
 
-def _verdict(report: Report) -> str:
+def _title(report: Report) -> str:
     found = [severity for severity in reversed(Severity) if report.count(severity)]
-    pills = [pill(str(severity), said) for severity, said in zip(found, counts(report).split(", "), strict=False)]
-    judged = _judged(report)
+    pills = [pill(str(severity), count) for severity, count in zip(found, counts(report).split(", "), strict=False)]
+    verdict = _verdict(report)
     worse = "" if report.fail_on == Severity.ERROR else " or worse"
     return (
         f'<p class="quiet">torchhook report</p><h1>{text(report.model)}</h1>'
-        f'<p class="tags">{pill(f"verdict {judged}", judged)}{"".join(pills)}</p>'
+        f'<p class="tags">{pill(f"verdict {verdict}", verdict)}{"".join(pills)}</p>'
         f'<p class="quiet">{scope(report)}, failing on {report.fail_on}{worse}</p>'
     )
 
 
 def _plots(report: Report) -> str:
-    """The plots that have something to show, after what draws them; without a plot there is no script either."""
+    """The plots that have something to show, after the script that draws them; nothing at all without a plot."""
     drawn = {
         name: (draw(report), caption if draw is loss_curve else f"{caption} {span(report)}")
         for name, (draw, caption) in PLOTS.items()
@@ -98,7 +101,7 @@ def _figure(figure: Any, name: str) -> str:
 
 
 def _checks(report: Report) -> str:
-    """What was checked, what was not and why, and what else there is to know."""
+    """The rules that were checked, those that were skipped with the reason, and the notes."""
     checked = "".join(f"<li>{text(code)}</li>" for code in report.checked)
     skipped = "".join(
         f"<dt>{text(', '.join(codes))}</dt><dd>{text(reason)}</dd>"

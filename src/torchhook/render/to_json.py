@@ -1,7 +1,7 @@
-"""The contract for programs: strict JSON by ``report.schema.json``, read back as the same report.
+"""The report as strict JSON, according to ``report.schema.json``; reading it back gives an equal report.
 
-JSON has no NaN and no infinity: such numbers are the strings "NaN", "Infinity" and "-Infinity". In the evidence of a
-finding they stay strings, for there may be others.
+JSON has no NaN and no infinity, so these are written as the strings "NaN", "Infinity" and "-Infinity". In the evidence
+of a finding they stay strings when they are read, because evidence may contain such strings itself.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torchhook.core.findings import Report
 from torchhook.render.words import spelled
 
 _NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-_WORDS = {"site", "kind", "module", "role"}  # of a layer: a module may be called NaN
+_WORDS = {"site", "kind", "module", "role"}  # strings of a layer: a module may be called NaN
 
 
 def json(report: Report) -> str:
-    """A report for programs.
+    """A report as JSON.
 
     >>> codec.loads(json(Report(model="Net", losses={0: math.nan})))["losses"]
     [[0, 'NaN']]
@@ -29,7 +29,7 @@ def json(report: Report) -> str:
 
 
 def from_json(text: str) -> Report:
-    """The report that gave this JSON.
+    """The report that was written as this JSON.
 
     >>> from_json(json(Report(model="Net", losses={0: math.inf}))).losses
     {0: inf}
@@ -40,7 +40,7 @@ def from_json(text: str) -> Report:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can say. Anybody writes rules: a scalar of numpy or torch in the evidence is no reason to fail."""
+    """`value` as JSON can hold it. Rules of users may put numpy and torch scalars into the evidence."""
     if isinstance(value, float):
         return value if math.isfinite(value) else spelled(value)
     if value is None or isinstance(value, (bool, int, str)):

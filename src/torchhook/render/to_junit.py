@@ -1,15 +1,15 @@
-"""JUnit XML, which every CI system shows: a rule is a test case, failed by what it found if as bad as ``fail_on``."""
+"""The report as JUnit XML for CI systems: each rule is a test case, which findings from ``fail_on`` up fail."""
 
 from __future__ import annotations
 
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
 from torchhook.core.findings import Finding, Report
-from torchhook.render.words import named, printable, shown
+from torchhook.render.words import finding_title, printable, shown
 
 
 def junit(report: Report) -> str:
-    """A report as the results of tests.
+    """A report as JUnit test results.
 
     >>> print(junit(Report(model="Net", checked=("TH101",))))
     <?xml version="1.0" encoding="utf-8"?>
@@ -31,7 +31,7 @@ def junit(report: Report) -> str:
     }
     suite.attrib.update({"name": _class(report), **totals})
     if report.notes:
-        _say(suite, "system-out", "\n".join(report.notes))
+        _add_text(suite, "system-out", "\n".join(report.notes))
     suites = Element("testsuites", {"name": "torchhook", **totals})
     suites.append(suite)
     indent(suites)
@@ -39,7 +39,7 @@ def junit(report: Report) -> str:
 
 
 def _codes(report: Report) -> list[str]:
-    """Every rule once: those that found something, were checked or were skipped."""
+    """The code of every rule that was checked, found something or was skipped."""
     found = [finding.code for finding in report.findings]
     return list(dict.fromkeys([*report.checked, *found, *report.skipped]))
 
@@ -55,27 +55,33 @@ def _case(report: Report, code: str) -> Element:
     passing = [finding for finding in found if finding.severity < report.fail_on]
     if failing:
         worst = max(finding.severity for finding in failing)
-        _say(case, "failure", "\n\n".join(map(_told, failing)), message=printable(failing[0].message), type=str(worst))
+        _add_text(
+            case,
+            "failure",
+            "\n\n".join(map(_described, failing)),
+            message=printable(failing[0].message),
+            type=str(worst),
+        )
     elif code in report.skipped and not found:
         SubElement(case, "skipped", message=printable(report.skipped[code]))
-    said = [*map(_told, passing), *_explained(report, code)]
-    if said:
-        _say(case, "system-out", "\n\n".join(said))
+    others = [*map(_described, passing), *_explained(report, code)]
+    if others:
+        _add_text(case, "system-out", "\n\n".join(others))
     return case
 
 
 def _explained(report: Report, code: str) -> list[str]:
-    """What a rule found that another finding explains: no failure of its own, yet not nothing."""
+    """Findings of a rule that another finding explains; they do not fail the test case."""
     pairs = [(root, other) for root in report.findings for other in root.affected if other.code == code]
-    return [f"{other}\n  explained by {named(root)}" for root, other in pairs]
+    return [f"{other}\n  explained by {finding_title(root)}" for root, other in pairs]
 
 
-def _say(parent: Element, tag: str, text: str, **attributes: str) -> None:
+def _add_text(parent: Element, tag: str, text: str, **attributes: str) -> None:
     SubElement(parent, tag, attributes).text = printable(text)
 
 
-def _told(finding: Finding) -> str:
+def _described(finding: Finding) -> str:
     evidence = [f"  {name}: {shown(value)}" for name, value in finding.evidence.items()]
     hint = [f"  {finding.hint}"] if finding.hint else []
-    explained = [f"  explains {named(other)}: {other.message}" for other in finding.affected]
+    explained = [f"  explains {finding_title(other)}: {other.message}" for other in finding.affected]
     return "\n".join([str(finding), *evidence, *hint, *explained])

@@ -1,4 +1,4 @@
-"""Markdown for the summary of a CI job, which GitHub cuts off at 1 MiB: the table first, what it explains folded."""
+"""The report as Markdown for the summary of a CI job, kept well below GitHub's limit of 1 MiB."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from torchhook.core.findings import Finding, Report
-from torchhook.render.words import by_reason, named, scope, short
+from torchhook.render.words import by_reason, finding_title, scope, short
 
 MARKS = {"error": "❌", "warning": "⚠️", "info": "ℹ️"}
-TABLE, FOLDED, REST = 500_000, 300_000, 100_000  # bytes, which leave some of the 1 MiB to others
+TABLE, FOLDED, REST = 500_000, 300_000, 100_000  # bytes; the rest of the 1 MiB is for other steps
 AFFECTED = 50
 
 T = TypeVar("T")
@@ -19,7 +19,7 @@ _SPECIAL = re.compile(r"([\\`*_\[\]|~$#@])")
 
 
 def markdown(report: Report) -> str:
-    """A report for the summary of a job.
+    """A report as Markdown.
 
     >>> print(markdown(Report((Finding("TH201", "error", "61 % never fire", site="relu", hint="Warm up."),), "Net")))
     ## ❌ Net: 1 error
@@ -42,7 +42,7 @@ def markdown(report: Report) -> str:
 
 
 def escaped(text: str) -> str:
-    """`text` on one line, as it is: no markup of its own.
+    """`text` on one line, without markup of its own.
 
     >>> escaped("a|b <script>")
     'a\\\\|b &lt;script&gt;'
@@ -66,9 +66,9 @@ def _row(finding: Finding) -> str:
 
 
 def _folded(finding: Finding) -> str:
-    others = [f"- {escaped(named(other))}: {escaped(other.message)}" for other in finding.affected[:AFFECTED]]
+    others = [f"- {escaped(finding_title(other))}: {escaped(other.message)}" for other in finding.affected[:AFFECTED]]
     rest = len(finding.affected) - len(others)
-    summary = f"<summary>{escaped(named(finding))} explains {len(finding.affected)} more</summary>"
+    summary = f"<summary>{escaped(finding_title(finding))} explains {len(finding.affected)} more</summary>"
     return "\n".join(["<details>", summary, "", *others, *([_more(rest)] if rest else []), "", "</details>", ""])
 
 
@@ -77,11 +77,11 @@ def _notes(report: Report) -> str:
     return _fit(lambda note: f"- {escaped(note)}", [*skipped, *report.notes], REST)
 
 
-def _fit(said: Callable[[T], str], items: Sequence[T], room: int) -> str:
-    """What is said of the items, of as many as there is room for, and how many are left out."""
+def _fit(render: Callable[[T], str], items: Sequence[T], room: int) -> str:
+    """As many rendered items as fit into `room` bytes, and how many are left out."""
     kept: list[str] = []
     for item in items:
-        block = said(item)
+        block = render(item)
         room -= len(block.encode(errors="replace")) + 1
         if room < 0:
             return "\n".join([*kept, "", _more(len(items) - len(kept))])

@@ -1,24 +1,24 @@
-"""A report in a terminal: a few lines a finding, severity in words and then in colour."""
+"""The report in a terminal: a few lines per finding."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib import import_module
 from typing import Any
 
 from torchhook.core.findings import Finding, Report
-from torchhook.render.words import by_reason, named, printable, scope, shown
+from torchhook.core.optional import require
+from torchhook.render.words import by_reason, finding_title, printable, scope, shown
 
 STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"}
 WIDEST = 110  # columns: longer lines are hard to follow
 AFFECTED = 3
 
 Piece = tuple[str, str]  # text and style
-Line = tuple[int, list[Piece]]  # how far in, and what
+Line = tuple[int, list[Piece]]  # indentation and text
 
 
 def terminal(report: Report, console: Any = None) -> None:
-    """Print a report to a ``rich.console.Console``, by default standard output: no colour where there is no terminal.
+    """Print a report to a ``rich.console.Console``, by default to standard output; only a terminal gets colours.
 
     >>> terminal(Report((Finding("TH201", "error", "61 % never fire", site="relu", hint="Warm up."),), "Net"))
     FAILED  Net: 1 error
@@ -29,7 +29,7 @@ def terminal(report: Report, console: Any = None) -> None:
     <BLANKLINE>
     0 rules checked
     """
-    console = console or _rich("console").Console()
+    console = console or require("rich.console", "cli", "a report in the terminal").Console()
     for indent, pieces in _lines(report):
         _print(console, indent, pieces)
 
@@ -39,7 +39,7 @@ def _lines(report: Report) -> Iterator[Line]:
     yield 0, [status, ("  ", ""), (report.headline, "bold")]
     for finding in report.findings:
         yield 0, []
-        yield from _told(finding)
+        yield from _finding_lines(finding)
     yield 0, []
     yield 0, [(scope(report), "dim")]
     for reason, codes in by_reason(report.skipped).items():
@@ -48,7 +48,7 @@ def _lines(report: Report) -> Iterator[Line]:
         yield 0, [(f"note: {note}", "dim")]
 
 
-def _told(finding: Finding) -> Iterator[Line]:
+def _finding_lines(finding: Finding) -> Iterator[Line]:
     yield 0, [(f"{finding.severity} {finding.code}", STYLES[finding.severity]), ("  ", ""), (finding.where, "bold")]
     yield 2, [(finding.message, "")]
     if finding.evidence:
@@ -61,12 +61,12 @@ def _told(finding: Finding) -> Iterator[Line]:
 
 def _few(findings: tuple[Finding, ...]) -> str:
     rest = f" and {len(findings) - AFFECTED} more" if len(findings) > AFFECTED else ""
-    return ", ".join(map(named, findings[:AFFECTED])) + rest
+    return ", ".join(map(finding_title, findings[:AFFECTED])) + rest
 
 
 def _print(console: Any, indent: int, pieces: list[Piece]) -> None:
-    """One line, wrapped where it is too long, with what it is indented by in front of every part."""
-    text = _rich("text").Text()
+    """Print one line, wrapped if it is too long, with every part indented."""
+    text = require("rich.text", "cli", "a report in the terminal").Text()
     for piece, style in pieces:
         text.append(_encodable(printable(piece), console.encoding), style)
     for part in text.wrap(console, min(console.width, WIDEST) - indent, overflow="fold"):
@@ -76,10 +76,3 @@ def _print(console: Any, indent: int, pieces: list[Piece]) -> None:
 
 def _encodable(text: str, encoding: str) -> str:
     return text.encode(encoding, errors="replace").decode(encoding)
-
-
-def _rich(module: str) -> Any:
-    try:
-        return import_module(f"rich.{module}")
-    except ImportError as error:
-        raise ImportError('a report in the terminal needs rich: pip install "torchhook[cli]"') from error

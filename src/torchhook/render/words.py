@@ -1,4 +1,4 @@
-"""Values as people read them, and names that may hold anything: what all formats for people share."""
+"""Values and names as readable text, shared by all formats for people."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 from torchhook.core.findings import Finding, Report
 
-# Control characters (an escape sequence colours a terminal, XML forbids most), marks that turn the direction of
-# what follows, halves of characters, and two numbers that are none.
+# Control characters (escape sequences change a terminal's colours, XML forbids most), marks that change the text
+# direction, lone surrogates, and two code points that are not characters.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
 
 
 def printable(text: str) -> str:
-    """`text` without the characters that no page, terminal or XML file should get.
+    """`text` without characters that would harm a page, a terminal or an XML file.
 
     >>> printable("fc" + chr(27) + "[31m")
     'fc[31m'
@@ -24,7 +24,7 @@ def printable(text: str) -> str:
 
 
 def spelled(number: float) -> str:
-    """What JSON has no number for, as JavaScript spells it.
+    """NaN or an infinity, as JavaScript spells it.
 
     >>> spelled(math.nan), spelled(-math.inf)
     ('NaN', '-Infinity')
@@ -33,7 +33,7 @@ def spelled(number: float) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value of the evidence or of a layer in a few characters.
+    """A value of the evidence or of a layer, as short text.
 
     >>> shown(0.61234567), shown(math.inf), shown([1, 2.5]), shown({"low": 1e-9})
     ('0.6123', 'Infinity', '1, 2.5', 'low: 1e-09')
@@ -48,7 +48,7 @@ def shown(value: Any) -> str:
 
 
 def short(text: str, length: int = 400) -> str:
-    """The beginning of a text that is too long, and nothing unprintable.
+    """`text` without unprintable characters, cut to `length`.
 
     >>> short("abcdef", 4)
     'abc…'
@@ -56,17 +56,17 @@ def short(text: str, length: int = 400) -> str:
     return printable(text) if len(text) <= length else printable(text[: length - 1]) + "…"
 
 
-def named(finding: Finding) -> str:
-    """The code of a finding and its place, for a list.
+def finding_title(finding: Finding) -> str:
+    """The code and the site of a finding, for a list.
 
-    >>> named(Finding("TH201", "error", "61 % of the units never fire", site="relu"))
+    >>> finding_title(Finding("TH201", "error", "61 % of the units never fire", site="relu"))
     'TH201 at relu'
     """
     return short(f"{finding.code} at {finding.site or 'the model'}")
 
 
 def counts(report: Report) -> str:
-    """How much was found: the headline without the model.
+    """The number of findings: the headline without the model.
 
     >>> counts(Report(model="Net"))
     'nothing found'
@@ -75,30 +75,30 @@ def counts(report: Report) -> str:
 
 
 def scope(report: Report) -> str:
-    """How many rules had what they need, and how many had not.
+    """How many rules were checked, and how many were skipped.
 
     >>> scope(Report(checked=("TH101",), skipped={"TH301": "no optimizer"}))
     '1 rule checked, 1 skipped'
     """
     checked, skipped = len(report.checked), len(report.skipped)
-    said = f"{checked} rule{'' if checked == 1 else 's'} checked"
-    return f"{said}, {skipped} skipped" if skipped else said
+    text = f"{checked} rule{'' if checked == 1 else 's'} checked"
+    return f"{text}, {skipped} skipped" if skipped else text
 
 
 def span(report: Report) -> str:
-    """Which steps the numbers of the layers are of, if that is known.
+    """The steps over which the layers were measured, if known.
 
     >>> span(Report(span=(200, 1395))), span(Report(span=(7, 7)))
-    ('Over the measured steps from 200 to 1,395.', 'Of step 7.')
+    ('Measured from step 200 to step 1,395.', 'Measured at step 7.')
     """
     if report.span is None:
         return ""
     first, last = report.span
-    return f"Of step {last:,}." if first == last else f"Over the measured steps from {first:,} to {last:,}."
+    return f"Measured at step {last:,}." if first == last else f"Measured from step {first:,} to step {last:,}."
 
 
 def by_reason(skipped: Mapping[str, str]) -> dict[str, list[str]]:
-    """The codes of the rules that were skipped, by why.
+    """The codes of the skipped rules, by reason.
 
     >>> by_reason({"TH301": "no optimizer", "TH302": "no optimizer"})
     {'no optimizer': ['TH301', 'TH302']}

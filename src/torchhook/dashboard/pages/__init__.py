@@ -1,1 +1,1 @@
-"""One file a page: `page` makes it as of now, `register` adds what keeps it up to date."""
+"""The pages, one per file: `page` makes it, `register` adds the callbacks that keep it up to date."""

@@ -1,4 +1,4 @@
-"""Two runs or more, side by side: losses, gradients by layer, findings."""
+"""The comparison page: losses, gradients, activations and findings of several runs."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from typing import Any
 from dash import Dash, Input, Output, State, dcc, html, no_update
 from dash.development.base_component import Component
 
-from torchhook.dashboard import drawing
 from torchhook.dashboard.library import Library
 from torchhook.dashboard.parts import address, card, graph, section, tick
 from torchhook.dashboard.sheets import Book
+from torchhook.render.figures import layer_lines, loss_curves
 from torchhook.render.words import printable
 
 
 def page(library: Library, names: list[str]) -> Component:
-    """As of now."""
+    """The page in its current state."""
     books = [library.book(name) for name in names]
     if not books:
-        return html.P(["Choose the runs in ", dcc.Link("the list of all", href="/"), "."])
+        return html.P(["Choose the runs to compare in the ", dcc.Link("list of runs", href="/"), "."])
     losses, gradients, spreads = _figures(books)
     return html.Div(
         [
             tick("compare-tick"),
             dcc.Store(id="compare-shown", data={"runs": names, "stamp": [book.stamp() for book in books]}),
-            section("Loss", graph("compare-loss", losses, "The loss of each run, by step.")),
+            section("Loss", graph("compare-loss", losses, "Loss of each run by step.")),
             section(
                 "Gradients",
                 graph(
                     "compare-gradients",
                     gradients,
-                    "Norm of the gradient at each output, at the last step of each run. A cross is a zero.",
+                    "Norm of the output gradient of each layer, at the last step of each run. A triangle marks a zero.",
                 ),
             ),
             section(
@@ -38,7 +38,7 @@ def page(library: Library, names: list[str]) -> Component:
                 graph(
                     "compare-spreads",
                     spreads,
-                    "Standard deviation of each output, at the last step of each run. A cross is a zero.",
+                    "Standard deviation of each layer's output, at the last step of each run. A triangle marks a zero.",
                 ),
             ),
             section("Findings", html.Div(_findings(books), id="compare-findings", className="columns")),
@@ -47,7 +47,7 @@ def page(library: Library, names: list[str]) -> Component:
 
 
 def register(app: Dash, library: Library) -> None:
-    """All is drawn anew when there is something new."""
+    """Redraw everything when there is something new."""
 
     @app.callback(
         Output("compare-loss", "figure"),
@@ -69,10 +69,10 @@ def register(app: Dash, library: Library) -> None:
 
 def _figures(books: list[Book]) -> tuple[Any, Any, Any]:
     curves = {book.name: book.curve() for book in books}
-    losses = drawing.losses({name: (curve.steps, curve.values) for name, curve in curves.items()})
+    losses = loss_curves({name: (curve.steps, curve.values) for name, curve in curves.items()})
     gradients = {book.name: _last(book, "l2", "grad_output") for book in books}
     spreads = {book.name: _last(book, "std", "output") for book in books}
-    return losses, drawing.flow(gradients), drawing.flow(spreads, "standard deviation")
+    return losses, layer_lines(gradients, "gradient norm"), layer_lines(spreads, "standard deviation")
 
 
 def _last(book: Book, field: str, port: str) -> tuple[list[str], list[float | None]]:

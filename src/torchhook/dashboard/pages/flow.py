@@ -1,4 +1,4 @@
-"""Gradient flow: the norm of the gradient at each layer, at a step that is chosen."""
+"""The gradient flow page: the gradient norm of each layer at a chosen step."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 from dash import Dash, Input, Output, State, dcc, html, no_update
 from dash.development.base_component import Component
 
-from torchhook.dashboard import drawing
 from torchhook.dashboard.library import Library
 from torchhook.dashboard.parts import graph, tick
 from torchhook.dashboard.sheets import Book
+from torchhook.render.figures import layer_lines
 
-_PORTS = {"at each output": "grad_output", "of each parameter": "param_grad"}
+_PORTS = {"grad_output": "Norm of each layer's output gradient", "param_grad": "Norm of each parameter's gradient"}
 
 
 def page(book: Book) -> Component:
-    """As of the last step."""
+    """The page at the last step."""
     steps = book.sheet("l2", "grad_output").steps
     last = max(0, len(steps) - 1)
     slider = dcc.Slider(0, last, 1, value=last, id="flow-step", marks=None, updatemode="drag", allow_direct_input=False)
@@ -24,32 +24,32 @@ def page(book: Book) -> Component:
         [
             tick("flow-tick"),
             dcc.Store(id="flow-shown", data={"run": book.name, "steps": steps}),
-            html.Label([html.Span(_told(steps, last), id="flow-told"), slider], className="choice slider"),
+            html.Label([html.Span(_step_text(steps, last), id="flow-step-text"), slider], className="choice slider"),
             *[
                 graph(
                     f"flow-{port}",
                     figure(book, port, last),
-                    f"Norm of the gradient {name}, from first to last, on a log scale. A cross is a zero.",
+                    f"{name}, in execution order, on a log scale. A triangle marks a zero.",
                 )
-                for name, port in _PORTS.items()
+                for port, name in _PORTS.items()
             ],
         ]
     )
 
 
 def register(app: Dash, library: Library) -> None:
-    """The slider chooses; while it is at the end, it stays there."""
+    """The slider chooses the step; at the end, it follows new steps."""
 
     @app.callback(
-        *[Output(f"flow-{port}", "figure") for port in _PORTS.values()],
-        Output("flow-told", "children"),
+        *[Output(f"flow-{port}", "figure") for port in _PORTS],
+        Output("flow-step-text", "children"),
         Input("flow-step", "value"),
         State("flow-shown", "data"),
         prevent_initial_call=True,
     )
     def _(number: int, shown: dict[str, Any]) -> Any:
         book = library.book(shown["run"])
-        return *[figure(book, port, number) for port in _PORTS.values()], _told(shown["steps"], number)
+        return *[figure(book, port, number) for port in _PORTS], _step_text(shown["steps"], number)
 
     @app.callback(
         Output("flow-step", "max"),
@@ -70,11 +70,11 @@ def register(app: Dash, library: Library) -> None:
 
 
 def figure(book: Book, port: str, number: int) -> Any:
-    """The norms at the step with a number."""
+    """The gradient norms at the step at position `number` of the slider."""
     sheet = book.sheet("l2", port)
     row = sheet.rows[min(number, len(sheet.rows) - 1)] if sheet.rows else []
-    return drawing.flow({port: (sheet.paths, row)})
+    return layer_lines({port: (sheet.paths, row)}, "gradient norm")
 
 
-def _told(steps: list[int], number: int) -> str:
+def _step_text(steps: list[int], number: int) -> str:
     return f"step {steps[min(number, len(steps) - 1)]:,}" if steps else "nothing measured yet"

@@ -1,4 +1,4 @@
-"""The model as a graph: a layer after the other as they ran, in the modules that they are part of, and the wires."""
+"""The model page: layers in execution order, grouped by the module that they are in, with their connections."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from torchhook.dashboard.parts import layer_link, tick
 from torchhook.dashboard.sheets import Book, worst_in
 from torchhook.render.words import printable
 
-_NAMED = 3  # layers that one is joined to; of others, their number
+_NAMED = 3  # sources of a layer that are named; others are counted
 
 
 def page(book: Book) -> Component:
-    """As of now."""
+    """The page in its current state."""
     return html.Div(
         [
             tick("graph-tick"),
             dcc.Store(id="graph-shown", data={"run": book.name, "stamp": book.stamp()}),
             html.P(
-                "From top to bottom as the layers ran, under the modules that they are part of; the lines show from"
-                " where to where values go.",
+                "Layers in execution order, grouped by module. Lines show which layer's output goes where.",
                 className="quiet",
             ),
             html.Div(_list(book), id="graph-list"),
@@ -33,7 +32,7 @@ def page(book: Book) -> Component:
 
 
 def register(app: Dash, library: Library) -> None:
-    """Colours and numbers follow."""
+    """Keep colours and numbers up to date."""
 
     @app.callback(
         Output("graph-list", "children"),
@@ -49,7 +48,7 @@ def register(app: Dash, library: Library) -> None:
 
 
 def _list(book: Book) -> Component:
-    """A line for each layer, a heading where the module changes that they are part of, and the wires beside."""
+    """A line for each layer, a heading for each module that contains them, and the wires beside."""
     sheet = book.sheet("std", "output")
     spread = dict(zip(sheet.paths, sheet.rows[-1], strict=True)) if sheet.rows else {}
     health, sources = book.health(), book.sources()
@@ -63,13 +62,13 @@ def _list(book: Book) -> Component:
             inside = above
         line_of[path] = len(lines)
         value = spread.get(path)
-        told = [
+        cells = [
             html.B(printable(kind)),
             layer_link(book.name, path),
             html.Span("" if value is None else f"std {value:.3g}", className="quiet"),
-            html.Span(_origin(sources.get(path, []), before), className="quiet"),
+            html.Span(_sources_text(sources.get(path, []), before), className="quiet"),
         ]
-        lines.append(html.Li(told, className=f"node {worst_in(path, health) or 'healthy'}"))
+        lines.append(html.Li(cells, className=f"node {worst_in(path, health) or 'healthy'}"))
         before = path
     wires = [
         Wire(line_of[source], line)
@@ -78,12 +77,12 @@ def _list(book: Book) -> Component:
         if source in line_of and source != path
     ]
     drawn, wide = picture(wires, len(lines))
-    gutter = html.Img(src=drawn, width=wide, height=len(lines) * ROW, alt="From where to where values go")
+    gutter = html.Img(src=drawn, width=wide, height=len(lines) * ROW, alt="Connections between layers")
     return html.Div([gutter, html.Ol(lines)], className="wired", style={"--row": f"{ROW}px"})
 
 
-def _origin(sources: list[str], before: str) -> str:
-    """Where what a layer is given comes from, if that is not simply the layer before."""
+def _sources_text(sources: list[str], before: str) -> str:
+    """The layers that a layer gets its input from, unless that is simply the previous one."""
     if not sources or sources == [before]:
         return ""
     named = ", ".join(printable(source) for source in sources[:_NAMED])

@@ -1,4 +1,4 @@
-"""One layer through the training: how its values are distributed, its gradients and updates, its feature maps."""
+"""The page of one layer: its output, gradients, updates and feature maps over the training."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 from dash import Dash, Input, Output, State, dcc, html, no_update
 from dash.development.base_component import Component
 
-from torchhook.dashboard import drawing
 from torchhook.dashboard.library import Library
 from torchhook.dashboard.parts import address, card, graph, section, tick
 from torchhook.dashboard.sheets import Book
+from torchhook.render.figures import curves, quantile_bands, update_curves
 from torchhook.render.words import printable
 
 _PICTURES = 6
@@ -18,7 +18,7 @@ _FIGURES = ("layer-output", "layer-zeros", "layer-gradients", "layer-updates", "
 
 
 def page(book: Book, path: str) -> Component:
-    """As of now."""
+    """The page in its current state."""
     kind = book.layers().get(path)
     if kind is None:
         return html.P(f"Nothing was measured at {printable(path)!r} in this run.")
@@ -29,24 +29,27 @@ def page(book: Book, path: str) -> Component:
             dcc.Store(id="layer-shown", data={"run": book.name, "path": path, "stamp": book.stamp()}),
             html.H2([html.Code(printable(path)), " ", html.Span(printable(kind), className="quiet")]),
             _neighbours(book, path),
-            html.Div(_found(book, path), id="layer-findings"),
+            html.Div(_cards(book, path), id="layer-findings"),
             html.Div(
                 [
                     section(
-                        "Output", graph("layer-output", output, "Standard deviation and mean of absolutes, by step.")
+                        "Output",
+                        graph(
+                            "layer-output", output, "Standard deviation and mean absolute value of the output, by step."
+                        ),
                     ),
-                    section("Zeros", graph("layer-zeros", zeros, "The share of zeros in the output, by step.")),
+                    section("Zeros", graph("layer-zeros", zeros, "Share of zeros in the output, by step.")),
                     section(
                         "Distribution",
-                        graph("layer-bands", bands, "Quantiles of the output, by step, where histograms were taken."),
+                        graph("layer-bands", bands, "Quantiles of the output, at the steps that have histograms."),
                     ),
-                    section("Gradients", graph("layer-gradients", gradients, "Norms of the gradients, by step.")),
+                    section("Gradients", graph("layer-gradients", gradients, "Gradient norms by step.")),
                     section(
                         "Updates",
                         graph(
                             "layer-updates",
                             updates,
-                            "How far a step moves each parameter, relative to its size. Healthy: 1e-5 to 3e-2.",
+                            "Size of each update relative to its parameter, by step. Healthy: 1e-5 to 3e-2 (shaded).",
                         ),
                     ),
                 ],
@@ -58,7 +61,7 @@ def page(book: Book, path: str) -> Component:
 
 
 def register(app: Dash, library: Library) -> None:
-    """All is drawn anew when there is something new: of one layer that is little."""
+    """Redraw everything when there is something new; for one layer that is cheap."""
 
     @app.callback(
         *[Output(name, "figure") for name in _FIGURES],
@@ -74,7 +77,7 @@ def register(app: Dash, library: Library) -> None:
         stamp = book.stamp()
         if stamp == shown["stamp"]:
             return (no_update,) * (len(_FIGURES) + 3)
-        return *_figures(book, path), _found(book, path), _pictures(book, path), {**shown, "stamp": stamp}
+        return *_figures(book, path), _cards(book, path), _pictures(book, path), {**shown, "stamp": stamp}
 
 
 def _figures(book: Book, path: str) -> tuple[Any, ...]:
@@ -83,19 +86,19 @@ def _figures(book: Book, path: str) -> tuple[Any, ...]:
         return sheet.steps, sheet.line(at)
 
     parameters = book.parameters(path)
-    gradients = {"of the output": line("l2", "grad_output")} | {
+    gradients = {"output gradient": line("l2", "grad_output")} | {
         name: line("l2", "param_grad", name) for name in parameters
     }
     ratios = {name: line("mean", "update_ratio", name) for name in parameters}
     steps, quantiles = book.quantiles(path)
     return (
-        drawing.lines({"std": line("std", "output"), "mean of absolutes": line("abs_mean", "output")}, "output"),
-        drawing.lines({"zeros": line("zero_fraction", "output")}, "share of zeros", log=False).update_yaxes(
+        curves({"std": line("std", "output"), "mean absolute value": line("abs_mean", "output")}, "output"),
+        curves({"zeros": line("zero_fraction", "output")}, "share of zeros", log=False).update_yaxes(
             range=[-0.02, 1.02]
         ),
-        drawing.lines(_some(gradients), "gradient norm"),
-        drawing.updates(_some(ratios)),
-        drawing.bands(steps, quantiles) if steps else drawing.lines({}, "value", log=False),
+        curves(_some(gradients), "gradient norm"),
+        update_curves(_some(ratios)),
+        quantile_bands(steps, quantiles),
     )
 
 
@@ -106,18 +109,16 @@ def _some(named: dict[str, tuple[list[int], list[float | None]]]) -> dict[str, t
 def _neighbours(book: Book, path: str) -> Component:
     layers = list(book.layers())
     number = layers.index(path)
-    before = (
-        [dcc.Link("← the layer before", href=address(book.name, "layer", path=layers[number - 1]))] if number else []
-    )
+    before = [dcc.Link("← previous layer", href=address(book.name, "layer", path=layers[number - 1]))] if number else []
     after = (
-        [dcc.Link("the layer after →", href=address(book.name, "layer", path=layers[number + 1]))]
+        [dcc.Link("next layer →", href=address(book.name, "layer", path=layers[number + 1]))]
         if number + 1 < len(layers)
         else []
     )
     return html.P([*before, *after], className="tags")
 
 
-def _found(book: Book, path: str) -> list[Component]:
+def _cards(book: Book, path: str) -> list[Component]:
     layers = book.layers()
     return [card(book.name, found, layers, book.cause_of(found)) for found in book.findings_at(path)]
 
@@ -125,7 +126,7 @@ def _found(book: Book, path: str) -> list[Component]:
 def _pictures(book: Book, path: str) -> Any:
     samples = [sample for sample in book.run.samples if sample.path == path][-_PICTURES:]
     if not samples:
-        return html.P("None were taken of this layer: they are taken of some convolutions.", className="quiet")
+        return html.P("No feature maps of this layer: they are kept only for some convolutions.", className="quiet")
     return [
         html.Figure(
             [

@@ -1,4 +1,4 @@
-"""Layers × steps, for any statistic; a click leads to the layer."""
+"""The layers page: any statistic as a heat map of layers × steps. A click opens the layer."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from typing import Any
 from dash import Dash, Input, Output, Patch, State, dcc, html, no_update
 from dash.development.base_component import Component
 
-from torchhook.dashboard import drawing
 from torchhook.dashboard.library import Library
 from torchhook.dashboard.parts import address, choice, graph, layer_link, tick
-from torchhook.dashboard.sheets import Book
+from torchhook.dashboard.sheets import Book, Sheet
+from torchhook.render.figures import heatmap, heatmap_rows, layer_name
 from torchhook.training.runs.fields import NAMES
 
-# What is shown can be sent to others by its address, which changes without the page being made anew.
+# Keep the choices in the URL, so that it can be shared, without reloading the page.
 _ADDRESS = """
 ({ stat, port }) => {
   history.replaceState(history.state, "", "?" + new URLSearchParams({ stat, port }));
   return null;
 }
 """
-_NUMBERS = ("_norm", "_ratio")  # ports that have one number a step, whose mean it is
+_NUMBERS = ("_norm", "_ratio")  # ports with one number per step, whose only statistic is the mean
 
 
 def page(book: Book, stat: str = "std", port: str = "output") -> Component:
-    """As of now."""
+    """The page in its current state."""
     ports = book.ports() or ["output"]
     figure, caption, shown = _drawn(book, stat, port if port in ports else ports[0])
     links = html.Ul([html.Li(layer_link(book.name, path)) for path in book.layers()], className="many")
@@ -45,7 +45,7 @@ def page(book: Book, stat: str = "std", port: str = "output") -> Component:
 
 
 def register(app: Dash, library: Library) -> None:
-    """New steps are put at the end; a click and a choice lead elsewhere."""
+    """Append new steps; follow clicks and choices."""
 
     @app.callback(
         Output("layers-heat", "figure"),
@@ -60,10 +60,10 @@ def register(app: Dash, library: Library) -> None:
             return no_update, no_update
         now = {**shown, "edition": sheet.edition, "rows": len(sheet.rows)}
         if sheet.edition != shown["edition"]:
-            return drawing.heat(sheet), now
+            return _heatmap(sheet), now
         figure = Patch()
         figure["data"][0]["x"].extend(sheet.steps[shown["rows"] :])
-        figure["data"][0]["z"].extend(drawing.heat_rows(sheet, shown["rows"]))
+        figure["data"][0]["z"].extend(heatmap_rows(sheet.field, sheet.rows[shown["rows"] :]))
         return figure, now
 
     @app.callback(
@@ -92,16 +92,20 @@ def register(app: Dash, library: Library) -> None:
         book = library.book(shown["run"])
         drawn = click["points"][0].get("y")
         paths = book.sheet(shown["stat"], shown["port"]).paths
-        path = next((path for path in paths if drawing.named(path) == drawn), None)
+        path = next((path for path in paths if layer_name(path) == drawn), None)
         if path is None:
             return no_update
         return address(shown["run"], "layer", path=path if path in book.layers() else path.rpartition(".")[0])
 
 
 def _drawn(book: Book, stat: str, port: str) -> tuple[Any, str, dict[str, Any]]:
-    """The figure, what it shows in words, and what of it is there."""
+    """The figure, its caption, and what the page remembers about it."""
     stat = "mean" if port.endswith(_NUMBERS) else stat if stat in NAMES else "std"
     sheet = book.sheet(stat, port)
-    caption = f"{stat} of every {port}: layers from first to last, by step. Gaps: zero, or not measured."
+    caption = f"{stat} of every {port}: layers in execution order, by step. Gaps are zeros or were not measured."
     shown = {"run": book.name, "stat": stat, "port": port, "edition": sheet.edition, "rows": len(sheet.rows)}
-    return drawing.heat(sheet), caption, shown
+    return _heatmap(sheet), caption, shown
+
+
+def _heatmap(sheet: Sheet) -> Any:
+    return heatmap(sheet.field, sheet.steps, sheet.paths, sheet.rows)

@@ -1,4 +1,4 @@
-"""A run at a glance: its loss, what was found, and how each layer is."""
+"""The overview page of a run: its loss, its findings, and the health of each layer."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 from dash import Dash, Input, Output, Patch, State, dcc, html, no_update
 from dash.development.base_component import Component
 
-from torchhook.core.findings import Severity
-from torchhook.dashboard import drawing
+from torchhook.core.findings import Report, Severity
 from torchhook.dashboard.library import Library
 from torchhook.dashboard.parts import card, graph, layer_link, pill, section, state_of, tick
-from torchhook.dashboard.sheets import Book, worst_in
+from torchhook.dashboard.sheets import Book, Curve, worst_in
+from torchhook.render.figures import loss_curve, not_measured
 from torchhook.render.words import printable
 
 
 def page(book: Book) -> Component:
-    """As of now."""
+    """The page in its current state."""
     curve = book.curve()
-    figure = drawing.loss(curve.steps, curve.values, book.run.findings)
+    figure = _loss(book, curve)
     shown = {"run": book.name, "stamp": book.stamp(), "edition": curve.edition, "points": len(curve.steps)}
     return html.Div(
         [
@@ -29,21 +29,23 @@ def page(book: Book) -> Component:
             html.Div(
                 [
                     section(
-                        "Loss", graph("overview-loss", figure, "The loss by step. Dotted lines: something was found.")
+                        "Loss", graph("overview-loss", figure, "Loss by step. Dotted lines and diamonds mark findings.")
                     ),
                     section("Findings", html.Div(_findings(book), id="overview-findings", **{"aria-live": "polite"})),
                 ],
                 className="columns",
             ),
             section(
-                "Layers", html.Div(_tree(book), id="overview-tree"), note="In execution order; open a layer to see it."
+                "Layers",
+                html.Div(_tree(book), id="overview-tree"),
+                note="In execution order. Click a layer to open it.",
             ),
         ]
     )
 
 
 def register(app: Dash, library: Library) -> None:
-    """What is new is put in its place."""
+    """Keep the page up to date."""
 
     @app.callback(
         Output("overview-loss", "figure"),
@@ -61,8 +63,9 @@ def register(app: Dash, library: Library) -> None:
         if stamp == shown["stamp"] and len(curve.steps) == shown["points"]:
             return (no_update,) * 5
         found = stamp[2] != shown["stamp"][2]
-        if found or curve.edition != shown["edition"] or not shown["points"]:
-            figure: Any = drawing.loss(curve.steps, curve.values, book.run.findings)
+        is_first = all(value is None for value in curve.values[: shown["points"]])
+        if found or is_first or curve.edition != shown["edition"]:
+            figure: Any = _loss(book, curve)
         else:
             figure = Patch()
             figure["data"][0]["x"].extend(curve.steps[shown["points"] :])
@@ -73,15 +76,20 @@ def register(app: Dash, library: Library) -> None:
         return figure, _facts(book), _findings(book) if found else no_update, tree, now
 
 
+def _loss(book: Book, curve: Curve) -> Any:
+    losses = {step: loss for step, loss in zip(curve.steps, curve.values, strict=True) if loss is not None}
+    return loss_curve(Report(tuple(book.run.findings), losses=losses)) or not_measured()
+
+
 def _facts(book: Book) -> list[Component]:
     run, steps = book.run, book.run.steps
-    begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started))
-    told = f"measured until step {steps[-1]:,}" if steps else "nothing measured yet"
+    started = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started))
+    progress = f"measured up to step {steps[-1]:,}" if steps else "nothing measured yet"
     settings = ", ".join(
         f"{name} {printable(str(run.about[name]))}" for name in ("optimizer", "every") if run.about.get(name)
     )
     return [
-        html.P([pill(*state_of(run)), html.B(told), html.Span(f"begun {begun}")], className="tags"),
+        html.P([pill(*state_of(run)), html.B(progress), html.Span(f"started {started}")], className="tags"),
         html.P([printable(run.model), f"; {settings}" if settings else ""], className="quiet"),
     ]
 
@@ -95,7 +103,7 @@ def _findings(book: Book) -> list[Component]:
 
 
 def _tree(book: Book) -> Component:
-    """Modules inside of modules, open as far as something was found."""
+    """The tree of modules, expanded where something was found."""
     nested: dict[str, Any] = {}
     for path in book.layers():
         inside = nested

@@ -1,4 +1,4 @@
-"""All runs of a folder, newest first; some of them can be compared."""
+"""The page of all runs in a folder, newest first, to open or to compare."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _UNREADABLE = ("error", "unreadable")
 
 
 def page(library: Library) -> Component:
-    """The list, and a button."""
+    """The page in its current state."""
     return html.Div(
         [
             tick("runs-tick", 3000),
             html.P(printable(str(library.root)), className="quiet"),
             html.Div(_table(library), id="runs-list"),
-            html.Button("Compare those that are chosen", id="runs-compare", n_clicks=0),
+            html.Button("Compare selected runs", id="runs-compare", n_clicks=0),
             dcc.Store(id="runs-shown", data=_stamp(library)),
         ]
     )
 
 
 def register(app: Dash, library: Library) -> None:
-    """New runs appear by themselves."""
+    """Add new runs as they appear; open the comparison."""
 
     @app.callback(
         Output("runs-list", "children"),
@@ -59,7 +59,7 @@ def register(app: Dash, library: Library) -> None:
 
 
 def _names(values: list[list[str]]) -> list[str]:
-    """Those that are chosen."""
+    """The selected runs."""
     return [name for value in values for name in value or ()]
 
 
@@ -71,9 +71,9 @@ def _facts(library: Library, name: str) -> tuple[str, ...]:
     try:
         run = library.book(name).run
         steps = run.steps
-        begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started))
+        started = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started))
         last, found = f"{steps[-1] if steps else 0:,}", str(len(run.findings))
-        return *state_of(run), run.model, begun, last, found, in_units(run.size)
+        return *state_of(run), run.model, started, last, found, in_units(run.size)
     except RunError as error:
         return *_UNREADABLE, str(error)
 
@@ -81,8 +81,8 @@ def _facts(library: Library, name: str) -> tuple[str, ...]:
 def _table(library: Library, chosen: Sequence[str] = ()) -> Component:
     names = library.names()
     if not names:
-        return html.P("There is no run here yet. The first one appears by itself.")
-    titles = ("", "run", "state", "model", "begun", "last measured step", "findings", "size")
+        return html.P("No runs yet. The first one will appear here by itself.")
+    titles = ("", "run", "state", "model", "started", "last measured step", "findings", "size")
     head = html.Thead(html.Tr([html.Th(title, scope="col") for title in titles]))
     return html.Div(
         html.Table([head, html.Tbody([_row(library, name, name in chosen) for name in names])]), className="wide"
@@ -94,8 +94,8 @@ def _row(library: Library, name: str, is_chosen: bool) -> Component:
     if (kind, state) == _UNREADABLE:
         why = html.Td(printable(facts[0]), colSpan=5, className="why")
         return html.Tr([html.Td(), html.Td(printable(name)), html.Td(pill(kind, state)), why])
-    said = html.Span(f"compare {printable(name)}", className="hidden")
-    options, value = [{"label": said, "value": name}], [name] if is_chosen else []
+    text = html.Span(f"compare {printable(name)}", className="hidden")
+    options, value = [{"label": text, "value": name}], [name] if is_chosen else []
     box = dcc.Checklist(options, value, id={"kind": "chosen", "run": name})
     cells = [box, dcc.Link(printable(name), href=address(name)), pill(kind, state), *map(printable, facts)]
     return html.Tr([html.Td(cell) for cell in cells])

@@ -1,178 +1,205 @@
-"""A number by layer, in execution order: how gradients flow, what activations look like, how far each step goes."""
+"""Numbers by layer, in execution order: gradients, activations, and the sizes of updates."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from itertools import cycle
+from typing import Any, NamedTuple
 
 from torchhook.core.findings import Report
-from torchhook.render.figures.style import BLUE, GREEN, VERMILLION, is_number, label, plotly, quiet
+from torchhook.render.figures.style import LEGEND, is_number, label, layer_name, new_figure, not_measured, quiet
+from torchhook.render.palette import GREEN, LINES, VERMILLION
 
 HEALTHY_UPDATES = (1e-5, 3e-2)
-"""How far a healthy step moves a parameter, relative to its size."""
+"""The size of a healthy update, relative to its parameter."""
 
-NAMED = 30  # more layers than this have numbers below the axis, and their names under the pointer
-LONGEST = 20  # characters of a name below the axis
+NAMED = 30  # more layers than this are numbered below the axis; their names are in the hover text
+
+
+class LayerValue(NamedTuple):
+    """The number of one layer; `kind` is its class, for the hover text."""
+
+    site: str
+    value: float | None
+    kind: str = ""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One number of the layers of a kind, and how it is drawn."""
+    """One plot by layer: a line per name, and how they are drawn."""
 
     title: str
-    key: str
-    layers: Sequence[Mapping[str, Any]]
+    lines: Mapping[str, Sequence[LayerValue]]
     log: bool = True
     band: tuple[float, float] | None = None
+    height: int = 300  # pixels
 
-    def has_height(self, layer: Mapping[str, Any]) -> bool:
-        """Whether the number of a layer has a place on the axis."""
-        value = layer[self.key]
-        return is_number(value) and (value > 0 or not self.log)
+    @property
+    def longest(self) -> int:
+        """The number of characters of a name below the axis, which is vertical."""
+        return self.height // 15
+
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """Where each layer is along the axis, counted from 1."""
+        sites = dict.fromkeys(layer.site for line in self.lines.values() for layer in line)
+        return {site: number for number, site in enumerate(sites, start=1)}
+
+    def fits(self, value: float | None) -> bool:
+        """Whether a number has a place on the axis."""
+        return value is not None and is_number(value) and (value > 0 or not self.log)
+
+    @cached_property
+    def ends(self) -> tuple[float, float]:
+        """The lowest and the highest grid line: 0 and 1, or the exponents of the powers of ten around all values."""
+        if not self.log:
+            return 0.0, 1.0
+        values = [layer.value for line in self.lines.values() for layer in line if self.fits(layer.value)]
+        powers = [math.log10(value) for value in (*values, *(self.band or ())) if value] or [0.0]
+        return math.floor(min(powers) - 0.1), math.ceil(max(powers) + 0.1)
 
 
 def gradient_flow(report: Report) -> Any:
-    """The size of the gradient by layer, on a log scale: where it fades, where it explodes.
+    """The size of the gradient by layer, on a log scale: where it vanishes, where it explodes.
 
     >>> report = Report(layers=({"site": "fc", "kind": "module", "grad_norm": 1e-3},))
     >>> gradient_flow(report).data[0].y, gradient_flow(Report())
     ((0.001,), None)
     """
     return _stacked(
-        Panel("Gradient at each output (rms)", "grad_norm", _with(report, "module", "grad_norm")),
-        Panel("Gradient of each parameter (norm)", "grad_norm", _with(report, "parameter", "grad_norm")),
+        _panel(report, "Output gradient (RMS)", "module", "grad_norm"),
+        _panel(report, "Parameter gradient (norm)", "parameter", "grad_norm"),
     )
 
 
 def activations(report: Report) -> Any:
-    """The spread of each module's output, on a log scale, and the share of zeros in it.
+    """The standard deviation of each module's output, on a log scale, and the share of zeros in it.
 
     >>> report = Report(layers=({"site": "relu", "kind": "module", "std": 0.5, "zero_fraction": 0.4},))
     >>> [trace.y for trace in activations(report).data if trace.y]
     [(0.5,), (0.4,)]
     """
     return _stacked(
-        Panel("Spread of each output (standard deviation)", "std", _with(report, "module", "std")),
-        Panel("Share of zeros", "zero_fraction", _with(report, "module", "zero_fraction"), log=False),
+        _panel(report, "Output (standard deviation)", "module", "std"),
+        _panel(report, "Output (share of zeros)", "module", "zero_fraction", log=False),
     )
 
 
 def updates(report: Report) -> Any:
-    """How far a step moved each parameter, relative to its size; the healthy band is shaded.
+    """The size of the last update of each parameter, relative to the parameter; the healthy band is shaded.
 
     >>> report = Report(layers=({"site": "fc.weight", "kind": "parameter", "update_ratio": 0.3},))
     >>> updates(report).data[0].marker.color == (VERMILLION,)
     True
     """
-    layers = _with(report, "parameter", "update_ratio")
-    title = "Each update, relative to its parameter"
-    return _stacked(Panel(title, "update_ratio", layers, band=HEALTHY_UPDATES))
+    title = "Parameter update (relative to the parameter)"
+    return _stacked(_panel(report, title, "parameter", "update_ratio", band=HEALTHY_UPDATES))
 
 
-def _with(report: Report, kind: str, key: str) -> list[Mapping[str, Any]]:
-    return [layer for layer in report.layers if layer["kind"] == kind and layer.get(key) is not None]
+def layer_lines(by_name: Mapping[str, tuple[Sequence[str], Sequence[float | None]]], title: str) -> Any:
+    """Layers and their values, on a log scale, with one line per name.
+
+    >>> layer_lines({"net-1": (["conv", "fc"], [0.1, 0.0])}, "gradient norm").data[1].marker.symbol
+    ('triangle-down',)
+    """
+    lines = {name: list(map(LayerValue, *columns)) for name, columns in by_name.items() if columns[1]}
+    figure = _stacked(Panel("", lines, height=420))
+    if figure is None:
+        return not_measured()
+    figure.update_yaxes(title_text=title)
+    return figure.update_layout(showlegend=len(by_name) > 1, legend=LEGEND)
+
+
+def _panel(report: Report, title: str, kind: str, key: str, **options: Any) -> Panel:
+    known = [layer for layer in report.layers if layer["kind"] == kind and layer.get(key) is not None]
+    line = [LayerValue(layer["site"], layer[key], layer.get("module") or kind) for layer in known]
+    return Panel(title, {"": line} if line else {}, **options)
 
 
 def _stacked(*panels: Panel) -> Any:
-    """The panels that have something to show, one above the other."""
-    filled = [panel for panel in panels if panel.layers]
+    """The panels that have something to show, one above the other; None if there are none."""
+    filled = [panel for panel in panels if panel.places]
     if not filled:
         return None
-    same = all(_sites(panel) == _sites(filled[0]) for panel in filled)  # then names below the last one are enough
-    axes = {"rows": len(filled), "shared_xaxes": same, "vertical_spacing": 0.14 if same else _gap(filled[0])}
-    figure = plotly("subplots").make_subplots(**axes, subplot_titles=[panel.title for panel in filled])
+    same = all(panel.places == filled[0].places for panel in filled)  # then names below the last one are enough
+    axes = {"shared_xaxes": same, "vertical_spacing": 0.14 if same else _room_below(filled[0])}
+    figure = new_figure(len(filled), **axes, subplot_titles=[panel.title for panel in filled])
     for row, panel in enumerate(filled, start=1):
         _draw(figure, row, panel)
     figure.update_annotations(x=0, xanchor="left", yshift=4, font_size=12)
-    return quiet(figure, height=300 * len(filled))
+    return quiet(figure, sum(panel.height for panel in filled))
 
 
-def _sites(panel: Panel) -> list[str]:
-    return [layer["site"] for layer in panel.layers]
-
-
-def _gap(panel: Panel) -> float:
-    """The room below a panel, as a share of the figure: names stand on end there."""
-    names = _sites(panel) if len(panel.layers) <= NAMED else [""]
-    return 0.14 + 0.008 * min(max(map(len, names)), LONGEST)
+def _room_below(panel: Panel) -> float:
+    """The room that the vertical names below a panel need, as a share of the figure."""
+    names = panel.places if len(panel.places) <= NAMED else [""]
+    return 0.14 + 0.008 * min(max(map(len, names)), panel.longest)
 
 
 def _draw(figure: Any, row: int, panel: Panel) -> None:
     where = {"row": row, "col": 1}
-    figure.add_trace(_points(panel), **where)
-    figure.add_trace(_odd_ones(panel), **where)
+    for (name, line), colour in zip(panel.lines.items(), cycle(LINES), strict=False):
+        figure.add_scatter(**_points(panel, line, colour), name=label(name), **where)
+        figure.add_scatter(**_odd_ones(panel, line), showlegend=False, **where)
     if panel.band is not None:
         figure.add_hrect(*panel.band, fillcolor=GREEN, opacity=0.12, line_width=0, layer="below", **where)
     figure.update_yaxes(**_scale(panel), **where)
-    figure.update_xaxes(**_ticks(panel.layers), range=[0.5, len(panel.layers) + 0.5], **where)
+    figure.update_xaxes(**_ticks(panel), range=[0.5, len(panel.places) + 0.5], **where)
 
 
-def _points(panel: Panel) -> Any:
-    """What has a height; with a band, a diamond lies outside of it."""
+def _points(panel: Panel, line: Sequence[LayerValue], colour: str) -> dict[str, Any]:
+    """The values that have a place on the axis; those outside the band are diamonds."""
     low, high = panel.band or (-math.inf, math.inf)
-    values = [layer[panel.key] if panel.has_height(layer) else None for layer in panel.layers]
+    values = [layer.value if panel.fits(layer.value) else None for layer in line]
     inside = [value is None or low <= value <= high for value in values]
-    return plotly("graph_objects").Scatter(
-        x=list(range(1, len(values) + 1)),
-        y=values,
-        mode="lines+markers" if panel.band is None else "markers",
-        line={"color": BLUE, "width": 1},
-        marker={"color": [BLUE if fine else VERMILLION for fine in inside], "size": 6 if len(values) <= 100 else 4},
-        marker_symbol=["circle" if fine else "diamond" for fine in inside],
-        text=[_hover(panel, layer) for layer in panel.layers],
-        hovertemplate="%{text}<extra></extra>",
-    )
+    return {
+        "x": [panel.places[layer.site] for layer in line],
+        "y": values,
+        "mode": "lines+markers" if panel.band is None else "markers",
+        "line": {"color": colour, "width": 1},
+        "marker": {"color": [colour if fine else VERMILLION for fine in inside], "size": 6 if len(line) <= 100 else 4},
+        "marker_symbol": ["circle" if fine else "diamond" for fine in inside],
+        "text": list(map(_hover_text, line)),
+        "hovertemplate": "%{text}<extra></extra>",
+    }
 
 
-def _odd_ones(panel: Panel) -> Any:
-    """What has no height: a zero is a triangle at the bottom of a log scale, what is not finite a cross at the top."""
-    odd = [(x, layer) for x, layer in enumerate(panel.layers, start=1) if not panel.has_height(layer)]
-    bottom, top = (10**end if panel.log else end for end in _ends(panel))
-    zero = [is_number(layer[panel.key]) for _, layer in odd]
-    return plotly("graph_objects").Scatter(
-        x=[x for x, _ in odd],
-        y=[bottom if is_zero else top for is_zero in zero],
-        mode="markers",
-        cliponaxis=False,
-        marker={"color": VERMILLION, "size": 8},
-        marker_symbol=["triangle-down" if is_zero else "x" for is_zero in zero],
-        text=[_hover(panel, layer) for _, layer in odd],
-        hovertemplate="%{text}<extra></extra>",
-    )
+def _odd_ones(panel: Panel, line: Sequence[LayerValue]) -> dict[str, Any]:
+    """The other values: zeros are triangles at the bottom of a log scale, NaN and infinity are crosses at the top."""
+    odd = [layer for layer in line if layer.value is not None and not panel.fits(layer.value)]
+    bottom, top = (10**end if panel.log else end for end in panel.ends)
+    zero = [is_number(layer.value) for layer in odd]
+    return {
+        "x": [panel.places[layer.site] for layer in odd],
+        "y": [bottom if is_zero else top for is_zero in zero],
+        "mode": "markers",
+        "cliponaxis": False,
+        "marker": {"color": VERMILLION, "size": 8},
+        "marker_symbol": ["triangle-down" if is_zero else "x" for is_zero in zero],
+        "text": list(map(_hover_text, odd)),
+        "hovertemplate": "%{text}<extra></extra>",
+    }
 
 
 def _scale(panel: Panel) -> dict[str, Any]:
-    """A share goes up in quarters, a log scale in whole powers of ten; the lines at both ends are drawn too."""
-    bottom, top = _ends(panel)
+    """Ticks at quarters, or at powers of ten on a log scale, with grid lines at both ends."""
+    bottom, top = panel.ends
     step = math.ceil((top - bottom) / 5) if panel.log else 0.25
     edge = (top - bottom) / 20
     kind = "log" if panel.log else "linear"
     return {"type": kind, "tick0": bottom, "dtick": step, "range": [bottom - edge, top + edge]}
 
 
-def _ends(panel: Panel) -> tuple[float, float]:
-    """The lowest and the highest line across: of a log scale the powers of ten around its values."""
-    if not panel.log:
-        return 0.0, 1.0
-    values = [layer[panel.key] for layer in panel.layers if panel.has_height(layer)]
-    powers = [math.log10(value) for value in (*values, *(panel.band or ()))] or [0.0]
-    return math.floor(min(powers) - 0.1), math.ceil(max(powers) + 0.1)
-
-
-def _hover(panel: Panel, layer: Mapping[str, Any]) -> str:
-    name = f"<b>{label(layer['site'] or 'the model')}</b>"
-    return "<br>".join([name, label(layer.get("module") or layer["kind"]), f"{layer[panel.key]:.3g}"])
-
-
-def _ticks(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    if len(layers) > NAMED:
+def _ticks(panel: Panel) -> dict[str, Any]:
+    if len(panel.places) > NAMED:
         return {"nticks": 8}
-    names = [_short(layer["site"] or "the model") for layer in layers]
-    return {"tickvals": list(range(1, len(layers) + 1)), "ticktext": names, "autotickangles": [0, -90]}
+    names = [layer_name(site, panel.longest) for site in panel.places]
+    return {"tickvals": list(panel.places.values()), "ticktext": names, "autotickangles": [0, -90]}
 
 
-def _short(name: str) -> str:
-    """The end of a long name: there its own part is."""
-    return label(name if len(name) <= LONGEST else f"…{name[1 - LONGEST :]}")
+def _hover_text(layer: LayerValue) -> str:
+    value = "" if layer.value is None else f"{layer.value:.3g}"
+    return "<br>".join(filter(None, [f"<b>{layer_name(layer.site)}</b>", label(layer.kind), value]))

@@ -1,36 +1,40 @@
-"""How every figure looks: one palette, transparent paper, quiet axes; the page around it sets the colours of text."""
+"""The look of every figure: transparent background, quiet axes. The page around it sets the colour of the text."""
 
 from __future__ import annotations
 
 import html
 import math
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-# Okabe and Ito's colours, told apart by colour-blind readers too; these hold on light and on dark paper.
-BLUE, GREEN, ORANGE, VERMILLION, GREY = "#0072b2", "#009e73", "#e69f00", "#d55e00", "#8a9099"
-SEVERITY = {"info": BLUE, "warning": ORANGE, "error": VERMILLION}
+from torchhook.core.optional import require
+from torchhook.render.palette import GREY
 
-# What draws figures in a browser: plotly.js 4.1.1 with the kinds of plots that are on an x and a y axis, as npm has it
-# in plotly.js-cartesian-dist-min. The whole of plotly.js is three times as long to load, and our pages need no more.
+LEGEND = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}  # above the plot
+
+# The script that draws figures in a browser: plotly.js 4.1.1 with the cartesian plot types only, from the npm package
+# plotly.js-cartesian-dist-min. The full plotly.js takes three times as long to load.
 SCRIPT = Path(__file__).with_name("plotly-cartesian.min.js")
 
 
-def plotly(module: str) -> Any:
-    """A module of plotly.
+def new_figure(rows: int = 1, **options: Any) -> Any:
+    """An empty plotly figure with one plot per row.
 
-    >>> plotly("graph_objects").__name__
-    'plotly.graph_objects'
+    >>> new_figure().data
+    ()
     """
-    try:
-        return import_module(f"plotly.{module}")
-    except ImportError as error:
-        raise ImportError('plots need plotly: pip install "torchhook[plot]"') from error
+    return require("plotly.graph_objects", "plot", "a figure").Figure().set_subplots(rows=rows, **options)
+
+
+def not_measured() -> Any:
+    """A figure that says that there is nothing to show; empty axes would look like a bug."""
+    figure = quiet(new_figure().add_scatter(x=[], y=[]), height=300)
+    figure.update_xaxes(visible=False).update_yaxes(visible=False)
+    return figure.add_annotation(text="not measured", showarrow=False, x=0.5, y=0.5, xref="paper", yref="paper")
 
 
 def label(name: str) -> str:
-    """A name to be shown as it is: plotly reads tags and links in what it draws.
+    """A name as plain text: plotly interprets tags and links in what it draws.
 
     >>> label("<a href='//x'>fc</a>")
     "&lt;a href='//x'&gt;fc&lt;/a&gt;"
@@ -38,8 +42,18 @@ def label(name: str) -> str:
     return html.escape("".join(filter(str.isprintable, name)), quote=False)
 
 
+def layer_name(path: str, longest: int | None = None) -> str:
+    """The label of a layer; only the end of a path that is longer than `longest`, because the end says more.
+
+    >>> layer_name(""), layer_name("encoder.layers.0.fc", longest=8)
+    ('the model', '…rs.0.fc')
+    """
+    cut = longest is not None and len(path) > longest
+    return label(f"…{path[1 - (longest or 0) :]}" if cut else path) or "the model"
+
+
 def is_number(value: Any) -> bool:
-    """Whether there is a number to draw, which a NaN is not.
+    """Whether `value` is a finite number, so that it can be drawn.
 
     >>> is_number(0.5), is_number(None), is_number(math.nan)
     (True, False, False)
@@ -48,7 +62,7 @@ def is_number(value: Any) -> bool:
 
 
 def quiet(figure: Any, height: int) -> Any:
-    """`figure` in the style of all; dragging is left to the page, which a thumb scrolls."""
+    """Style `figure`. Dragging scrolls the page instead of zooming; an update of the figure keeps what was toggled."""
     figure.update_layout(
         template="none",
         height=height,
@@ -60,6 +74,7 @@ def quiet(figure: Any, height: int) -> Any:
         hovermode="closest",
         dragmode=False,
         showlegend=False,
+        uirevision="same",
     )
     axis = {
         "gridcolor": "rgba(138,144,153,.25)",
