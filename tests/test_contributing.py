@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import tomllib
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 THINGS = re.findall(r"^## Add an? (\w+)$", PAGE, re.M)

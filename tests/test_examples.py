@@ -11,6 +11,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NUMBER = r"(-?(?:[\d,]*\d(?:\.\d+)?(?:e[+-]?\d+)?|nan|inf))"
 

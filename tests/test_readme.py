@@ -153,6 +153,7 @@ def demo(tmp_path_factory):
     return folder, done.stdout
 
 
+@pytest.mark.slow
 def test_the_demo_tells_the_healthy_training_from_the_other(demo):
     folder, told = demo
     healthy, slipped = told.split("─ healthy ─")[1].split("─ slipped ─")

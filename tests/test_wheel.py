@@ -21,6 +21,8 @@ import torch, torch.nn.functional as F
 from torch import nn
 import torchhook as th
 
+pytestmark = pytest.mark.slow
+
 assert th.__file__.startswith(sys.prefix), th.__file__
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(inplace=True), nn.Linear(16, 2))

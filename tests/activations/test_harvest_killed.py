@@ -24,6 +24,7 @@ from torchhook.activations.store import Activations
 from torchhook.activations.store_files import Commit, Journal
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:.*:UserWarning"),  # of what is skipped and too large, each time
 ]

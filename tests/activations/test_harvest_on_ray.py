@@ -19,7 +19,7 @@ from torchhook.activations.store import Activations
 from torchhook.activations.store_files import last_commit
 
 ray = pytest.importorskip("ray")
-pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(240)]
 
 HERE = os.pathsep.join([str(Path(__file__).parent), os.environ["PYTHONPATH"]])
 JOB = {"log_to_driver": False, "runtime_env": {"env_vars": {"PYTHONPATH": HERE}}}  # where actors find this file

@@ -563,6 +563,7 @@ def ray():
     ray.shutdown()
 
 
+@pytest.mark.slow
 def test_ray_data_sets(ray):
     columns = tokens(10)
     rows = [{name: column[number] for name, column in columns.items()} for number in range(10)]
@@ -573,6 +574,7 @@ def test_ray_data_sets(ray):
     check_tokens(list(source.read(1)), 4, 10)
 
 
+@pytest.mark.slow
 def test_ray_data_sets_keep_their_order_and_their_options(ray):
     class Late:  # in here, for Ray's workers cannot import this file
         def __call__(self, batch):

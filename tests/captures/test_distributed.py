@@ -522,6 +522,7 @@ def check_edit_on_one_rank(rank, make):
     loss(model(x)).backward()
 
 
+@pytest.mark.slow
 @pytest.mark.matrix("sharded (2 gloo ranks)", "`full=True` on one rank alone raises and hangs nobody")
 @pytest.mark.parametrize("make", [fsdp2, *TENSOR_PARALLEL])
 def test_a_full_capture_on_one_rank_alone_raises(ranks, make):

@@ -259,6 +259,7 @@ def traced():
     return sum(found.size for found in tracemalloc.take_snapshot().filter_traces(ours).statistics("filename"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("everything", [False, True])
 def test_ten_thousand_passes_leave_memory_flat(everything):
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])

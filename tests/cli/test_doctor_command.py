@@ -33,6 +33,7 @@ def told(folder, **environment):
     return dict(re.split(" {2,}", line, maxsplit=1) for line in lines if line)
 
 
+@pytest.mark.slow
 def test_versions_devices_extras_and_what_compiles(tmp_path):
     said = told(tmp_path, OMP_NUM_THREADS="1")
     assert said["torchhook"] == torchhook.__version__
@@ -61,6 +62,7 @@ def test_a_torch_that_cannot_be_imported_stops_nothing(tmp_path):
     assert said["torchhook"] == torchhook.__version__ and "GiB" in said["memory"]
 
 
+@pytest.mark.slow
 def test_without_a_compiler_it_says_so(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

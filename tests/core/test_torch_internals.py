@@ -9,6 +9,8 @@ import pytest
 
 from torchhook.core import torch_internals
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 NAMES = [*torch_internals.NAMES, "all"]
 

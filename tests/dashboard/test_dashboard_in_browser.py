@@ -595,6 +595,7 @@ def large(root):
     delete(root / "large")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["", "/layers", "/flow", "/graph", "/layer?path=blocks.0.0.projection"])
 def test_500_layers_and_20000_steps_open_fluidly(browse, large, page):
     start = time.monotonic()

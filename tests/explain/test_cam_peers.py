@@ -96,6 +96,7 @@ METHODS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", MODELS)
 def test_the_same_numbers_as_pytorch_grad_cam(make):
     model, size, layer, fold = make()

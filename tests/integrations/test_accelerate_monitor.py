@@ -19,7 +19,7 @@ from torchhook.training.logs import Log
 from torchhook.training.monitor import Monitor
 from torchhook.training.runs import Run
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 X = torch.randn(40, 4, generator=torch.Generator().manual_seed(1))
 Y = (X.sum(1) > 0).long()
 

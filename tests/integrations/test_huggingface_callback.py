@@ -115,6 +115,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_the_loss_of_each_step_is_what_the_trainer_logs(setting, tmp_path):
     kind, options = SETTINGS[setting]
@@ -271,6 +272,7 @@ def test_the_next_training_closes_one_that_raised(tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_nothing_of_it_and_steps_go_on_where_it_was_made(tmp_path):
     whole, rest = Kept(), Kept()
     trainer(tmp_path, TorchhookCallback(2, to=[whole]), save_strategy="steps", save_steps=8).train()
@@ -309,6 +311,7 @@ print(there.state.global_step, logged(there)[2])
 """
 
 
+@pytest.mark.slow
 def test_processes_have_a_run_each_and_stop_together(tmp_path):
     script = tmp_path / "several.py"
     script.write_text(SEVERAL)

@@ -159,6 +159,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Net, CallsItsPart])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_what_is_recorded_is_what_a_loop_by_hand_records(kind, setting):
@@ -417,6 +418,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_processes_have_a_run_each_and_stop_together(tmp_path):
     script = tmp_path / "several.py"
     script.write_text(SEVERAL)

@@ -97,6 +97,7 @@ def history(client, run_id, name):
     return [(metric.step, metric.value) for metric in client.get_metric_history(run_id, name)]
 
 
+@pytest.mark.slow
 def test_the_active_run_is_written_to_and_stays_the_users(client):
     with mlflow.start_run() as run:
         log = written(MLflow(), entry(3, {"fc": torch.tensor([1.0, 3.0])}), findings=[BROKEN, LESSER])

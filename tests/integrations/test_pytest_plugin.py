@@ -166,6 +166,7 @@ def test_help_tells_of_the_option(pytester):
     pytester.runpytest_inprocess("--help").stdout.fnmatch_lines(["model checks by torchhook:", "*--torchhook-fail-on*"])
 
 
+@pytest.mark.slow
 def test_workers_of_xdist_tell_it_too(pytester, monkeypatch):
     pytest.importorskip("xdist")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

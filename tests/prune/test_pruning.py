@@ -134,6 +134,7 @@ def test_resnet18_is_smaller_faster_and_as_cheap_as_planned():
     assert all(len(gone) < chosen.sizes[path] for path, gone in chosen.channels.items())
 
 
+@pytest.mark.slow
 def test_a_pretrained_network_still_sees_the_cat():
     from efficientnet_lite_pytorch import EfficientNet
     from skimage import data, transform

@@ -8,7 +8,7 @@ import pytest
 from zoo import FAULTS, HEALTHY
 from zoo.inspecting import inspected, is_at
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 SEED = 1000
 

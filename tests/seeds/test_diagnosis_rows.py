@@ -120,6 +120,7 @@ def command(monkeypatch, *arguments):
     return ended.value.code or 0
 
 
+@pytest.mark.slow
 def test_c39_health_checks_in_continuous_integration(tmp_path, monkeypatch):
     (tmp_path / "nets.py").write_text(NETS)
     (tmp_path / "test_nets.py").write_text(TESTS)
@@ -174,6 +175,7 @@ def named(specimens, name):
     return next(specimen for specimen in specimens if specimen.name == name)
 
 
+@pytest.mark.slow
 def test_b10_rules_are_calibrated_on_a_zoo_of_healthy_and_sick_trainings():
     assert len(HEALTHY) >= 12 and len(FAULTS) >= 24
     assert len({specimen.name for specimen in (*HEALTHY, *FAULTS)}) == len(HEALTHY) + len(FAULTS)

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 CODE = """
 import torch
 from sick_models import Divide, Sqrt, linear
@@ -39,6 +41,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_one_rank_of_each(tmp_path):
     run = [sys.executable, "-c", CODE.replace("{file}", str(tmp_path / "store"))]
     result = subprocess.run(run, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=200, check=False)

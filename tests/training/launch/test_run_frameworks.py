@@ -11,6 +11,8 @@ import pytest
 from torchhook.training.runs import Run
 from torchhook.training.runs.folders import ranks
 
+pytestmark = pytest.mark.slow
+
 LIGHTNING = """
     import warnings; warnings.simplefilter("ignore")
     import lightning, torch

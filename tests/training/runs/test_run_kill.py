@@ -116,6 +116,8 @@ import torch
 from run_samples import entry_of, snapshot_at
 from torchhook import Finding, Report
 from torchhook.training.runs import RunLog
+
+pytestmark = pytest.mark.slow
 torch.set_num_threads(1)
 snapshot = snapshot_at(0, sites=[f"layer{number}" for number in range(20)])
 for room in map(int, sys.argv[2:]):

@@ -7,6 +7,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import pytest
 from run_samples import entry_at, written
 
 from torchhook import Report
@@ -16,6 +17,7 @@ from torchhook.training.runs.schema import FILE
 HERE = Path(__file__).parent
 
 
+@pytest.mark.slow
 def test_two_processes_read_while_one_writes_and_thins(tmp_path):
     done = subprocess.run(
         [sys.executable, HERE / "reading_while_writing.py", tmp_path / "run"],
