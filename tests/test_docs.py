@@ -236,7 +236,7 @@ def test_every_example_is_listed_with_what_it_needs():
     for name, row in rows.items():
         assert f"](../examples/{name})" in home
         code = (ROOT / "examples" / name).read_text()
-        (needs,) = re.findall(r"Needs (scikit-learn.*) beside '.\[all\]'\.", ast.get_docstring(ast.parse(code)))
+        (needs,) = re.findall(r"Needs (scikit-learn.*) in addition to '.\[all\]'\.", ast.get_docstring(ast.parse(code)))
         for library, module in {"scikit-image": "skimage", "lightning": "lightning", "mlflow": "mlflow"}.items():
             needed = re.search(rf"^(from|import) {module}\b", code, re.M) is not None
             assert (library in row.split("|")[-2]) == (library in needs) == needed, (name, library)

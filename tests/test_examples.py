@@ -43,9 +43,9 @@ ANSWERS = {
         ),
     ),
     "train_against_deployed.py": (
-        "of # deployed forms these part from the trained one: ported at norm2."
-        " But the trained one itself is right on #% of the test set and on #% of what production feeds it,"
-        " which is furthest off at '*', by # deviations.",
+        "of # deployed versions these differ from the trained one: ported at norm2."
+        " But the trained one itself is right on #% of the test set and on #% of the production data,"
+        " which is furthest off at '*', by # standard deviations.",
         lambda forms, test, fed, distance: forms == 4 and test > 85 and fed < 50 and distance > 0.2,
     ),
     "small_objects.py": (
@@ -69,7 +69,7 @@ ANSWERS = {
         ),
     ),
     "pruning.py": (
-        "* can go, which are #% of the parameters and #% of the FLOPs."
+        "* can go, which saves #% of the parameters and #% of the FLOPs."
         " The accuracy is #% with them, #% without, and #% after one more epoch.",
         lambda parameters, flops, whole, cut, mended: (
             parameters > 30 and 50 <= flops < 60 and whole > 85 and mended > whole - 4 and cut < whole
@@ -83,11 +83,11 @@ ANSWERS = {
         lambda far, p, before, near, _, after: p < 0.01 and near < 0.3 * far and after > before + 5,
     ),
     "many_models.py": (
-        "what the last layers make of the digits is alike by"
-        " perceptron and convolutional # (untrained #),"
-        " perceptron and transformer # (untrained #),"
-        " convolutional and transformer # (untrained #), where 1 is the same.",
-        lambda *both: all(after > max(0.8, before + 0.2) for after, before in zip(both[::2], both[1::2], strict=True)),
+        "the similarity of the last layers (# is identical) is"
+        " # for perceptron and convolutional (untrained #),"
+        " # for perceptron and transformer (untrained #),"
+        " # for convolutional and transformer (untrained #).",
+        lambda _, *both: all(now > max(0.8, before + 0.2) for now, before in zip(both[::2], both[1::2], strict=True)),
     ),
     "lightning_training.py": (
         "it was stopped after # of # steps, because at step # each optimizer step changes the weights by #%:"
