@@ -1,7 +1,7 @@
 """Why is the transformer unstable at this learning rate, and what helps: a warm-up, or norms before the layers?
 
-A small model learns to spell. A monitored run shows how far the first step goes, a capture how much of the last output
-depends on the letter, `explain.attention` how evenly heads attend (1: to all). Needs scikit-learn besides '.[all]'.
+A small model learns to spell. A monitored run shows how far the first step goes, a capture how much of the output
+varies by letter, `explain.attention` how evenly heads attend (1: to all). Needs scikit-learn in addition to '.[all]'.
 """
 
 import warnings
