@@ -57,7 +57,7 @@ def main() -> None:
     images, labels = map(torch.tensor, load_digits(return_X_y=True))
     source = images.float().view(-1, 1, 8, 8) / 16
     target = on_walls(source)
-    told = []
+    answers = []
     for name, weight in (("plain", 0.0), ("adapted", 0.1)):
         net = train(network(), source[:1300], labels[:1300], target[:1300], weight)
         spreads = th.compare.datasets(net, source[1300:].split(100), target[1300:].split(100))
@@ -65,11 +65,11 @@ def main() -> None:
         right = (net(target[1300:]).argmax(1) == labels[1300:]).float().mean()
         print(f"--- {name}\n{spreads}\n\n{shift}\n")
         spreads.figure().savefig(OUTPUT / f"domain_adaptation_{name}.png")
-        told.append(
+        answers.append(
             f"{name}, the network sees the domains furthest apart at {spreads.ranked()[0].path!r}, their MMD at '7' is"
             f" {shift.mmd:.3f} (p = {shift.p_value:.3f}), and {right:.1%} of the target is right"
         )
-    print(f"Answer: {'; '.join(told)}.")
+    print(f"Answer: {'; '.join(answers)}.")
 
 
 if __name__ == "__main__":

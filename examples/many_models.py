@@ -65,14 +65,14 @@ def main() -> None:
             right = (net(pixels[1300:]).argmax(1) == labels[1300:]).float().mean()
         print(f"--- {name}: {right:.1%} right\n{acts}\n")
 
-    unseen, told = list(pixels[1300:].split(100)), []
+    unseen, answers = list(pixels[1300:].split(100)), []
     for a, b in combinations(nets, 2):
         likeness = th.compare.cka(nets[a], nets[b], unseen)
         before = th.compare.cka(untrained[a], untrained[b], unseen)
         likeness.figure().savefig(OUTPUT / f"{a}_{b}.png")
         ends = likeness.matrix[-1, -1], before.matrix[-1, -1]
-        told.append(f"{ends[0]:.2f} for {a} and {b} (untrained {ends[1]:.2f})")
-    print(f"Answer: the similarity of the last layers (1 is identical) is {', '.join(told)}.")
+        answers.append(f"{ends[0]:.2f} for {a} and {b} (untrained {ends[1]:.2f})")
+    print(f"Answer: the similarity of the last layers (1 is identical) is {', '.join(answers)}.")
 
 
 if __name__ == "__main__":

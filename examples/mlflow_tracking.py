@@ -53,14 +53,14 @@ def main() -> None:
             train(rate)
         runs[rate] = run.info.run_id
 
-    told = []
+    answers = []
     for rate, run_id in runs.items():
         run = mlflow.get_run(run_id)
         found = [text for key, text in sorted(run.data.tags.items()) if key.startswith("torchhook.TH")] or ["healthy"]
         layers = [key for key in run.data.metrics if key.startswith("torchhook/std/")]
         print(f"rate {rate}: {run.data.tags['torchhook.report']}; {len(run.data.metrics)} metrics, among them {layers}")
-        told.append(f"rate {rate} ends with a loss of {run.data.metrics['torchhook/loss']:.2f} ({', '.join(found)})")
-    print(f"Answer: {'; '.join(told)}.")
+        answers.append(f"rate {rate} ends with a loss of {run.data.metrics['torchhook/loss']:.2f} ({', '.join(found)})")
+    print(f"Answer: {'; '.join(answers)}.")
 
 
 if __name__ == "__main__":

@@ -115,10 +115,10 @@ def test_costs_in_the_comparison_are_those_of_the_benchmark():
 
 
 def test_other_numbers_are_those_of_the_benchmarks():
-    beside = NUMBER.findall(sections(ENGLISH)[4])
-    assert set(beside) <= set(NUMBER.findall(BENCHMARKS))
+    quoted = NUMBER.findall(sections(ENGLISH)[4])
+    assert set(quoted) <= set(NUMBER.findall(BENCHMARKS))
     for number, name in QUOTED.items():
-        assert number in beside
+        assert number in quoted
         assert any(number in NUMBER.findall(" ".join(row[1:])) for row in rows(BENCHMARKS) if row[0] == name), number
 
 
