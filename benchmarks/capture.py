@@ -1,11 +1,11 @@
-"""What capturing costs, here and elsewhere, as ratios to the hook that one would write by hand.
+"""The cost of capturing, here and in other libraries, as ratios to a hand-written hook.
 
 Every contender keeps the outputs of all layers of one small model, so nearly all of its time is overhead.
-One that is missing, fails, or keeps anything else than those outputs is left out, by name.
+A contender that is missing, fails, or keeps anything other than those outputs is left out, by name.
 
     python benchmarks/capture.py [--rounds N] [--no-peers]
 
-Peers: those in requirements.txt, and TorchHook 0.2.7 in a folder of its own, having our import name:
+Peers: those in requirements.txt, and TorchHook 0.2.7 in a separate folder, because it has our import name:
 
     pip install --no-deps --target .bench/torchhook-0.2.7 TorchHook==0.2.7
 """
@@ -34,9 +34,9 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS, WIDTH, BATCH = 48, 32, 8
 GRADS = (False, True)
 TARGETS = {("forward", False): 1.3, ("forward", True): 1.6, ("cycle", False): 1.5, ("cycle", True): 1.5}
-Place = tuple[str, str, bool]  # a contender's name, what is measured, grad mode
+Place = tuple[str, str, bool]  # the name of a contender, what is measured, grad mode
 IMPORT_TARGET = 50  # ms
-PROCESSES = 5  # where things lie in memory is worth some percent, and the same for all rounds of a process
+PROCESSES = 5  # memory layout is worth a few percent, and is the same for all rounds of a process
 
 
 def layers(count: int = LAYERS, width: int = WIDTH) -> list[nn.Linear]:
@@ -49,11 +49,11 @@ def batch() -> Tensor:
 
 
 class Contender:
-    """A way to keep outputs: attached, run and removed again. The docstring says how it is used."""
+    """A way to keep outputs: attached, run and removed again. The docstring of a subclass says how it is used."""
 
     name: str
     version = ""
-    per_run = False  # attaches anew in every forward: there is only the whole cycle to measure
+    per_run = False  # attaches again for every forward: only the whole cycle can be measured
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -78,12 +78,12 @@ class Contender:
         self.remove()
 
     def kept(self) -> list[Tensor]:
-        """What the latest forward left."""
+        """The outputs kept by the latest forward."""
         raise NotImplementedError
 
 
 class NoHooks(Contender):
-    """nothing but the forward"""
+    """only the forward"""
 
     name = "no hooks"
 
@@ -95,7 +95,7 @@ class NoHooks(Contender):
 
 
 class BareHook(Contender):
-    """a closure a layer, `d[name] = out.detach()`, on each nn.Linear of named_modules"""
+    """one closure per layer, `d[name] = out.detach()`, on each nn.Linear of named_modules"""
 
     name = "bare hook"
 
@@ -123,13 +123,13 @@ class BareHook(Contender):
 
 
 class Ours(Contender):
-    """`torchhook.capture(model)`, which copies on write where the bare hook aliases"""
+    """`torchhook.capture(model)`, which copies on write where the bare hook keeps an alias"""
 
     name = "torchhook"
     version = torchhook.__version__
 
     def attach(self) -> None:
-        # "ignore", since the cost of attaching is measured without a forward, too
+        # "ignore", since the cost of attaching is also measured without a forward
         self.acts = torchhook.capture(self.model, on_silent="ignore").attach()
 
     def remove(self) -> None:
@@ -163,7 +163,7 @@ class Classic(Contender):
 
 
 class TransformerLens(Contender):
-    """a HookedRootModule with a HookPoint after each layer, `add_caching_hooks()`; whole: `run_with_cache(x)`"""
+    """a HookedRootModule with a HookPoint after each layer, `add_caching_hooks()`; cycle: `run_with_cache(x)`"""
 
     name = "TransformerLens"
 
@@ -197,7 +197,7 @@ class TransformerLens(Contender):
 
 
 class FeatureExtractor(Contender):
-    """`create_feature_extractor(model, names)`, its graph built once; whole: built for each forward"""
+    """`create_feature_extractor(model, names)`, its graph built once; cycle: built for each forward"""
 
     name = "torchvision"
 
@@ -220,7 +220,7 @@ class FeatureExtractor(Contender):
 
 
 class NNsight(Contender):
-    """`with net.trace(x) as tracer: tracer.cache(modules=layers)`; `net = NNsight(model)`, made once, is not timed"""
+    """`with net.trace(x) as tracer: tracer.cache(modules=layers)`; `net = NNsight(model)` is done once and not timed"""
 
     name = "nnsight"
     per_run = True
@@ -228,7 +228,7 @@ class NNsight(Contender):
     def __init__(self, model: nn.Module) -> None:
         from nnsight import NNsight
 
-        super().__init__(NNsight(nn.Sequential(*layers())))  # a model of its own: it changes the modules' forwards
+        super().__init__(NNsight(nn.Sequential(*layers())))  # its own model, because it changes the forward of modules
         self.version = version("nnsight")
         self.layers = list(self.model)
 
@@ -241,7 +241,7 @@ class NNsight(Contender):
 
 
 class TorchLens(Contender):
-    """`record(model, x, save=func("linear"))`, its light way; measured after all others"""
+    """`record(model, x, save=func("linear"))`, its cheapest mode; measured after all others"""
 
     name = "torchlens"
     per_run = True
@@ -262,11 +262,11 @@ class TorchLens(Contender):
 
 CORE = (NoHooks, BareHook, Ours)
 PEERS = (Classic, TransformerLens, FeatureExtractor, NNsight)
-LAST = (TorchLens,)  # once used, it leaves torch's functions wrapped, which makes them dearer to everybody
+LAST = (TorchLens,)  # once used, it leaves torch's functions wrapped, which slows all others down
 
 
 def load_classic() -> ModuleType:
-    """TorchHook 0.2.7 under another name than ours."""
+    """TorchHook 0.2.7, imported under a different name than ours."""
     name, folder = "torchhook_classic", ROOT / ".bench" / "torchhook-0.2.7" / "torchhook"
     if name not in sys.modules:
         init = folder / "__init__.py"
@@ -279,24 +279,24 @@ def load_classic() -> ModuleType:
 
 
 def entered(kinds: tuple[type[Contender], ...]) -> tuple[list[Contender], dict[str, str]]:
-    """Those that can be used and keep the right outputs, and by name why the others are left out."""
+    """The contenders that work and keep the right outputs, and the reasons why others are left out, by name."""
     found = {kind.name: attempted(kind) for kind in kinds}
     contenders = [each for each in found.values() if isinstance(each, Contender)]
     return contenders, {name: why for name, why in found.items() if isinstance(why, str)}
 
 
 def attempted(kind: type[Contender]) -> Contender | str:
-    """The contender, or why there is none."""
+    """The contender, or the reason why it cannot be used."""
     try:
         contender = kind(nn.Sequential(*layers()))
         require_right(contender)
-    except Exception as error:  # whatever a peer may raise
+    except Exception as error:  # a peer may raise anything
         return f"{type(error).__name__}: {error}".splitlines()[0]
     return contender
 
 
 def require_right(contender: Contender) -> None:
-    """Raise unless it keeps the 48 outputs that the model gives, with grad mode on and off."""
+    """Raise unless it keeps all 48 layer outputs, with grad mode on and off."""
     for grad in GRADS:
         with torch.set_grad_enabled(grad):
             right = NoHooks(nn.Sequential(*layers())).kept()
@@ -306,11 +306,11 @@ def require_right(contender: Contender) -> None:
             kept = contender.kept()
             contender.remove()
         if len(kept) != LAYERS or not all(map(torch.equal, kept, right)):
-            raise ValueError(f"it kept {len(kept)} outputs, not the {LAYERS} that the model gave")
+            raise ValueError(f"it kept {len(kept)} outputs that are not the {LAYERS} outputs of the layers")
 
 
 def forward_sample(contender: Contender, grad: bool) -> Callable[[], float]:
-    """Times the forward with the hooks in place; putting them there is not timed."""
+    """Times the forward with hooks attached, without attaching them."""
     with torch.set_grad_enabled(grad):
         passes = passes_for(contender.forward)
 
@@ -349,7 +349,7 @@ def samples_of(contenders: list[Contender]) -> dict[Place, Callable[[], float]]:
 
 
 class Run(NamedTuple):
-    """What one process measured."""
+    """The measurements of one process."""
 
     titles: dict[str, str]  # by the contender's name
     left_out: dict[str, str]
@@ -357,10 +357,10 @@ class Run(NamedTuple):
 
 
 def measured(rounds: int, with_peers: bool) -> Run:
-    """The samples of everybody, taken in this process."""
+    """The samples of all contenders, taken in this process."""
     torch.set_num_threads(1)
     let_torchvision_import()
-    model = nn.Sequential(*layers())  # one for the three, so that its place in memory favours none
+    model = nn.Sequential(*layers())  # shared by the three, so that memory layout favours none of them
     core: list[Contender] = [kind(model) for kind in CORE]
     for contender in core:
         require_right(contender)
@@ -380,7 +380,7 @@ def let_torchvision_import() -> None:
 
 
 class Results:
-    """The samples of some runs; a statistic makes costs and ratios of them."""
+    """The samples of some runs, from which a statistic computes costs and ratios."""
 
     def __init__(self, runs: list[Run]) -> None:
         self.runs = runs
@@ -391,14 +391,14 @@ class Results:
         return [seconds for run in self.runs for seconds in run.seconds.get(place, ())]
 
     def cost(self, name: str, measure: str, grad: bool, statistic: Callable = median) -> float | None:
-        """Of the whole cycle, or what hooks in place add to the forward."""
+        """The seconds of the whole cycle, or those that attached hooks add to the forward."""
         seconds = self.seconds(name, measure, grad)
         if not seconds:
             return None
         if measure == "cycle":
             return statistic(seconds)
         plain = self.seconds(NoHooks.name, measure, grad)
-        if statistic is median:  # of the differences within rounds, which a slow drift of the machine leaves alone
+        if statistic is median:  # of the differences within rounds, so that a slow drift of the machine cancels out
             return median(mine - without for mine, without in zip(seconds, plain, strict=True))
         return statistic(seconds) - statistic(plain)
 
@@ -407,7 +407,7 @@ class Results:
         return self.cost(name, *place) / self.cost(BareHook.name, *place)
 
     def spread(self) -> str:
-        """How far the processes agree on our ratios."""
+        """The range of our ratios over the processes."""
         alone = [Results([run]) for run in self.runs]
         ratios = [sorted(each.ratio(Ours.name, *place) for each in alone) for place in TARGETS]
         return ", ".join(f"{low:.2f}–{high:.2f}×" for low, *_, high in ratios)
@@ -428,7 +428,7 @@ class Results:
 
 
 class Growth:
-    """What attaching and removing cost a layer, as models grow."""
+    """The cost of attaching and removing per layer, as models grow."""
 
     sizes = (50, 500, 5000)
 
@@ -438,7 +438,7 @@ class Growth:
 
     @staticmethod
     def measured(kind: type[Contender], size: int) -> tuple[float, float]:
-        """Seconds a layer to attach, and to remove."""
+        """Seconds per layer to attach and to remove."""
         contender = kind(nn.Sequential(*layers(size, width=1)))
         samples = repeated(lambda: (timed(contender.attach), timed(contender.remove)))
         return median(attach for attach, _ in samples) / size, median(remove for _, remove in samples) / size
@@ -448,21 +448,21 @@ class Growth:
             [self.titles[name], *(f"{attach * 1e6:,.1f} + {remove * 1e6:.1f} µs" for attach, remove in costs)]
             for name, costs in self.seconds.items()
         ]
-        return markdown(["attach + remove, a layer", *(f"{size:,} layers" for size in self.sizes)], rows)
+        return markdown(["attach + remove, per layer", *(f"{size:,} layers" for size in self.sizes)], rows)
 
     def of(self, name: str) -> float:
-        """How many times as dear a layer is in the largest model as in the smallest."""
+        """The cost of a layer in the largest model, relative to the smallest."""
         return sum(self.seconds[name][-1]) / sum(self.seconds[name][0])
 
 
 def import_milliseconds(repeats: int = 9) -> list[float]:
-    """What importing `capture` adds to `import torch`, each time in a fresh process, with bytecode as pip leaves it."""
+    """What importing `capture` adds to `import torch`, in fresh processes, with compiled bytecode as pip leaves it."""
     code = "import time, torch; a = time.perf_counter(); from torchhook import capture; print(time.perf_counter() - a)"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     with tempfile.TemporaryDirectory() as cache:
         environment["PYTHONPYCACHEPREFIX"] = cache
         run = partial(subprocess.check_output, [sys.executable, "-c", code], cwd=ROOT, env=environment)
-        run()  # which writes the bytecode
+        run()  # writes the bytecode
         return [1000 * float(run()) for _ in range(repeats)]
 
 
@@ -471,9 +471,9 @@ def verdicts(results: Results, growth: Growth, import_ms: float) -> list[str]:
     for (measure, grad), target in TARGETS.items():
         ratio = results.ratio(Ours.name, measure, grad)
         lines.append(verdict(f"{column(measure, grad)}: {ratio:.2f}× the bare hook", f"{target}×", ratio <= target))
-    # A large model misses the processor's caches, so that it is never quite 1.
+    # A large model misses the processor's caches, so this is never quite 1.
     grown = growth.of(Ours.name)
-    what = f"attaching: a layer of 5,000 costs {grown:.1f}× one of 50 (linear would be 1×, quadratic 100×)"
+    what = f"attaching: a layer costs {grown:.1f}× as much among 5,000 as among 50 (linear would be 1×, quadratic 100×)"
     lines.append(verdict(what, "2×", grown <= 2))
     lines.append(verdict(f"import: {import_ms:.0f} ms", f"{IMPORT_TARGET} ms", import_ms <= IMPORT_TARGET))
     return lines
@@ -496,20 +496,20 @@ def report(rounds: int, with_peers: bool) -> None:
 
     print(f"{machine()}, torch {version('torch')}, one thread;", end=" ")
     print(f"median of {share * PROCESSES} rounds, in {PROCESSES} processes.")
-    print(f"{LAYERS} × Linear({WIDTH}, {WIDTH}), batch {BATCH}, all outputs kept. ×: times the bare hook's cost.")
-    print("forward: what hooks in place add to it. cycle: attach, forward, remove. The garbage collector is on; in the")
-    print("first table it skips what the imports of all these libraries have left.")
+    print(f"{LAYERS} × Linear({WIDTH}, {WIDTH}), batch {BATCH}, all outputs kept. ×: relative to the bare hook.")
+    print("forward: what attached hooks add to it. cycle: attach, forward, remove. The garbage collector is on; in the")
+    print("first table it skips the objects left by the imports of all these libraries.")
     print(f"\n{results.table()}\n")
     for name, why in left_out.items():
         print(f"- left out: {name}: {why}")
     for kind in CORE + PEERS + LAST:
         if kind.name in results.titles:
             print(f"- {results.titles[kind.name]}: {kind.__doc__}")
-    print(f"\nThe {PROCESSES} processes by themselves see torchhook at {results.spread()};")
-    print(f"the fastest samples instead of the median ones at {results.least()}.")
+    print(f"\nOver the {PROCESSES} processes, torchhook ranges over {results.spread()};")
+    print(f"by the fastest samples instead of the medians, it is at {results.least()}.")
     print(f"\n{growth.table()}\n")
     imports = ["torchhook", f"{median(import_ms):.1f} ms", f"{min(import_ms):.1f} ms"]
-    print(markdown(["import, on top of torch", "median", "least"], [imports]), end="\n\n")
+    print(markdown(["import, in addition to torch", "median", "minimum"], [imports]), end="\n\n")
     print(*verdicts(results, growth, median(import_ms)), sep="\n")
 
 

@@ -1,4 +1,4 @@
-"""What capturing costs on a GPU: a forward alone, with copies on write, with clones, with one layer brought home.
+"""The cost of capturing on a GPU: a plain forward, copy-on-write, clones, and one layer copied to the CPU.
 
 python benchmarks/capture_gpu.py
 """

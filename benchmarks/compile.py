@@ -1,12 +1,12 @@
-"""What taps cost inside torch.compile: a small GPT with and without them on every block, as ratios in one run.
+"""The cost of taps inside torch.compile: a small GPT with and without taps on every block, as ratios in one run.
 
-Compiled with fullgraph=True, on the CPU and, where there is one, on a GPU. Each way has a model of its own, is
-attached once for all rounds, and must show the values of the eager model; then each round calls every way once.
+Compiled with fullgraph=True, on the CPU and on a GPU if there is one. Each way has its own model, is attached once for
+all rounds, and must reproduce the values of the eager model; then each round calls every way once.
 
     python benchmarks/compile.py [--rounds N] [--device cpu|cuda] [--only NAME]
 
-Beside it, what taps cost without a compiler, and a bare hook that appends to a list, compiled without fullgraph:
-the list is longer at every call, so that torch compiles until its limit is reached and then no more.
+For comparison: the cost of taps without a compiler, and a bare hook that appends to a list, compiled without fullgraph.
+The list grows with every call, so torch recompiles until it reaches its limit and then stops compiling.
 """
 
 import argparse
@@ -29,16 +29,16 @@ import torchhook
 
 VOCABULARY, HEAD = 1024, 64
 TARGET = 1.10
-TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 5e-2}  # of the largest number
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 5e-2}  # relative to the largest value
 FORWARD, STEP = "forward, no_grad", "training step"
 COMPILED, EAGER = "compiled, no taps", "eager, no taps"
-FIRST = 2  # calls of each kind, after which nothing may be compiled any more
-MORE = 8  # calls of each kind that are not timed either: they take the bare hook past torch's limit of 8 graphs
+FIRST = 2  # calls of each kind, after which nothing may be compiled
+MORE = 8  # further untimed calls of each kind, which take the bare hook past torch's limit of 8 graphs
 
 
 @dataclass(frozen=True)
 class Size:
-    """What is run on one kind of device."""
+    """The model and batch for one kind of device."""
 
     device: str
     layers: int
@@ -96,7 +96,7 @@ class GPT(nn.Module):
 
 
 def model_of(size: Size) -> GPT:
-    """The same weights for everybody, in a class of its own: torch keeps graphs by code, and does not look at hooks."""
+    """A model with the same weights for every way, but its own class: torch caches graphs by code and ignores hooks."""
     code = GPT.forward.__code__
     forward = FunctionType(code.replace(), GPT.forward.__globals__)
     torch.manual_seed(0)
@@ -110,7 +110,7 @@ def tokens_of(size: Size, seed: int) -> Tensor:
 
 @contextmanager
 def appending(model: nn.Module) -> Iterator[list[Tensor]]:
-    """The bare hook that one would write."""
+    """Attach the bare hook that one would write by hand."""
     kept: list[Tensor] = []
     blocks = model.get_submodule("_orig_mod.blocks")
     handles = [block.register_forward_hook(lambda module, args, out: kept.append(out.detach())) for block in blocks]
@@ -128,8 +128,8 @@ class Way:
     base: str = COMPILED  # the row that it is compared with
     compiled: bool = True
     fullgraph: bool = True
-    keeps: bool = True  # whether it keeps what the blocks give,
-    grads: bool = False  # and its gradients
+    keeps: bool = True  # whether it keeps the outputs of the blocks
+    grads: bool = False  # and their gradients
     target: float | None = None
 
 
@@ -143,7 +143,7 @@ def scaling(model: nn.Module) -> torchhook.Session:
 
 WAYS = [
     Way(COMPILED, keeps=False),
-    Way("the same once more", keeps=False),  # how far noise goes
+    Way("the same once more", keeps=False),  # shows the noise
     Way('capture(model, "blocks.*")', capturing, target=TARGET),
     Way('capture(model, "blocks.*", grads=True)', partial(capturing, grads=True), grads=True, target=TARGET),
     Way('edit(model, {"blocks.*": scale(1.0)})', scaling, keeps=False, target=TARGET),
@@ -154,7 +154,7 @@ WAYS = [
 
 
 class Runner:
-    """A way at work: its model, attached, and what the compiler did for it."""
+    """The model of a way with its taps attached, and what the compiler did for it."""
 
     def __init__(self, way: Way, size: Size, stack: ExitStack) -> None:
         self.way, self.size = way, size
@@ -167,7 +167,7 @@ class Runner:
         self.graphs_first = self.graphs
 
     def feed(self, seed: int) -> None:
-        """From now on, other tokens."""
+        """Use other tokens from now on."""
         self.x, self.y = tokens_of(self.size, seed), tokens_of(self.size, seed + 1)
 
     def forward(self) -> Tensor:
@@ -183,7 +183,7 @@ class Runner:
         self.repeat(self.step, count)
 
     def repeat(self, call: Callable[[], object], count: int) -> None:
-        """Call it and wait for the device, and count what was compiled meanwhile."""
+        """Call it, wait for the device, and count what was compiled."""
         graphs, breaks = compiled_so_far()
         for _ in range(count):
             call()
@@ -199,13 +199,13 @@ class Runner:
         def sample() -> float:
             seconds = timed(partial(self.repeat, call, count)) / count
             if longest:
-                del self.taps[longest:]  # the bare hook's list need not fill the memory
+                del self.taps[longest:]  # so that the list of the bare hook does not fill the memory
             return seconds
 
         return sample
 
     def kept(self, port: str) -> list[Tensor]:
-        """What the latest call left of each block; nothing if this way keeps nothing."""
+        """The values of each block kept by the latest call; empty if this way keeps nothing."""
         if isinstance(self.taps, torchhook.Capture):
             return [getattr(calls, port) for calls in self.taps.values()]
         return self.taps[-self.size.layers :] if isinstance(self.taps, list) and port == "output" else []
@@ -216,7 +216,7 @@ class Runner:
 
 
 def compiled_so_far() -> tuple[int, int]:
-    """Graphs that were compiled, and their breaks."""
+    """The number of compiled graphs and of graph breaks."""
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
@@ -225,7 +225,7 @@ def loss_of(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
 
 
 class Truth:
-    """What the eager model gives for the same tokens, by plain autograd."""
+    """The outputs and gradients of the eager model for the same tokens, by plain autograd."""
 
     def __init__(self, runner: Runner) -> None:
         model, outputs = model_of(runner.size), []
@@ -238,7 +238,7 @@ class Truth:
 
 
 def require_right(runner: Runner) -> None:
-    """Raise unless results, and all that is kept, are those of the eager model, for one input and for another."""
+    """Raise unless the results and all kept values equal those of the eager model, for two different inputs."""
     latest = []
     for seed in (3, 1):
         runner.feed(seed)
@@ -251,7 +251,7 @@ def require_right(runner: Runner) -> None:
             require_kept(runner, "grad", truth.grad)
         latest.append(runner.kept("output")[-1:])
     if any(map(torch.equal, *latest)):
-        raise ValueError(f"{runner.way.name}: another input left the same value")
+        raise ValueError(f"{runner.way.name}: a different input left the same value")
 
 
 def require_kept(runner: Runner, port: str, truth: Sequence[Tensor]) -> None:
@@ -262,11 +262,11 @@ def require_kept(runner: Runner, port: str, truth: Sequence[Tensor]) -> None:
 def require_close(found: Sequence[Tensor], truth: Sequence[Tensor], runner: Runner, what: str) -> None:
     name, tolerance = runner.way.name, TOLERANCES[runner.size.dtype]
     if len(found) != len(truth):
-        raise ValueError(f"{name}: {len(found)} of {len(truth)} values of {what}")
+        raise ValueError(f"{name}: kept {len(found)} of {len(truth)} values of {what}")
     for number, (mine, right) in enumerate(zip(found, truth, strict=True)):
         error = (mine - right).abs().max() / right.abs().max()
         if not error <= tolerance:
-            raise ValueError(f"{name}: {what} {number} is off by {error:.1e} of its largest number")
+            raise ValueError(f"{name}: {what} {number} is off by {error:.1e} of its largest value")
 
 
 class Results:
@@ -288,7 +288,7 @@ class Results:
             self.seconds = interleaved(samples, rounds)
 
     def ratio(self, way: Way, kind: str) -> float:
-        """To the row that it is compared with, within each round."""
+        """The ratio to the row it is compared with, within each round."""
         mine, base = self.seconds[way.name, kind], self.seconds[way.base, kind]
         return median(one / other for one, other in zip(mine, base, strict=True))
 
@@ -334,18 +334,18 @@ def report(size: Size, rounds: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--device", choices=SIZES, action="append", help="all that there are, unless given")
-    parser.add_argument("--only", action="append", help="rows whose names have this in them, beside the first")
+    parser.add_argument("--device", choices=SIZES, action="append", help="default: all devices of this machine")
+    parser.add_argument("--only", action="append", help="only rows whose name contains this, and the first")
     options = parser.parse_args()
     if options.only:
         chosen = [way for way in WAYS if way.name == COMPILED or any(part in way.name for part in options.only)]
         names = {way.name for way in chosen}
         WAYS[:] = [way for way in chosen if way.base in names]
     torch.set_num_threads(1)
-    torch._logging.set_logs(dynamo=logging.ERROR)  # the bare hook reaches the limit of recompiles, which is the point
+    torch._logging.set_logs(dynamo=logging.ERROR)  # the bare hook reaches the recompile limit on purpose
     print(f"{machine()}, torch {torch.__version__}, torchhook {torchhook.__version__}.")
-    print("×: times the model without taps, compiled or eager, within each round. Training step: forward, loss,")
-    print(f"backward, zero_grad. recompiles: after the first {FIRST} calls of each kind, which took the last column.")
+    print("×: relative to the model without taps, compiled or eager, within each round. Training step: forward, loss,")
+    print(f"backward, zero_grad. recompiles: after the first {FIRST} calls of each kind, which the last column times.")
     for device in options.device or ["cpu", *["cuda"] * torch.cuda.is_available()]:
         report(SIZES[device], options.rounds)
 

@@ -1,4 +1,4 @@
-"""Fair timing on a noisy machine: each round takes one sample of everybody, in another order, and medians speak."""
+"""Fair timing on a noisy machine: each round takes one sample of every contender, in random order; medians count."""
 
 import gc
 import os
@@ -16,19 +16,19 @@ Result = TypeVar("Result")
 
 
 def settle() -> None:
-    """Spare everybody's garbage collections the walk over what the imports of all have left."""
+    """Keep later garbage collections from walking over the objects that the imports have left."""
     gc.collect()
     gc.freeze()
 
 
 def in_fresh_process(function: Callable[..., Result], *args: object) -> Result:
-    """What `function` returns, in a process that has imported nothing yet."""
+    """The result of `function`, called in a process that has imported nothing yet."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         return process.submit(function, *args).result()
 
 
 def timed(call: Callable[[], object], passes: int = 1) -> float:
-    """Seconds a call, over `passes` of them."""
+    """Seconds per call, over `passes` calls."""
     start = time.perf_counter()
     for _ in range(passes):
         call()
@@ -36,26 +36,26 @@ def timed(call: Callable[[], object], passes: int = 1) -> float:
 
 
 def passes_for(call: Callable[[], object], aim: float = 0.005) -> int:
-    """How many calls take about `aim` seconds: long beside the clock, short beside what disturbs it."""
-    call()  # the first one pays for caches
+    """How many calls take about `aim` seconds: long enough for the clock, short enough to avoid interruptions."""
+    call()  # the first call fills caches
     return max(1, round(aim / timed(call)))
 
 
 def interleaved(samples: dict[Key, Callable[[], float]], rounds: int) -> dict[Key, list[float]]:
-    """`rounds` times each of the samples; those at one place of the lists were taken side by side."""
+    """Take each sample `rounds` times; samples at the same index of the lists were taken in the same round."""
     order = list(samples)
     shuffle = random.Random(0).shuffle
     seconds: dict[Key, list[float]] = {key: [] for key in order}
     for _ in range(rounds):
         shuffle(order)
         for key in order:
-            gc.collect()  # nobody pays for the garbage of the one before
+            gc.collect()  # so that no sample pays for the garbage of another
             seconds[key].append(samples[key]())
     return seconds
 
 
 def repeated(sample: Callable[[], Result], budget: float = 1.0) -> list[Result]:
-    """As many samples as fit into `budget` seconds, one at least."""
+    """As many samples as fit into `budget` seconds, at least one."""
     end = time.perf_counter() + budget
     taken = [sample()]
     while time.perf_counter() < end:
@@ -64,7 +64,7 @@ def repeated(sample: Callable[[], Result], budget: float = 1.0) -> list[Result]:
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
-    """A table for the terminal and for the documentation: the first column left, the others right."""
+    """A table for terminals and docs: the first column is left-aligned, the others are right-aligned."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     return "\n".join(

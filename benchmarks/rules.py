@@ -1,10 +1,10 @@
-"""How right the rules are: precision and recall over the zoo of healthy trainings and planted faults.
+"""The precision and recall of the rules, over the zoo of healthy trainings and planted faults.
 
     PYTHONPATH=tests/site python benchmarks/rules.py --seeds 5000-5004
 
-A fault counts as found if the first finding of the report has one of its codes, at one of its places. On a healthy
-training every finding of a warning or above counts as false. docs/benchmarks.md
-says which seeds were looked at while thresholds were set; the numbers to believe are those of others.
+A fault counts as found if the first finding of the report has one of its codes, at one of its sites. On a healthy
+training, every finding with severity warning or above counts as false. docs/benchmarks.md lists the seeds that were
+used to set thresholds; only the numbers of other seeds are meaningful.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zoo.inspecting import inspected, is_at
 
 @dataclass
 class Score:
-    """What was found, by the code of the rule."""
+    """Counts of planted faults and findings, by code of the rule."""
 
     planted: Counter[str] = field(default_factory=Counter)
     found: Counter[str] = field(default_factory=Counter)
@@ -33,7 +33,7 @@ class Score:
     healthy: int = 0
 
     def add(self, specimen: Specimen, seed: int, job: Future[list[tuple[str, str, str]]]) -> None:
-        """Count one training, and tell of it if it was misread."""
+        """Count one training, and print it if the report is wrong."""
         try:
             worth = job.result()
         except Exception as error:
@@ -43,7 +43,7 @@ class Score:
             self.healthy += 1
             self.false.update(code for code, _, _ in worth)
             for _, _, said in worth:
-                print(f"{specimen.name}, seed {seed}, is healthy, but: {said}")
+                print(f"{specimen.name}, seed {seed}, is healthy, but got: {said}")
             return
         self.planted[specimen.codes[0]] += 1
         if worth and worth[0][0] in specimen.codes and is_at(worth[0][1], sites):
@@ -56,7 +56,7 @@ class Score:
         print(worth[0][2] if worth else "nothing")
 
     def show(self, seeds: str) -> None:
-        """The table."""
+        """Print the table."""
         print(f"\n| rule | planted | found | recall | false |\n| --- |{' --: |' * 4}")
         for code in sorted({*self.planted, *self.false}):
             planted, found = self.planted[code], self.found[code]
@@ -68,7 +68,7 @@ class Score:
 
 
 def worth_a_look(name: str, seed: int) -> list[tuple[str, str, str]]:
-    """Code, site and sentence of what is found in a specimen, from warnings on."""
+    """Code, site and text of the findings in a specimen, warnings and above."""
     import torch
 
     torch.set_num_threads(1)
@@ -80,9 +80,9 @@ def worth_a_look(name: str, seed: int) -> list[tuple[str, str, str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", default="1000", help="one seed, or a range of them: 1000-1004")
-    parser.add_argument("--only", default="", help="specimens whose name has this in it")
-    parser.add_argument("--jobs", type=int, default=2, help="how many processes")
+    parser.add_argument("--seeds", default="1000", help="a seed, or a range such as 1000-1004")
+    parser.add_argument("--only", default="", help="only specimens whose name contains this")
+    parser.add_argument("--jobs", type=int, default=2, help="number of processes")
     options = parser.parse_args()
     first, _, last = options.seeds.partition("-")
     specimens = [specimen for specimen in (*HEALTHY, *FAULTS) if options.only in specimen.name]

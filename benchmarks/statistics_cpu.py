@@ -203,18 +203,18 @@ class Way(NamedTuple):
 
 PLAIN, AGAIN, GOAL = "no hooks", "no hooks, again", "torchhook, outputs + param_grads"
 CORE = (
-    Way(PLAIN, "nothing but the training step", Training),
-    Way(AGAIN, "a second copy of it: how far this is from 1× is noise", Training, "1×"),
+    Way(PLAIN, "only the training step", Training),
+    Way(AGAIN, "a second copy of it; its distance from 1× is noise", Training, "1×"),
     Way("torchhook, outputs", "`measure(model)`: full moments of all leaf outputs", Measured),
     Way(
         GOAL,
-        "`measure(model, param_grads=True)`: of all parameter gradients too",
+        "`measure(model, param_grads=True)`: also of all parameter gradients",
         partial(Measured, param_grads=True),
         " and ".join(f"≤ {target}×" for target in TARGETS.values()),
     ),
     Way(
         "torchhook, + grads",
-        "`measure(model, param_grads=True, grads=True)`: of the gradients of all leaf outputs too",
+        "`measure(model, param_grads=True, grads=True)`: also of the gradients of all leaf outputs",
         partial(Measured, param_grads=True, grads=True),
     ),
     Way(
@@ -439,11 +439,13 @@ def verdicts(results: dict[str, Results], costs: dict[int, float], windows: dict
             text = f"{task}, all leaf outputs and parameter gradients, {what}: {ratio:.3f}× no hooks"
             lines.append(verdict(text, f"{target}×", ratio <= target))
     growth = costs[SIZES[-1]] / costs[SIZES[0]]
-    text = f"a site of {SIZES[-1]} costs {growth:.2f}× one of {SIZES[0]} (linear would be 1×, quadratic 40×)"
+    text = (
+        f"a site costs {growth:.2f}× as much among {SIZES[-1]} as among {SIZES[0]} (linear would be 1×, quadratic 40×)"
+    )
     lines.append(verdict(text, f"{GROWTH_TARGET}×", growth <= GROWTH_TARGET))
     first, _, last = windows.values()
     drift = (last.measured / last.plain) / (first.measured / first.plain)
-    text = f"beside a step without hooks, the last thousand steps take {drift:.2f}× the first thousand"
+    text = f"relative to steps without hooks, the last thousand steps take {drift:.2f}× the first thousand"
     lines.append(verdict(text, f"{DRIFT_TARGET}×", drift <= DRIFT_TARGET))
     more = last.memory - first.memory
     text = f"resident memory grows by {more:.2f} MiB from step 1,000 to {STEPS:,}"
@@ -463,7 +465,7 @@ def report(rounds: int, with_peers: bool) -> None:
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "torchhook", "torchvision", "transformers"))
     print(f"{machine()}, {packages}; float32, one thread.")
     print(f"Training steps (forward, cross entropy, backward, AdamW, zero_grad): medians of {share * PROCESSES} rounds")
-    print(f"in {PROCESSES} processes, a third as many of the slow ways. ×: times no hooks in the same round.")
+    print(f"in {PROCESSES} processes, a third as many for the slow ways. ×: relative to no hooks in the same round.")
     for task, result in results.items():
         print(f"- {task}: {TASKS[task].__doc__}; {result.runs[0].places} leaf outputs and parameter gradients")
     print(f"\n{costs_table(results, ways)}\n")
@@ -472,7 +474,7 @@ def report(rounds: int, with_peers: bool) -> None:
             print(f"- left out: {name}, {task}: {why}")
     for way in ways:
         print(f"- {way.title}: {way.how}")
-    print("\nHalf of the rounds see:")
+    print("\nHalf of the rounds are within:")
     for task, result in results.items():
         for name in (GOAL, AGAIN):
             print(f"- {task}, {name}: {result.spread(name)}")

@@ -1,6 +1,6 @@
-"""Two trainings by the same script, one healthy, one in which the learning rate slips: what does torchhook say of them?
+"""The same training script twice, once healthy, once with a learning rate that jumps: what does torchhook say?
 
-Run with `make demo`. Takes half a minute, needs no GPU and downloads no data. All is written to demo-output/.
+Run it with `make demo`. It takes half a minute, needs no GPU and downloads no data. Its output goes to demo-output/.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ SCRIPT = Path(__file__).with_name("train_digits.py")
 OUTPUT = Path("demo-output")
 TRAININGS = {"healthy": [], "slipped": ["--slip"]}
 END = f"""Open
-  {OUTPUT / "slipped.html"}: the report with plots
-  {OUTPUT / "healthy.html"}: that of the healthy training, to compare
-  {OUTPUT / "gradient_flow.png"}: how large gradients are at the end, by layer
+  {OUTPUT / "slipped.html"}: the report, with plots
+  {OUTPUT / "healthy.html"}: the report of the healthy run, to compare
+  {OUTPUT / "gradient_flow.png"}: the size of gradients by layer, at the end
   {OUTPUT / "feature_maps.png"}: what the second convolution sees in a digit
-  {OUTPUT / "grad_cam.png"}: what it looks at in digits that it has not seen
+  {OUTPUT / "grad_cam.png"}: what the network looks at in unseen digits
     (red speaks for its answer, blue against it)
-Look at both trainings in the browser, step by step
+See both runs in the browser, step by step
   .venv/bin/torchhook dashboard {OUTPUT / "runs"} --open
-Try, on a training and a model of your own
+Try it on a training script and a model of your own
   .venv/bin/torchhook run train.py --its --own arguments
   .venv/bin/torchhook diagnose package.module:Model --input 8,3,224,224"""
 
@@ -56,12 +56,12 @@ def train(name: str, args: list[str]) -> None:
     command = ["torchhook", "run", "--to", str(OUTPUT / "runs"), "--name", name]
     command += ["--report", str(OUTPUT / f"{name}.html"), str(SCRIPT), *args]
     print("$", *command, flush=True)
-    subprocess.run([sys.executable, "-m", *command], check=True, stderr=subprocess.DEVNULL)  # its report is shown below
+    subprocess.run([sys.executable, "-m", *command], check=True, stderr=subprocess.DEVNULL)  # main() shows its report
     print()
 
 
 def report(name: str, console: Console, width: int) -> Text:
-    """The report of the newest run of that name, as a terminal shows it."""
+    """The report of the latest run of that name, as a terminal shows it."""
     page = Console(file=StringIO(), width=width, force_terminal=console.is_terminal)
     with th.Run(latest(name)) as run:
         th.render.terminal(run.report, page)
@@ -69,12 +69,12 @@ def report(name: str, console: Console, width: int) -> Text:
 
 
 def latest(name: str) -> Path:
-    """The newest run of that name."""
+    """The folder of the latest run of that name."""
     return max((OUTPUT / "runs").glob(f"{name}-*"))
 
 
 def draw_gradients() -> None:
-    """The gradients of both trainings, read from their runs."""
+    """Plot the gradients of both training runs, read from disk."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     for name, ax in zip(TRAININGS, figure.subplots(len(TRAININGS), sharex=True), strict=True):
         with th.Run(latest(name)) as run:
@@ -84,7 +84,7 @@ def draw_gradients() -> None:
 
 
 def trained() -> tuple[Net, Tensor]:
-    """The healthy network once more, now in this process, and digits that it has not seen."""
+    """The healthy network, trained again in this process, and digits that it has not seen."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     digits = load_digits()
@@ -100,7 +100,7 @@ def trained() -> tuple[Net, Tensor]:
 
 
 def draw_what_is_inside(net: Net, unseen: Tensor) -> None:
-    """What a layer gives, and where the network looks."""
+    """Plot the output of a layer, and what the network looks at."""
     with th.capture(net, "relu2") as acts:
         net(unseen[:1])
     th.plot.feature_maps(acts["relu2"].output).savefig(OUTPUT / "feature_maps.png")

@@ -68,10 +68,10 @@ def main() -> None:
     with th.clip_gradients(clipped := network(2.0), norm=0.1):
         losses["clipped"] = train(clipped, data)
     losses["with weights of the right scale"] = train(healthy, data)
-    told = ", ".join(f"{loss:.3g} {how}" for how, loss in losses.items())
+    ends = ", ".join(f"{loss:.3g} {how}" for how, loss in losses.items())
     print(
         f"Answer: back to the first layer the gradient grows {times:,.0f}-fold (healthy: {usual:.2g}-fold), because"
-        f" {report.findings[0].message}; the loss ends at {told}."
+        f" {report.findings[0].message}; the loss ends at {ends}."
     )
 
 

@@ -1,8 +1,8 @@
-"""Can a Lightning training be stopped as soon as it breaks?
+"""Can training with Lightning be stopped as soon as it breaks?
 
-One callback watches everything that the Trainer trains. Here the loss is a cross entropy written by hand, the logarithm
-of a softmax, and the steps are so large that soon a probability is 0. An error that the rules find ends the training.
-Needs scikit-learn and lightning beside '.[all]'.
+One callback watches everything that the Trainer trains. Here the loss is a hand-written cross entropy, the logarithm of
+a softmax, and the steps are so large that a probability soon becomes 0. The first error the rules find stops training.
+Needs scikit-learn and lightning in addition to '.[all]'.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Digits(lightning.LightningModule):
 
 def main() -> None:
     lightning.seed_everything(0, verbose=False)
-    torch.set_num_threads(1)  # more gain nothing for so small a network
+    torch.set_num_threads(1)  # more threads do not help such a small network
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
     images, labels = load_digits(return_X_y=True)

@@ -1,8 +1,8 @@
 """Do networks of different kinds learn the same thing?
 
-A perceptron, a convolutional network and a transformer learn the same digits. One interface looks into all of them: the
-same capture tells what their layers give, and `compare.cka` how alike two layers are by what they make of the data.
-Needs scikit-learn beside '.[all]'.
+A perceptron, a convolutional network and a transformer learn the same digits. One interface looks into all of them:
+`capture` shows the outputs of their layers, and `compare.cka` how similarly two layers represent the data.
+Needs scikit-learn in addition to '.[all]'.
 """
 
 import copy
@@ -20,7 +20,7 @@ import torchhook as th
 OUTPUT = Path("examples-output")
 
 
-class Rows(nn.Module):
+class RowTransformer(nn.Module):
     """A transformer whose tokens are the rows of an image."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ def networks() -> dict[str, nn.Module]:
     layers = [nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)]
     maps = [nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
     convolutional = nn.Sequential(*maps, nn.Flatten(), nn.Linear(16 * 4 * 4, 10))
-    return {"perceptron": nn.Sequential(*layers), "convolutional": convolutional, "transformer": Rows()}
+    return {"perceptron": nn.Sequential(*layers), "convolutional": convolutional, "transformer": RowTransformer()}
 
 
 def train(net: nn.Module, images: Tensor, labels: Tensor) -> None:
@@ -52,7 +52,7 @@ def train(net: nn.Module, images: Tensor, labels: Tensor) -> None:
 
 def main() -> None:
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # more gain nothing for so small a network
+    torch.set_num_threads(1)  # more threads do not help such a small network
     warnings.filterwarnings("ignore", "a tap is inside")  # fused layers are not used, which is fine
     OUTPUT.mkdir(exist_ok=True)
     images, labels = map(torch.tensor, load_digits(return_X_y=True))
@@ -65,14 +65,14 @@ def main() -> None:
             right = (net(pixels[1300:]).argmax(1) == labels[1300:]).float().mean()
         print(f"--- {name}: {right:.1%} right\n{acts}\n")
 
-    unseen, told = list(pixels[1300:].split(100)), []
+    unseen, answers = list(pixels[1300:].split(100)), []
     for a, b in combinations(nets, 2):
         likeness = th.compare.cka(nets[a], nets[b], unseen)
         before = th.compare.cka(untrained[a], untrained[b], unseen)
         likeness.figure().savefig(OUTPUT / f"{a}_{b}.png")
         ends = likeness.matrix[-1, -1], before.matrix[-1, -1]
-        told.append(f"{a} and {b} {ends[0]:.2f} (untrained {ends[1]:.2f})")
-    print(f"Answer: what the last layers make of the digits is alike by {', '.join(told)}, where 1 is the same.")
+        answers.append(f"{ends[0]:.2f} for {a} and {b} (untrained {ends[1]:.2f})")
+    print(f"Answer: the similarity of the last layers (1 is identical) is {', '.join(answers)}.")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Which of my MLflow runs is sick, and where?
+"""Which of my MLflow runs is unhealthy, and where?
 
-Three trainings on handwritten digits with three learning rates, each an MLflow run. A monitor writes what it measures
-and finds into the active run; afterwards MLflow alone is asked. Needs scikit-learn and mlflow beside '.[all]'.
+Handwritten digits are learned with three learning rates, each in an MLflow run. A monitor logs its measurements and
+findings to the active run; MLflow alone then answers. Needs scikit-learn and mlflow in addition to '.[all]'.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def train(rate: float) -> None:
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # more gain nothing for so small a network
+    torch.set_num_threads(1)  # more threads do not help such a small network
     OUTPUT.mkdir(exist_ok=True)
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     logging.getLogger("alembic").setLevel(logging.WARNING)
@@ -53,14 +53,14 @@ def main() -> None:
             train(rate)
         runs[rate] = run.info.run_id
 
-    told = []
+    answers = []
     for rate, run_id in runs.items():
         run = mlflow.get_run(run_id)
         found = [text for key, text in sorted(run.data.tags.items()) if key.startswith("torchhook.TH")] or ["healthy"]
         layers = [key for key in run.data.metrics if key.startswith("torchhook/std/")]
-        print(f"rate {rate}: {run.data.tags['torchhook.report']}; {len(run.data.metrics)} metrics, of {layers}")
-        told.append(f"rate {rate} ends with a loss of {run.data.metrics['torchhook/loss']:.2f} ({', '.join(found)})")
-    print(f"Answer: {'; '.join(told)}.")
+        print(f"rate {rate}: {run.data.tags['torchhook.report']}; {len(run.data.metrics)} metrics, among them {layers}")
+        answers.append(f"rate {rate} ends with a loss of {run.data.metrics['torchhook/loss']:.2f} ({', '.join(found)})")
+    print(f"Answer: {'; '.join(answers)}.")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""It was good on the test set and is bad in production: is that the model, or what it is fed?
+"""Good on the test set, bad in production: is it the model or the data?
 
-`diff` holds each deployed form of a network against the one that was trained and tells rounding from a mistake;
-`compare.datasets` holds the data of production against that of the training, layer by layer.
-Needs scikit-learn beside '.[all]'.
+`diff` compares each deployed version of a network with the trained one and tells rounding from a mistake;
+`compare.datasets` compares production data with training data, layer by layer.
+Needs scikit-learn in addition to '.[all]'.
 """
 
 import copy
@@ -43,7 +43,7 @@ def trained(images: Tensor, labels: Tensor) -> Net:
 
 
 def ported(net: Net) -> Net:
-    """Written anew elsewhere, with another epsilon in one norm, as frameworks have them."""
+    """A port to another framework, whose batch norm has a different default epsilon."""
     copied = copy.deepcopy(net)
     copied.norm2.eps = 1e-3
     return copied
@@ -51,7 +51,7 @@ def ported(net: Net) -> Net:
 
 def main() -> None:
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # more gain nothing for so small a network
+    torch.set_num_threads(1)  # more threads do not help such a small network
     OUTPUT.mkdir(exist_ok=True)
     data, target = load_digits(return_X_y=True)
     images, labels = torch.tensor(data, dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(target)
@@ -61,7 +61,7 @@ def main() -> None:
     found = {name: th.diff(net, form, images[1400:1402]) for name, form in forms.items()}
     for name, difference in found.items():
         print(f"{name}: {difference.verdict}")
-    fed = images[1400:] * 16 / 255  # production divides by 255, as one does with pictures; these pixels go up to 16
+    fed = images[1400:] * 16 / 255  # production divides by 255, as is usual for images; these pixels go up to 16
     spreads = th.compare.datasets(net, images[:1400].split(100), fed.split(100))
     print(spreads)
     spreads.figure().savefig(OUTPUT / "train_against_deployed.png")
@@ -69,9 +69,9 @@ def main() -> None:
     rights = [(net(some).argmax(1) == labels[1400:]).float().mean() for some in (images[1400:], fed)]
     furthest = spreads.ranked()[0]
     print(
-        f"Answer: of {len(forms)} deployed forms these part from the trained one: {parted}. But the trained one itself"
-        f" is right on {rights[0]:.1%} of the test set and on {rights[1]:.1%} of what production feeds it, which is"
-        f" furthest off at {furthest.path!r}, by {furthest.distance:.2g} deviations."
+        f"Answer: of {len(forms)} deployed versions these differ from the trained one: {parted}. But the trained one"
+        f" itself is right on {rights[0]:.1%} of the test set and on {rights[1]:.1%} of the production data, which is"
+        f" furthest off at {furthest.path!r}, by {furthest.distance:.2g} standard deviations."
     )
 
 

@@ -1,10 +1,11 @@
-"""A training as everybody writes it, which knows nothing of torchhook: a small CNN on handwritten digits.
+"""An ordinary training script that does not know torchhook: a small CNN on handwritten digits.
 
     torchhook run examples/train_digits.py
     torchhook run examples/train_digits.py --slip
 
-With `--slip` the learning rate goes up a hundredfold at step 240, as if a schedule had lost its decimal point.
-Needs scikit-learn beside '.[all]'.
+With `--slip` the learning rate jumps to a hundred times its value at step 240, as if a schedule had lost its decimal
+point.
+Needs scikit-learn in addition to '.[all]'.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ class Net(nn.Module):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--slip", action="store_true", help="let the learning rate slip at step 240")
+    parser.add_argument("--slip", action="store_true", help="multiply the learning rate by 100 at step 240")
     options = parser.parse_args()
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # more gain nothing for so small a network
+    torch.set_num_threads(1)  # more threads do not help such a small network
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(digits.target)
@@ -58,7 +59,7 @@ def main() -> None:
             print(f"step {step + 1}  loss {loss.item():.3f}")
     with torch.no_grad():
         right = (net(images[1500:]).argmax(1) == labels[1500:]).float().mean()
-    print(f"accuracy on {len(images) - 1500} digits it has not seen: {right:.1%}")
+    print(f"accuracy on {len(images) - 1500} unseen digits: {right:.1%}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Why is the transformer unstable at this learning rate, and what helps: a warm-up, or norms before the layers?
 
-A small model learns to spell. A monitored run shows how far the first step goes, a capture how much of the last output
-depends on the letter, `explain.attention` how evenly heads attend (1: to all). Needs scikit-learn besides '.[all]'.
+A small model learns to spell. A monitored run shows how far the first step goes, a capture how much of the output
+varies by letter, `explain.attention` how evenly heads attend (1: to all). Needs scikit-learn in addition to '.[all]'.
 """
 
 import warnings
@@ -58,7 +58,7 @@ def main() -> None:
     words = "".join(getattr(datasets, f"load_{name}")().DESCR for name in ("iris", "wine", "breast_cancer", "digits"))
     letters = torch.tensor(list(map(ord, words))).unique(return_inverse=True)[1]
     share, some = letters.bincount() / len(letters), letters[: 8 * LENGTH].view(8, LENGTH)
-    told, shown = [f"guessing by how frequent letters are costs {-(share * share.log()).sum():.2f}"], {}
+    parts, shown = [f"guessing by how frequent letters are costs {-(share * share.log()).sum():.2f}"], {}
     for name, (norm_first, warm) in TRAININGS.items():
         torch.manual_seed(0)
         net = Speller(len(share), norm_first)
@@ -70,10 +70,10 @@ def main() -> None:
         moved = th.Run(monitor.run).series("mean", "update_ratio").values[:, 0].nanmedian()
         differs = shown[name] = (given - given.mean((0, 1))).norm() / given.norm()
         loss, entropy = sum(list(monitor.report.losses.values())[-20:]) / 20, seen[-1].entropy.nanmean()
-        told.append(f"{name}, the first step moves the weights by {moved:.1%}, in the end {differs:.0%} of the output")
-        told[-1] += f" differs by letter, the entropy is {entropy:.2f}, the loss {loss:.2f}"
+        parts.append(f"{name}, the first step moves the weights by {moved:.1%}, in the end {differs:.0%} of the output")
+        parts[-1] += f" differs by letter, the entropy is {entropy:.2f}, the loss {loss:.2f}"
     sick, *mended = shown.values()
-    print(f"Answer: {'; '.join(told)}. {REASON if sick < 0.1 < min(mended) else 'These numbers do not show why.'}")
+    print(f"Answer: {'; '.join(parts)}. {REASON if sick < 0.1 < min(mended) else 'These numbers do not show why.'}")
 
 
 if __name__ == "__main__":

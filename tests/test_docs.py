@@ -1,12 +1,12 @@
-"""The pages in docs/ and the README are what the code does: snippets run, commands parse, tables hold.
+"""The pages in docs/ and the README match the code: snippets run, commands parse, tables hold.
 
-- Fences of ``python`` are run, those of a page one after the other in one namespace. What they need beside that is in
-  the page itself, in a comment ``<!-- before … -->`` that is not shown, or in `BEFORE`.
-- A fence with a title shows the code of somebody else, ``title="nnsight"``, or a cell of a notebook, and is not run;
-  ours beside it is called ``title="torchhook"``.
-- What follows in a fence of ``text title="prints"`` is what the snippet before it prints, up to the digits in it.
+- ``python`` fences are run; all fences of a page share one namespace. Set-up code that is not shown is in the page
+  itself, in a comment ``<!-- before … -->``, or in `BEFORE`.
+- A fence with a title is not run: it shows code of another library, such as ``title="nnsight"``, or a notebook cell.
+  Only ``title="torchhook"``, our code next to theirs, is run.
+- A fence ``text title="prints"`` is compared with what the snippet before it prints, ignoring digits.
 - Functions called ``test_…`` are run as well, with the fixtures that they name.
-- Fences of ``sh``: what they give to ``torchhook`` is parsed by its own parser.
+- In ``sh`` fences, the arguments of ``torchhook`` are parsed by its own parser.
 """
 
 import ast
@@ -32,7 +32,7 @@ ROOT = TESTS.parent
 PAGES = [*sorted(ROOT.glob("README*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 _FENCE = re.compile(r"^```(?P<language>\w*) *(?:title=\"(?P<title>[^\"]*)\")?\n(?P<code>.*?)^```$", re.M | re.S)
-_NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d.,]*(e[-+]?\d+)?")  # but not those in names: conv1.weight
+_NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d.,]*(e[-+]?\d+)?")  # but not in names such as conv1.weight
 _BEFORE = re.compile(r"^<!-- before\n(.*?)^-->$", re.M | re.S)
 
 ALWAYS = """
@@ -42,7 +42,7 @@ from torch import nn
 import torchhook as th
 """
 
-# Pages that are read where comments would be in the way.
+# For pages that are read where a comment would be visible.
 BEFORE = {
     "README.md": """
     class Block(nn.Module):
@@ -99,27 +99,27 @@ def ours(fence):
 
 
 def before(page):
-    """What comes before the first snippet of a page."""
+    """The set-up code of a page."""
     shown = page.relative_to(ROOT).as_posix()
     own = _BEFORE.findall(page.read_text(encoding="utf-8"))
     return ALWAYS + textwrap.dedent("".join(own) or BEFORE.get(shown, ""))
 
 
 def run(page, fixtures):
-    """Run the snippets of a page in order; gives what should have been printed, and what was."""
+    """Run the snippets of a page in order; yields each fence of expected output with the real output."""
     module = types.ModuleType(f"page_{page.stem}")
-    sys.modules[module.__name__] = module  # where a compiler looks for what a snippet defines
+    sys.modules[module.__name__] = module  # torch.compile looks there for what a snippet defines
     namespace = vars(module)
-    file = f"{page.stem}.py"  # whose lines are those of the page, also in what is told of them
+    file = f"{page.stem}.py"  # its line numbers are those of the page, also in messages that quote them
     linecache.cache[file] = (0, None, page.read_text(encoding="utf-8").splitlines(keepends=True), file)
     exec(compile(before(page), f"before {page.name}", "exec"), namespace)
     printed = ""
     for fence in fences(page):
         if ours(fence):
             known = set(namespace)
-            with contextlib.redirect_stdout(io.StringIO()) as said:
+            with contextlib.redirect_stdout(io.StringIO()) as output:
                 exec(compile("\n" * (fence.line - 1) + fence.code, file, "exec"), namespace)
-            printed = said.getvalue()
+            printed = output.getvalue()
             for name in set(namespace) - known:
                 if name.startswith("test_") and callable(namespace[name]):
                     namespace[name](*map(fixtures, inspect.signature(namespace[name]).parameters))
@@ -128,7 +128,7 @@ def run(page, fixtures):
 
 
 def without_digits(text):
-    """Numbers differ from machine to machine; words, names and the order of lines do not."""
+    """The words of each line: numbers differ between machines, but words, names and the order of lines do not."""
     return [_NUMBER.sub("#", line).split() for line in text.strip().splitlines()]
 
 
@@ -140,24 +140,24 @@ RUN = [page for page in PAGES if any(map(ours, fences(page))) and not page.name.
 def test_the_snippets_of_a_page_run_and_print_what_it_shows(page, request, tmp_path, monkeypatch, one_thread):
     monkeypatch.chdir(tmp_path)
     for fence, printed in run(page, request.getfixturevalue):
-        shown, said = without_digits(fence.code), without_digits(printed)
-        if ["..."] in shown:  # a table of which the page shows the ends
+        shown, real = without_digits(fence.code), without_digits(printed)
+        if ["..."] in shown:  # the page shows only the ends of a table
             gap = shown.index(["..."])
-            said[gap : len(said) - (len(shown) - gap - 1)] = [["..."]]
-        assert shown == said, f"{page.name}, line {fence.line}, is not what is printed:\n{printed}"
+            real[gap : len(real) - (len(shown) - gap - 1)] = [["..."]]
+        assert shown == real, f"{page.name}, line {fence.line}, shows something else than what is printed:\n{printed}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_no_code_of_a_page_is_overlooked(page):
     text = page.read_text(encoding="utf-8")
     marks = [line for line in text.splitlines() if line.lstrip().startswith("```")]
-    assert len(marks) == 2 * len(list(fences(page))), "a fence must begin at the margin, and end"
+    assert len(marks) == 2 * len(list(fences(page))), "every fence must start at the margin and be closed"
     rest = _BEFORE.sub("", _FENCE.sub("", text))
-    assert not re.findall(r"^    .*\bth\.\w+\(.*$|^    \$? ?torchhook .*$", rest, re.M), "write it in a fence"
+    assert not re.findall(r"^    .*\bth\.\w+\(.*$|^    \$? ?torchhook .*$", rest, re.M), "put this code in a fence"
 
 
 def commands():
-    """Every line of a shell fence that has torchhook in it, from there on."""
+    """The arguments of torchhook in every shell fence that calls it."""
     for page in PAGES:
         for fence in fences(page):
             for line in fence.code.splitlines() if fence.language == "sh" else ():
@@ -168,11 +168,11 @@ def commands():
 
 
 def leaf(words):
-    """The command that the words name, and what is left of them."""
+    """The command that the words name, and the remaining words."""
     from torchhook.cli.app import command
 
     while hasattr(command, "commands"):
-        assert words and words[0] in command.commands, f"there is no command {words[:1]}"
+        assert words and words[0] in command.commands, f"no such command: {words[:1]}"
         command, words = command.commands[words[0]], words[1:]
     return command, words
 
@@ -182,14 +182,14 @@ def test_shell_lines_are_understood_by_the_command_line(words, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     command, given = leaf(words)
     for word in given:
-        if re.fullmatch(r"[\w/]+\.[a-z]+", word):  # the files that it speaks of are there
+        if re.fullmatch(r"[\w/]+\.[a-z]+", word):  # the files it names must exist
             file = tmp_path / word
             file.parent.mkdir(parents=True, exist_ok=True)
             file.touch()
     command.make_context(command.name, list(given), obj=[])
 
 
-def test_an_option_that_there_is_not_is_noticed():
+def test_an_unknown_option_is_noticed():
     command, given = leaf(["run", "--invented", "3", "train.py"])
     with pytest.raises(Exception, match="invented"):
         command.make_context(command.name, list(given), obj=[])
@@ -203,27 +203,27 @@ def test_commands_named_in_sentences_exist():
             assert name in command.commands, f"{page.name}: torchhook {name}"
 
 
-def test_every_public_name_has_its_place_in_the_reference():
+def test_every_public_name_is_in_the_reference():
     import torchhook
 
     text = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
-    told = re.findall(r"^::: torchhook\.(.+)$", text, re.M)
-    assert len(told) == len(set(told))
+    documented = re.findall(r"^::: torchhook\.(.+)$", text, re.M)
+    assert len(documented) == len(set(documented))
     packages = "compare dashboard distributed edits explain origins plot prune render rules stats"
     public = {*torchhook.__all__}
     for package in packages.split():
         names = importlib.import_module(f"torchhook.{package}").__all__
         public |= {f"{package}.{name}" for name in names if name not in torchhook.__all__ or name.islower()}
-    assert not public - set(told), "these are in no page of docs/api"
+    assert not public - set(documented), "these names are missing from docs/api"
 
 
-def test_the_number_of_rules_is_told_right():
+def test_pages_state_the_right_number_of_rules():
     from torchhook.rules import chosen
 
-    told = {"README.md": "Thirty-three rules", "README.zh-CN.md": "三十三条规则"}
-    told |= {"docs/learning.md": "Thirty-three [rules]", "examples/five_minutes.ipynb": "Thirty-three rules"}
-    assert len(chosen()) == 33, f"say the new number here and in {', '.join(told)}"
-    for page, words in told.items():
+    stated = {"README.md": "Thirty-three rules", "README.zh-CN.md": "三十三条规则"}
+    stated |= {"docs/learning.md": "Thirty-three [rules]", "examples/five_minutes.ipynb": "Thirty-three rules"}
+    assert len(chosen()) == 33, f"update the number here and in {', '.join(stated)}"
+    for page, words in stated.items():
         assert words in (ROOT / page).read_text(encoding="utf-8"), page
 
 
@@ -236,7 +236,7 @@ def test_every_example_is_listed_with_what_it_needs():
     for name, row in rows.items():
         assert f"](../examples/{name})" in home
         code = (ROOT / "examples" / name).read_text()
-        (needs,) = re.findall(r"Needs (scikit-learn.*) beside '.\[all\]'\.", ast.get_docstring(ast.parse(code)))
+        (needs,) = re.findall(r"Needs (scikit-learn.*) in addition to '.\[all\]'\.", ast.get_docstring(ast.parse(code)))
         for library, module in {"scikit-image": "skimage", "lightning": "lightning", "mlflow": "mlflow"}.items():
             needed = re.search(rf"^(from|import) {module}\b", code, re.M) is not None
             assert (library in row.split("|")[-2]) == (library in needs) == needed, (name, library)
@@ -244,7 +244,7 @@ def test_every_example_is_listed_with_what_it_needs():
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The folder of the site, built without a warning."""
+    """The folder of the site, built without warnings."""
     site = tmp_path_factory.mktemp("site")
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
     done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=250)
@@ -256,15 +256,15 @@ def site(tmp_path_factory):
 def test_the_search_works_from_a_folder(site, chrome, page):
     from selenium.webdriver.support.wait import WebDriverWait
 
-    chrome.set_window_size(1280, 900)  # narrower, the field hides behind a button
+    chrome.set_window_size(1280, 900)  # in a narrower window, the field hides behind a button
     chrome.get((site / page).as_uri())
     chrome.find_element("css selector", "input.md-search__input").send_keys("dead neurons")
     found = WebDriverWait(chrome, 20).until(lambda _: chrome.find_elements("css selector", ".md-search-result__link"))
     assert "examples/dead_neurons.html" in found[0].get_attribute("href")
 
 
-def test_the_site_has_all_in_it(site):
-    """The rules, commands and examples; without what is for tests, and nothing from elsewhere."""
+def test_the_site_is_complete_and_needs_no_network(site):
+    """It has the rules, commands and examples, no set-up code of tests, and loads nothing from elsewhere."""
     from torchhook.cli.app import command
     from torchhook.rules import chosen
 
@@ -285,7 +285,7 @@ def test_the_site_has_all_in_it(site):
 
 
 def claims():
-    """What the marks in all test files claim, read without running them."""
+    """The claims in the matrix marks of all test files, read without running them."""
     for file in sorted(TESTS.rglob("test_*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.matrix":

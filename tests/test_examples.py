@@ -1,4 +1,4 @@
-"""The examples run as they are, in a folder of their own, and answer their questions; so do the notebooks."""
+"""The examples and notebooks run unchanged, each in its own folder, and answer their questions."""
 
 import ast
 import re
@@ -24,7 +24,7 @@ def run(name, folder):
     return done.stdout
 
 
-# For each script what its last line looks like, with # for numbers, and what has to hold of those.
+# For each script: the pattern of its last line, with # for numbers, and a condition on these numbers.
 ANSWERS = {
     "dead_neurons.py": (
         "with a learning rate of #, # of # units of '1' and # of # units of '5' are dead, the loss ends at #"
@@ -43,9 +43,9 @@ ANSWERS = {
         ),
     ),
     "train_against_deployed.py": (
-        "of # deployed forms these part from the trained one: ported at norm2."
-        " But the trained one itself is right on #% of the test set and on #% of what production feeds it,"
-        " which is furthest off at '*', by # deviations.",
+        "of # deployed versions these differ from the trained one: ported at norm2."
+        " But the trained one itself is right on #% of the test set and on #% of the production data,"
+        " which is furthest off at '*', by # standard deviations.",
         lambda forms, test, fed, distance: forms == 4 and test > 85 and fed < 50 and distance > 0.2,
     ),
     "small_objects.py": (
@@ -69,7 +69,7 @@ ANSWERS = {
         ),
     ),
     "pruning.py": (
-        "* can go, which are #% of the parameters and #% of the FLOPs."
+        "* can go, which saves #% of the parameters and #% of the FLOPs."
         " The accuracy is #% with them, #% without, and #% after one more epoch.",
         lambda parameters, flops, whole, cut, mended: (
             parameters > 30 and 50 <= flops < 60 and whole > 85 and mended > whole - 4 and cut < whole
@@ -83,11 +83,11 @@ ANSWERS = {
         lambda far, p, before, near, _, after: p < 0.01 and near < 0.3 * far and after > before + 5,
     ),
     "many_models.py": (
-        "what the last layers make of the digits is alike by"
-        " perceptron and convolutional # (untrained #),"
-        " perceptron and transformer # (untrained #),"
-        " convolutional and transformer # (untrained #), where 1 is the same.",
-        lambda *both: all(after > max(0.8, before + 0.2) for after, before in zip(both[::2], both[1::2], strict=True)),
+        "the similarity of the last layers (# is identical) is"
+        " # for perceptron and convolutional (untrained #),"
+        " # for perceptron and transformer (untrained #),"
+        " # for convolutional and transformer (untrained #).",
+        lambda _, *both: all(now > max(0.8, before + 0.2) for now, before in zip(both[::2], both[1::2], strict=True)),
     ),
     "lightning_training.py": (
         "it was stopped after # of # steps, because at step # each optimizer step changes the weights by #%:"
@@ -103,11 +103,11 @@ ANSWERS = {
 }
 
 
-def numbers(pattern, told):
-    """The numbers in what was told, if it looks like the pattern."""
+def numbers(pattern, answer):
+    """The numbers in an answer, which must match the pattern."""
     parts = [re.escape(part).replace(r"\*", ".+?") for part in pattern.split("#")]
-    found = re.fullmatch(NUMBER.join(parts), told)
-    assert found, told
+    found = re.fullmatch(NUMBER.join(parts), answer)
+    assert found, answer
     return [float(number.replace(",", "")) for number in found.groups()]
 
 
@@ -121,7 +121,7 @@ def test_a_script_answers_its_question(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_a_script_is_a_page_that_begins_with_its_question(name):
+def test_a_script_fits_on_a_page_and_starts_with_its_question(name):
     text = (EXAMPLES / name).read_text()
     assert ast.get_docstring(ast.parse(text)).split("\n")[0].endswith("?")
     assert len(text.splitlines()) <= 80
@@ -139,7 +139,7 @@ def test_there_are_three_notebooks():
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_a_notebook_shows_what_it_would(tmp_path, name):
+def test_the_stored_outputs_of_a_notebook_are_current(tmp_path, name):
     stored, fresh = (nbformat.read(EXAMPLES / name, as_version=4) for _ in range(2))
     client = NotebookClient(
         fresh,
@@ -153,12 +153,12 @@ def test_a_notebook_shows_what_it_would(tmp_path, name):
         if old.cell_type == "code":
             assert old.execution_count is not None, old.source
             assert [kinds(one) for one in old.outputs] == [kinds(one) for one in new.outputs], old.source
-            said, says = ([word for one in cell.outputs for word in words(one)] for cell in (old, new))
-            assert SequenceMatcher(None, said, says).ratio() > 0.6, (said, says)
+            before, now = ([word for one in cell.outputs for word in words(one)] for cell in (old, new))
+            assert SequenceMatcher(None, before, now).ratio() > 0.6, (before, now)
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_a_notebook_is_small_and_of_no_machine(name):
+def test_a_notebook_is_small_and_has_no_local_paths(name):
     text = (EXAMPLES / name).read_text()
     assert len(text.encode()) < 400_000
     assert not re.search(r"/(home|tmp|root|work|Users)/", text)
@@ -167,11 +167,11 @@ def test_a_notebook_is_small_and_of_no_machine(name):
 
 
 def kinds(output):
-    """What an output is, and in which forms it is there."""
+    """The type of an output, and the formats it is stored in."""
     return output.output_type, output.get("name"), sorted(output.get("data", ()))
 
 
 def words(output):
-    """What an output says, without the numbers, in which machines differ."""
+    """The words of an output, without numbers, which differ between machines."""
     text = output.text if output.output_type == "stream" else output.data.get("text/plain", "")
     return re.findall(r"[^\W\d_]+", text)

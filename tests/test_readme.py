@@ -1,4 +1,4 @@
-"""The README is true, and the Chinese one says the same: numbers, pictures, links, code, and what `make demo` shows."""
+"""The README is accurate and the Chinese one matches it: numbers, pictures, links, code, and output of `make demo`."""
 
 import re
 import subprocess
@@ -22,7 +22,7 @@ PICTURE = re.compile(r"!\[[^\]]+\]\(([^)]+)\)")
 LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)]+)\)")
 NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)*")
 
-# What is quoted below the table of peers: a number, and the row of docs/benchmarks.md that has it.
+# Numbers quoted below the comparison table, and the row of docs/benchmarks.md that each comes from.
 QUOTED = {
     "1.063": "torchhook, outputs + param_grads",
     "1.162": "torchhook, + histogram",
@@ -50,7 +50,7 @@ def prose(name):
 
 
 def sections(name):
-    """What is under each heading."""
+    """The text under each heading."""
     return re.split(r"^#+ .*$", prose(name), flags=re.M)
 
 
@@ -74,7 +74,7 @@ def test_both_have_the_same_code():
 def test_both_have_the_same_pictures_links_and_numbers_under_each_heading():
     for english, chinese in zip(sections(ENGLISH), sections(CHINESE), strict=True):
         assert PICTURE.findall(english) == PICTURE.findall(chinese)
-        if "README" not in english:  # where each names the other
+        if "README" not in english:  # there, each links to the other
             assert LINK.findall(english) == LINK.findall(chinese)
         assert Counter(NUMBER.findall(english)) == Counter(NUMBER.findall(chinese))
         assert english.count("\n- ") == chinese.count("\n- ")
@@ -96,7 +96,7 @@ def test_links_lead_somewhere(name):
 
 
 @BOTH
-def test_pictures_are_there_and_light(name):
+def test_pictures_exist_and_are_small(name):
     pictures = PICTURE.findall(text(name))
     assert len(pictures) == 2
     for picture in pictures:
@@ -106,7 +106,7 @@ def test_pictures_are_there_and_light(name):
             assert image.format == "PNG" and image.width >= 1000
 
 
-def test_prices_of_peers_are_those_of_the_benchmark():
+def test_costs_in_the_comparison_are_those_of_the_benchmark():
     costs = {row[0]: row[3].split()[-1] for row in rows(BENCHMARKS) if len(row) == 5 and "µs" in row[3]}
     prices = {row[0].removeprefix("a "): row[4] for row in rows(sections(ENGLISH)[4]) if row[4].endswith("×")}
     assert len(prices) == 7
@@ -115,23 +115,23 @@ def test_prices_of_peers_are_those_of_the_benchmark():
 
 
 def test_other_numbers_are_those_of_the_benchmarks():
-    beside = NUMBER.findall(sections(ENGLISH)[4])
-    assert set(beside) <= set(NUMBER.findall(BENCHMARKS))
+    quoted = NUMBER.findall(sections(ENGLISH)[4])
+    assert set(quoted) <= set(NUMBER.findall(BENCHMARKS))
     for number, name in QUOTED.items():
-        assert number in beside
+        assert number in quoted
         assert any(number in NUMBER.findall(" ".join(row[1:])) for row in rows(BENCHMARKS) if row[0] == name), number
 
 
-def test_what_is_said_of_the_rules_is_what_was_seen():
-    seen = re.findall(r"(\d+) with a fault[.,]\s+[Rr]ecall ([\d.]+), precision ([\d.]+)[.;]", BENCHMARKS)
-    (told,) = [line for line in " ".join(sections(ENGLISH)[4].split()).split("- ") if "planted faults" in line]
-    assert len(seen) == 2
-    for faults, recall, precision in seen:
-        assert re.search(rf"{recall} of {faults}\b.*?\((precision )?{precision}\)", told)
+def test_the_accuracy_of_the_rules_is_that_of_the_benchmarks():
+    measured = re.findall(r"(\d+) with a fault[.,]\s+[Rr]ecall ([\d.]+), precision ([\d.]+)[.;]", BENCHMARKS)
+    (quoted,) = [line for line in " ".join(sections(ENGLISH)[4].split()).split("- ") if "planted faults" in line]
+    assert len(measured) == 2
+    for faults, recall, precision in measured:
+        assert re.search(rf"{recall} of {faults}\b.*?\((precision )?{precision}\)", quoted)
 
 
 @BOTH
-def test_versions_are_those_that_are_installed_for_the_tests(name):
+def test_versions_are_those_installed_for_the_tests(name):
     pinned = dict(line.split("==") for line in text("constraints.txt").splitlines() if "==" in line)
     table = sections(name)[5]
     named = re.findall(r"([a-z]+) (\d[\d.]+)[,|\s]", table)
@@ -145,7 +145,7 @@ def test_versions_are_those_that_are_installed_for_the_tests(name):
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
-    """A folder in which the demo ran, and what it said."""
+    """A folder in which the demo ran, and its output."""
     folder = tmp_path_factory.mktemp("demo")
     command = [sys.executable, str(ROOT / "examples" / "demo.py")]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
@@ -154,9 +154,9 @@ def demo(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_demo_tells_the_healthy_training_from_the_other(demo):
-    folder, told = demo
-    healthy, slipped = told.split("─ healthy ─")[1].split("─ slipped ─")
+def test_the_demo_finds_a_fault_only_in_the_faulty_training(demo):
+    folder, output = demo
+    healthy, slipped = output.split("─ healthy ─")[1].split("─ slipped ─")
     assert "Net: nothing found" in healthy
     assert "after the learning rate" in " ".join(slipped.replace("│", " ").split())
     for name in ("healthy", "slipped"):
@@ -165,33 +165,32 @@ def test_the_demo_tells_the_healthy_training_from_the_other(demo):
         assert list(samples.glob("*.png"))
 
 
-def test_what_the_readme_shows_of_the_training_is_what_is_found(demo):
+def test_the_report_shown_in_the_readme_is_the_real_one(demo):
     folder, _ = demo
     (path,) = (folder / "demo-output" / "runs").glob("slipped-*")
     page = Console(file=StringIO(), width=80)
     with th.Run(path) as run:
         th.render.terminal(run.report, page)
     (shown,) = re.findall(r"```text\n(.*?)```", text(ENGLISH), re.S)
-    words = [re.sub(r"[\d.]+", "#", said).split() for said in (shown, page.file.getvalue())]
+    words = [re.sub(r"[\d.]+", "#", text).split() for text in (shown, page.file.getvalue())]
     assert words[0] == words[1][: len(words[0])]
 
 
-def test_the_demo_makes_every_file_that_it_names(demo):
-    folder, told = demo
-    said = told.partition("\nOpen\n")[2]
-    files = re.findall(r"demo-output/\w+\.\w+", said)
+def test_the_demo_writes_every_file_it_names(demo):
+    folder, output = demo
+    files = re.findall(r"demo-output/\w+\.\w+", output.partition("\nOpen\n")[2])
     assert len(files) == 5
     for file in files:
         if file.endswith(".png"):
             with Image.open(folder / file) as image:
-                assert len(image.convert("RGB").getcolors(1 << 24)) > 20  # something is drawn
+                assert len(image.convert("RGB").getcolors(1 << 24)) > 20  # it is not blank
         else:
             assert (folder / file).stat().st_size > 10_000
 
 
-def test_the_demo_ends_with_what_to_do_next(demo):
-    said = demo[1].partition("\nOpen\n")[2]
-    assert "torchhook dashboard demo-output/runs --open" in said
-    assert "torchhook run train.py" in said.partition("of your own")[2]
-    assert max(map(len, said.splitlines())) <= 80
-    assert said.count(".venv/bin/torchhook ") == said.count("torchhook ")
+def test_the_demo_ends_with_next_steps(demo):
+    steps = demo[1].partition("\nOpen\n")[2]
+    assert "torchhook dashboard demo-output/runs --open" in steps
+    assert "torchhook run train.py" in steps.partition("of your own")[2]
+    assert max(map(len, steps.splitlines())) <= 80
+    assert steps.count(".venv/bin/torchhook ") == steps.count("torchhook ")

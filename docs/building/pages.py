@@ -1,7 +1,8 @@
-"""What a build of the site puts into its pages: the rules, the commands and the examples, as they are in the code.
+"""Adds generated content to the site: the rules, the commands and the examples, taken from the code.
 
-A page says where: ``<!-- rules -->`` and ``<!-- commands -->``. What its snippets need before them, ``<!-- before …
--->``, is for tests/test_docs.py and is left out. Every file of examples/ becomes a page, to which links to it lead.
+Rules and commands replace the markers ``<!-- rules -->`` and ``<!-- commands -->`` in a page. The set-up code of its
+snippets, ``<!-- before … -->``, is only for tests/test_docs.py and is removed. Every file in examples/ becomes a page,
+and links to the file point to that page.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ _EXAMPLE = re.compile(r"\]\((?:\.\./(?=examples/))?((?:examples/)?\w+)\.(?:py|ip
 _BEFORE = re.compile(r"^<!-- before\n.*?^-->\n", re.M | re.S)
 _BOLD = re.compile(r"\[bold\](.*?)\[/\]", re.S)
 _FAMILIES = {
-    "TH1": "Not finite",
+    "TH1": "Non-finite values",
     "TH2": "Units",
-    "TH3": "Beginnings",
+    "TH3": "Initialization and inputs",
     "TH4": "Gradients",
     "TH5": "Updates",
     "TH6": "Losses",
-    "TH7": "Batch norms and modes",
+    "TH7": "Batch norm and train/eval modes",
     "TH8": "Representations",
     "TH9": "Drift",
 }
 
 
 def on_files(files: Any, *, config: Any) -> Any:
-    """The pages of docs/, and one for each example."""
+    """Add a page for each example to the pages of docs/."""
     makers = {".md": Path.read_text, ".py": _script, ".ipynb": _notebook}
     for path in sorted(_EXAMPLES.iterdir()):
         if path.suffix in makers:
@@ -42,7 +43,7 @@ def on_files(files: Any, *, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """The page as it is shown."""
+    """Return the Markdown of a page with the generated content filled in."""
     markdown = _EXAMPLE.sub(r"](\1.md)", _BEFORE.sub("", markdown))
     for mark, made in (("<!-- rules -->", rules), ("<!-- commands -->", commands)):
         if mark in markdown:
@@ -51,7 +52,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def rules() -> str:
-    """All rules, by family: what each says of itself, as ``torchhook rules CODE`` does."""
+    """All rules by family, described as in ``torchhook rules CODE``."""
     from torchhook.rules import chosen
 
     parts = []
@@ -61,21 +62,21 @@ def rules() -> str:
 
 
 def commands() -> str:
-    """All commands: what each says of itself with ``--help``."""
+    """All commands, described as in ``--help``."""
     from torchhook.cli.app import command
 
-    return "\n\n".join(_told(f"torchhook {name}", one) for name, one in _leaves(command))
+    return "\n\n".join(_described(f"torchhook {name}", one) for name, one in _leaves(command))
 
 
 def _script(path: Path) -> str:
-    """A script, under the question that it begins with."""
+    """A page with the code of a script, titled with the first line of its docstring."""
     code = path.read_text(encoding="utf-8")
     question = code.splitlines()[0].strip('"')
     return f"# {question}\n\n`examples/{path.name}`\n\n```python\n{code}```\n"
 
 
 def _notebook(path: Path) -> str:
-    """The cells of a notebook, and what they say and draw."""
+    """A page with the cells of a notebook and their outputs."""
     parts = []
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         source = "".join(cell["source"])
@@ -87,7 +88,7 @@ def _notebook(path: Path) -> str:
 def _output(output: dict[str, Any]) -> str:
     data = output.get("data", {})
     if "image/png" in data:
-        return f"![what the cell draws](data:image/png;base64,{''.join(data['image/png'].split())})"
+        return f"![plot drawn by the cell](data:image/png;base64,{''.join(data['image/png'].split())})"
     text = "".join(output.get("text") or data["text/plain"])
     return f"```text\n{text.rstrip()}\n```"
 
@@ -108,7 +109,7 @@ def _about(rule: Any) -> str:
 
 
 def _leaves(command: Any, path: str = "") -> Any:
-    """Every command that has no commands below it, by what one types."""
+    """Every command without subcommands, with the words that call it."""
     for name, one in command.commands.items():
         if hasattr(one, "commands"):
             yield from _leaves(one, f"{path}{name} ")
@@ -116,13 +117,13 @@ def _leaves(command: Any, path: str = "") -> Any:
             yield f"{path}{name}", one
 
 
-def _told(name: str, command: Any) -> str:
-    """The sentences, the examples and the options of a command."""
+def _described(name: str, command: Any) -> str:
+    """The description, examples and options of a command."""
     text = inspect.cleandoc(command.help).replace("\\[", "[")
     usage = " ".join([name, *(_bracketed(one) for one in command.params if one.param_type_name == "argument")])
     examples = "\n".join(line.strip() for found in _BOLD.findall(text) for line in found.splitlines())
     rows = [_row(one) for one in command.params if getattr(one, "help", None)]
-    table = ["| what to give | what it is | if not given |", "|---|---|---|", *rows] if rows else []
+    table = ["| option | meaning | default |", "|---|---|---|", *rows] if rows else []
     parts = [f"## {name}", f"`{usage}`", _BOLD.sub("", text).strip(), f"```sh\n{examples}\n```" if examples else ""]
     return "\n\n".join([*filter(None, parts), "\n".join(table)])
 
@@ -133,7 +134,7 @@ def _bracketed(argument: Any) -> str:
 
 
 def _row(parameter: Any) -> str:
-    """An option or argument: how it is written, what it is, what holds without it."""
+    """The table row of an option or argument: its spelling, meaning and default."""
     if parameter.param_type_name == "argument":
         spelt = parameter.metavar or parameter.name.upper()
     else:
@@ -145,8 +146,8 @@ def _row(parameter: Any) -> str:
 
 def _default(parameter: Any) -> str:
     if parameter.required:
-        return "*must be given*"
-    value = getattr(parameter.default, "value", parameter.default)  # of an enumeration, the word that one types
+        return "*required*"
+    value = getattr(parameter.default, "value", parameter.default)  # for an enum, the word that a user types
     if isinstance(value, bool) and parameter.secondary_opts:
         return f"`{(parameter.opts if value else parameter.secondary_opts)[0]}`"
     return "" if value is None or value is False else f"`{value}`"
