@@ -10,6 +10,7 @@ from copy import copy
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torchhook.core.findings import Finding, Severity
@@ -17,6 +18,7 @@ from torchhook.stats import Histogram
 from torchhook.stats.downsample import spread, thinned
 from torchhook.stats.histogram import Bins
 from torchhook.training.runs import Run
+from torchhook.training.runs.queries import Series
 from torchhook.training.runs.schema import FILE
 
 WIDE = 240  # steps to draw; beyond twice as many, older ones are thinned out
@@ -26,9 +28,9 @@ _HISTOGRAMS = 32  # steps of which the histograms are read
 
 
 class Sheet:
-    """One statistic by step (`rows`) and layer.
+    """A `Series` of a run that grows with it, and is thinned out when it is wider than a screen.
 
-    As long as the `edition` stays the same, a page that has drawn some rows only needs to append the new ones.
+    As long as the `edition` stays the same, a page that has drawn some steps only needs to append the new ones.
     """
 
     def __init__(self, run: Run, field: str, port: str) -> None:
@@ -36,31 +38,51 @@ class Sheet:
         self.field = field
         self.port = port
         self.edition = _new_edition()
-        self.steps: list[int] = []
-        self.paths: list[str] = []
-        self.rows: list[list[float | None]] = []
+        self.series = Series([], [], torch.zeros(0, 0, dtype=torch.float64))
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that are drawn."""
+        return self.series.steps
+
+    @property
+    def paths(self) -> list[str]:
+        """The layers, in execution order."""
+        return self.series.paths
+
+    @property
+    def rows(self) -> list[list[float | None]]:
+        """The values as they are drawn, one row per step."""
+        return self.rows_from(0)
 
     def refresh(self) -> None:
         """Read new steps."""
-        late = self.run.series(self.field, self.port, WIDE, after=self.steps[-1] if self.steps else None)
-        if late.paths != self.paths and self.steps:  # there are new layers
-            self.steps = []
-            late = self.run.series(self.field, self.port, WIDE)
-        if late.paths != self.paths:
+        known = self.series
+        late = self.run.series(self.field, self.port, WIDE, after=known.steps[-1] if known.steps else None)
+        if late.paths == known.paths:
+            late = Series([*known.steps, *late.steps], known.paths, torch.cat([known.values, late.values], 1))
+        else:
             self.edition = _new_edition()
-            self.paths, self.rows = late.paths, []
-        self.steps = [*self.steps, *late.steps]
-        self.rows = [*self.rows, *([_drawn(value) for value in row] for row in late.values.T.tolist())]
-        if len(self.steps) > 2 * WIDE:
-            gone = set(thinned(self.steps))
-            kept = [number for number, step in enumerate(self.steps) if step not in gone]
-            self.steps, self.rows = [self.steps[n] for n in kept], [self.rows[n] for n in kept]
+            if known.steps:  # there are new layers
+                late = self.run.series(self.field, self.port, WIDE)
+        if len(late.steps) > 2 * WIDE:
+            gone = set(thinned(late.steps))
+            kept = [number for number, step in enumerate(late.steps) if step not in gone]
+            late = Series([late.steps[number] for number in kept], late.paths, late.values[:, kept])
             self.edition = _new_edition()
+        self.series = late
+
+    def rows_from(self, first: int) -> list[list[float | None]]:
+        """The rows from the one at position `first` on."""
+        return _rows(self.series.values.T[first:])
+
+    def row(self, number: int) -> list[float | None]:
+        """The row at position `number`; empty if there are no steps."""
+        return _rows(self.series.values[:, [number]].T)[0] if self.steps else []
 
     def line(self, path: str) -> list[float | None]:
-        """The values of one layer, by step."""
-        number = self.paths.index(path) if path in self.paths else None
-        return [] if number is None else [row[number] for row in self.rows]
+        """The values of one layer, by step; empty if there is no such layer."""
+        return _rows(self.series.values[[self.paths.index(path)]])[0] if path in self.paths else []
 
 
 class Curve:
@@ -205,3 +227,7 @@ def _quantiles(state: Tensor) -> list[float]:
 def _drawn(value: float) -> float | None:
     """A number as it is sent to the page: None instead of NaN, and four digits, since more would not be visible."""
     return float(f"{value:.4g}") if math.isfinite(value) else None
+
+
+def _rows(values: Tensor) -> list[list[float | None]]:
+    return [[_drawn(value) for value in row] for row in values.tolist()]

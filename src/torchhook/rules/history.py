@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from torchhook.core.findings import Finding
+from torchhook.rules.entry import Entry
 from torchhook.rules.kinds import kind_of
 from torchhook.stats.downsample import thinned
 from torchhook.stats.moments import Summary
@@ -20,13 +22,6 @@ from torchhook.stats.stat import unlike
 if TYPE_CHECKING:
     from torchhook.rules.profile import Profile
     from torchhook.rules.rest import Rest
-
-
-class Window(NamedTuple):
-    """What was measured over some steps, the last of which is `step`."""
-
-    step: int
-    snapshot: Snapshot
 
 
 @dataclass(frozen=True)
@@ -56,7 +51,7 @@ class Modes:
 class History:
     """What was measured of a model, window by window, and facts about it; facts that were not looked at are None."""
 
-    windows: list[Window] = field(default_factory=list)
+    windows: list[Entry] = field(default_factory=list)
     losses: dict[int, float] = field(default_factory=dict)
     rates: dict[int, float] = field(default_factory=dict)  # the largest learning rate, by step
     rest: Rest | None = None  # before the first step
@@ -73,7 +68,7 @@ class History:
 
     def add(self, step: int, snapshot: Snapshot, loss: float | None = None) -> None:
         """Add a window that has ended."""
-        self.windows.append(Window(step, snapshot))
+        self.windows.append(Entry(step, time.time(), snapshot))
         if loss is not None:
             self.losses[step] = loss
         self._moments.pop(step, None)
@@ -103,14 +98,14 @@ class History:
     def drop(self, stat: str, most: int) -> None:
         """Drop the states of a large statistic, except in the last `most` windows that have it."""
         for number in range(len(self.windows) - 1, -1, -1):
-            step, snapshot = self.windows[number]
-            places = {place for place, row in snapshot.rows.items() if stat in row.states}
+            rows = self.windows[number].snapshot.rows
+            places = {place for place, row in rows.items() if stat in row.states}
             if not places and number == len(self.windows) - 1:  # then nothing new is left to drop
                 return
             most -= bool(places)
             if places and most < 0:
-                rows = {place: _without(row, stat) if place in places else row for place, row in snapshot.rows.items()}
-                self.windows[number] = Window(step, Snapshot(rows))
+                kept = {place: _without(row, stat) if place in places else row for place, row in rows.items()}
+                self.windows[number] = replace(self.windows[number], snapshot=Snapshot(kept))
 
     def has(self, port: str, stat: str) -> bool:
         """Whether a statistic was measured at a port, at any place."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
 
 from torchhook.core.findings import Finding, Report, Severity
+from torchhook.rules.entry import Entry
 from torchhook.rules.history import History
 from torchhook.stats import Covariance, Moments
 from torchhook.stats.kernels.plain import FIELDS
@@ -43,18 +44,16 @@ class Judge:
         self._windows = self._looked = 0  # until now, and until the last check
         self._finite = True
 
-    def add(
-        self, step: int, snapshot: Snapshot, losses: Mapping[int, float], rates: Mapping[int, float]
-    ) -> list[Finding] | None:
-        """A window more; what is found now that was not before, or None if this is not the time to look."""
-        if snapshot:
-            self.history.add(step, snapshot)
-        self.history.losses.update(losses)
-        self.history.rates.update(rates)
+    def add(self, entry: Entry) -> list[Finding] | None:
+        """Add a measured step. Returns the new findings, or None if it is not time for a check."""
+        if entry.snapshot:
+            self.history.add(entry.step, entry.snapshot)
+        self.history.losses.update(entry.losses)
+        self.history.rates.update(entry.rates)
         self.history.thin(_WINDOWS, keep={finding.step for finding in self.seen.values() if finding.step is not None})
         self.history.drop(Covariance.name, most=2)
         self._windows += 1
-        is_finite = _is_finite(snapshot) and all(map(math.isfinite, losses.values()))
+        is_finite = _is_finite(entry.snapshot) and all(map(math.isfinite, entry.losses.values()))
         return self.check() if self._is_time(is_finite) else None
 
     def check(self, last: bool = False) -> list[Finding]:

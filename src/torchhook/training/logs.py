@@ -5,56 +5,13 @@ The run store, TensorBoard, MLflow and all others are logs over this one stream.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from torch import Tensor
-
 from torchhook.core.findings import Finding, Report
-from torchhook.rules.check import layers_of
-from torchhook.stats.reading import Snapshot
+from torchhook.rules.entry import Entry
 
-_SHOWN = ("mean", "std", "zero_fraction", "grad_norm", "norm", "update_ratio")
-
-
-@dataclass(frozen=True)
-class Entry:
-    """What was seen in a measured step: plain data, on the CPU.
-
-    `losses` are those of all steps since the entry before, `maps` some channels × height × width of what layers gave
-    for one sample, by path; `wires` the pairs of layers of which the second is given what comes of the first. Most
-    entries have neither.
-    """
-
-    step: int
-    time: float  # in seconds since 1970
-    snapshot: Snapshot
-    losses: Mapping[int, float] = field(default_factory=dict)
-    rate: float | None = None  # the largest learning rate
-    maps: Mapping[str, Tensor] = field(default_factory=dict)
-    wires: Sequence[tuple[str, str]] = ()
-
-    @cached_property
-    def scalars(self) -> dict[str, float]:
-        """The numbers that people plot, as ``"grad_norm/layer1.0.weight"``, and those of the whole model.
-
-        >>> from torchhook.stats.reading import Snapshot
-        >>> Entry(3, 0.0, Snapshot({}), losses={2: 0.7, 3: 0.5}).scalars
-        {'loss': 0.5}
-        """
-        whole: dict[str, float] = {}
-        if self.losses:
-            whole["loss"] = self.losses[max(self.losses)]
-        if self.rate is not None:
-            whole["learning_rate"] = self.rate
-        layers = layers_of(self.snapshot)
-        norms = [layer["grad_norm"] for layer in layers if layer["kind"] == "parameter" and "grad_norm" in layer]
-        if norms:
-            whole["grad_norm"] = math.sqrt(sum(norm * norm for norm in norms))
-        return whole | {f"{name}/{layer['site']}": layer[name] for name in _SHOWN for layer in layers if name in layer}
+__all__ = ["Entry", "Log"]
 
 
 class Log:

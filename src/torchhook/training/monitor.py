@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -23,7 +24,7 @@ from torchhook.core.tap import require_count
 from torchhook.core.text import warn
 from torchhook.core.transfer import sent_home
 from torchhook.rules.check import check
-from torchhook.rules.history import History, joined
+from torchhook.rules.history import History, joined, settled
 from torchhook.rules.registry import Choice, chosen
 from torchhook.rules.rest import at_rest
 from torchhook.rules.watch import Watch
@@ -31,13 +32,13 @@ from torchhook.stats.clock import Clock, Slower
 from torchhook.stats.optimizer.steps import unwrapped as bare
 from torchhook.stats.reading import Snapshot
 from torchhook.training.judge import Judge
-from torchhook.training.logs import Log
+from torchhook.training.logs import Entry, Log
 from torchhook.training.maps import Maps
 from torchhook.training.process import agreed, described, rank
 from torchhook.training.runs.folders import new_folder
 from torchhook.training.runs.writer import RunLog
 from torchhook.training.wires import Wires
-from torchhook.training.worker import Window, Worker
+from torchhook.training.worker import Arriving, Worker
 
 OnFinding = Literal["stop", "warn"] | Callable[[Finding], None]
 Loss = Tensor | float | Callable[[], float]  # the last is on its way to the host
@@ -226,36 +227,60 @@ class Monitor:
 
     def _take(self) -> None:
         """Give what was measured to the thread, and decide what is measured next."""
-        self._give(self._measured())
+        if not self._give(self._measured()):
+            self._worker.lost += 1
         self._windows += 1
         is_power = self._windows & (self._windows - 1) == 0
         if (is_power and self._windows > 2) or self._windows % _RARE == 0:
             self._watch.begin_thorough()
 
-    def _last(self) -> Window | None:
+    def _last(self) -> Arriving | None:
         """What is left when the training is over: of a step that was only begun, nothing."""
         if self._clock.ended > self._ended:
             return self._measured()
         return self._unmeasured(self.steps - 1) if self._losses else None
 
-    def _unmeasured(self, step: int) -> Window:
-        return Window(step, Snapshot({}), _sent(self._losses), self._rates)
+    def _unmeasured(self, step: int) -> Arriving:
+        return self._entry(step, Snapshot({}))
 
-    def _measured(self) -> Window:
+    def _measured(self) -> Arriving:
         self._ended = self._clock.ended
         snapshots: list[Snapshot] = [self._watch.window()]
         if self._watch.is_thorough:
             snapshots.append(self._watch.end_thorough())
         self._wiring.close()
         wires, self._wires = list(self._wires.pairs), Wires()
-        return Window(self.steps, joined(snapshots), _sent(self._losses), self._rates, self._maps.taken(), wires)
+        return self._entry(self.steps, joined(snapshots), self._maps.taken(), wires)
 
-    def _give(self, window: Window) -> None:
-        """To the thread; if it has no room, the losses come with the next."""
+    def _entry(
+        self,
+        step: int,
+        snapshot: Snapshot,
+        maps: Callable[[], Mapping[str, Tensor]] = dict,
+        wires: Sequence[tuple[str, str]] = (),
+    ) -> Arriving:
+        """A step with the losses and rates that were not written yet, on its way to the host."""
+        readers = _sent(self._losses)
+        self._losses = dict(readers)  # if the worker has no room, they are not sent again
+        rates, now = dict(self._rates), time.time()
+        return lambda: Entry(
+            step,
+            now,
+            settled(snapshot),
+            {at: read() for at, read in readers.items()},
+            rates[max(rates)] if rates else None,
+            maps(),
+            wires,
+            rates,
+        )
+
+    def _give(self, entry: Arriving) -> bool:
+        """Hand a step to the worker. If it has no room, losses and rates come with the next one."""
         self._worker.judge.history.scaled |= self._watch.is_scaled
-        has_room = self._worker.put(window)
-        self._losses = {} if has_room else dict(window.losses)
-        self._rates = {} if has_room else self._rates
+        has_room = self._worker.put(entry)
+        if has_room:
+            self._losses, self._rates = {}, {}
+        return has_room
 
     def _react(self) -> None:
         """Do what is to be done about new findings."""
@@ -312,7 +337,7 @@ def _faulted(monitor: weakref.ref[Monitor], error: Exception) -> None:
         found._worker.fail("measuring, a part of which has ended,", error)
 
 
-def _left(opened: ExitStack, worker: Worker, state: str, last: Window | None = None) -> Report:
+def _left(opened: ExitStack, worker: Worker, state: str, last: Arriving | None = None) -> Report:
     """Leave the model as it was, and finish; also if nobody has the monitor any more, which is not needed for it."""
     try:
         opened.close()

@@ -6,19 +6,15 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
-
-from torch import Tensor
 
 from torchhook.core.findings import Finding, Report
 from torchhook.core.text import warn
 from torchhook.rules.check import failed
-from torchhook.rules.history import settled
-from torchhook.stats.reading import Snapshot
 from torchhook.training.judge import Judge
 from torchhook.training.logs import Entry, Log
 
@@ -26,23 +22,8 @@ _WAITING = 64  # windows; a log that is slower than the training loses some
 _PATIENCE = 60.0  # seconds, for logs to take what is left in the end
 
 
-@dataclass(frozen=True)
-class Window:
-    """A measured step, on its way from the device."""
-
-    step: int
-    snapshot: Snapshot
-    losses: Mapping[int, Callable[[], float]]
-    rates: Mapping[int, float]
-    maps: Callable[[], Mapping[str, Tensor]] = dict
-    wires: Sequence[tuple[str, str]] = ()
-    time: float = field(default_factory=time.time)
-
-    def entry(self) -> Entry:
-        """It has arrived."""
-        losses = {step: read() for step, read in self.losses.items()}
-        rate = self.rates[max(self.rates)] if self.rates else None
-        return Entry(self.step, self.time, settled(self.snapshot), losses, rate, self.maps(), self.wires)
+Arriving = Callable[[], Entry]
+"""A measured step on its way from the device; to call it waits until it has arrived."""
 
 
 class Worker:
@@ -58,7 +39,7 @@ class Worker:
         self.broken: list[Finding] = []  # what failed of our own
         self.findings: queue.SimpleQueue[Finding] = queue.SimpleQueue()
         self._here: queue.SimpleQueue[tuple[Log, str, tuple[Any, ...]]] = queue.SimpleQueue()
-        self._windows: queue.Queue[tuple[Window | None, str]] = queue.Queue(_WAITING)  # the last: and how it ended
+        self._windows: queue.Queue[tuple[Arriving | None, str]] = queue.Queue(_WAITING)  # the last: and how it ended
         self._process = os.getpid()
         self._is_over = False
         self._thread = threading.Thread(target=self._run, name="torchhook", daemon=True)
@@ -69,12 +50,11 @@ class Worker:
         for log in list(self.logs):
             self._guarded(log, "begin", (about,))
 
-    def put(self, window: Window) -> bool:
-        """A window for the thread, if it has room for one; it never waits."""
+    def put(self, entry: Arriving) -> bool:
+        """Give the thread a measured step, unless its queue is full. It never waits."""
         try:
-            self._windows.put_nowait((window, ""))
+            self._windows.put_nowait((entry, ""))
         except queue.Full:
-            self.lost += bool(window.snapshot)  # losses are given again
             return False
         return True
 
@@ -84,7 +64,7 @@ class Worker:
             log, what, args = self._here.get()
             self._guarded(log, what, args)
 
-    def finish(self, state: str, last: Window | None = None) -> Report:
+    def finish(self, state: str, last: Arriving | None = None) -> Report:
         """Let the thread judge for the last time and end the logs, and wait for it; not in a forked process."""
         if os.getpid() != self._process or self._is_over:
             return self.report()
@@ -111,7 +91,7 @@ class Worker:
         with suppress(UserWarning):
             warn(f"{what} raised {reason:.300}")
 
-    def _has_ended(self, state: str, last: Window | None) -> bool:
+    def _has_ended(self, state: str, last: Arriving | None) -> bool:
         """Tell the thread that it is over; whether it was ready in time."""
         until = time.monotonic() + _PATIENCE
         try:
@@ -126,20 +106,20 @@ class Worker:
     def _run(self) -> None:
         state = ""
         while not state:
-            window, state = self._windows.get()
-            if window is not None:
-                self._read(window)
+            arriving, state = self._windows.get()
+            if arriving is not None:
+                self._read(arriving)
         self._judged(partial(self.judge.check, last=True))
         self._tell("end", self.report(), state)
 
-    def _read(self, window: Window) -> None:
+    def _read(self, arriving: Arriving) -> None:
         try:
-            entry = window.entry()
+            entry = arriving()
         except Exception as error:  # a fault of ours must not end the thread
             self.fail("what was measured", error)
             return
         self._tell("write", entry)
-        self._judged(partial(self.judge.add, entry.step, entry.snapshot, entry.losses, window.rates))
+        self._judged(partial(self.judge.add, entry))
 
     def _judged(self, judge: Callable[[], list[Finding] | None]) -> None:
         try:

@@ -77,7 +77,7 @@ def _figures(books: list[Book]) -> tuple[Any, Any, Any]:
 
 def _last(book: Book, field: str, port: str) -> tuple[list[str], list[float | None]]:
     sheet = book.sheet(field, port)
-    return sheet.paths, sheet.rows[-1] if sheet.rows else []
+    return sheet.paths, sheet.row(-1)
 
 
 def _findings(books: list[Book]) -> list[Component]:

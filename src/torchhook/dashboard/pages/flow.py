@@ -72,8 +72,7 @@ def register(app: Dash, library: Library) -> None:
 def figure(book: Book, port: str, number: int) -> Any:
     """The gradient norms at the step at position `number` of the slider."""
     sheet = book.sheet("l2", port)
-    row = sheet.rows[min(number, len(sheet.rows) - 1)] if sheet.rows else []
-    return layer_lines({port: (sheet.paths, row)}, "gradient norm")
+    return layer_lines({port: (sheet.paths, sheet.row(min(number, len(sheet.steps) - 1)))}, "gradient norm")
 
 
 def _step_text(steps: list[int], number: int) -> str:

@@ -50,7 +50,7 @@ def register(app: Dash, library: Library) -> None:
 def _list(book: Book) -> Component:
     """A line for each layer, a heading for each module that contains them, and the wires beside."""
     sheet = book.sheet("std", "output")
-    spread = dict(zip(sheet.paths, sheet.rows[-1], strict=True)) if sheet.rows else {}
+    spread = dict(zip(sheet.paths, sheet.row(-1), strict=True)) if sheet.steps else {}
     health, sources = book.health(), book.sources()
     lines: list[Component] = []
     line_of: dict[str, int] = {}

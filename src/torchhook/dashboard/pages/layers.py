@@ -56,14 +56,14 @@ def register(app: Dash, library: Library) -> None:
     )
     def _(_: int, shown: dict[str, Any]) -> Any:
         sheet = library.book(shown["run"]).sheet(shown["stat"], shown["port"])
-        if sheet.edition == shown["edition"] and len(sheet.rows) == shown["rows"]:
+        if sheet.edition == shown["edition"] and len(sheet.steps) == shown["rows"]:
             return no_update, no_update
-        now = {**shown, "edition": sheet.edition, "rows": len(sheet.rows)}
+        now = {**shown, "edition": sheet.edition, "rows": len(sheet.steps)}
         if sheet.edition != shown["edition"]:
             return _heatmap(sheet), now
         figure = Patch()
         figure["data"][0]["x"].extend(sheet.steps[shown["rows"] :])
-        figure["data"][0]["z"].extend(heatmap_rows(sheet.field, sheet.rows[shown["rows"] :]))
+        figure["data"][0]["z"].extend(heatmap_rows(sheet.field, sheet.rows_from(shown["rows"])))
         return figure, now
 
     @app.callback(
@@ -103,7 +103,7 @@ def _drawn(book: Book, stat: str, port: str) -> tuple[Any, str, dict[str, Any]]:
     stat = "mean" if port.endswith(_NUMBERS) else stat if stat in NAMES else "std"
     sheet = book.sheet(stat, port)
     caption = f"{stat} of every {port}: layers in execution order, by step. Gaps are zeros or were not measured."
-    shown = {"run": book.name, "stat": stat, "port": port, "edition": sheet.edition, "rows": len(sheet.rows)}
+    shown = {"run": book.name, "stat": stat, "port": port, "edition": sheet.edition, "rows": len(sheet.steps)}
     return _heatmap(sheet), caption, shown
 
 

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from torchhook.core.errors import RunError
 from torchhook.core.findings import Finding, Report
 from torchhook.render.to_json import json as report_json
+from torchhook.rules.entry import Entry
 from torchhook.stats.downsample import measured_at, thinned
 from torchhook.stats.reading import Place, Row
-from torchhook.training.logs import Entry
 from torchhook.training.runs.groups import Group, settings_of, text
 from torchhook.training.runs.owners import this_process
 from torchhook.training.runs.schema import APPLICATION, VERSION, can_log_ahead, create
@@ -80,8 +80,8 @@ class Database:
             rows = [(text(str(key)), _json(value)) for key, value in about.items()]
             db.executemany("INSERT OR REPLACE INTO about VALUES (?, ?)", rows)
 
-    def add(self, entry: Entry, groups: Iterable[Group]) -> None:
-        """A measured step, whose states are these."""
+    def add(self, entry: Entry, groups: Iterable[tuple[Group, bytes]]) -> None:
+        """Write a measured step: its groups of states, with the blob of each."""
         with self._transaction() as db:
             db.execute("DELETE FROM states WHERE step = ?", (entry.step,))
             if entry.snapshot:  # else there are losses alone
@@ -89,7 +89,7 @@ class Database:
             db.executemany("INSERT OR REPLACE INTO losses VALUES (?, ?)", entry.losses.items())
             for place, row in entry.snapshot.rows.items():
                 self._know(place, row)
-            rows = [(entry.step, self._layout(group), group.data) for group in groups]
+            rows = [(entry.step, self._layout(group), blob) for group, blob in groups]
             db.executemany("INSERT INTO states VALUES (?, ?, ?)", rows)
         self._losses += len(entry.losses)
 
@@ -196,7 +196,8 @@ class Database:
 
     def _layout(self, group: Group) -> int:
         ids = [self._places[place].id for place in group.places]
-        key = text(group.key), text(group.port), json.dumps(group.shape), json.dumps(ids)
+        shape = group.states.shape[2:]
+        key = text(group.stat), text(group.port), json.dumps(shape), json.dumps(ids)
         if key not in self._layouts:
             added = self._db.execute("INSERT INTO layouts (stat, port, shape, places) VALUES (?, ?, ?, ?)", key)
             self._layouts[key] = int(added.lastrowid or 0)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchhook.stats.reading import Place, Row
 from torchhook.training.runs.fields import WIDTH, field_of
-from torchhook.training.runs.queries import Block
+from torchhook.training.runs.groups import Group
 from torchhook.training.runs.run import Run
 
 NUMBERS = ("mean", "std", "min", "max", "l2", "abs_mean", "zero_fraction")
@@ -49,27 +49,27 @@ def export_parquet(run: Run, file: str | os.PathLike[str]) -> int:
 
 def _tables(run: Run) -> Iterator[Any]:
     losses, rates, known = run.losses, run.rates, run.places
-    for block in run.blocks():
-        if block.states.shape[2:] == (WIDTH,):
-            yield _table(block, known, losses, rates)
+    for group in run.blocks():
+        if group.states.shape[2:] == (WIDTH,):
+            yield _table(group, known, losses, rates)
 
 
-def _table(block: Block, known: Mapping[Place, Row], losses: Mapping[int, float], rates: Mapping[int, float]) -> Any:
+def _table(group: Group, known: Mapping[Place, Row], losses: Mapping[int, float], rates: Mapping[int, float]) -> Any:
     """Of each step all places, then the next step."""
     arrow = _pyarrow("pyarrow")
-    steps, places = len(block.steps), len(block.places)
-    labels = [known[place].label for place in block.places]
-    names = *zip(*block.places, strict=True), labels
+    steps, places = len(group.steps), len(group.places)
+    labels = [known[place].label for place in group.places]
+    names = *zip(*group.places, strict=True), labels
     of_place = arrow.array(list(range(places)) * steps, arrow.int32())
-    columns = {"step": _column(torch.tensor(block.steps).repeat_interleave(places), arrow.int64())}
+    columns = {"step": _column(torch.tensor(group.steps).repeat_interleave(places), arrow.int64())}
     for name, values in zip(_NAMES, names, strict=True):
         columns[name] = arrow.DictionaryArray.from_arrays(of_place, arrow.array(values, arrow.string()))
     for name in COUNTS:
-        columns[name] = _column(field_of(block.states, name).nan_to_num().long().reshape(-1), arrow.int64())
+        columns[name] = _column(field_of(group.states, name).nan_to_num().long().reshape(-1), arrow.int64())
     for name in NUMBERS:
-        columns[name] = _column(field_of(block.states, name).reshape(-1), arrow.float64())
+        columns[name] = _column(field_of(group.states, name).reshape(-1), arrow.float64())
     for name, by_step in zip(_AT_STEP, (losses, rates), strict=True):
-        values = [by_step.get(step) for step in block.steps for _ in range(places)]
+        values = [by_step.get(step) for step in group.steps for _ in range(places)]
         columns[name] = arrow.array(values, arrow.float64())
     return arrow.table(columns, _schema())
 

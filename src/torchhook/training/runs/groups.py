@@ -10,33 +10,32 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchhook.rules.entry import Entry
 from torchhook.stats import Covariance, Stat, named
-from torchhook.stats.reading import Place, Reading, Row, Snapshot
-from torchhook.training.runs.blobs import packed
+from torchhook.stats.reading import Place, Reading, Row
 
 
 class Group(NamedTuple):
-    """The states of one statistic at one port that have one shape: of which places, and the numbers."""
+    """States of one shape, of one statistic and port, as they are stored together: steps × places × shape."""
 
-    key: str
+    stat: str
     port: str
-    shape: tuple[int, ...]
-    places: tuple[Place, ...]
-    data: bytes
+    places: list[Place]
+    steps: list[int]
+    states: Tensor
 
 
-def grouped(snapshot: Snapshot) -> Iterator[Group]:
-    """The states of a snapshot, in a few groups; without covariances, which are larger than all the others together."""
-    together: dict[tuple[str, str, tuple[int, ...]], dict[Place, Tensor]] = {}
-    for place, row in snapshot.rows.items():
+def grouped(entry: Entry) -> Iterator[Group]:
+    """The states of an entry, in a few groups. Covariances are left out: they are larger than all others together."""
+    together: dict[tuple[str, str, torch.Size], dict[Place, Tensor]] = {}
+    for place, row in entry.snapshot.rows.items():
         for key in {stat.key: None for stat in row.stats}:
             reads = row.states.get(key, ())
             if reads and key != Covariance.name:
                 state = reads[0]() if len(reads) == 1 else Reading(place, row).state(key)
-                kind = key, place[1].partition("[")[0], tuple(state.shape)
-                together.setdefault(kind, {})[place] = state
-    for kind, states in together.items():
-        yield Group(*kind, tuple(states), packed(torch.stack(list(states.values()))))
+                together.setdefault((key, place[1].partition("[")[0], state.shape), {})[place] = state
+    for (key, port, _), states in together.items():
+        yield Group(key, port, list(states), [entry.step], torch.stack(list(states.values()))[None])
 
 
 def settings_of(stat: Stat) -> dict[str, Any]:

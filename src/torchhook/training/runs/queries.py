@@ -12,12 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchhook.rules.entry import Entry
 from torchhook.stats.downsample import spread
 from torchhook.stats.moments import Moments
 from torchhook.stats.reading import Place, Row, Snapshot
 from torchhook.training.runs.blobs import unpacked
 from torchhook.training.runs.fields import WIDTH, field_of
-from torchhook.training.runs.groups import row_of
+from torchhook.training.runs.groups import Group, row_of
 
 AT_ONCE = 128  # windows that are unpacked together
 _STATES = "states CROSS JOIN layouts ON layouts.id = states.layout"  # in this order: there may be many layouts
@@ -29,14 +30,6 @@ class Series(NamedTuple):
     steps: list[int]
     paths: list[str]
     values: Tensor
-
-
-class Block(NamedTuple):
-    """The states of one statistic, of the same places, in some steps: steps × places × shape."""
-
-    steps: list[int]
-    places: list[Place]
-    states: Tensor
 
 
 def places(db: sqlite3.Connection) -> dict[int, tuple[Place, Row]]:
@@ -66,10 +59,24 @@ def chosen(steps: Sequence[int], most: int | None) -> list[int]:
     return [*spread(steps[:-1], most - 1), steps[-1]]
 
 
-def window(db: sqlite3.Connection, step: int) -> Snapshot | None:
-    """What was measured in a step; None if nothing was."""
-    if db.execute("SELECT step FROM windows WHERE step = ?", (step,)).fetchone() is None:
+def entry(db: sqlite3.Connection, step: int) -> Entry | None:
+    """A measured step, without feature maps and wires; None if it was not measured."""
+    found = db.execute("SELECT time, rate FROM windows WHERE step = ?", (step,)).fetchone()
+    if found is None:
         return None
+    time, rate = found
+    previous = "ifnull((SELECT max(step) FROM windows WHERE step < :step), -1)"
+    query = f"SELECT step, loss FROM losses WHERE step > {previous} AND step <= :step ORDER BY step"
+    losses = {at: number(loss) for at, loss in db.execute(query, {"step": step})}
+    return Entry(step, time, _snapshot(db, step), losses, rate, rates={} if rate is None else {step: rate})
+
+
+def number(value: float | None) -> float:
+    """A number from a table, where SQLite stores NaN as NULL."""
+    return math.nan if value is None else value
+
+
+def _snapshot(db: sqlite3.Connection, step: int) -> Snapshot:
     states: dict[int, dict[str, list[Callable[[], Tensor]]]] = {}
     query = f"SELECT stat, shape, places, data FROM {_STATES} WHERE step = ?"
     for stat, shape, ids, data in db.execute(query, (step,)):
@@ -81,8 +88,8 @@ def window(db: sqlite3.Connection, step: int) -> Snapshot | None:
     return Snapshot({known[number][0]: _filled(known[number][1], states[number]) for number in sorted(states)})
 
 
-def blocks(db: sqlite3.Connection, steps: Iterable[int], stat: str, port: str | None = None) -> list[Block]:
-    """The states of a statistic in some steps, of a port or all, together as far as they are of the same places."""
+def groups(db: sqlite3.Connection, steps: Iterable[int], stat: str, port: str | None = None) -> list[Group]:
+    """The states of a statistic in some steps, at one port or all: one group per set of places."""
     names = {number: place for number, (place, _) in places(db).items()}
     together: dict[int, dict[int, bytes]] = {}  # by layout and step
     query = f"SELECT layout, data FROM {_STATES} WHERE step = ? AND stat = ? AND port = ifnull(?, port)"
@@ -91,9 +98,10 @@ def blocks(db: sqlite3.Connection, steps: Iterable[int], stat: str, port: str | 
             together.setdefault(layout, {})[step] = data
     found = []
     for layout, blobs in together.items():
-        shape, ids = map(json.loads, db.execute("SELECT shape, places FROM layouts WHERE id = ?", (layout,)).fetchone())
+        at, *facts = db.execute("SELECT port, shape, places FROM layouts WHERE id = ?", (layout,)).fetchone()
+        shape, ids = map(json.loads, facts)
         states = unpacked(list(blobs.values()), len(ids), shape)
-        found.append(Block(list(blobs), [names[number] for number in ids], states))
+        found.append(Group(stat, at, [names[number] for number in ids], list(blobs), states))
     return found
 
 
@@ -105,12 +113,12 @@ def series(db: sqlite3.Connection, field: str, port: str, most: int | None, afte
     columns = {step: number for number, step in enumerate(taken)}
     values = torch.full((len(rows), len(columns)), math.nan, dtype=torch.float64)
     for first in range(0, len(taken), AT_ONCE):
-        for block in blocks(db, taken[first : first + AT_ONCE], Moments.name, port):
-            here = [number for number, place in enumerate(block.places) if place in rows]
-            if here and block.states.shape[2:] == (WIDTH,):
-                row = torch.tensor([rows[block.places[number]] for number in here])
-                column = torch.tensor([columns[step] for step in block.steps])
-                values[row[:, None], column] = field_of(block.states[:, here], field).T
+        for group in groups(db, taken[first : first + AT_ONCE], Moments.name, port):
+            here = [number for number, place in enumerate(group.places) if place in rows]
+            if here and group.states.shape[2:] == (WIDTH,):
+                row = torch.tensor([rows[group.places[number]] for number in here])
+                column = torch.tensor([columns[step] for step in group.steps])
+                values[row[:, None], column] = field_of(group.states[:, here], field).T
     return Series(taken, [path for path, _ in wanted], values)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import json
-import math
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,14 +17,16 @@ from torchhook.core.findings import Finding, Report
 from torchhook.core.text import in_units
 from torchhook.render.to_json import from_json
 from torchhook.render.words import printable
-from torchhook.rules.history import History, Window
+from torchhook.rules.entry import Entry
+from torchhook.rules.history import History
 from torchhook.stats.moments import Moments
 from torchhook.stats.reading import Place, Row, Snapshot
 from torchhook.training.runs import queries
 from torchhook.training.runs.fields import require_field
+from torchhook.training.runs.groups import Group
 from torchhook.training.runs.location import Source, located
 from torchhook.training.runs.owners import is_gone
-from torchhook.training.runs.queries import AT_ONCE, Block, Series, chosen
+from torchhook.training.runs.queries import AT_ONCE, Series, chosen, number
 from torchhook.training.runs.schema import BESIDE, FILE, SAMPLES
 
 
@@ -142,12 +143,12 @@ class Run:
     @property
     def losses(self) -> dict[int, float]:
         """The losses, by step."""
-        return {step: _number(loss) for step, loss in self._rows("SELECT step, loss FROM losses ORDER BY step")}
+        return {step: number(loss) for step, loss in self._rows("SELECT step, loss FROM losses ORDER BY step")}
 
     def losses_after(self, step: int) -> dict[int, float]:
         """The losses of later steps."""
         query = f"SELECT step, loss FROM losses WHERE step > {step:d} ORDER BY step"
-        return {step: _number(loss) for step, loss in self._rows(query)}
+        return {step: number(loss) for step, loss in self._rows(query)}
 
     @property
     def rates(self) -> dict[int, float]:
@@ -179,7 +180,7 @@ class Run:
         rows = self._rows("SELECT step, path, file, low, high FROM samples ORDER BY step, rowid")
         folder = self.folder / SAMPLES
         return [
-            Sample(step, path, folder / Path(file).name, _number(low), _number(high))
+            Sample(step, path, folder / Path(file).name, number(low), number(high))
             for step, path, file, low, high in rows
         ]
 
@@ -191,19 +192,19 @@ class Run:
 
     def window(self, step: int) -> Snapshot:
         """What was measured in a step."""
-        found = self._source.read(partial(queries.window, step=step))
+        found = self._source.read(partial(queries.entry, step=step))
         if found is None:
             near = min(self.steps, key=lambda known: abs(known - step), default=None)
             said = "nothing was" if near is None else f"{near} is the nearest that was"
             raise NotRecordedError(f"step {step} was not measured, or was thinned out since; {said}")
-        return found
+        return found.snapshot
 
-    def windows(self, most: int | None = None) -> Iterator[Window]:
-        """What was measured, step by step; of more than `most` steps some, evenly spread."""
+    def windows(self, most: int | None = None) -> Iterator[Entry]:
+        """The measured steps; of more than `most`, some that are evenly spread."""
         for step in chosen(self.steps, most):
-            snapshot = self._source.read(partial(queries.window, step=step))
-            if snapshot is not None:  # it was not thinned out meanwhile
-                yield Window(step, snapshot)
+            entry = self._source.read(partial(queries.entry, step=step))
+            if entry is not None:  # else it was thinned out meanwhile
+                yield entry
 
     def history(self, most: int | None = 128) -> History:
         """What rules read: ``check(run.history())`` says what is wrong, by at most so many steps."""
@@ -219,12 +220,12 @@ class Run:
         chosen((), most)
         return self._source.read(partial(queries.series, field=field, port=port, most=most, after=after))
 
-    def blocks(self, stat: str = Moments.name, most: int | None = None) -> Iterator[Block]:
+    def blocks(self, stat: str = Moments.name, most: int | None = None) -> Iterator[Group]:
         """The states of a statistic as tensors, some steps at a time: for who wants all of them."""
         steps = chosen(self.steps, most)
         for first in range(0, len(steps), AT_ONCE):
             some = steps[first : first + AT_ONCE]
-            yield from self._source.read(partial(queries.blocks, steps=some, stat=stat))
+            yield from self._source.read(partial(queries.groups, steps=some, stat=stat))
 
     def __repr__(self) -> str:
         return f"Run({printable(str(self.folder))!r}: {self._told()})"
@@ -248,10 +249,6 @@ class Run:
 
     def _rows(self, query: str) -> list[tuple[Any, ...]]:
         return self._source.read(lambda db: db.execute(query).fetchall())
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
 
 
 def _size(file: Path) -> int:

@@ -16,6 +16,7 @@ from torchhook.core.errors import RunError
 from torchhook.core.findings import Finding, Report
 from torchhook.core.text import in_units, warn
 from torchhook.training.logs import Entry, Log
+from torchhook.training.runs.blobs import packed
 from torchhook.training.runs.database import Database
 from torchhook.training.runs.groups import Group, grouped
 from torchhook.training.runs.images import png
@@ -76,7 +77,7 @@ class RunLog(Log):
         """Write a measured step, and make room for the next."""
         self._step = entry.step
         what = f"what was measured in step {entry.step}"
-        groups = self._fitting(grouped(entry.snapshot))
+        groups = self._fitting(grouped(entry))
         self._do(what, lambda database: database.add(entry, groups))
         if entry.maps:
             self._do(f"the samples of step {entry.step}", lambda database: self._draw(database, entry))
@@ -130,18 +131,20 @@ class RunLog(Log):
             with suppress(sqlite3.Error):
                 database.close()
 
-    def _fitting(self, groups: Iterable[Group]) -> list[Group]:
-        """Those that together take not too much of the room; the smallest first."""
+    def _fitting(self, groups: Iterable[Group]) -> list[tuple[Group, bytes]]:
+        """The groups that fit into the room for one step, smallest first, each with its blob."""
         fitting, room = [], self._most_bytes // 8
-        for group in sorted(groups, key=lambda group: len(group.data)):
-            room -= len(group.data)
+        for group, blob in sorted(
+            ((group, packed(group.states[0])) for group in groups), key=lambda pair: len(pair[1])
+        ):
+            room -= len(blob)
             if room >= 0:
-                fitting.append(group)
+                fitting.append((group, blob))
             else:
                 self._warn(
-                    group.key,
-                    f"{group.key!r} of {len(group.places)} places takes {in_units(len(group.data))} a step, which is"
-                    f" not written to {str(self.folder)!r}; raise max_mb, or measure fewer places",
+                    group.stat,
+                    f"{group.stat!r} of {len(group.places)} places takes {in_units(len(blob))} per step, which is too"
+                    f" much for {str(self.folder)!r} and was not written; raise max_mb, or measure fewer places",
                 )
         return fitting
 
