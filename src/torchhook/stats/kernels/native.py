@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchhook.core.torch_internals import storage_address
-from torchhook.stats.kernels.building import library
+from torchhook.stats.kernels.library import library
 from torchhook.stats.kernels.plain import Plain
 
 
