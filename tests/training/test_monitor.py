@@ -25,7 +25,7 @@ from torchhook.rules.history import History
 from torchhook.rules.watch import Watch
 from torchhook.stats.reading import Snapshot
 from torchhook.training import judge, worker
-from torchhook.training.logs import Log
+from torchhook.training.logs import Entry, Log
 from torchhook.training.runs import Run
 from zoo.nets import ConvNet
 from zoo.tasks import digits
@@ -922,7 +922,7 @@ def test_who_waits_for_findings_is_told_whatever_a_check_takes(monkeypatch, on_f
 
         monkeypatch.setattr(judged, "_check", check)
         for step in range(100):
-            judged.add(step, Snapshot({}), {step: 1.0}, {})
+            judged.add(Entry(step, 0.0, Snapshot({}), {step: 1.0}))
         monkeypatch.undo()
     assert windows == looked
 

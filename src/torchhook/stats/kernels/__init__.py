@@ -1,4 +1,4 @@
-"""The loops over all values, in three ways: plain torch, and compiled ones for the CPU and for NVIDIA GPUs."""
+"""The loops over all values, in three versions: plain torch, C++ for the CPU, and CUDA for NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ from functools import cache
 
 import torch
 
-from torchhook.core.text import warn
+from torchhook.stats.kernels.compiled import warn_of_plain
 from torchhook.stats.kernels.plain import Plain
 
 
 @cache
 def kernels(device: torch.device) -> Plain:
-    """The fastest ones that work for tensors on `device`."""
+    """The fastest kernels that work for tensors on `device`: plain torch where the compiled ones cannot be built."""
     try:
         if device.type == "cpu":
             from torchhook.stats.kernels.native import Native
 
-            return Native()
+            return Native(device)
         if device.type == "cuda" and torch.version.cuda:
             from torchhook.stats.kernels.gpu import GPU
 
             return GPU(device)
-    except Exception as error:  # no compiler, a read-only cache, an unknown GPU: none of it may stop a training
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        warn(f"statistics on {device} are computed by plain torch, which is slower: {reason:.200}")
+    except Exception as error:  # no compiler, a read-only cache, an unknown GPU, another torch: no reason to stop
+        warn_of_plain(device, error)
     return Plain()

@@ -1,4 +1,4 @@
-"""The kernels of the CPU, in C++, compiled on first use."""
+"""The kernels for the CPU, in C++, compiled on first use."""
 
 from __future__ import annotations
 
@@ -10,44 +10,33 @@ import torch
 from torch import Tensor
 
 from torchhook.core.torch_internals import storage_address
+from torchhook.stats.kernels.compiled import Compiled
 from torchhook.stats.kernels.library import library
-from torchhook.stats.kernels.plain import Plain
 
 
-class Native(Plain):
-    """Those of ``native.cpp``; for dtypes that it lacks, the plain ones."""
+class Native(Compiled):
+    """The kernels of ``native.cpp``."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
         self.library: Any = library(source("row.h") + source("native.cpp"))
         self.functions: dict[tuple[str, torch.dtype], Any] = {}
+        if self._function("moments", torch.float32) is None:
+            raise RuntimeError("the compiled library has no kernels")
 
-    def moments(self, state: Tensor, x: Tensor) -> None:
-        """Add the values in `x` to the row `state`."""
-        if not self._run("moments", state, x):
-            super().moments(state, x)
-
-    def histogram(self, state: Tensor, x: Tensor) -> None:
-        """Add the values in `x` to the bins in `state`."""
-        if not self._run("histogram", state, x):
-            super().histogram(state, x)
-
-    def channels(self, state: Tensor, x: Tensor, dim: int) -> None:
-        """Add the values in `x` to the units in `state`."""
-        function = self.functions.get(("channels", x.dtype)) or self._function("channels", x.dtype)
-        if function is None or type(x) is not Tensor:
-            super().channels(state, x, dim)
-            return
-        x = dense(x)
-        rows, units, inner = laid_out(x, dim)
-        if rows:
-            function(address(x), rows, units, inner, torch.get_num_threads(), state.data_ptr())
-
-    def _run(self, name: str, state: Tensor, x: Tensor) -> bool:
-        function = self.functions.get((name, x.dtype)) or self._function(name, x.dtype)
-        if function is None or type(x) is not Tensor:
+    def has_run(self, kernel: str, state: Tensor, x: Tensor, dim: int | None = None) -> bool:
+        if self.failed or type(x) is not Tensor:
             return False
-        x = dense(x)
-        function(address(x), x.numel(), torch.get_num_threads(), state.data_ptr())
+        try:
+            function = self.functions.get((kernel, x.dtype)) or self._function(kernel, x.dtype)
+            if function is None:
+                return False
+            x = dense(x)
+            sizes = (x.numel(),) if dim is None else laid_out(x, dim)
+            if sizes[0]:
+                function(address(x), *sizes, torch.get_num_threads(), state.data_ptr())
+        except Exception as error:
+            return self.give_up(error)
         return True
 
     def _function(self, name: str, dtype: torch.dtype) -> Any:
@@ -61,15 +50,15 @@ class Native(Plain):
 
 
 def dense(x: Tensor) -> Tensor:
-    """`x`, or a copy of it, whose values lie one after the other in memory; in which order is all the same."""
-    x = x.resolve_neg()  # what is negated in name only
+    """`x`, or a copy of it, whose values fill its memory without gaps, in any order."""
+    x = x.resolve_neg()  # it may be negated lazily
     if x.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense.default(x):
         return x
     return x.contiguous()
 
 
 def laid_out(x: Tensor, dim: int) -> tuple[int, int, int]:
-    """In whatever order the dimensions lie: how often all units follow one another, how many, and how many values each.
+    """How a dense `x` is laid out in memory, in any order of dimensions: rows, units per row, values per unit.
 
     >>> laid_out(torch.zeros(2, 3, 5), 1), laid_out(torch.zeros(2, 5, 3), 2), laid_out(torch.zeros(0, 3), 1)
     ((2, 3, 5), (10, 3, 1), (0, 3, 1))
@@ -80,10 +69,10 @@ def laid_out(x: Tensor, dim: int) -> tuple[int, int, int]:
 
 
 def address(x: Tensor) -> int:
-    """Where the values of `x` lie. (To ask for its ``data_ptr`` would end a copy on write, for one may write there.)"""
+    """The address of the values of `x`. (Its ``data_ptr`` would end copy-on-write, as if one were to write there.)"""
     return storage_address(x) + int(x.storage_offset()) * x.element_size()
 
 
 def source(name: str) -> str:
-    """One of the files beside this one."""
+    """The text of a file in this folder."""
     return (files(__package__) / name).read_text()
