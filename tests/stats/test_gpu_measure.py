@@ -260,3 +260,33 @@ def test_inside_a_compiled_graph(nothing_compiled):
         assert stats[place].count == 3 * eager[place].count
         assert stats[place].std == pytest.approx(eager[place].std, rel=1e-2)
         assert stats[place].mean == pytest.approx(eager[place].mean, abs=1e-2 * eager[place].std)
+
+
+@pytest.mark.parametrize("name", ["_launch", "_kernel", "_run_over_all", "_run_channels"])
+@pytest.mark.parametrize("good", [0, 1, 5, 12])
+def test_a_kernel_that_fails_costs_no_statistic(monkeypatch, name, good):
+    kernels.cache_clear()
+    compiled = kernels(torch.device("cuda", 0))
+    calls, real = [], getattr(compiled, name)
+
+    def fails_later(*args, **settings):
+        calls.append(args)
+        if len(calls) > good:
+            raise RuntimeError("the kernel is broken")
+        return real(*args, **settings)
+
+    monkeypatch.setattr(compiled, name, fails_later)
+    model, x = nn.Sequential(nn.Identity()), torch.randn(64, 5, device="cuda")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with measure(model, stats=("moments", "histogram", "channels")) as stats:
+            for part in x.split(8):
+                model(part)
+        reading = stats["0"]
+        assert list(reading) == ["moments", "histogram", "channels"] and reading.count == 320
+    kernels.cache_clear()
+    assert (reading.min, reading.max) == (float(x.min()), float(x.max()))
+    assert reading.std == pytest.approx(float(x.double().std()), rel=1e-5)
+    assert int(reading.histogram().counts.sum()) == 320
+    torch.testing.assert_close(reading.channels.mean, x.double().mean(0).cpu(), rtol=1e-5, atol=1e-6)
+    assert len(caught) == (len(calls) > good), [str(warning.message) for warning in caught]
