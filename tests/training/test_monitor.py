@@ -827,7 +827,7 @@ def test_windows_are_the_business_of_one_thread(monkeypatch):
     optimizer = sgd(model)
     with Monitor(model, optimizer, every=1, to=[]) as monitor:
         train(model, optimizer, monitor, 4)
-        assert monitor._watch.is_thorough
+        assert monitor._observer.watch.is_thorough
     assert threads == ["torchhook"] * 4 and not monitor.report.findings
 
 
@@ -953,8 +953,8 @@ def test_what_explains_a_broken_loss_is_told_at_once():
     broken = replace(steps, affected=(Finding("TH104", "error", "the loss is inf", step=1),))
     for found, told in ((steps, []), (broken, [broken])):
         judged = judge.Judge(History(), lambda _, found=found: Report((found,)))
-        assert judged.add(0, Snapshot({}), {0: 1.0}, {}) is None
-        assert judged.add(5, Snapshot({}), {1: math.inf}, {}) == told
+        assert judged.add(Entry(0, 0.0, Snapshot({}), {0: 1.0})) is None
+        assert judged.add(Entry(5, 0.0, Snapshot({}), {1: math.inf})) == told
 
 
 def test_a_nan_between_two_windows_is_found_where_it_is():
@@ -1115,7 +1115,7 @@ def test_a_log_that_raises_ends_alone(where, in_step, error):
     assert len(good.entries) == 15 and [state for _, state in good.ends] == ["ended"]
     assert [finding.code for finding in good.found_] == ["TH101"]
     [said] = [finding.message for finding in monitor.report.findings if finding.code == "TH000"]
-    assert said.startswith("Here, which is written to no more, raised ") and str(error) in said
+    assert said.startswith("the log Here (which is no longer used) raised ") and str(error) in said
     assert len(bad.entries) == {"begin": 0, "write": 0, "end": 15}.get(where, len(bad.entries))
 
 
@@ -1144,7 +1144,7 @@ def test_a_slow_log_loses_windows_but_no_losses(monkeypatch):
         took = time.monotonic() - begun
     assert took < 400 * 0.02  # the training does not wait
     assert list(log.losses) == list(range(400)) and len(log.windows) < 300
-    assert any("windows were left out" in note for note in monitor.report.notes)
+    assert any("windows were dropped" in note for note in monitor.report.notes)
 
 
 @pytest.mark.parametrize("where", ["write", "end"])
@@ -1161,10 +1161,10 @@ def test_a_log_that_never_comes_back_is_left_behind(monkeypatch, where):
     monitor = Monitor(model, optimizer, every=1, to=[Stuck()])
     train(model, optimizer, monitor, 12)
     begun = time.monotonic()
-    with pytest.warns(UserWarning, match="is left behind"):
+    with pytest.warns(UserWarning, match="the rest is left behind"):
         monitor.close()
     assert time.monotonic() - begun < 5
-    assert any("is left behind" in finding.message for finding in monitor.report.findings)
+    assert any("the rest is left behind" in finding.message for finding in monitor.report.findings)
     assert not hooks_of(model, optimizer)
     [thread] = ours()
     never.set()
@@ -1180,7 +1180,7 @@ def test_a_fault_of_ours_ends_the_watch_and_not_the_training(monkeypatch, what):
     train(model, optimizer, monitor, 5)
     monkeypatch.setattr(Watch, what, lambda self: 1 / 0)
     before = model[0].weight.detach().clone()
-    with pytest.warns(UserWarning, match="watching, which has ended, raised ZeroDivisionError"):
+    with pytest.warns(UserWarning, match="watching .which has stopped. raised ZeroDivisionError"):
         train(model, optimizer, monitor, 5)
     assert not torch.equal(before, model[0].weight)
     assert not hooks_of(model, optimizer) and not ours()

@@ -1,4 +1,4 @@
-"""Checking a training while it goes on, without taking more than a small part of its time."""
+"""Checking the rules while a training runs, for a small share of its time."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ from torchhook.stats import Covariance, Moments
 from torchhook.stats.kernels.plain import FIELDS
 from torchhook.stats.reading import Snapshot
 
-_WINDOWS = 128  # that are kept: of older ones, every second is forgotten again and again
-_SHARE = 0.005  # of the time, to check in
-_FIRST = 8  # windows before which only what is not finite is worth a look
-_MORE = 1.25  # times the windows of the last check: rules judge the last quarter, and would see little new before
+_WINDOWS = 128  # entries that the history keeps: beyond that, every second of the older ones is dropped
+_SHARE = 0.005  # of the time may be spent on checks
+_FIRST = 8  # entries before the first check, unless something is not finite
+_MORE = 1.25  # times the entries of the last check: rules judge the last quarter, and would see little new before
 _AT_ONCE = "TH1"
 
 
 class Judge:
-    """Keeps the history of a training, and says when and what is found in it.
+    """Keeps the history of a training, decides when to check it, and returns new findings.
 
-    Each finding is told once, by its code and place, and only if it holds for two checks, for much passes that is seen
-    when a training has just begun; what is not finite is told at once, and so is what explains it. Those that no longer
-    hold in the end are notes of the report. If it is `prompt`, for somebody waits to be told, it also looks whenever
-    there are a quarter more windows, whatever that takes: about 20 times until there are 1000, and 10 times more until
-    there are 10 000.
+    A finding (by code and site) is reported once, and only after two checks in a row, because much that is seen early
+    in a training goes away. What is not finite is reported at once, and so is what explains it. Findings that no longer
+    hold at the end become notes of the report. A `prompt` judge also checks whenever there are a quarter more entries,
+    regardless of the time: about 20 times in the first 1,000 entries, and 10 more times in the first 10,000.
     """
 
     def __init__(self, history: History, check: Callable[[History], Report], prompt: bool = False) -> None:
@@ -40,8 +39,8 @@ class Judge:
         self._check = check
         self._prompt = prompt
         self._begun = time.monotonic()
-        self._spent = self._last = 0.0  # seconds in all checks, and in the last
-        self._windows = self._looked = 0  # until now, and until the last check
+        self._spent = self._last = 0.0  # seconds in all checks, and in the last one
+        self._windows = self._looked = 0  # entries so far, and at the last check
         self._finite = True
 
     def add(self, entry: Entry) -> list[Finding] | None:
@@ -57,7 +56,7 @@ class Judge:
         return self.check() if self._is_time(is_finite) else None
 
     def check(self, last: bool = False) -> list[Finding]:
-        """What is found now that was not before; the `last` time, all of it."""
+        """Check the rules now. Returns the new findings; the `last` time, also those of one check only."""
         begun, self._looked = time.monotonic(), self._windows
         report = self._check(self.history)
         standing = {(found.code, found.site): found for found in report.findings}
@@ -74,7 +73,7 @@ class Judge:
         return list(new.values())
 
     def _is_time(self, is_finite: bool) -> bool:
-        """After the first windows, when something is not finite any more, and then if it takes little or is awaited."""
+        """Whether to check now: something is no longer finite, enough entries have come, or there is time for it."""
         was_finite, self._finite = self._finite, is_finite
         if was_finite and not is_finite:
             return True
@@ -91,14 +90,14 @@ class Judge:
 
 
 def _is_urgent(finding: Finding) -> bool:
-    """Whether it is, or explains, that something is not finite."""
+    """Whether a finding is about values that are not finite, or explains them."""
     return any(found.code.startswith(_AT_ONCE) for found in (finding, *finding.affected))
 
 
 def _is_finite(snapshot: Snapshot) -> bool:
-    """Whether all values are; by the moments."""
+    """Whether all measured values are finite."""
     states = [read() for row in snapshot.rows.values() for read in row.states.get(Moments.name, ())]
     return not states or not bool(torch.stack(states)[:, _NOT_FINITE].any())
 
 
-_NOT_FINITE = [FIELDS.index(name) for name in ("nan", "posinf")]  # masks are made of -Inf
+_NOT_FINITE = [FIELDS.index(name) for name in ("nan", "posinf")]  # -Inf is what masks are made of

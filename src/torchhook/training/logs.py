@@ -1,6 +1,6 @@
-"""Where a monitor writes: a `Log` is given an `Entry` for every measured step, the findings, and in the end a report.
+"""Where a monitor writes: a `Log` gets an `Entry` for every measured step, the findings, and finally the report.
 
-The run store, TensorBoard, MLflow and all others are logs over this one stream.
+The run on disk, TensorBoard, MLflow and all others are logs of this one stream.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ __all__ = ["Entry", "Log"]
 
 
 class Log:
-    """Somewhere to write what a monitor sees; override what you want to hear of.
+    """Receives what a monitor measures and finds; override the methods that you need.
 
-    Everything is called from one thread and in order, after the training has gone on; or, if `in_step` is set, from the
-    training's own thread at its next step, for libraries that ask for that. What a log raises ends that log alone.
+    All methods are called from one thread and in order, while the training continues. With `in_step` set, they are
+    called from the training's own thread at its next step, for libraries that require that. An exception in a log ends
+    that log only.
 
     >>> class Printing(Log):
     ...     def found(self, finding):
@@ -30,19 +31,19 @@ class Log:
     in_step: ClassVar[bool] = False
 
     def begin(self, about: Mapping[str, Any]) -> None:
-        """A training begins; `about` are the names, versions and settings, as JSON knows them.
+        """A training begins; `about` has names, versions and settings as JSON values.
 
-        It is called where the monitor is made, in the training's own thread.
+        This is called when the monitor is created, in the training's own thread.
         """
 
     def write(self, entry: Entry) -> None:
-        """A measured step is over."""
+        """A measured step has ended."""
 
     def found(self, finding: Finding) -> None:
-        """Something is wrong that was not known before."""
+        """Something new was found."""
 
     def keep(self, report: Report, step: int) -> None:
-        """The report as it is at `step`: a training that is killed has no end."""
+        """The report as of `step`, since a training that is killed never calls `end`."""
 
     def end(self, report: Report, state: str) -> None:
-        """The training is over: it has ``"ended"``, ``"failed"`` or was ``"interrupted"``."""
+        """The training is over; `state` is ``"ended"``, ``"failed"`` or ``"interrupted"``."""

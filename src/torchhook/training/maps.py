@@ -1,4 +1,4 @@
-"""Samples of what layers see: some feature maps of one sample, copied to the host without waiting for the device."""
+"""Feature maps of one sample at some layers, copied to the host without waiting for the device."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torchhook.core.torch_internals import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS
 from torchhook.core.transfer import sent_home
 from torchhook.stats.clock import Clock
 
-_LAYERS = 8  # that are shown
-_CHANNELS = 16  # of each
+_LAYERS = 8  # at most
+_CHANNELS = 16  # of each layer, at most
 _KINDS = (CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS)
 
 
 class Maps(Sink):
-    """Keeps, of the steps that `clock` measures, the maps of the first sample that each layer gave last."""
+    """Keeps the feature maps of the first sample at each layer, from the last step that `clock` measures."""
 
     lazy = True
 
@@ -29,7 +29,7 @@ class Maps(Sink):
         self.latest: dict[str, Tensor] = {}
 
     def taps(self, model: nn.Module) -> list[Tap]:
-        """Where to look: at some convolutions, from the first to the last."""
+        """Taps at some convolutions, evenly spread from the first to the last."""
         paths = [path for path, module in model.named_modules() if path and isinstance(module, _KINDS)]
         chosen = [paths[round(number * (len(paths) - 1) / (_LAYERS - 1))] for number in range(_LAYERS)] if paths else []
         return [Tap(path, self) for path in dict.fromkeys(chosen)]
@@ -45,12 +45,12 @@ class Maps(Sink):
             self.keep(event.path, event.live)
 
     def keep(self, path: str, value: Any) -> None:
-        """What is at `path` is this now."""
+        """Keep a copy of the output of the layer at `path`."""
         if isinstance(value, Tensor) and value.dim() == 4 and len(value):
             self.latest[path] = value.detach()[0, :_CHANNELS].clone()
 
     def taken(self) -> Callable[[], Mapping[str, Tensor]]:
-        """What was kept, on its way to the host; how to read it there."""
+        """Send what was kept to the host, and return a function that reads it there."""
         readers = {path: sent_home(maps.float()) for path, maps in self.latest.items()}
         self.latest = {}
         return lambda: {path: read() for path, read in readers.items()}

@@ -1,4 +1,4 @@
-"""`Monitor`: watch a training from beside it, write down what is seen, and say what is wrong."""
+"""`Monitor`: watch a training from the side, write down what is measured, and report what is wrong."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -15,55 +14,47 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from torchhook.core.call_wrapper import compiled_among
 from torchhook.core.errors import StopTraining
 from torchhook.core.findings import Finding, Report, Severity
 from torchhook.core.selection import require_module, unwrapped
-from torchhook.core.session import Session
 from torchhook.core.tap import require_count
 from torchhook.core.text import warn
 from torchhook.core.transfer import sent_home
 from torchhook.rules.check import check
-from torchhook.rules.history import History, joined, settled
+from torchhook.rules.history import History, settled
 from torchhook.rules.registry import Choice, chosen
 from torchhook.rules.rest import at_rest
-from torchhook.rules.watch import Watch
-from torchhook.stats.clock import Clock, Slower
-from torchhook.stats.optimizer.steps import unwrapped as bare
+from torchhook.stats.optimizer.steps import unwrapped as torch_optimizer
 from torchhook.stats.reading import Snapshot
 from torchhook.training.judge import Judge
 from torchhook.training.logs import Entry, Log
-from torchhook.training.maps import Maps
+from torchhook.training.observer import SELDOM, Observer
 from torchhook.training.process import agreed, described, rank
 from torchhook.training.runs.folders import new_folder
 from torchhook.training.runs.writer import RunLog
-from torchhook.training.wires import Wires
 from torchhook.training.worker import Arriving, Worker
 
 OnFinding = Literal["stop", "warn"] | Callable[[Finding], None]
-Loss = Tensor | float | Callable[[], float]  # the last is on its way to the host
-_SELDOM = 10  # one in so many measured steps has what is dearer
-_WIDEST = 256  # units of which covariances are kept for as long as the training goes
-_RARE = 100  # and one in so many, and the 4th, 8th, 16th, … what is dearest
-_MOST = 20_000  # losses that wait for a log which is slower than the training
+Loss = Tensor | float | Callable[[], float]  # a callable reads a loss that is on its way to the host
+_MOST = 20_000  # losses that wait while the logs are slower than the training
 
 
 class Monitor:
-    """Watches the training of `model` from now on, and takes next to none of its time.
+    """Watches the training of `model` from now on, and costs next to none of its time.
 
-    One step in `every` is measured, and what the rules need is written to a run on disk and checked beside the
-    training. Nothing is printed. `monitor.findings` are what was found until now, `monitor.report` is the report.
+    One step in `every` is measured. A thread writes what the rules need to a run on disk, and checks the rules. Nothing
+    is printed. `monitor.findings` has what was found so far, `monitor.report` is the report.
 
     Args:
-        optimizer: The one that trains the model. Without it there is nothing to say about updates.
-        every: Measure one step in so many.
+        optimizer: The optimizer that trains the model. Without it, nothing is known about updates.
+        every: Measure one step in `every`.
         rules, ignore, per_module: As for `check`.
-        to: Where to write: folders, in which a new run is begun, and logs as of `torchhook.integrations`.
-        on_finding: What to do about a new finding: ``"warn"``; ``"stop"`` raises `StopTraining` at the step after an
-            error was found; a function is called with the finding, at a step, in the thread of the training.
-        name: Of the run.
-        first_step: The number of the first step, of a training that goes on from a checkpoint.
-        max_mb: How large the run may become: old steps are thinned out.
+        to: Where to write: folders, each of which gets a new run, and logs such as those of `torchhook.integrations`.
+        on_finding: What to do about a new finding. ``"warn"`` warns. ``"stop"`` raises `StopTraining` at the step after
+            an error was found. A function is called with the finding, at a step, in the training's own thread.
+        name: The name of the run.
+        first_step: The number of the first step, for a training that continues from a checkpoint.
+        max_mb: The size limit of the run in MiB. Beyond it, old steps are thinned out.
 
     >>> from torchhook import Monitor
     >>> _ = torch.manual_seed(0)
@@ -102,47 +93,28 @@ class Monitor:
         self.model_name = type(unwrapped(model)).__name__
         self.every = every
         self.on_finding = on_finding
-        self.steps = first_step  # the number of the next one
+        self.steps = first_step  # the number of the next step
         self.findings: list[Finding] = []
         self.run: Path | None = None
         self._report: Report | None = None
         self._process = os.getpid()
         self._open = True
-        self._rates: dict[int, float] = {}
+        self._rates: dict[int, float] = {}  # by step, until the worker takes them
         self._losses: dict[int, Loss] = {}
-        self._clock = Clock(every, by_passes=False, graded=True)
-        self._seldom = Slower(self._clock, _SELDOM)
-        self._ended = 0
-        self._windows = 0
         history = History(rest=at_rest(model, optimizer), own_optimizer=optimizer is not None, first_step=first_step)
+        checked = partial(check, rules=applied, per_module=per_module, model=self.model_name)
         faulted = partial(_faulted, weakref.ref(self))
-        clocks = self._clock, self._seldom
-        self._watch = Watch(
-            model, applied, optimizer, history, (), *clocks, "all", _WIDEST, detours=False, on_fault=faulted
-        )
-        self._maps = Maps(self._seldom)
-        self._wires = Wires()
-        self._wiring = ExitStack()  # is over with the first measured step
-        judged = partial(check, rules=applied, per_module=per_module, model=self.model_name)
-        with ExitStack() as opened:
-            opened.enter_context(self._watch)
-            opened.callback(self._watch.forget_thorough)  # or what was half seen would go into a window of the worker's
-            opened.push(self._wiring)
-            if not compiled_among(model.modules()):
-                for taps, stack in ((self._maps.taps(model), opened), (self._wires.taps(model), self._wiring)):
-                    if taps:
-                        seen = Session(
-                            model, taps, scope="all", on_silent="ignore", on_fault=faulted, when=self._seldom
-                        )
-                        stack.callback(seen.attach().abandon)
-            self._watch.begin_thorough()
-            self._worker = Worker(Judge(history, judged, on_finding is not None), self._logs(to, name, max_mb))
-            self._opened = opened.pop_all()
-        self._abandoned = weakref.finalize(self, _left, self._opened, self._worker, "ended")
+        self._observer = Observer(model, optimizer, applied, history, every, faulted)
+        try:
+            self._worker = Worker(Judge(history, checked, on_finding is not None), self._logs(to, name, max_mb))
+        except BaseException:
+            self._observer.detach()
+            raise
+        self._abandoned = weakref.finalize(self, _finished, self._observer, self._worker, "ended")
         self._worker.begin(
             {
                 "model": self.model_name,
-                "optimizer": None if optimizer is None else bare(optimizer).__class__.__name__,
+                "optimizer": None if optimizer is None else torch_optimizer(optimizer).__class__.__name__,
                 "every": every,
                 "rules": [rule.code for rule in applied],
                 **described(),
@@ -150,9 +122,9 @@ class Monitor:
         )
 
     def step(self, loss: Tensor | float | None = None, step: int | None = None) -> None:
-        """A step of the training is over.
+        """Call this after each step of the training.
 
-        `loss` is not waited for. `step` is its number, if it is not simply the next.
+        `loss` is read later, so that nothing waits for it. `step` is the number of the step, if it is not the next one.
         """
         if not self._open or os.getpid() != self._process:
             return
@@ -167,37 +139,37 @@ class Monitor:
             self._react()
 
     def unscaled(self, loss: Tensor) -> Tensor:
-        """A loss as it was before a GradScaler multiplied it, for those who only know it afterwards."""
-        return self._watch.unscaled(loss) if self._open else loss
+        """`loss` without the factor of a GradScaler."""
+        return self._observer.watch.unscaled(loss) if self._open else loss
 
     @property
     def report(self) -> Report:
-        """What was found until the last check; once the monitor is closed, in all."""
+        """The report as of the last check; once the monitor is closed, the final one."""
         return self._worker.report() if self._report is None else self._report
 
     @property
     def should_stop(self) -> bool:
-        """Whether something was found that is broken."""
+        """Whether an error was found."""
         return any(finding.severity >= Severity.ERROR for finding in self.findings)
 
     def close(self, state: str = "ended") -> None:
-        """Stop watching, write what is left, and make the report. More than once is as good as once.
+        """Stop watching, write what is left, and make the final report. Further calls do nothing.
 
-        The model is let go: it may be freed while the monitor, and its report, are still there.
+        The monitor lets go of the model, which may then be freed while the monitor and its report are still used.
         """
         if not self._open or os.getpid() != self._process:
             return
         self._open = False
         last = None
         try:
-            self._worker.judge.history.after = self._watch.rest()
+            self._worker.judge.history.after = self._observer.watch.rest()
             last = self._last()
         except Exception as error:
-            self._worker.fail("the last step", error)
+            self._worker.fail("reading the last step", error)
         self._abandoned.detach()
-        self._report = _left(self._opened, self._worker, state, last)
+        self._report = _finished(self._observer, self._worker, state, last)
         self._collect()
-        del self._watch, self._maps, self._wires, self._opened, self._worker
+        del self._observer, self._worker
 
     def __enter__(self) -> Monitor:
         return self
@@ -214,59 +186,40 @@ class Monitor:
     def _step(self, loss: Tensor | float | None) -> None:
         if loss is not None:
             self._losses[self.steps] = loss.detach().clone() if isinstance(loss, Tensor) else float(loss)
-        if (rate := self._watch.rate()) is not None:
+        if (rate := self._observer.watch.rate()) is not None:
             self._rates[self.steps] = rate
-        self._watch.count_step()
-        if self._clock.ended > self._ended:
-            self._take()
-        elif self._losses and len(self._losses) % (_SELDOM * self.every) == 0:  # the optimizer takes no part
-            self._give(self._unmeasured(self.steps))
+        self._observer.watch.count_step()
+        if self._observer.has_measured:
+            if not self._give(self._entry(self.steps, *self._observer.take())):
+                self._worker.lost += 1
+            self._observer.plan()
+        elif self._losses and len(self._losses) % (SELDOM * self.every) == 0:  # the optimizer does not step
+            self._give(self._entry(self.steps))
         for numbers in (self._losses, self._rates):
             if len(numbers) > _MOST:
                 numbers.pop(next(iter(numbers)))
 
-    def _take(self) -> None:
-        """Give what was measured to the thread, and decide what is measured next."""
-        if not self._give(self._measured()):
-            self._worker.lost += 1
-        self._windows += 1
-        is_power = self._windows & (self._windows - 1) == 0
-        if (is_power and self._windows > 2) or self._windows % _RARE == 0:
-            self._watch.begin_thorough()
-
     def _last(self) -> Arriving | None:
-        """What is left when the training is over: of a step that was only begun, nothing."""
-        if self._clock.ended > self._ended:
-            return self._measured()
-        return self._unmeasured(self.steps - 1) if self._losses else None
-
-    def _unmeasured(self, step: int) -> Arriving:
-        return self._entry(step, Snapshot({}))
-
-    def _measured(self) -> Arriving:
-        self._ended = self._clock.ended
-        snapshots: list[Snapshot] = [self._watch.window()]
-        if self._watch.is_thorough:
-            snapshots.append(self._watch.end_thorough())
-        self._wiring.close()
-        wires, self._wires = list(self._wires.pairs), Wires()
-        return self._entry(self.steps, joined(snapshots), self._maps.taken(), wires)
+        """What is left at the end of the training; a step that has only begun is dropped."""
+        if self._observer.has_measured:
+            return self._entry(self.steps, *self._observer.take())
+        return self._entry(self.steps - 1) if self._losses else None
 
     def _entry(
         self,
         step: int,
-        snapshot: Snapshot,
+        snapshot: Snapshot | None = None,
         maps: Callable[[], Mapping[str, Tensor]] = dict,
         wires: Sequence[tuple[str, str]] = (),
     ) -> Arriving:
-        """A step with the losses and rates that were not written yet, on its way to the host."""
+        """An entry on its way to the host, with the losses and rates that wait."""
         readers = _sent(self._losses)
-        self._losses = dict(readers)  # if the worker has no room, they are not sent again
+        self._losses = dict(readers)  # in case they have to wait for the next entry, they are not sent again
         rates, now = dict(self._rates), time.time()
         return lambda: Entry(
             step,
             now,
-            settled(snapshot),
+            settled(snapshot or Snapshot({})),
             {at: read() for at, read in readers.items()},
             rates[max(rates)] if rates else None,
             maps(),
@@ -275,15 +228,15 @@ class Monitor:
         )
 
     def _give(self, entry: Arriving) -> bool:
-        """Hand a step to the worker. If it has no room, losses and rates come with the next one."""
-        self._worker.judge.history.scaled |= self._watch.is_scaled
+        """Hand an entry to the worker; if it has no room, losses and rates wait for the next entry."""
+        self._worker.judge.history.scaled |= self._observer.watch.is_scaled
         has_room = self._worker.put(entry)
         if has_room:
             self._losses, self._rates = {}, {}
         return has_room
 
     def _react(self) -> None:
-        """Do what is to be done about new findings."""
+        """Act on new findings, as `on_finding` says."""
         for finding in self._collect():
             if callable(self.on_finding):
                 self.on_finding(finding)
@@ -300,7 +253,7 @@ class Monitor:
         return new
 
     def _give_up(self, error: Exception) -> None:
-        self._worker.fail("watching, which has ended,", error)
+        self._worker.fail("watching (which has stopped)", error)
         self.close("failed")
 
     def _logs(self, to: Iterable[Log | str | Path], name: str | None, max_mb: float) -> Iterable[Log]:
@@ -321,7 +274,7 @@ def _require_usable(on_finding: Any, to: Any) -> None:
 
 
 def _folder(root: Path, name: str) -> Path:
-    """Where this process writes: the first one into the run itself, others below it."""
+    """Where this process writes: rank 0 into the run itself, other ranks below it."""
     number = rank()
     if number == 0:
         folder = new_folder(root, name)
@@ -331,23 +284,23 @@ def _folder(root: Path, name: str) -> Path:
 
 
 def _faulted(monitor: weakref.ref[Monitor], error: Exception) -> None:
-    """A tap has raised, inside of the user's own forward or backward, which goes on without it."""
+    """A tap raised inside the user's own forward or backward, which continues without that tap."""
     found = monitor()
     if found is not None and found._open:
-        found._worker.fail("measuring, a part of which has ended,", error)
+        found._worker.fail("a measurement (which has stopped)", error)
 
 
-def _left(opened: ExitStack, worker: Worker, state: str, last: Arriving | None = None) -> Report:
-    """Leave the model as it was, and finish; also if nobody has the monitor any more, which is not needed for it."""
+def _finished(observer: Observer, worker: Worker, state: str, last: Arriving | None = None) -> Report:
+    """Leave the model as it was and finish the logs. This also runs when the monitor is garbage collected."""
     try:
-        opened.close()
+        observer.detach()
     except Exception as error:
-        worker.fail("leaving the model", error)
+        worker.fail("detaching from the model", error)
     return worker.finish(state, last)
 
 
 def _sent(losses: dict[int, Loss]) -> dict[int, Callable[[], float]]:
-    """Losses on their way to the host, all in one copy a device; those that are already are not sent again."""
+    """Readers of losses that are on their way to the host, in one copy per device; none is sent twice."""
     readers = {step: loss for step, loss in losses.items() if callable(loss)}
     by_device: dict[torch.device, dict[int, Tensor]] = {}
     for step, loss in losses.items():
@@ -365,7 +318,7 @@ def _number(arrived: Callable[[], Tensor], number: int) -> float:
 
 
 def state_of(error: BaseException | None) -> str:
-    """How a training ended, by what was raised."""
+    """How a training ended, given what was raised."""
     if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
         return "ended"
     return "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"

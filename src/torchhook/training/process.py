@@ -1,4 +1,4 @@
-"""This process, for a log: what runs here, on which versions, and which of several processes it is."""
+"""Facts about this process for a log: the command, the versions, and which of several processes it is."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _numbers = count()
 
 
 def rank() -> int:
-    """Which of several processes that train together this is; 0 if it is alone."""
+    """The rank of this process among those that train together; 0 if it is alone."""
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank()
     return int(os.environ.get("RANK", 0))
@@ -34,7 +34,7 @@ def world_size() -> int:
 
 
 def described() -> dict[str, Any]:
-    """What is known of it, as JSON knows it."""
+    """Facts about this process, as JSON values."""
     return {
         "started": time.time(),
         "command": sys.argv,
@@ -43,7 +43,7 @@ def described() -> dict[str, Any]:
         "rank": rank(),
         "world_size": world_size(),
         "versions": {
-            "torchhook": sys.modules["torchhook"].__version__,  # which this is part of, and lies below
+            "torchhook": sys.modules["torchhook"].__version__,  # imported by now, since this is part of it
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
@@ -51,9 +51,9 @@ def described() -> dict[str, Any]:
 
 
 def agreed(name: str) -> str:
-    """The `name` that the first of the processes chose: they tell each other through the store that they met by.
+    """The `name` that rank 0 chose, exchanged through the store of the process group; without a store, our own.
 
-    No collective is needed, which one that trains differently might not take part in. Without a store, it is our own.
+    There is no collective call, in which a rank that trains differently might not take part.
     """
     number = next(_numbers)
     if world_size() == 1 or not distributed.is_initialized():
@@ -66,5 +66,5 @@ def agreed(name: str) -> str:
         else:
             store.wait([key], timedelta(seconds=30))
         return str(store.get(key).decode())
-    except Exception:  # the first one may watch nothing
+    except Exception:  # rank 0 may have no monitor
         return name

@@ -1,7 +1,7 @@
-"""How layers are joined: from which of them what a layer is given comes, as autograd's own graph tells.
+"""How layers are connected: which layers the input of a layer comes from, according to the graph of autograd.
 
-That graph knows of all that is computed between modules: of sums, concatenations and whatever else has no module.
-Where nothing is to be learnt there is none, and only a tensor that goes straight from layer to layer is followed.
+That graph includes what is computed between modules, such as sums and concatenations. Without gradients there is no
+graph, and only a tensor that goes straight from one layer to the next is followed.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torchhook.core.tap import Tap
 from torchhook.core.trees import leaves
 from torchhook.rules.watch import is_leaf
 
-_FAR = 10_000  # steps back in a graph, for what one layer is given
+_FAR = 10_000  # nodes of the graph that are visited for one input
 
 
 class Wires(Sink):
-    """Notes, while it is attached, the `pairs` of layers of which the second is given what comes of the first.
+    """Collects, while it is attached, the `pairs` of layers whose first feeds the second.
 
     >>> import torch
     >>> from torchhook import Session
@@ -39,11 +39,11 @@ class Wires(Sink):
 
     def __init__(self) -> None:
         self.pairs: dict[tuple[str, str], None] = {}
-        self._made_by: dict[Any, str] = {}  # the nodes of the graph, which they keep
+        self._made_by: dict[Any, str] = {}  # by node of the graph, which this keeps alive
         self._given_by: Any = WeakTensorKeyDictionary()
 
     def taps(self, model: nn.Module) -> list[Tap]:
-        """Where to look: at what goes into every leaf, and at what comes out."""
+        """Taps at the input and the output of every leaf."""
         paths = [path for path, module in walk(model) if path and is_leaf(module, detours=False)]
         return [Tap(Selector.union(paths), self, port) for port in ("input", "output")] if paths else []
 

@@ -1,4 +1,4 @@
-"""A thread beside the training: it reads what was measured, judges it, and writes it to the logs."""
+"""A thread beside the training that reads what was measured, writes it to the logs, and checks the rules."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ from torchhook.rules.check import failed
 from torchhook.training.judge import Judge
 from torchhook.training.logs import Entry, Log
 
-_WAITING = 64  # windows; a log that is slower than the training loses some
-_PATIENCE = 60.0  # seconds, for logs to take what is left in the end
+_WAITING = 64  # entries; more are dropped, if the logs are slower than the training
+_PATIENCE = 60.0  # seconds for the logs to finish at the end
 
 
 Arriving = Callable[[], Entry]
-"""A measured step on its way from the device; to call it waits until it has arrived."""
+"""Reads a measured step that is on its way from the device; calling it waits for it."""
 
 
 class Worker:
-    """Takes windows, and gives findings.
+    """Takes entries, writes them to the logs, and puts what the judge finds into `findings`.
 
-    Logs that have to be written to from the training's own thread are, when that calls `deliver`.
+    Logs with `in_step` set are written to by the training's own thread, when it calls `deliver`.
     """
 
     def __init__(self, judge: Judge, logs: Iterable[Log]) -> None:
         self.judge = judge
         self.logs = list(logs)
-        self.lost = 0  # windows that found no room
-        self.broken: list[Finding] = []  # what failed of our own
+        self.lost = 0  # measured steps that were dropped
+        self.broken: list[Finding] = []  # faults of torchhook itself
         self.findings: queue.SimpleQueue[Finding] = queue.SimpleQueue()
         self._here: queue.SimpleQueue[tuple[Log, str, tuple[Any, ...]]] = queue.SimpleQueue()
-        self._windows: queue.Queue[tuple[Arriving | None, str]] = queue.Queue(_WAITING)  # the last: and how it ended
+        self._windows: queue.Queue[tuple[Arriving | None, str]] = queue.Queue(_WAITING)  # the last has a state
         self._process = os.getpid()
         self._is_over = False
         self._thread = threading.Thread(target=self._run, name="torchhook", daemon=True)
         self._thread.start()
 
     def begin(self, about: Mapping[str, Any]) -> None:
-        """Begin the logs, in the training's own thread; what cannot be begun is done without."""
+        """Begin the logs, in the training's own thread. A log that fails to begin is dropped."""
         for log in list(self.logs):
             self._guarded(log, "begin", (about,))
 
     def put(self, entry: Arriving) -> bool:
-        """Give the thread a measured step, unless its queue is full. It never waits."""
+        """Queue an entry, without waiting; False if the queue is full."""
         try:
             self._windows.put_nowait((entry, ""))
         except queue.Full:
@@ -59,32 +59,32 @@ class Worker:
         return True
 
     def deliver(self) -> None:
-        """Write to the logs that want it in this thread."""
+        """Write to the logs that must be called from this thread."""
         while not self._here.empty():
             log, what, args = self._here.get()
             self._guarded(log, what, args)
 
     def finish(self, state: str, last: Arriving | None = None) -> Report:
-        """Let the thread judge for the last time and end the logs, and wait for it; not in a forked process."""
+        """Check for the last time, end the logs, and wait for that. A forked process does not."""
         if os.getpid() != self._process or self._is_over:
             return self.report()
-        if threading.current_thread() is self._thread:  # who had us was collected here: another has to wait for it
+        if threading.current_thread() is self._thread:  # the monitor was garbage collected here: let another wait
             threading.Thread(target=self.finish, args=(state, last)).start()
             return self.report()
         self._is_over = True
         if not self._has_ended(state, last):
-            self.fail("writing", TimeoutError(f"it takes more than {_PATIENCE:.0f} seconds, and is left behind"))
+            self.fail("writing", TimeoutError(f"it takes longer than {_PATIENCE:.0f} seconds; the rest is left behind"))
         self.deliver()
         return self.report()
 
     def report(self) -> Report:
         """The report as it is now."""
         known = self.judge.report or Report()
-        lost = (f"{self.lost} windows were left out: to read and write them took longer",) if self.lost else ()
+        lost = (f"{self.lost} windows were dropped: logging could not keep up",) if self.lost else ()
         return replace(known, findings=(*known.findings, *self.broken), notes=(*known.notes, *lost))
 
     def fail(self, what: str, error: BaseException) -> None:
-        """Something of our own has failed: it is told, and stops nothing, not even where warnings are errors."""
+        """Report a fault of torchhook itself. It stops nothing, not even where warnings are errors."""
         reason = f"{type(error).__name__}: {error}"
         if len(self.broken) < 10:
             self.broken.append(failed(what, reason))
@@ -92,11 +92,11 @@ class Worker:
             warn(f"{what} raised {reason:.300}")
 
     def _has_ended(self, state: str, last: Arriving | None) -> bool:
-        """Tell the thread that it is over; whether it was ready in time."""
+        """Tell the thread to finish; whether it did so in time."""
         until = time.monotonic() + _PATIENCE
         try:
             self._windows.put((last, state), timeout=_PATIENCE)
-        except queue.Full:  # a window less is to be read, should it ever come back
+        except queue.Full:  # drop one entry, in case the thread ever wakes up
             with suppress(queue.Empty):
                 self._windows.get_nowait()
             self._windows.put_nowait((last, state))
@@ -116,7 +116,7 @@ class Worker:
         try:
             entry = arriving()
         except Exception as error:  # a fault of ours must not end the thread
-            self.fail("what was measured", error)
+            self.fail("reading a measured step", error)
             return
         self._tell("write", entry)
         self._judged(partial(self.judge.add, entry))
@@ -149,4 +149,4 @@ class Worker:
             getattr(log, what)(*args)
         except (Exception, SystemExit) as error:
             self.logs.remove(log)
-            self.fail(f"{type(log).__name__}, which is written to no more,", error)
+            self.fail(f"the log {type(log).__name__} (which is no longer used)", error)

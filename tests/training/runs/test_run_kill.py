@@ -264,7 +264,7 @@ def test_a_file_that_is_deleted_meanwhile_begins_anew(tmp_path):
     log = written(RunLog(tmp_path / "run"), range(3))
     for file in (tmp_path / "run").iterdir():
         file.unlink()
-    with pytest.warns(UserWarning, match="was deleted meanwhile: what was in it is lost, and it begins anew"):
+    with pytest.warns(UserWarning, match="was deleted; its content is lost, and a new file is started"):
         log.write(entry_at(3))
     log.write(entry_at(4))
     log.end(Report(), "ended")
@@ -281,7 +281,7 @@ def test_a_folder_that_is_deleted_meanwhile_stays_so(tmp_path):
         log.write(entry_at(3))
         log.write(entry_at(4))
         log.end(Report(), "ended")
-    assert ["deleted meanwhile" in str(warning.message) for warning in caught] == [True, False]
+    assert ["was deleted" in str(warning.message) for warning in caught] == [True, False]
     assert not (tmp_path / "run").exists()
 
 

@@ -1,9 +1,9 @@
-"""Finding out what a script trains, without its help.
+"""Finds out what a script trains, without its help.
 
-Until an optimizer has stepped, every module that is called with gradients on is noted. Then it is clear: the outermost
-of them that have parameters of this optimizer are what it trains. What a backward begins with, between two steps, is
-the loss. Hooks for all modules are there for that step alone; later there is one for the steps of optimizers, and when
-one steps that nobody knows, modules are noted again until its next step.
+Until an optimizer has stepped, every module that is called with gradients enabled is noted. Then the outermost of them
+that hold parameters of this optimizer are what it trains. The tensor on which `backward` is called between two steps is
+the loss. Hooks on all modules are there for that step only. Later there is one hook on the steps of optimizers; when an
+unknown optimizer steps, modules are noted again until its next step.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from torchhook.stats.optimizer.steps import is_inside_a_step
 from torchhook.training.monitor import Monitor, OnFinding, state_of
 from torchhook.training.process import rank
 
-_ATTEMPTS = 20  # steps of an optimizer in which what it trains may yet be called
-_PATIENCE = 100  # steps of others in which we look for what one trains that nobody knows
-_REPLACED = 20  # steps that an optimizer takes alone, after which it has taken the place of another
-_IDLE = 1000  # steps of others, after which a training is over: what it trained need not be kept
-_WATCHED = 8  # parts of one training, each of which would be watched by itself
-_BACKWARDS = 1000  # whose losses are kept until a step
+_ATTEMPTS = 20  # steps of an optimizer until we stop waiting for its modules to be called
+_PATIENCE = 100  # steps of other optimizers during which we look for the modules of an unknown one
+_REPLACED = 20  # steps that an optimizer takes alone until it counts as the successor of another
+_IDLE = 1000  # steps of other optimizers after which a training is over
+_WATCHED = 8  # models of one optimizer that are watched, at most
+_BACKWARDS = 1000  # losses that are kept between two steps, at most
 
 
 class Discovery:
-    """While it is entered, whatever is trained in this process is watched."""
+    """Watches everything that is trained in this process, while it is entered."""
 
     def __init__(
         self,
@@ -64,13 +64,13 @@ class Discovery:
             "to": [to],
             "on_finding": on_finding,
         }
-        self._called: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()  # in this order
+        self._called: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()  # in the order of calls
         self._trainings: list[Training] = []
-        self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # that each has taken
+        self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # steps of each so far
         self._roots: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[nn.Module]]] = weakref.WeakKeyDictionary()
         self._losses: deque[Tensor] = deque(maxlen=_BACKWARDS)
-        self._before: list[Tensor] = []  # those of before a step began
-        self._patience = 0  # steps in which modules are noted yet
+        self._before: list[Tensor] = []  # losses from before the step began
+        self._patience = 0  # for how many more steps modules are noted
         self._is_broken = False
         self._process = os.getpid()
         self._always = ExitStack()
@@ -99,7 +99,7 @@ class Discovery:
             monitor.close(state_of(error))
 
     def _look(self) -> None:
-        """Note what is called, from now on."""
+        """Note the modules that are called, from now on."""
         self._called.clear()
         self._patience = _PATIENCE
         self._looking.callback(on_any_call(self._guarded(self._note)).remove)
@@ -113,25 +113,25 @@ class Discovery:
             self._called[module] = None
 
     def _backward(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
-        """A backward begins: what it begins with is the loss, or part of it."""
+        """A backward begins; the tensors that it starts from are the loss, or parts of it."""
         self._forget()
         for tensor in (tensors,) if isinstance(tensors, Tensor) else tensors:
             if isinstance(tensor, Tensor) and tensor.numel() == 1:
                 self._losses.append(tensor.detach().reshape(()).clone())
 
     def _updated(self, *args: Any, **kwargs: Any) -> None:
-        """A GradScaler has done its part: what is left of losses is of a step that it left out."""
+        """A GradScaler was updated; losses that are left belong to a step that it skipped."""
         self._losses.clear()
 
     def _begun(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """An optimizer begins to step: what backwards begin with now is of its closure, called as often as it wants."""
+        """An optimizer begins to step; backwards from now on come from its closure, which it may call several times."""
         if not is_inside_a_step():
             self._before = list(self._losses)
             self._losses.clear()
 
     def _stepped(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An optimizer has stepped."""
-        if is_inside_a_step():  # of a class that calls its parent's
+        if is_inside_a_step():  # an optimizer may call the step of its parent class
             return
         self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         losses = [*self._before, *list(self._losses)[-1:]]
@@ -148,19 +148,19 @@ class Discovery:
             self._look_no_more()
 
     def _meet(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped for which nobody watches."""
+        """An optimizer has stepped that no monitor watches."""
         if optimizer not in self._roots:
             self._find(optimizer)
         for root in [found for known in self._roots.get(optimizer, ()) if (found := known()) is not None]:
             training = next((training for training in self._trainings if training.model() is root), None)
             if training is None:
                 self._watch(root, optimizer)
-            elif training.is_replaced():  # until then they may train it by turns, and one of them is enough
+            elif training.is_replaced():  # until then they may alternate, and watching one of them is enough
                 self._end(training)
                 self._watch(root, optimizer)
 
     def _find(self, optimizer: Optimizer) -> None:
-        """Find out what an optimizer trains; if it cannot be told, it may be after its next step."""
+        """Find out what an optimizer trains; if that is not clear yet, try again after its next step."""
         if not self._patience:
             self._look()
             return
@@ -172,18 +172,18 @@ class Discovery:
 
     def _watch(self, root: nn.Module, optimizer: Optimizer) -> None:
         name = f"{self._name}-{type(root).__name__}" if self.watched else self._name
-        weak = weakref.proxy(optimizer)  # a training is over when the script lets go of its optimizer
+        weak = weakref.proxy(optimizer)  # the training is over when the script drops its optimizer
         try:
             monitor = Monitor(root, weak, name=name, first_step=self._steps[optimizer], **self._options)
         except Exception as error:
-            self._roots[optimizer] = []  # it is not tried again
-            _tell(f"a {type(root).__name__} is not watched, for that raised {type(error).__name__}: {error}")
+            self._roots[optimizer] = []  # do not try again
+            _warn(f"could not watch {type(root).__name__}: {type(error).__name__}: {error}")
             return
         self.watched.append(monitor)
         self._trainings.append(Training(root, optimizer, monitor))
 
     def _forget(self) -> None:
-        """End the trainings that are over: not when their optimizer is freed, for others may be busy with that."""
+        """End the trainings that are over. (Not from a finalizer of the optimizer, which may run at any point.)"""
         for training in list(self._trainings):
             if training.optimizer() is None or training.idle > _IDLE:
                 self._end(training)
@@ -204,36 +204,36 @@ class Discovery:
             except StopTraining:
                 raise
             except Exception as error:
-                self._is_broken = True  # hooks that are being called cannot be taken away
-                _tell(f"torchhook no longer sees what is trained, for that raised {type(error).__name__}: {error}")
+                self._is_broken = True  # hooks cannot be removed while they are called
+                _warn(f"torchhook stopped looking for what is trained: {type(error).__name__}: {error}")
 
         return guarded
 
 
 class Training:
-    """A model, the optimizer that trains it, and who watches."""
+    """A model, the optimizer that trains it, and the monitor that watches both."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, monitor: Monitor) -> None:
         self.model = weakref.ref(model)
         self.optimizer = weakref.ref(optimizer)
         self.monitor = monitor
-        self.idle = 0  # steps of other optimizers since the last of ours
-        self.others = 0  # those of them that train the same model
+        self.idle = 0  # steps of other optimizers since our last one
+        self.others = 0  # those of them that trained the same model
 
     def step(self, losses: list[Tensor]) -> None:
-        """The optimizer has stepped, after backwards of `losses`."""
+        """The optimizer has stepped, after a backward of each of `losses`."""
         self.idle = self.others = 0
         total = torch.stack([loss.to(losses[0].device, torch.float64) for loss in losses]).sum() if losses else None
         self.monitor.step(None if total is None else self.monitor.unscaled(total))
 
     def is_replaced(self) -> bool:
-        """Whether another optimizer, which has stepped now, has taken the place of ours."""
+        """Whether another optimizer, which just stepped, has replaced ours."""
         self.others += 1
         return self.others > _REPLACED
 
 
 def outermost(called: Iterable[nn.Module]) -> list[nn.Module]:
-    """Those modules that no other of them contains.
+    """The modules that no other of them contains.
 
     >>> inner = nn.Linear(2, 2)
     >>> outer = nn.Sequential(inner, nn.ReLU())
@@ -246,40 +246,40 @@ def outermost(called: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def _holding(held: set[int], modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The outermost of `modules` that have a parameter of those, which are given by their ids."""
+    """The outermost of `modules` that have one of the parameters with the ids in `held`."""
     return [root for root in outermost(modules) if any(id(parameter) in held for parameter in root.parameters())]
 
 
 def _all_modules() -> list[nn.Module]:
-    """All that there are: nobody sees a module called that is called by a compiled graph."""
+    """All modules in this process, since hooks do not see the calls inside a compiled graph."""
     return [known for known in gc.get_objects() if issubclass(type(known), nn.Module)]
 
 
 def _largest(roots: list[nn.Module]) -> list[nn.Module]:
-    """Those to watch, if there are too many: layers that a function calls one by one are no models."""
+    """The largest of too many roots, which are layers that a function calls one by one rather than models."""
     if len(roots) <= _WATCHED:
         return roots
-    _tell(f"of the {len(roots)} modules that an optimizer trains and no other contains, {_WATCHED} are watched")
+    _warn(f"an optimizer trains {len(roots)} separate modules; only the {_WATCHED} largest are watched")
     sizes = {root: sum(parameter.numel() for parameter in root.parameters()) for root in roots}
     largest = sorted(roots, key=lambda root: -sizes[root])[:_WATCHED]
     return [root for root in roots if root in largest]
 
 
-def _tell(message: str) -> None:
-    """Warn, where a warning that is an error would stop the script."""
+def _warn(message: str) -> None:
+    """Warn, but never raise: a warning that is an error would stop the script."""
     with suppress(UserWarning):
         warn(message)
 
 
 @contextmanager
 def _unwarned(pattern: str) -> Iterator[None]:
-    """Let nobody be warned of what we do."""
+    """Suppress the warnings that match `pattern`, which our own hooks would cause."""
     warnings.filterwarnings("ignore", pattern, UserWarning)
     ours = warnings.filters[0]
     try:
         yield
     finally:
-        with suppress(ValueError, AttributeError):  # the script may have changed them
+        with suppress(ValueError, AttributeError):  # the script may have changed the filters
             warnings.filters.remove(ours)  # type: ignore[attr-defined]  # a list, in fact
 
 
@@ -287,7 +287,7 @@ def _unwarned(pattern: str) -> Iterator[None]:
 def _patched(
     owner: Any, name: str, before: Callable[..., None] | None = None, after: Callable[..., None] | None = None
 ) -> Iterator[None]:
-    """Let functions be called around one of torch's that offers no hook."""
+    """Call functions before or after one of torch's that offers no hook."""
     original = getattr(owner, name)
 
     @wraps(original)

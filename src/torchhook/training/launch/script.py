@@ -1,7 +1,7 @@
-"""A script that runs in this process as Python itself would run it, from its arguments to the way it ends.
+"""Runs a script in this process as Python itself would, from its arguments to its exit.
 
-What Python does to begin with a file is done here; for a module, a folder or a zip file it is left to the function that
-Python itself calls. Nothing is imported that the script does not ask for: what is set before ``import torch`` counts.
+For a file, we do what Python does; for a module, a folder or a zip file, we call the function that Python calls.
+Nothing is imported before the script asks for it, so that what it sets before ``import torch`` takes effect.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import Any, NoReturn
 _OURS = (
     "torchhook.training.launch.",
     "torchhook.core.call_wrapper",
-)  # modules whose frames come between those of the user
-_runpy: Any = runpy  # what Python's own main program calls is not in its public part
+)  # modules whose frames are removed from tracebacks
+_runpy: Any = runpy  # what Python's own main program calls is private there
 
 
 class UnrunnableError(ValueError):
-    """There is no such script, or nothing in it that could be run."""
+    """There is no such script, or it cannot be run."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class Script:
 
     @property
     def name(self) -> str:
-        """What it is called, for people."""
+        """Its name, for people."""
         return self.target if self.is_module else Path(self.target).absolute().stem
 
     def run(self, on_torch: Callable[[], None]) -> BaseException | None:
-        """Run it, and give what ended it: None if it came to its end. `on_torch` is called once it has imported torch.
+        """Run it, and return the exception that ended it, if any. `on_torch` is called once it has imported torch.
 
-        `__main__` stays that of the script, which pickles and handlers at exit still need.
+        `__main__` stays the script's, because pickles and exit handlers still need it.
         """
         main = _fresh_main()
         sys.modules["__main__"] = main
@@ -86,7 +86,7 @@ class Script:
 
 
 def show(error: BaseException) -> None:
-    """Say what nobody has caught, as Python does: a traceback by `sys.excepthook`, the text of `sys.exit("text")`."""
+    """Print an uncaught exception as Python does: through `sys.excepthook`, or the text of `sys.exit("text")`."""
     if isinstance(error, SystemExit):
         if not (error.code is None or isinstance(error.code, int)):
             _complain(str(error.code))
@@ -105,31 +105,31 @@ def show(error: BaseException) -> None:
 
 
 def leave(error: BaseException | None) -> NoReturn:
-    """End as what was shown would have ended this process: its code is that of `sys.exit`, or 1, or a signal's."""
+    """End this process as Python would after `error`: with the code of `sys.exit`, with 1, or by a signal."""
     try:
         if isinstance(error, KeyboardInterrupt):
-            sys.excepthook = _say_nothing  # for it was shown; the rest is Python's, which dies by SIGINT after all
+            sys.excepthook = _say_nothing  # it was shown already; Python does the rest, and dies by SIGINT
             raise error
         if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
             raise error
         raise SystemExit(0 if error is None else 1)
     finally:
-        del error  # it holds the frames of the script, and is held by this one
+        del error  # break the cycle: it holds the frames of the script, and this frame holds it
 
 
 def say(text: str) -> None:
-    """Write to the standard error that this process began with, if somebody still reads it.
+    """Write to the standard error that this process started with, if it is still open.
 
-    Not through its buffer: what stays there because nobody reads would change the exit code.
+    This bypasses its buffer: text that cannot be flushed at exit would change the exit code.
     """
     if sys.__stderr__ is not None:
-        with suppress(OSError, ValueError):  # it was closed, here or there
+        with suppress(OSError, ValueError):  # it was closed, on either end
             sys.__stderr__.flush()
             os.write(sys.__stderr__.fileno(), text.encode(sys.__stderr__.encoding, "backslashreplace"))
 
 
 class _Arrival(MetaPathFinder):
-    """Finds no module itself; says when one has been imported, unless it is here already."""
+    """Calls a function once a module has been imported, or at once if it is already. It finds no modules itself."""
 
     def __init__(self, name: str, arrived: Callable[[], None]) -> None:
         self._name = name
@@ -149,7 +149,7 @@ class _Arrival(MetaPathFinder):
         return spec
 
     def _listen(self, loader: Any) -> None:
-        """Be told when this loader is through: many only ask whether there is such a module, and do not import it."""
+        """Wait until this loader has executed the module; many callers only ask whether it exists."""
         if "exec_module" in vars(loader):
             return
         execute = loader.exec_module
@@ -163,7 +163,7 @@ class _Arrival(MetaPathFinder):
         loader.exec_module = exec_module
 
     def forget(self) -> bool:
-        """Listen no more; whether it did until now."""
+        """Stop listening; whether it was listening until now."""
         listened = self in sys.meta_path
         if listened:
             sys.meta_path.remove(self)
@@ -171,7 +171,7 @@ class _Arrival(MetaPathFinder):
 
 
 def _fresh_main() -> ModuleType:
-    """A module as Python makes it before it reads the script."""
+    """A `__main__` module as Python creates it before it reads the script."""
     main = ModuleType("__main__")
     if "__annotations__" in vars(sys.modules["__main__"]):  # not since Python 3.14
         main.__annotations__ = {}
@@ -180,7 +180,7 @@ def _fresh_main() -> ModuleType:
 
 
 def _go_first(place: str, even_if_safe: bool = False) -> None:
-    """Let modules be found at `place` instead of beside the program that was started, which is this one."""
+    """Find modules at `place` instead of next to the program that was started, which is torchhook."""
     if not getattr(sys.flags, "safe_path", sys.flags.isolated):
         sys.path[0] = place
     elif even_if_safe:
@@ -204,7 +204,7 @@ def _read(loader: SourceFileLoader, target: str) -> bytes:
 
 
 def _without_ours(traceback: TracebackType | None) -> TracebackType | None:
-    """A traceback without our own frames, and without those that Python hides if nobody comes between."""
+    """A traceback without our own frames, and without the import frames that Python itself would hide."""
     kept: list[TracebackType] = []
     while traceback is not None:
         if str(traceback.tb_frame.f_globals.get("__name__")).startswith(_OURS):
@@ -220,7 +220,7 @@ def _without_ours(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def _complain(line: str) -> None:
-    """As the interpreter itself does, to what the script has made of standard error."""
+    """Print to standard error as the script may have replaced it, as the interpreter does."""
     if sys.stderr is not None:
         with suppress(OSError, ValueError):
             print(line, file=sys.stderr)

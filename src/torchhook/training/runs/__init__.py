@@ -1,6 +1,6 @@
-"""Runs on disk: what a watched training wrote, in one SQLite file a run, for others to read while it goes on and later.
+"""Runs on disk: what a watched training wrote, one SQLite file per run, readable while it is written and later.
 
-`writer` writes, `Run` reads, `folders` finds; nothing of a run is ever executed.
+`RunLog` in `writer` writes, `Run` reads, `folders` finds runs. Nothing in a run is ever executed.
 """
 
 from torchhook.training.runs.run import Run

@@ -1,7 +1,7 @@
-"""States as bytes, without pickle: the first bytes of all states, then the second ones, and so on, deflated.
+"""States as bytes, without pickle: the first bytes of all states, then the second bytes, and so on, deflated.
 
-What is alike in many places (counts, exponents, empty bins) comes to lie together, so that a window of moments shrinks
-to two fifths, and one of histograms to a hundredth; it reads back bit for bit.
+This puts together what is alike in many places (counts, exponents, empty bins): moments shrink to two fifths of their
+size, histograms to a hundredth. They read back bit for bit.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_MOST = 1 << 30  # bytes: a blob that claims to hold more is not believed
+_MOST = 1 << 30  # bytes: a blob that claims to hold more is corrupt
 
 
 def packed(states: Tensor) -> bytes:
-    """Several states of the same shape, in the first dimension.
+    """States of the same shape, stacked along the first dimension, as a blob.
 
     >>> states = torch.tensor([[1.0, float("nan")], [2.0, -0.0]])
     >>> unpacked([packed(states)], 2, (2,)).tolist()
@@ -31,11 +31,11 @@ def packed(states: Tensor) -> bytes:
 
 
 def unpacked(blobs: Sequence[bytes], places: int, shape: Sequence[int]) -> Tensor:
-    """What `packed` made these blobs of, each of as many `places`: a tensor of blobs × places × shape."""
+    """The states in blobs made by `packed`, each of `places` places: a tensor of blobs × places × shape."""
     numbers = math.prod(shape)
     size = 8 * numbers * places
     if min((size, *shape)) < 0 or size > _MOST:
-        raise ValueError(f"states of {size:,} bytes are not believed")
+        raise ValueError(f"corrupt layout: it claims {size:,} bytes of states per step")
     if not size:
         return torch.zeros(len(blobs), places, *shape, dtype=torch.float64)
     whole = bytearray().join(_inflated(blob, size) for blob in blobs)
@@ -44,11 +44,12 @@ def unpacked(blobs: Sequence[bytes], places: int, shape: Sequence[int]) -> Tenso
 
 
 def _inflated(blob: bytes, size: int) -> bytes:
-    """Not more than what it should be, whatever it says."""
+    """The content of a blob, which has to be `size` bytes; no more than that is ever inflated."""
     try:
         found = zlib.decompressobj().decompress(blob, size + 1)
     except zlib.error as error:
-        raise ValueError(f"a blob is broken: {error}") from error
+        raise ValueError(f"corrupt blob: {error}") from error
     if len(found) != size:
-        raise ValueError(f"a blob has not the {size:,} bytes that it should have")
+        found_bytes = f"{len(found):,}" if len(found) < size else "more"
+        raise ValueError(f"corrupt blob: expected {size:,} bytes, got {found_bytes}")
     return found

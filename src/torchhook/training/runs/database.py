@@ -1,4 +1,4 @@
-"""A run that is open for writing. What fails here raises; it is `RunLog` that lets no training suffer from it."""
+"""A run that is open for writing. Errors are raised here; `RunLog` catches them, so that no training fails."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from torchhook.training.runs.groups import Group, settings_of, text
 from torchhook.training.runs.owners import this_process
 from torchhook.training.runs.schema import APPLICATION, VERSION, can_log_ahead, create
 
-_PATIENCE = 1.0  # seconds, for others who write or read
-_AT_ONCE = 50  # steps that are deleted in one transaction: the log of it stays small
+_PATIENCE = 1.0  # seconds to wait for other writers and readers
+_AT_ONCE = 50  # steps that are deleted in one transaction, so that its log stays small
 
 
 class Known(NamedTuple):
-    """A place that is in the tables."""
+    """A place that is already in the tables."""
 
     id: int
     stats: dict[str, Any]
@@ -35,7 +35,7 @@ class Known(NamedTuple):
 
 
 class Database:
-    """The tables of one run, made if there are none; `log_bytes` is how long SQLite's write-ahead log may become."""
+    """The tables of one run, created if need be; `log_bytes` is the size limit of SQLite's write-ahead log."""
 
     def __init__(self, file: Path, log_bytes: int) -> None:
         self.file = file
@@ -52,15 +52,15 @@ class Database:
     def _prepare(self) -> None:
         version = self._number("PRAGMA user_version")
         if self._number("PRAGMA application_id") != APPLICATION or version > VERSION:
-            raise RunError(f"{str(self.file)!r} is no run that can be written to: it is of another program, or newer")
+            raise RunError(f"cannot write to {str(self.file)!r}: another program or a newer torchhook wrote it")
         pages = self.log_bytes // (2 * self._number("PRAGMA page_size"))
-        if self._db.execute("PRAGMA journal_mode").fetchone() != ("wal",):  # it had ended, or there can be none
-            # A journal that persists tells readers that somebody writes.
+        if self._db.execute("PRAGMA journal_mode").fetchone() != ("wal",):  # it had ended, or there cannot be one
+            # A persistent journal shows readers that the run is being written.
             self._db.execute(f"PRAGMA journal_mode = {'WAL' if can_log_ahead(self.file) else 'PERSIST'}")
         self._db.execute("PRAGMA synchronous = NORMAL")
         self._db.execute(f"PRAGMA wal_autocheckpoint = {max(1, min(1000, pages))}")
         self._db.execute(f"PRAGMA journal_size_limit = {self.log_bytes}")
-        self._db.execute("PRAGMA secure_delete = OFF")  # some systems write zeros over all that is deleted
+        self._db.execute("PRAGMA secure_delete = OFF")  # some systems overwrite what is deleted with zeros
         self._places = {
             (path, port): Known(id_, json.loads(stats), json.loads(failed))
             for id_, path, port, stats, failed in self._db.execute("SELECT id, path, port, stats, failed FROM places")
@@ -69,13 +69,13 @@ class Database:
         self._losses = self._number("SELECT count(*) FROM losses")
 
     def begin(self, about: Mapping[str, Any]) -> None:
-        """This process writes the run from now on."""
+        """Mark the run as written by this process from now on."""
         self.tell(about)
         with self._transaction() as db:
             db.execute("UPDATE life SET state = 'running', ended = NULL, owner = ?", (_json(this_process()),))
 
     def tell(self, about: Mapping[str, Any]) -> None:
-        """What there is to know of the whole run."""
+        """Add facts about the whole run."""
         with self._transaction() as db:
             rows = [(text(str(key)), _json(value)) for key, value in about.items()]
             db.executemany("INSERT OR REPLACE INTO about VALUES (?, ?)", rows)
@@ -94,34 +94,34 @@ class Database:
         self._losses += len(entry.losses)
 
     def add_sample(self, step: int, path: str, file: Path, low: float, high: float) -> None:
-        """A picture that lies beside the tables."""
+        """Add a picture that is stored next to the tables."""
         with self._transaction() as db:
             row = step, text(path), file.name, file.stat().st_size, low, high
             db.execute("INSERT OR REPLACE INTO samples VALUES (?, ?, ?, ?, ?, ?)", row)
 
     def find(self, finding: Finding, seen: int) -> None:
-        """Something was found, when the run was at step `seen`."""
+        """Add a finding that was made when the run was at step `seen`."""
         with self._transaction() as db:
-            row = text(finding.code), text(finding.site), finding.step, seen, _told(Report((finding,)))
+            row = text(finding.code), text(finding.site), finding.step, seen, _as_text(Report((finding,)))
             db.execute("INSERT OR REPLACE INTO findings VALUES (?, ?, ?, ?, ?)", row)
 
     def keep(self, report: Report, step: int) -> None:
-        """The report as of a step; the losses are here already."""
+        """Replace the report; its losses are in a table already."""
         with self._transaction() as db:
-            db.execute("INSERT OR REPLACE INTO report VALUES (0, ?, ?)", (step, _told(replace(report, losses={}))))
+            db.execute("INSERT OR REPLACE INTO report VALUES (0, ?, ?)", (step, _as_text(replace(report, losses={}))))
 
     def end(self, state: str) -> None:
-        """The training is over: what remains is one plain file, unless somebody is reading."""
+        """Mark the run as over. One plain file remains, unless there are readers."""
         with self._transaction() as db:
             db.execute("UPDATE life SET state = ?, ended = ?", (state, time.time()))
         self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         self._db.execute("PRAGMA busy_timeout = 0")
-        with suppress(sqlite3.OperationalError):  # who reads must not lose what he reads
+        with suppress(sqlite3.OperationalError):  # a reader still needs the write-ahead log
             self._db.execute("PRAGMA journal_mode = DELETE")
         self.close()
 
     def thin(self, most_bytes: int, most_losses: int) -> None:
-        """Do without some of the older steps if the tables have become too large."""
+        """Delete some of the older steps if the tables are too large."""
         if self._losses > most_losses:
             steps = self._steps("losses")
             gone = thinned(steps) if len(steps) > most_losses else []
@@ -136,7 +136,7 @@ class Database:
         self._shorten_log()
 
     def thin_samples(self, most_bytes: int, most_files: int) -> list[str]:
-        """The same for pictures: those that are no longer named, to be deleted."""
+        """The same for pictures; returns the names of the files to delete."""
         sizes = self._db.execute("SELECT step, count(*), sum(size) FROM samples GROUP BY step ORDER BY step").fetchall()
         gone: list[int] = []
         while sizes and (sum(size for _, _, size in sizes) > most_bytes or sum(n for _, n, _ in sizes) > most_files):
@@ -158,7 +158,7 @@ class Database:
         self._db.close()
 
     def _thin_windows(self) -> bool:
-        """Whether there was something to do without."""
+        """Delete some of the older steps; whether there were any to delete."""
         steps = self._steps("windows")
         named = [step for (step,) in self._db.execute("SELECT step FROM findings WHERE step IS NOT NULL")]
         gone = thinned(steps, measured_at(steps, named)) or thinned(steps)
@@ -173,13 +173,13 @@ class Database:
                     db.executemany(f"DELETE FROM {table} WHERE step = ?", some)
 
     def _shorten_log(self) -> None:
-        """Where readers come and go without a pause, the write-ahead log would grow: wait for them once."""
+        """Wait for readers once if the write-ahead log is too long; constant readers would let it grow."""
         log = self.file.with_name(f"{self.file.name}-wal")
         if log.exists() and log.stat().st_size > self.log_bytes:
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def _know(self, place: Place, row: Row) -> None:
-        """Write down what is new about a place."""
+        """Write what is new about a place."""
         known = self._places.get(place)
         if known and all(stat.name in known.stats for stat in row.stats) and row.failed.keys() <= known.failed.keys():
             return
@@ -208,7 +208,7 @@ class Database:
         self._layouts: dict[tuple[str, ...], int] = {tuple(key): id_ for id_, *key in rows}
 
     def _used(self) -> int:
-        """Bytes of the pages that hold something; freed ones are used again."""
+        """Bytes of the pages in use; free pages are reused."""
         pages = self._number("PRAGMA page_count") - self._number("PRAGMA freelist_count")
         return pages * self._number("PRAGMA page_size")
 
@@ -232,12 +232,12 @@ class Database:
 
 
 def _json(value: Any) -> str:
-    """As JSON; what that cannot say, in words."""
+    """A value as JSON, or its repr where JSON cannot express it."""
     try:
         return json.dumps(value, default=str)
     except (TypeError, ValueError, RecursionError):
         return json.dumps(repr(value))
 
 
-def _told(report: Report) -> str:
+def _as_text(report: Report) -> str:
     return text(report_json(report))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterator, Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchhook.core.optional import require
 from torchhook.stats.reading import Place, Row
 from torchhook.training.runs.fields import WIDTH, field_of
 from torchhook.training.runs.groups import Group
@@ -24,13 +24,13 @@ _AT_STEP = ("loss", "rate")
 
 
 def export_parquet(run: Run, file: str | os.PathLike[str]) -> int:
-    """Write the moments of all places and steps, with the loss and the learning rate, to a file; how many rows.
+    """Write the moments of all places and steps, with losses and learning rates, to a file; returns the row count.
 
         export_parquet(Run("runs/latest"), "run.parquet")
         pandas.read_parquet("run.parquet").pivot_table("std", "step", "path")
 
-    A few hundred steps are in memory at a time. Where nothing finite was seen, numbers are NaN; where the loss or the
-    rate of a step is not known, they are null.
+    A few hundred steps are in memory at a time. Where there were no finite values, numbers are NaN; where the loss or
+    the learning rate of a step is unknown, it is null.
     """
     path = Path(file)
     parquet = _pyarrow("pyarrow.parquet")
@@ -55,7 +55,7 @@ def _tables(run: Run) -> Iterator[Any]:
 
 
 def _table(group: Group, known: Mapping[Place, Row], losses: Mapping[int, float], rates: Mapping[int, float]) -> Any:
-    """Of each step all places, then the next step."""
+    """One row per place and step: all places of the first step, then those of the next."""
     arrow = _pyarrow("pyarrow")
     steps, places = len(group.steps), len(group.places)
     labels = [known[place].label for place in group.places]
@@ -95,7 +95,4 @@ def _column(values: Tensor, kind: Any) -> Any:
 
 
 def _pyarrow(module: str) -> Any:
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise ImportError('to export a run needs pyarrow: pip install "torchhook[parquet]"') from error
+    return require(module, "parquet", "exporting a run")

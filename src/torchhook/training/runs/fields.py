@@ -1,4 +1,4 @@
-"""The numbers that `Moments` say, of many states at once."""
+"""The numbers of a `Summary`, computed for many states of moments at once."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 from torchhook.stats.kernels.plain import FIELDS
 
 WIDTH = len(FIELDS)
-"""How many numbers a state of `Moments` has."""
+"""The length of a state of `Moments`."""
 
 
 def field_of(states: Tensor, name: str) -> Tensor:
-    """A field of `Summary`, of states in the last dimension; NaN where nothing was seen.
+    """A field of `Summary` for states along the last dimension; NaN where there were no values.
 
     >>> import torch
     >>> from torchhook.stats.kernels.plain import moments_of
@@ -31,7 +31,7 @@ def field_of(states: Tensor, name: str) -> Tensor:
 
 
 def require_field(name: str, argument: str = "field") -> str:
-    """Raise unless there is such a field."""
+    """`name`, if there is such a field; else raise."""
     if name not in _FORMULAS:
         raise ValueError(f"{argument} must be one of {', '.join(_FORMULAS)}, not {name!r}")
     return name
@@ -64,4 +64,4 @@ _FORMULAS: dict[str, Callable[[SimpleNamespace], Tensor]] = {
 }
 
 NAMES = tuple(_FORMULAS)
-"""All fields."""
+"""The names of all fields."""

@@ -1,6 +1,6 @@
-"""Folders of runs: new ones, those there are, and which to do without.
+"""Folders of runs: creating, finding, pruning and deleting them.
 
-A run is a folder with a `run.sqlite`. Of a training by several processes, the first one writes into the run itself, the
+A run is a folder with a `run.sqlite`. If several processes train together, rank 0 writes into the run itself, the
 others into `rank1`, `rank2`, … below it.
 """
 
@@ -24,9 +24,9 @@ _OURS = re.compile(r"\.?\d{8,}-\d+\.png")
 
 
 def new_folder(root: str | os.PathLike[str], name: str) -> Path:
-    """A folder of its own for a run that begins now, below `root`; ``root/latest`` leads to it.
+    """A new folder below `root` for a run that begins now; ``root/latest`` links to it.
 
-    If it cannot be made, it is not there: who writes into it will say so.
+    If it cannot be created, its path is returned all the same: writing into it raises the error.
 
     >>> import tempfile
     >>> root = tempfile.mkdtemp()
@@ -55,12 +55,12 @@ def find(root: str | os.PathLike[str]) -> list[Path]:
     """The runs in a folder, newest first."""
     root = Path(root)
     if not root.is_dir():
-        raise RunError(f"there is no folder {str(root)!r}; runs are written below the folder that a monitor is given")
+        raise RunError(f"there is no folder {str(root)!r}; pass the folder that the monitor got as to=[...]")
     return sorted(_runs_below(root), key=lambda folder: (_started(folder), folder.name), reverse=True)
 
 
 def ranks(folder: Path) -> list[Path]:
-    """The folders of the other processes that trained together with the one that wrote this run."""
+    """The folders of the other ranks of this run."""
     found = [below for below in _runs_below(folder) if _RANK.fullmatch(below.name)]
     return sorted(found, key=lambda below: int(below.name.removeprefix("rank")))
 
@@ -68,9 +68,9 @@ def ranks(folder: Path) -> list[Path]:
 def prunable(
     root: str | os.PathLike[str], keep: int | None = None, older_than: float | None = None, now: float | None = None
 ) -> list[Path]:
-    """The runs to do without, newest first: all but the newest `keep`, or those begun `older_than` days ago, or both.
+    """The runs to delete, newest first: all but the newest `keep`, those more than `older_than` days old, or both.
 
-    Runs that are being written, and what cannot be read, are left alone.
+    Runs that are being written or cannot be read are not among them.
     """
     if keep is None and older_than is None:
         raise ValueError("say which runs to keep: keep=, older_than=, or both")
@@ -82,7 +82,7 @@ def prunable(
 
 
 def delete(folder: Path) -> bool:
-    """Delete a run; whether its folder went, too. What is not ours is left where it is, and the folder around it."""
+    """Delete a run; whether its folder is gone, too. Files that are not ours, and their folders, are left in place."""
     for below in ranks(folder):
         delete(below)
     for picture in _pictures(folder):
@@ -97,7 +97,7 @@ def delete(folder: Path) -> bool:
 
 
 def _runs_below(folder: Path) -> list[Path]:
-    """Not those that links lead to: they lie elsewhere."""
+    """The runs in a folder, except those that are links to elsewhere."""
     return [below for below in folder.iterdir() if not below.is_symlink() and (below / FILE).is_file()]
 
 
@@ -110,13 +110,13 @@ def _pictures(folder: Path) -> Iterator[Path]:
 def _remove_empty(folder: Path) -> bool:
     try:
         folder.rmdir()
-    except OSError:  # there is something in it, or it is none
+    except OSError:  # it is not empty, or not a folder
         return False
     return True
 
 
 def _lead_to(folder: Path) -> None:
-    """Let `latest` lead to a folder, unless something else has that name, or there are no links here."""
+    """Make `latest` a link to a folder, unless something else has that name."""
     latest = folder.parent / LATEST
     if latest.exists() and not latest.is_symlink():
         return
@@ -133,12 +133,12 @@ def _started(folder: Path) -> float:
     except RunError:
         try:
             return (folder / FILE).stat().st_mtime
-        except OSError:  # deleted meanwhile
+        except OSError:  # it was deleted meanwhile
             return 0.0
 
 
 def _ended(folder: Path) -> float | None:
-    """When a run that is over began; None if it is not, or cannot be read."""
+    """When a run that has ended began; None if it has not ended, or cannot be read."""
     try:
         with Run(folder) as run:
             return None if run.state == "running" else run.started

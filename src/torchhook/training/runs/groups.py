@@ -1,4 +1,4 @@
-"""Between a snapshot and what is stored: states of equal shape side by side, and the facts about each place."""
+"""How an entry is stored: groups of states of equal shape, and the facts about each place."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ def grouped(entry: Entry) -> Iterator[Group]:
 
 
 def settings_of(stat: Stat) -> dict[str, Any]:
-    """Those that are numbers; the statistics of this library have no others."""
+    """The settings of a statistic that are numbers; those of torchhook have no others."""
     return {name: value for name, value in vars(stat).items() if name[0] != "_" and _is_plain(value)}
 
 
-@lru_cache(4096)  # most places of a model are alike
+@lru_cache(4096)  # most places of a model have the same facts
 def row_of(label: str, note: str, stats: str, failed: str) -> Row:
-    """A row without states, of the statistics that are known here: those that users wrote are left out."""
+    """A row without states, from what is stored about a place. Statistics that are not torchhook's are left out."""
     known = [stat for name, settings in json.loads(stats).items() if (stat := _known(name, settings)) is not None]
     return Row(tuple(known), label, note, {}, json.loads(failed))
 
 
 def text(name: str) -> str:
-    """A name as SQLite can keep it: half of a character is written out.
+    """A name as SQLite can store it: lone surrogates are escaped.
 
     >>> text("fc\\ud800")
     'fc\\\\ud800'

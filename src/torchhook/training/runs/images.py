@@ -1,4 +1,4 @@
-"""Feature maps as a picture, in grey with 8 bits, and as a PNG, written by hand."""
+"""Feature maps as an 8-bit greyscale picture, and as a PNG file."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import zlib
 import torch
 from torch import Tensor
 
-_MOST = 64  # maps
-_SIDE = 128  # pixels of each
+_MOST = 64  # maps in a picture
+_SIDE = 128  # pixels of each map
 
 
 def picture(maps: Tensor) -> Tensor:
-    """Some maps (n × height × width), side by side, a pixel apart.
+    """Maps (n × height × width) side by side, one pixel apart.
 
-    Each goes from black, its least value, to white, its largest; what is not finite is black. Large maps are shown by
-    some of their pixels, and of many maps the first.
+    Each goes from black, its smallest value, to white, its largest; values that are not finite are black. Large maps
+    are subsampled, and of many maps only the first are shown.
 
     >>> picture(torch.tensor([[[0.0, 1.0]], [[2.0, 6.0]]])).tolist()
     [[0, 255, 0, 0, 255]]
@@ -27,14 +27,14 @@ def picture(maps: Tensor) -> Tensor:
 
 
 def png(maps: Tensor) -> bytes:
-    """The picture of some maps as a file.
+    """The picture of some maps as the bytes of a PNG file.
 
     >>> png(torch.rand(5, 4, 3))[:4]
     b'\\x89PNG'
     """
     grid = picture(maps)
     height, width = grid.shape
-    rows = torch.cat([torch.zeros(height, 1, dtype=torch.uint8), grid], 1).contiguous()  # 0: as they are
+    rows = torch.cat([torch.zeros(height, 1, dtype=torch.uint8), grid], 1).contiguous()  # 0: no filter
     header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
     pixels = zlib.compress(ctypes.string_at(rows.data_ptr(), rows.nbytes))
     return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header) + _chunk(b"IDAT", pixels) + _chunk(b"IEND", b"")
@@ -51,7 +51,7 @@ def _grey(maps: Tensor) -> Tensor:
 
 
 def _grid(pictures: Tensor) -> Tensor:
-    """Side by side, in about as many rows as columns."""
+    """Pictures in a grid with about as many rows as columns."""
     columns = math.ceil(math.sqrt(len(pictures)))
     rows = math.ceil(len(pictures) / columns)
     height, width = pictures.shape[1] + 1, pictures.shape[2] + 1

@@ -1,4 +1,4 @@
-"""Opening a run to read it, while others write it or after they are gone: nothing is created, nothing changed."""
+"""Opening a run for reading, while it is written or later. Nothing is created or changed."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ Result = TypeVar("Result")
 
 
 def located(path: Path) -> Path:
-    """The file of the run that `path` names: its folder, or the file itself."""
+    """The file of the run at `path`, which is its folder or the file itself."""
     file = path if path.name == FILE else path / FILE
     if not file.is_file():
         raise RunError(
-            f"there is no run in {str(path)!r}, for it has no {FILE}; torchhook runs list FOLDER shows those there are"
+            f"there is no run in {str(path)!r} (no {FILE}); `torchhook runs list FOLDER` lists the runs in a folder"
         )
     return file
 
 
 class Source:
-    """The file of a run, and a connection to it; threads may share it."""
+    """The file of a run and a connection to it, which threads may share."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -40,23 +40,23 @@ class Source:
         self._copy: TemporaryDirectory[str] | None = None
 
     def read(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
-        """What `work` makes of the run at one moment, whoever writes meanwhile."""
+        """The result of `work` on a consistent state of the run, even while it is written."""
         with self._lock:
             try:
                 return self._once(work)
             except RunError:
                 raise
             except Exception:
-                self.close()  # it may have been begun, ended or replaced since it was opened
+                self.close()  # the run may have begun, ended or been replaced since it was opened
             try:
                 return self._once(work)
             except RunError:
                 raise
-            except Exception as error:  # whatever comes of reading what somebody else may have made
+            except Exception as error:  # the file may contain anything
                 self.close()
                 raise RunError(
-                    f"{str(self.file)!r} is no run, or a broken one ({error}); what is left of it, the program sqlite3"
-                    " may save with its command .recover"
+                    f"{str(self.file)!r} is not a run, or is corrupt ({error});"
+                    f" `sqlite3 {self.file} .recover` may salvage it"
                 ) from error
 
     def close(self) -> None:
@@ -82,8 +82,8 @@ class Source:
                 self._db.execute("ROLLBACK")
 
     def _opened(self) -> sqlite3.Connection:
-        # Nobody writes without a file beside the one. Where there is none, SQLite is told not to make one either, for
-        # which it may not even have the right.
+        # A writer always has a second file next to the first. Without one, SQLite is told not to create any, since it
+        # may not even have the permission.
         self._is_frozen = not self._is_written()
         try:
             return _connected(self.file, "mode=ro&immutable=1" if self._is_frozen else "mode=ro")
@@ -93,11 +93,11 @@ class Source:
             return self._mended()
 
     def _is_written(self) -> bool:
-        """Whether somebody writes, or was killed when he did."""
+        """Whether the run is being written, or its writer was killed."""
         return self._beside("-wal").exists() or self._beside("-journal").exists()
 
     def _mended(self) -> sqlite3.Connection:
-        """What a crash left behind and can be read only after it was put in order, is: in a copy."""
+        """Recover what a crash left behind, in a copy."""
         self._copy = TemporaryDirectory(prefix="torchhook-run-")
         for suffix in ("", *BESIDE):
             if suffix != "-shm" and (file := self._beside(suffix)).exists():
@@ -113,15 +113,15 @@ def _connected(file: Path, how: str) -> sqlite3.Connection:
         f"{file.absolute().as_uri()}?{how}", uri=True, timeout=_PATIENCE, isolation_level=None, check_same_thread=False
     )
     try:
-        db.execute("PRAGMA trusted_schema = OFF")  # what others wrote into the schema is not called
+        db.execute("PRAGMA trusted_schema = OFF")  # never call functions that the schema of the file names
         (application,) = db.execute("PRAGMA application_id").fetchone()
         (version,) = db.execute("PRAGMA user_version").fetchone()
         if application != APPLICATION:
-            raise RunError(f"{str(file)!r} is no run of torchhook")
+            raise RunError(f"{str(file)!r} is not a run of torchhook")
         if version > VERSION:
             raise RunError(
-                f"{str(file)!r} was written by a newer torchhook (version {version} of the tables, and {VERSION} is"
-                " known here); update torchhook to read it"
+                f"{str(file)!r} was written by a newer torchhook (version {version} of the tables; this one reads up to"
+                f" {VERSION}); update torchhook to read it"
             )
     except BaseException:
         db.close()

@@ -1,4 +1,4 @@
-"""What is read of a run, each a function of an open connection: the places, a window, many windows as tensors."""
+"""What is read from a run, each a function of an open connection: places, entries, groups, series."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from torchhook.training.runs.blobs import unpacked
 from torchhook.training.runs.fields import WIDTH, field_of
 from torchhook.training.runs.groups import Group, row_of
 
-AT_ONCE = 128  # windows that are unpacked together
+AT_ONCE = 128  # steps that are unpacked together
 _STATES = "states CROSS JOIN layouts ON layouts.id = states.layout"  # in this order: there may be many layouts
 
 
 class Series(NamedTuple):
-    """A number of many places by step: `values` are paths × steps, NaN where nothing was seen."""
+    """One number by path and step: `values` are paths × steps, NaN where nothing was measured."""
 
     steps: list[int]
     paths: list[str]
@@ -33,7 +33,7 @@ class Series(NamedTuple):
 
 
 def places(db: sqlite3.Connection) -> dict[int, tuple[Place, Row]]:
-    """Every place by its number, with a row that has no states."""
+    """Every place by its id, with a row that has no states."""
     rows = db.execute("SELECT id, path, port, label, note, stats, failed FROM places ORDER BY id")
     return {id_: ((path, port), row_of(*facts)) for id_, path, port, *facts in rows}
 
@@ -44,14 +44,14 @@ def steps(db: sqlite3.Connection) -> list[int]:
 
 
 def steps_with(db: sqlite3.Connection, stat: str) -> list[int]:
-    """The measured steps that have a statistic."""
+    """The measured steps in which a statistic was collected."""
     layouts = "SELECT id FROM layouts WHERE stat = ?"
     query = f"SELECT DISTINCT step FROM states WHERE layout IN ({layouts}) ORDER BY step"
     return [step for (step,) in db.execute(query, (stat,))]
 
 
 def chosen(steps: Sequence[int], most: int | None) -> list[int]:
-    """At most so many steps, evenly spread, the first and the last among them."""
+    """At most `most` of the steps, evenly spread, including the first and the last."""
     if most is not None and most < 2:
         raise ValueError(f"most must be at least 2, or None for all, not {most!r}")
     if most is None or len(steps) <= most:
@@ -106,7 +106,7 @@ def groups(db: sqlite3.Connection, steps: Iterable[int], stat: str, port: str | 
 
 
 def series(db: sqlite3.Connection, field: str, port: str, most: int | None, after: int | None = None) -> Series:
-    """A field of the moments at a port."""
+    """A field of the moments at a port, by path and step."""
     wanted = _at_port((place for place, _ in places(db).values()), port)
     taken = chosen([step for step in steps(db) if after is None or step > after], most)
     rows = {place: number for number, place in enumerate(wanted)}
@@ -123,13 +123,13 @@ def series(db: sqlite3.Connection, field: str, port: str, most: int | None, afte
 
 
 def _filled(row: Row, states: dict[str, list[Callable[[], Tensor]]]) -> Row:
-    """A row with those of its states that are known here."""
+    """A row with its states, as far as their statistics are known."""
     stats = tuple(stat for stat in row.stats if stat.key in states)
     return row._replace(stats=stats, states={stat.key: states[stat.key] for stat in stats})
 
 
 def _at_port(places: Iterable[Place], port: str) -> list[Place]:
-    """One place a path: the value at the port, or the first tensor in it."""
+    """One place per path: the value at the port, or the first tensor in it."""
     found: dict[str, Place] = {}
     for path, known in places:
         if known == port or (known.startswith(f"{port}[") and path not in found):

@@ -1,4 +1,4 @@
-"""`Run`: what a watched training wrote to disk, to be read while it goes on and afterwards."""
+"""`Run`: what a watched training wrote to disk, readable while it runs and afterwards."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from torchhook.training.runs.schema import BESIDE, FILE, SAMPLES
 
 
 class Sample(NamedTuple):
-    """A picture of feature maps, and what its values lie between."""
+    """A picture of feature maps, with the smallest and largest of their values."""
 
     step: int
     path: str
@@ -41,10 +41,9 @@ class Sample(NamedTuple):
 
 
 class Run:
-    """A run in a folder, which may be named by its file, too; it is read as it is now, whenever it is asked.
+    """A run, by the path of its folder or file. Every access reads its current state.
 
-    Nothing in it is executed, and nothing there is created or changed. Any number of processes and threads may read
-    while one writes.
+    Nothing in it is executed, created or changed. Any number of processes and threads may read while one writes.
 
     >>> import tempfile
     >>> import torch
@@ -73,7 +72,7 @@ class Run:
         self._life()
 
     def close(self) -> None:
-        """Let go of the file. (The end of the ``with`` block does this.)"""
+        """Close the file. (The end of the ``with`` block does this.)"""
         self._source.close()
 
     def __enter__(self) -> Run:
@@ -86,14 +85,14 @@ class Run:
 
     @property
     def about(self) -> dict[str, Any]:
-        """The names, versions and settings that the training began with, and how layers are joined."""
+        """Names, versions and settings of the training, and how its layers are connected."""
         return self._source.read(
             lambda db: {key: json.loads(value) for key, value in db.execute("SELECT key, value FROM about")}
         )
 
     @property
     def wires(self) -> list[tuple[str, str]]:
-        """Pairs of layers, of which the second is given what comes of the first."""
+        """Pairs of layers whose first feeds the second."""
         return [(str(source), str(path)) for source, path in self.about.get("wires", ())]
 
     @property
@@ -103,9 +102,9 @@ class Run:
 
     @property
     def state(self) -> str:
-        """``"running"``, ``"ended"``, ``"failed"`` or ``"interrupted"``; or ``"killed"``: who wrote it is gone.
+        """``"running"``, ``"ended"``, ``"failed"``, ``"interrupted"``, or ``"killed"`` if its process is gone.
 
-        That can be seen only on the machine where it was written.
+        Whether it was killed is only known on the machine where it was written.
         """
         life = self._life()
         return "killed" if life["state"] == "running" and is_gone(json.loads(life["owner"])) else str(life["state"])
@@ -117,27 +116,27 @@ class Run:
 
     @property
     def ended(self) -> float | None:
-        """When it ended; None if it goes on, or was killed."""
+        """When it ended; None if it is running, or was killed."""
         ended = self._life()["ended"]
         return None if ended is None else float(ended)
 
     @property
     def places(self) -> dict[Place, Row]:
-        """What was measured, and what of it: places as of `Snapshot.rows`, without the numbers."""
+        """What was measured, like `Snapshot.rows` but without the numbers."""
         return self._source.read(lambda db: dict(queries.places(db).values()))
 
     @property
     def times(self) -> dict[int, float]:
-        """When each measured step was, in seconds since 1970."""
+        """The time of each measured step, in seconds since 1970."""
         return dict(self._rows("SELECT step, time FROM windows ORDER BY step"))
 
     @property
     def steps(self) -> list[int]:
-        """The measured steps that are still there: of a long training, old ones are thinned out."""
+        """The measured steps that are stored; in a long training, old ones are thinned out."""
         return self._source.read(queries.steps)
 
     def steps_with(self, stat: str) -> list[int]:
-        """Those in which a statistic was measured somewhere: what is dear is measured more seldom."""
+        """The steps in which a statistic was collected somewhere; expensive ones are collected less often."""
         return self._source.read(partial(queries.steps_with, stat=stat))
 
     @property
@@ -146,7 +145,7 @@ class Run:
         return {step: number(loss) for step, loss in self._rows("SELECT step, loss FROM losses ORDER BY step")}
 
     def losses_after(self, step: int) -> dict[int, float]:
-        """The losses of later steps."""
+        """The losses of the steps after `step`."""
         query = f"SELECT step, loss FROM losses WHERE step > {step:d} ORDER BY step"
         return {step: number(loss) for step, loss in self._rows(query)}
 
@@ -157,7 +156,7 @@ class Run:
 
     @property
     def findings(self) -> list[Finding]:
-        """All that was found while it ran, in that order."""
+        """All findings, in the order in which they were made."""
         return self._source.read(
             lambda db: [
                 finding
@@ -168,7 +167,7 @@ class Run:
 
     @property
     def report(self) -> Report | None:
-        """The report as of the last check; None if there was none."""
+        """The report as of the last check; None if there was no check yet."""
         report = self._source.read(
             lambda db: next((from_json(data) for (data,) in db.execute("SELECT data FROM report")), None)
         )
@@ -186,7 +185,7 @@ class Run:
 
     @property
     def size(self) -> int:
-        """How many bytes it takes, with its samples."""
+        """Its size in bytes, including samples."""
         files = [self.folder / f"{FILE}{suffix}" for suffix in ("", *BESIDE)]
         return sum(map(_size, (*files, *(self.folder / SAMPLES).glob("*.png"))))
 
@@ -195,8 +194,8 @@ class Run:
         found = self._source.read(partial(queries.entry, step=step))
         if found is None:
             near = min(self.steps, key=lambda known: abs(known - step), default=None)
-            said = "nothing was" if near is None else f"{near} is the nearest that was"
-            raise NotRecordedError(f"step {step} was not measured, or was thinned out since; {said}")
+            known = "nothing was measured yet" if near is None else f"{near} is the nearest step that is stored"
+            raise NotRecordedError(f"step {step} was not measured, or was thinned out since; {known}")
         return found.snapshot
 
     def windows(self, most: int | None = None) -> Iterator[Entry]:
@@ -207,34 +206,34 @@ class Run:
                 yield entry
 
     def history(self, most: int | None = 128) -> History:
-        """What rules read: ``check(run.history())`` says what is wrong, by at most so many steps."""
+        """What rules read, from at most `most` steps: ``check(run.history())`` reports what is wrong."""
         return History(windows=list(self.windows(most)), losses=self.losses, rates=self.rates)
 
     def series(self, field: str, port: str = "output", most: int | None = 1000, *, after: int | None = None) -> Series:
         """A field of the moments (``"mean"``, ``"std"``, ``"l2"``, ``"zero_fraction"``, …) at a port, by path and step.
 
-        Of a value that is not a single tensor, it is of the first. Of more than `most` steps, some are taken; with
-        `after`, of the later ones.
+        If the value at a port is not a single tensor, its first tensor counts. Of more than `most` steps, some that are
+        evenly spread are taken; with `after`, only steps after that one.
         """
         require_field(field)
         chosen((), most)
         return self._source.read(partial(queries.series, field=field, port=port, most=most, after=after))
 
     def blocks(self, stat: str = Moments.name, most: int | None = None) -> Iterator[Group]:
-        """The states of a statistic as tensors, some steps at a time: for who wants all of them."""
+        """All states of a statistic as tensors, some steps at a time."""
         steps = chosen(self.steps, most)
         for first in range(0, len(steps), AT_ONCE):
             some = steps[first : first + AT_ONCE]
             yield from self._source.read(partial(queries.groups, steps=some, stat=stat))
 
     def __repr__(self) -> str:
-        return f"Run({printable(str(self.folder))!r}: {self._told()})"
+        return f"Run({printable(str(self.folder))!r}: {self._line()})"
 
     def _repr_html_(self) -> str:
         found = "".join(f"<li>{html.escape(printable(str(finding)))}</li>" for finding in self.findings)
-        return f"<p><b>{html.escape(printable(str(self.folder)))}</b>: {html.escape(self._told())}</p><ul>{found}</ul>"
+        return f"<p><b>{html.escape(printable(str(self.folder)))}</b>: {html.escape(self._line())}</p><ul>{found}</ul>"
 
-    def _told(self) -> str:
+    def _line(self) -> str:
         steps, findings = self.steps, len(self.findings)
         until = f" until {steps[-1]}" if steps else ""
         return (
@@ -254,5 +253,5 @@ class Run:
 def _size(file: Path) -> int:
     try:
         return file.stat().st_size
-    except OSError:  # it may be gone by now
+    except OSError:  # it may be gone meanwhile
         return 0

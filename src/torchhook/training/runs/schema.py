@@ -1,4 +1,4 @@
-"""The tables of a run, and how the file comes to be: whole, or not at all."""
+"""The tables of a run, and how its file is created: completely, or not at all."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torchhook.training.runs.owners import this_process
 
 FILE = "run.sqlite"
 SAMPLES = "samples"
-APPLICATION = 0x74687275  # in the header of the file, for it to be known by: "thru"
-VERSION = 1  # beside it; it grows when a reader of the old ones would fail
-_PAGE = 8192  # bytes: the blobs of most models leave little room unused in these
+APPLICATION = 0x74687275  # "thru": identifies the file, in its header
+VERSION = 1  # of the tables; it grows when an older reader would fail
+_PAGE = 8192  # bytes: the blobs of most models fill such pages well
 
 BESIDE = ("-wal", "-shm", "-journal")
-"""How the names of the files go on that SQLite puts beside the one."""
+"""The suffixes of the files that SQLite puts next to a database."""
 
 _TABLES = """
 CREATE TABLE about (key TEXT PRIMARY KEY, value TEXT NOT NULL);  -- as JSON
@@ -32,7 +32,7 @@ CREATE TABLE places (
 );
 CREATE TABLE windows (step INTEGER PRIMARY KEY, time REAL, rate REAL);  -- the measured steps
 CREATE TABLE losses (step INTEGER PRIMARY KEY, loss REAL);  -- of every step; NaN is NULL
-CREATE TABLE layouts (  -- what a blob holds: states of which statistic, at which port, of which shape and places
+CREATE TABLE layouts (  -- what a blob holds: the statistic, port, shape and places of its states
     id INTEGER PRIMARY KEY, stat TEXT, port TEXT, shape TEXT, places TEXT, UNIQUE (stat, port, shape, places)
 );
 CREATE TABLE states (step INTEGER, layout INTEGER, data BLOB, PRIMARY KEY (step, layout));
@@ -43,10 +43,10 @@ CREATE TABLE report (id INTEGER PRIMARY KEY CHECK (id = 0), step INTEGER, data T
 
 
 def create(file: Path) -> None:
-    """Make a run in which nothing is yet but who writes it.
+    """Create a run that is empty except for its owner.
 
-    It is made under another name and renamed: whoever finds the file finds a run, also after a crash. Where there can
-    be no write-ahead log, as on some network disks, there is none.
+    It is created under another name and renamed, so that the file is always a whole run, also after a crash. Where a
+    write-ahead log does not work, as on some network disks, it has none.
     """
     with _draft(file) as draft:
         try:
@@ -58,7 +58,7 @@ def create(file: Path) -> None:
 
 
 def can_log_ahead(file: Path) -> bool:
-    """Whether a database beside `file` can have a write-ahead log; to find out with `file` itself may break it."""
+    """Whether a database next to `file` can have a write-ahead log; trying with `file` itself might break it."""
     with _draft(file) as draft:
         try:
             _draw(draft, "wal")
@@ -68,7 +68,7 @@ def can_log_ahead(file: Path) -> bool:
 
 
 def remove(file: Path) -> None:
-    """Delete a database, and what SQLite puts beside it."""
+    """Delete a database, and the files that SQLite puts next to it."""
     for suffix in ("", *BESIDE):
         file.with_name(file.name + suffix).unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""`RunLog`: the log that writes a run to disk, and whose troubles with the disk are never the training's."""
+"""`RunLog`: the log that writes a run to disk. Trouble with the disk never stops the training."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _MOST_SAMPLES = 200
 
 
 class RunLog(Log):
-    """Writes a run into `folder`, which is made if need be; a run that is there already is continued.
+    """Writes a run into `folder`, which is created if need be; an existing run is continued.
 
-    `max_mb` is how much the folder may hold, in MiB: three quarters of it statistics, an eighth what SQLite has not put
-    there yet, an eighth samples of feature maps. Beyond that, older steps are thinned out evenly; the newest quarter,
-    the first one and those that findings name are kept as long as there are others. Losses are kept of 200,000 steps,
-    and 200 samples. (Only who reads for long without a pause can make it more, until he has read.)
+    `max_mb` is the size limit of the folder in MiB: three quarters for statistics, an eighth for SQLite's write-ahead
+    log, an eighth for samples of feature maps. Beyond that, older steps are thinned out evenly; the newest quarter, the
+    first step and those that findings name go last. At most 200,000 losses and 200 samples are kept. (A long-lived
+    reader may exceed the limit temporarily.)
 
-    After a crash of the process, all that was written is there; after one of the machine, all but the last seconds.
-    What cannot be written, as the disk is full or the folder read-only, is lost with a warning, and the next is tried.
+    After a crash of the process, all that was written is there; after one of the machine, all but the last seconds. If
+    the disk is full or the folder read-only, what cannot be written is lost with a warning, and later writes are tried.
 
     >>> import tempfile
     >>> from torchhook.core.findings import Report
@@ -60,16 +60,16 @@ class RunLog(Log):
         self._database: Database | None = None
         self._is_open = True
         self._step = 0
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def begin(self, about: Mapping[str, Any]) -> None:
-        """Make the folder and the file."""
+        """Create the folder and the file."""
         self._about = dict(about)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             self._is_open = False
-            warn(f"no run is recorded, for {str(self.folder)!r} cannot be made ({error}); the training goes on")
+            warn(f"no run is recorded: cannot create {str(self.folder)!r} ({error}); the training goes on")
             return
         self._do("the run", lambda database: None)
 
@@ -82,27 +82,27 @@ class RunLog(Log):
         if entry.maps:
             self._do(f"the samples of step {entry.step}", lambda database: self._draw(database, entry))
         if entry.wires:
-            self._do("how the layers are joined", lambda database: database.tell({"wires": list(entry.wires)}))
+            self._do("how the layers are connected", lambda database: database.tell({"wires": list(entry.wires)}))
         losses = min(_MOST_LOSSES, self._most_bytes // 256)
         self._do(what, lambda database: database.thin(self._most_bytes, losses))
 
     def found(self, finding: Finding) -> None:
-        """Write a finding; one of the same code and place is replaced."""
+        """Write a finding; it replaces one with the same code and site."""
         self._do(f"the finding {finding.code}", lambda database: database.find(finding, self._step))
 
     def keep(self, report: Report, step: int) -> None:
-        """Write the report as of a step; the one before is replaced."""
+        """Write the report as of a step; it replaces the previous one."""
         self._do("the report", lambda database: database.keep(report, step))
 
     def end(self, report: Report, state: str) -> None:
-        """Write the report and how it ended, and leave one plain file."""
+        """Write the report and the final state, and leave one plain file."""
         self.keep(report, self._step)
         self._do("the end", lambda database: database.end(state))
         self._is_open = False
         self._close()
 
     def _do(self, what: str, work: Callable[[Database], None]) -> None:
-        """Work on the database, whatever comes; `what` is lost if it fails, and the next is tried with a fresh one."""
+        """Work on the database. If that fails, `what` is lost with a warning, and the next call reopens the file."""
         if not self._is_open:
             return
         try:
@@ -112,14 +112,14 @@ class RunLog(Log):
             self._warn(
                 "lost",
                 f"the run in {str(self.folder)!r} cannot be written ({error}): {what} is lost; the training goes on,"
-                " and so do the attempts to write",
+                " and writing is tried again",
             )
 
     def _opened(self) -> Database:
         file = self.folder / FILE
         if self._database is not None and not file.exists():
             self._close()
-            self._warn("deleted", f"{str(file)!r} was deleted meanwhile: what was in it is lost, and it begins anew")
+            self._warn("deleted", f"{str(file)!r} was deleted; its content is lost, and a new file is started")
         if self._database is None:
             self._database = Database(file, self._most_log)
             self._database.begin(self._about)
@@ -160,8 +160,8 @@ class RunLog(Log):
             (folder / Path(name).name).unlink(missing_ok=True)
 
     def _warn(self, kind: str, message: str) -> None:
-        if kind not in self._told:
-            self._told.add(kind)
+        if kind not in self._warned:
+            self._warned.add(kind)
             warn(message)
 
 
@@ -171,7 +171,7 @@ def _extremes(maps: Tensor) -> tuple[float, float]:
 
 
 def _replace(file: Path, data: bytes) -> None:
-    """Write beside it, then rename: a picture is whole, or not there."""
+    """Write to another name, then rename, so that a picture is never half written."""
     draft = file.with_name(f".{file.name}")
     try:
         draft.write_bytes(data)
