@@ -148,7 +148,7 @@ def test_the_list_of_runs(browse):
     names = {cell.text for cell in chrome.find_elements("css selector", "tbody td:nth-child(2)")}
     assert {"healthy", "dead", "hostile", "garbage", "newer"} <= names
     why = [cell.text for cell in chrome.find_elements("css selector", "td.why")]
-    assert len(why) == 2 and "is no run, or a broken one" in "".join(why) and "a newer torchhook" in "".join(why)
+    assert len(why) == 2 and "is not a run, or is corrupt" in "".join(why) and "a newer torchhook" in "".join(why)
     assert text(chrome, "h1") == "Runs" and chrome.title == "torchhook"
     chrome.find_element("link text", "dead").click()
     shows(chrome, "never fire")
@@ -478,8 +478,8 @@ def test_what_was_chosen_to_compare_stays_chosen(browse, root):
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("/run/garbage", "is no run, or a broken one"),
-        ("/run/garbage/layers", "is no run, or a broken one"),
+        ("/run/garbage", "is not a run, or is corrupt"),
+        ("/run/garbage/layers", "is not a run, or is corrupt"),
         ("/run/newer", "newer torchhook"),
         ("/run/nowhere", "there is no run 'nowhere'"),
         ("/run/..%2f..%2fetc", "there is no run"),
@@ -525,7 +525,7 @@ def test_a_run_that_breaks_while_it_is_shown_says_so(browse, root):
     chrome = browse("/run/breaking")
     broken = samples.garbage(root / "broken")
     (broken / FILE).replace(folder / FILE)
-    shows(chrome, "is no run, or a broken one")
+    shows(chrome, "is not a run, or is corrupt")
     delete(folder)
     broken.rmdir()
 

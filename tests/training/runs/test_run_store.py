@@ -325,7 +325,7 @@ def test_what_is_no_run_says_so(tmp_path):
     good = written(RunLog(tmp_path / "good"), range(20))
     good.end(Report(), "ended")
     whole = (tmp_path / "good" / FILE).read_bytes()
-    assert "is no run, or a broken one (file is not a database)" in broken(
+    assert "is not a run, or is corrupt (file is not a database)" in broken(
         "text", b"some text, which is not a database" * 9
     )
     assert "is no run of torchhook" in broken("empty", b"")
