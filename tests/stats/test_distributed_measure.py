@@ -334,7 +334,7 @@ def test_outside_of_a_process_group_it_is_a_plain_snapshot():
 
 def test_only_what_was_measured_can_be_merged():
     for thing in (None, {"fc1": 3}, net()):
-        with pytest.raises(TypeError, match="what measure gave"):
+        with pytest.raises(TypeError, match="what measure.. returned"):
             distributed.merge(thing)
     with pytest.raises(SessionError, match="with block"):
         distributed.merge(measure(net()))

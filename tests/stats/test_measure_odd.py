@@ -32,7 +32,7 @@ def test_wrapper_subclasses_and_fake_tensors_have_no_memory_to_read():
     assert stats["bias", "param"].count == 3
     with FakeTensorMode():
         fake = nn.Sequential(nn.Linear(4, 3))
-        with pytest.warns(UserWarning, match="'moments' is not collected of the output of '0'"):
+        with pytest.warns(UserWarning, match="could not collect 'moments' for the output of '0'"):
             with measure(fake):
                 fake(torch.ones(5, 4))
 
@@ -260,7 +260,7 @@ def test_what_was_not_seen_yet_is_told_from_what_was_not_asked_for():
             stats["0", "grad_output"]
         with pytest.raises(NotRecordedError, match="pass params=True to measure"):
             stats["0.weight", "param"]
-        with pytest.raises(NotRecordedError, match="no such port, but there are output, input, grad_output"):
+        with pytest.raises(NotRecordedError, match="no such port; the ports are output, input, grad_output"):
             stats["0", "grad"]
         y.sum().backward()
     with pytest.raises(ValueError, match="nothing that ReLU selects has parameters"):

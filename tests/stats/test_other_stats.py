@@ -319,7 +319,7 @@ def test_layers_that_are_too_wide_for_a_covariance_are_refused():
     with pytest.raises(BudgetError, match="4097 units"):
         Covariance().of(torch.randn(2, 4097))
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 4))
-    with pytest.warns(UserWarning, match="'covariance' is not collected of the output of '0'.*max_units=5"):
+    with pytest.warns(UserWarning, match="could not collect 'covariance' for the output of '0'.*max_units=5"):
         with measure(model, stats=["moments", Covariance(max_units=4)]) as stats:
             model(torch.ones(2, 3))
     assert stats["0"].count == 10 and stats["1"]["covariance"].covariance.shape == (4, 4)
@@ -500,7 +500,7 @@ class Breaks(NearZero):
 def test_a_statistic_that_raises_is_given_up_and_stops_no_training():
     model = nn.Sequential(nn.Linear(3, 4))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with pytest.warns(UserWarning, match="'breaks' is not collected of .* for it raised ZeroDivisionError: no more"):
+    with pytest.warns(UserWarning, match="could not collect 'breaks' for .*: ZeroDivisionError: no more"):
         with measure(model, optimizer=optimizer, param_grads=True, stats=("moments", Breaks())) as stats:
             for _ in range(5):
                 model(torch.randn(6, 3)).sum().backward()

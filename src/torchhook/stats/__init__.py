@@ -1,4 +1,4 @@
-"""Statistics of what flows: each a `Stat`, whose states are plain tensors that merge exactly."""
+"""Reduce what flows to statistics: each is a `Stat`, whose states are plain tensors that merge exactly."""
 
 from torchhook.stats.attention import Attention, Focus
 from torchhook.stats.channels import Channels, Units
@@ -35,17 +35,17 @@ _NAMED: dict[str, type[Stat]] = {
 
 
 def named(stat: Stat | str) -> Stat:
-    """A statistic by its name, or the one that is given.
+    """A statistic by its name, or `stat` itself if it is one.
 
     >>> named("moments")
     Moments()
     """
     if isinstance(stat, Stat):
         if not isinstance(getattr(stat, "name", None), str):
-            raise TypeError(f"a {type(stat).__name__} has no name to read it by; give the class one: name = ...")
+            raise TypeError(f"{type(stat).__name__} has no name to read it by; set one in the class: name = ...")
         return stat
     if not isinstance(stat, str):
         raise TypeError(f"stats must be names or Stat objects such as Moments(), not {stat!r}")
     if stat not in _NAMED:
-        raise ValueError(f"there is no statistic called {stat!r}; there are {', '.join(_NAMED)}, and your own Stat")
+        raise ValueError(f"there is no statistic called {stat!r}; pass one of {', '.join(_NAMED)}, or your own Stat")
     return _NAMED[stat]()

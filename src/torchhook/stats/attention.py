@@ -1,4 +1,4 @@
-"""What attention looks at, from its logits: how many keys, and how large the logits are."""
+"""Statistics of attention logits: how focused each head is, and how large the logits are."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from torch import Tensor
 
 from torchhook.stats.stat import Stat
 
-UNSEEN = -1e4  # logits below belong to keys that are masked: some models write the lowest number, not -inf
+UNSEEN = -1e4  # smaller logits belong to masked keys: some models write a very low number instead of -inf
 
 
 class Focus(NamedTuple):
-    """What `Attention` says: the mean entropy of each head, as a part of what it can be, and the largest logit."""
+    """What `Attention` computes: the mean entropy of each head as a fraction of its maximum, and the largest logit."""
 
     entropy: Tensor
     largest: float
 
 
 class Attention(Stat):
-    """The entropy of attention by head, and the largest absolute logit; of logits, heads in the second dimension.
+    """The entropy of attention by head, and the largest absolute logit, from logits with heads in the second dimension.
 
-    The entropy of a position is divided by the logarithm of the number of keys that it sees, so that 1 is an even look
-    at all of them and 0 a look at one; positions that see one key only are left out.
+    The entropy of a position is divided by the logarithm of the number of keys that it sees: 1 means even attention to
+    all of them, 0 attention to one. Positions that see only one key are left out.
 
     >>> even = Attention().of(torch.zeros(1, 2, 3, 3))
     >>> even.entropy.tolist(), even.largest
@@ -55,7 +55,7 @@ class Attention(Stat):
 
 
 def weights_of(logits: Tensor, seen: Tensor) -> Tensor:
-    """What each query gives to the keys that it sees.
+    """The attention weights of each query over the keys that it sees.
 
     >>> weights_of(torch.zeros(3), torch.tensor([True, True, False]))
     tensor([0.5000, 0.5000, 0.0000])
@@ -64,7 +64,7 @@ def weights_of(logits: Tensor, seen: Tensor) -> Tensor:
 
 
 def entropy_of(weights: Tensor, keys: Tensor) -> Tensor:
-    """The entropy of each query, over the logarithm of the number of `keys` that it sees; not 0/0 if that is one.
+    """The entropy of each query over the logarithm of the number of `keys` that it sees; 0 if that is one key.
 
     >>> entropy_of(torch.tensor([[0.5, 0.5, 0.0], [0.5, 0.5, 0.0]]), torch.tensor([2, 3]))
     tensor([1.0000, 0.6309])

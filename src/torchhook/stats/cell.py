@@ -1,4 +1,4 @@
-"""Where the values of one tensor of the model are added up, however often it comes."""
+"""A `Cell` adds up the values at one place of a model, call by call."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torchhook.stats.reading import Row
 from torchhook.stats.shelf import Block, Shelf
 from torchhook.stats.stat import Stat, UnlikeError, counted
 
-making = threading.RLock()  # cells and their states are made one at a time
+making = threading.RLock()  # cells and their states are created one at a time
 
 
 class Cell:
-    """The statistics of one tensor at one place, with a state for each device that it was seen on.
+    """The statistics of one tensor at one place, with one state per device that it was seen on.
 
-    A statistic that raises is given up there, with a warning: to be measured must not stop a training. One that there
-    cannot be of what comes is given up without: whoever reads it is told.
+    A statistic that raises is dropped there with a warning, because measuring must not stop a training. One that raises
+    `UnlikeError` is dropped silently; reading it says why.
     """
 
     __slots__ = ("_device", "_lock", "_pairs", "failed", "label", "name", "note", "places", "seen", "shelf", "stats")
@@ -31,11 +31,11 @@ class Cell:
         self.stats = tuple(stats)
         self.name = name
         self.label = label  # the class of the module
-        self.note = note  # what exactly is measured
+        self.note = note  # what exactly is measured, in words
         self.seen = False
-        self.failed: dict[str, str] = {}  # why statistics are missing
-        self.places: dict[torch.device, dict[str, tuple[Block, int]]] = {}  # of the states, by their keys
-        self._lock = threading.Lock()  # for threads that share a session
+        self.failed: dict[str, str] = {}  # why statistics were dropped, by name
+        self.places: dict[torch.device, dict[str, tuple[Block, int]]] = {}  # where the states are, by key
+        self._lock = threading.Lock()  # threads may share a session
         self._device: torch.device | None = None
         self._pairs: list[tuple[Stat, Tensor]] = []
 
@@ -49,13 +49,13 @@ class Cell:
             self.seen = True
             for stat, state in self._pairs:
                 try:
-                    if stat.update(state, x) is not None:  # as one who writes his own may do
+                    if stat.update(state, x) is not None:  # a mistake in a Stat of the user
                         raise TypeError("update returned something; it has to write into the state instead")
                 except Exception as error:  # noqa: PERF203 (each by itself)
                     self._give_up(stat, error)
 
     def turn_to(self, x: Tensor) -> None:
-        """Use the states for the device of `x`, made now if there are none."""
+        """Use the states on the device of `x`, which are created now if there are none."""
         with making:
             places = self.places.setdefault(x.device, {})
             for stat in self.stats:
@@ -64,13 +64,13 @@ class Cell:
                         places[stat.key] = self.shelf.place(stat, x)
                     except Exception as error:
                         self._give_up(stat, error)
-            by_key = {stat.key: stat for stat in self.stats}  # some share their state
+            by_key = {stat.key: stat for stat in self.stats}  # some share a state
             found = [(stat, *places[key]) for key, stat in by_key.items()]
             self._pairs = [(stat, block.states[number]) for stat, block, number in found]
             self._device = x.device
 
     def row(self, readers: dict[Block, Callable[[], tuple[Tensor, ...]]]) -> Row:
-        """What can be read of it."""
+        """The row of a snapshot that reads this cell."""
         states: dict[str, list[Callable[[], Tensor]]] = {stat.key: [] for stat in self.stats}
         for places in self.places.values():
             for key in states:
@@ -85,11 +85,11 @@ class Cell:
         self._pairs = [pair for pair in self._pairs if pair[0].key != stat.key]
         self.failed = {**self.failed, **dict.fromkeys(given_up, reason)}
         if not isinstance(error, UnlikeError):
-            warn(f"{stat.name!r} is not collected of {self.name}, for it raised {reason:.300}")
+            warn(f"could not collect {stat.name!r} for {self.name}: {reason:.300}")
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Whether `x` is as `counted` would make it; ask it of whole numbers."""
+    """Whether `counted` would return `x` as it is."""
     is_dense = x.layout is torch.strided and not x.is_nested and not x.is_neg()
     return type(x) is Tensor and not x.requires_grad and x.is_floating_point() and is_dense
 

@@ -1,4 +1,4 @@
-"""What each unit does: the channels of a convolution, the features of a linear layer."""
+"""`Channels`: statistics of each unit, such as the channels of a convolution or the features of a linear layer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LAST = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.MultiheadAttentio
 
 
 class Units(NamedTuple):
-    """What `Channels` say, a tensor with a number a unit each; of the finite values."""
+    """What `Channels` computes from the finite values: tensors with one number per unit."""
 
     mean: Tensor
     std: Tensor
@@ -33,42 +33,42 @@ class Units(NamedTuple):
 class ByUnit(Stat):
     """A statistic of units, which are in dimension `dim`.
 
-    Without it, what convolutions, batch norms and poolings give has them in the second dimension, what linear layers,
-    layer norms and attention give in the last; of other values they are in the last if there are three dimensions, else
+    Without `dim`, outputs of convolutions, batch norms and poolings have their units in the second dimension, those of
+    linear layers, layer norms and attention in the last. Other values have them in the last of three dimensions, else
     in the second. Parameters have them in the first.
     """
 
     def __init__(self, dim: int | None = None) -> None:
         self.dim = dim
-        self._told: int | None = None  # the dimension, by the module
+        self._known: int | None = None  # the dimension, known from the module
 
     def bound(self, module: nn.Module | None) -> Stat:
         twin = copy.copy(self)
-        twin._told = _dimension(module)
+        twin._known = _dimension(module)
         return twin
 
     def placed(self, x: Tensor, units: int | None = None) -> tuple[Tensor, int]:
-        """`x` with two dimensions or more, and which of them has the units: `units` of them, if that is known."""
+        """`x` with at least two dimensions, and the dimension of its units, which must be `units` many if given."""
         if x.dim() < 2:
             x, dim = x.reshape(-1, 1), 0
         else:
             guess = -1 if x.dim() == 3 else 1
-            dim = self.dim if self.dim is not None else self._told if self._told is not None else guess
+            dim = self.dim if self.dim is not None else self._known if self._known is not None else guess
         if units is not None and x.size(dim) != units:
             raise UnlikeError(
                 f"there were {units} units, and now there are {x.size(dim)}; if layers share the module, give each its"
-                f" own; if another dimension has them, pass {type(self).__name__}(dim=...) in stats= of measure"
+                f" own; if the units are in another dimension, pass {type(self).__name__}(dim=...) in stats= of measure"
             )
         return x, dim
 
     def by_unit(self, x: Tensor, units: int | None = None) -> Tensor:
-        """The values in `x` as a matrix with a row for each unit, of which there are `units` if that is known."""
+        """The values in `x` as a matrix with one row per unit, of which there must be `units` if given."""
         x, dim = self.placed(x, units)
         return x.movedim(dim, 0).flatten(1)
 
 
 def _dimension(module: nn.Module | None) -> int | None:
-    """Where the units are in what `module` gives, or in a parameter; None if that is not known."""
+    """The dimension of the units in the output of `module`, or in a parameter; None if that is not known."""
     if module is None:
         return 0
     if isinstance(module, CONVOLUTIONS):
@@ -77,9 +77,9 @@ def _dimension(module: nn.Module | None) -> int | None:
 
 
 class Channels(ByUnit):
-    """Mean, standard deviation, mean of absolutes and active fraction (values above zero) of each unit.
+    """Mean, standard deviation, mean absolute value and active fraction (of values above zero) of each unit.
 
-    Which dimension the units are in, `ByUnit` says.
+    `ByUnit` says which dimension the units are in.
 
     >>> units = Channels(dim=1).of(torch.tensor([[0.0, 1.0], [0.0, 3.0]]))
     >>> units.mean.tolist(), units.active_fraction.tolist()

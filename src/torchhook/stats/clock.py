@@ -1,4 +1,4 @@
-"""Which steps are measured: one in `every`, counted in optimizer steps where those are known, else in passes."""
+"""Decides which steps are measured: one in `every`, counted in steps of the optimizer, or in passes without one."""
 
 from __future__ import annotations
 
@@ -23,64 +23,70 @@ class Tick(Page):
 
 
 class Clock:
-    """Counts steps. Without an optimizer a step is a pass with gradients, or any pass as long as none had them.
+    """Counts steps, and says which are measured: one in `every`.
 
-    With `graded`, passes without gradients are never measured: an evaluation between two steps is not part of them.
+    With an optimizer, its steps call `advance`. Without one, the clock counts `by_passes`: a step is a pass with
+    gradients, or any pass as long as none had gradients. With `training_only`, passes without gradients are not
+    measured, because an evaluation between two steps is not part of them.
     """
 
-    def __init__(self, every: int = 1, by_passes: bool = True, graded: bool = False) -> None:
+    def __init__(self, every: int = 1, by_passes: bool = True, training_only: bool = False) -> None:
         self.every = every
         self.by_passes = by_passes
-        self.graded = graded
+        self.training_only = training_only
         self.step = -1 if by_passes else 0
-        self.trains = False  # whether a pass had gradients
-        self.active = True  # whether this step is measured
-        self.awaits = False  # whether a pass that is measured has not had its backward yet
-        self.answered = True  # whether a backward came since the last pass
-        self.ended = 0  # steps that were measured to their end
-        self.slower: list[Slower] = []
+        self.active = True  # whether the current step is measured
+        self.ended = 0  # measured steps that are over
+        self.followers: list[SlowClock] = []
+        self._has_trained = False  # whether a pass had gradients
+        self._awaits_backward = False  # whether the next backward belongs to a measured pass
+        self._had_backward = True  # since the last pass
 
     def advance(self) -> None:
-        """The next step begins."""
+        """Go on to the next step."""
         self.ended += self.active
         self.step += 1
         self.active = self.step % self.every == 0
-        for clock in self.slower:
-            clock.follow(self)
+        for follower in self.followers:
+            follower.follow(self)
 
     def page(self, number: int, outside: bool) -> Tick:
-        """A pass begins; the clock is told, since it keeps something of each."""
+        """A pass begins: count it, and return a page that says whether it is measured."""
         if self.by_passes and not outside:
-            graded = torch.is_grad_enabled()
-            if graded and not self.trains:
-                self.trains = True
-                self.step = -1
-            if graded or not self.trains:
-                self.advance()
-        self.awaits = self.active or (self.awaits and not self.answered)
-        self.answered = False
+            self._count_pass()
+        self._awaits_backward = self.active or (self._awaits_backward and not self._had_backward)
+        self._had_backward = False
         return Tick(self, number, outside)
 
     def measures(self) -> bool:
         """Whether a pass that begins now is measured."""
-        return self.active and not (self.graded and not torch.is_grad_enabled())
+        return self.active and not (self.training_only and not torch.is_grad_enabled())
 
     def is_backward_measured(self) -> bool:
-        """Whether the gradients that come now are of a step that is measured: of one of the passes before them."""
-        self.answered = True
-        return self.awaits if self.by_passes else self.active
+        """Whether the gradients that come now belong to a measured step."""
+        self._had_backward = True
+        return self._awaits_backward if self.by_passes else self.active
+
+    def _count_pass(self) -> None:
+        """Count a pass. The first one with gradients starts again from 0, and from then on only such passes count."""
+        with_gradients = torch.is_grad_enabled()
+        if with_gradients and not self._has_trained:
+            self._has_trained = True
+            self.step = -1
+        if with_gradients or not self._has_trained:
+            self.advance()
 
 
-class Slower(Clock):
+class SlowClock(Clock):
     """Measures one in `share` of the steps that another clock measures, and the first `share` // 2 of them."""
 
     def __init__(self, clock: Clock, share: int) -> None:
-        super().__init__(clock.every * share, by_passes=False, graded=clock.graded)
+        super().__init__(clock.every * share, by_passes=False, training_only=clock.training_only)
         self.early = clock.every * (share // 2)
-        clock.slower.append(self)
+        clock.followers.append(self)
 
     def follow(self, clock: Clock) -> None:
-        """The other has gone on to its next step."""
+        """The other clock has gone on to its next step."""
         self.ended += self.active
         self.step = clock.step
         self.active = clock.active and (self.step % self.every == 0 or self.step < self.early)

@@ -1,4 +1,4 @@
-"""How the units vary together: for the rank of a representation, and for comparing two."""
+"""`Covariance`: how units vary together, for the rank of a representation and for comparing two."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchhook.stats.channels import ByUnit
 
 @dataclass(frozen=True)
 class Spread:
-    """What `Covariance` says: of how many samples, their mean, and the covariance of the units (unbiased)."""
+    """What `Covariance` computes: the number of samples, their mean, and the covariance of the units (unbiased)."""
 
     count: int
     mean: Tensor
@@ -21,17 +21,17 @@ class Spread:
 
     @property
     def effective_rank(self) -> float:
-        """The exponential of the entropy of the spectrum: how many directions there are, large ones counting more."""
+        """The exponential of the entropy of the spectrum: the number of directions, weighted by their variance."""
         share = torch.linalg.eigvalsh(self.covariance).clamp(min=0)
         share = share / share.sum()
         return float(torch.special.entr(share).sum().exp())
 
 
 class Covariance(ByUnit):
-    """The covariance matrix of the units, where everything but the units' dimension is a sample.
+    """The covariance matrix of the units; all other dimensions are samples.
 
-    Samples with a value that is not finite are left out. States are sums, in float64: exact to (mean / deviation)² of
-    its precision. A state has `units`² numbers, so wide layers are refused beyond `max_units`.
+    Samples with a value that is not finite are left out. States are sums in float64, with an error of about
+    (mean / deviation)² times its precision. A state has `units`² numbers, so layers wider than `max_units` are refused.
 
     >>> spread = Covariance(dim=1).of(torch.tensor([[0.0, 0.0], [2.0, 4.0]]))
     >>> spread.covariance.tolist(), round(spread.effective_rank, 3)
@@ -54,7 +54,7 @@ class Covariance(ByUnit):
         return torch.zeros(units + 1, units + 1, dtype=torch.float64, device=x.device)
 
     def update(self, state: Tensor, x: Tensor) -> None:
-        x = self.by_unit(x, len(state) - 1).double()  # single precision may mean less, as torch is set for products
+        x = self.by_unit(x, len(state) - 1).double()  # torch may be set to multiply float32 at lower precision
         finite = x.isfinite().all(0)
         n = finite.sum()
         mean = x.where(finite, 0).sum(1) / n.clamp(min=1)

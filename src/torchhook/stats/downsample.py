@@ -1,6 +1,6 @@
-"""Which steps to do without when there are too many.
+"""Which steps to drop when there are too many.
 
-Old steps become sparse evenly, wherever they lie: a long training keeps its beginning as well as what came last.
+Old steps are thinned out evenly: a long training keeps its beginning as well as its end.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Collection, Sequence
 
 
 def spread(steps: Sequence[int], most: int) -> list[int]:
-    """At most `most` of `steps`, which are sorted: the first, and of others one in so many, by their numbers.
+    """At most `most` of the sorted `steps`: the first step in each interval of 2ⁿ steps, for the smallest fitting n.
 
-    So many is a power of two, so that what is chosen of a longer sequence is among what was chosen of it before.
+    With a power of two, the choice from a longer sequence is among the earlier choice.
 
     >>> spread(range(0, 100, 10), 4), spread(range(0, 200, 10), 4)
     ([0, 40, 70], [0, 70, 130])
@@ -28,7 +28,7 @@ def spread(steps: Sequence[int], most: int) -> list[int]:
 
 
 def thinned(steps: Sequence[int], keep: Collection[int] = ()) -> list[int]:
-    """Those of the sorted `steps` to do without: half of all but the newest quarter, or more, and none of `keep`.
+    """Those of the sorted `steps` to drop: at least half of all but the newest quarter, and none of `keep`.
 
     >>> thinned(range(16), keep=[5])
     [1, 3, 7, 9, 11]
@@ -39,7 +39,7 @@ def thinned(steps: Sequence[int], keep: Collection[int] = ()) -> list[int]:
 
 
 def measured_at(steps: Sequence[int], named: Collection[int]) -> set[int]:
-    """Where the `named` steps were seen: the nearest of the sorted `steps` that is not before, or the last.
+    """Where the `named` steps were measured: the first of the sorted `steps` that is not before each, or the last.
 
     >>> measured_at([0, 10, 20], [3, 10, 99])
     {10, 20}

@@ -1,7 +1,7 @@
-"""Histograms whose edges are the same for every step, rank and run, and quantiles from them.
+"""`Histogram`, whose edges are the same for every step, rank and run, and `Quantiles` computed from it.
 
-The bin of a value is the first eleven bits of it as a float32: sign, exponent, and two bits of the fraction. So an
-octave has four bins of equal width, for each sign and at every scale, and which bin it is costs a shift.
+The bin of a value is given by its first eleven bits as a float32: sign, exponent, and two bits of the fraction. So
+every octave has four bins of equal width, for each sign and at every scale, and finding the bin is one shift.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from torchhook.stats.kernels.plain import BINS
 from torchhook.stats.stat import Stat
 
 _HALF = BINS // 2
-_FINITE = 255 * 4  # bins of one sign whose exponent is not that of infinities
+_FINITE = 255 * 4  # bins of one sign, without those of infinity and NaN
 
 
 class Bins(NamedTuple):
-    """How many values lie between each edge and the next; only the part of the range in which there are some."""
+    """How many values are between each edge and the next, over the part of the range that has any."""
 
     edges: Tensor
     counts: Tensor
 
     def quantile(self, q: float) -> float:
-        """The value below which a fraction `q` lies, interpolated inside its bin; NaN if there are no values.
+        """The value below which a fraction `q` of the values is, interpolated inside its bin; NaN without values.
 
-        The true one lies in the same bin, so this one is off by less than a quarter of it. Of values spread over
-        several octaves it is off by about a hundredth; of values that all lie in a few bins, by more.
+        The exact quantile is in the same bin, so the error is less than a quarter of it. For values spread over several
+        octaves it is about a hundredth; for values in only a few bins it is more.
         """
         require_fraction(q)
         if not len(self.counts):
             return math.nan
         below = self.counts.cumsum(0)
-        wanted = q * (float(below[-1]) - 1) + 0.5  # each value in the middle of its share
+        wanted = q * (float(below[-1]) - 1) + 0.5  # each value is in the middle of its share
         number = int(torch.searchsorted(below, wanted))
         before = float(below[number] - self.counts[number])
         inside = (wanted - before) / float(self.counts[number].clamp(min=1))
         low, high = self.edges[number : number + 2].tolist()
-        return 0.0 if 0 in (low, high) else float(low + (high - low) * inside)  # zeros are far more than denormals
+        return 0.0 if 0 in (low, high) else float(low + (high - low) * inside)  # zeros, not denormals
 
     def distance(self, other: Bins) -> float:
-        """The Wasserstein distance: how far values have to be moved, on average, to be distributed as the other's.
+        """The Wasserstein distance: how far values have to move, on average, to be distributed like the other ones.
 
         >>> a, b = Histogram().of(torch.linspace(1, 2, 1000)), Histogram().of(torch.linspace(2, 3, 1000))
         >>> round(a.distance(b), 1)
@@ -57,7 +57,7 @@ class Bins(NamedTuple):
         return float(((gap[1:] + gap[:-1]) / 2 * edges.diff()).sum())
 
     def _below(self, values: Tensor) -> Tensor:
-        """Which part lies below each of some values."""
+        """The fraction of the distribution below each of `values`."""
         below = torch.cat([self.counts.new_zeros(1), self.counts.cumsum(0)]).double() / float(self.counts.sum())
         number = torch.searchsorted(self.edges, values, right=True).clamp(1, len(self.counts))
         low, high = self.edges[number - 1], self.edges[number]
@@ -66,7 +66,7 @@ class Bins(NamedTuple):
 
 
 class Binned(Stat):
-    """A statistic of the counts in the bins: all such share one state."""
+    """A statistic of the counts in the bins; all of them share one state."""
 
     width = BINS
 
@@ -79,9 +79,9 @@ class Binned(Stat):
 
 
 class Histogram(Binned):
-    """How many values lie in each of 2,040 fixed bins, four an octave; NaN and ±Inf are left out. Exact.
+    """The exact number of values in each of 2,040 fixed bins, four per octave; NaN and ±Inf are left out.
 
-    What is beyond the range of float32 is in the outermost bins.
+    Values beyond the range of float32 are in the outermost bins.
 
     >>> bins = Histogram().of(torch.tensor([1.0, 1.1, 1.3]))
     >>> bins.edges.tolist(), bins.counts.tolist()
@@ -100,7 +100,7 @@ class Histogram(Binned):
 
 
 class Quantiles(Binned):
-    """Quantiles from the bins of `Histogram`: each lies in the right bin, so it is off by less than a quarter at most.
+    """Quantiles from the bins of `Histogram`. Each is in the right bin, so its error is less than a quarter of it.
 
     >>> {q: round(value, 1) for q, value in Quantiles(0.25, 0.5).of(torch.linspace(0, 8, 1001)).items()}
     {0.25: 2.0, 0.5: 4.0}
@@ -119,7 +119,7 @@ class Quantiles(Binned):
 
 
 def require_fraction(q: float) -> None:
-    """Raise unless `q` lies in [0, 1]."""
+    """Raise unless `q` is in [0, 1]."""
     if not (isinstance(q, (int, float)) and 0 <= q <= 1):
         raise ValueError(f"q must be a number in [0, 1], not {q!r}")
 

@@ -1,4 +1,4 @@
-"""How near values are to where they can go no further: the largest of their dtype, the ends of a sigmoid."""
+"""How close values are to their limits: the largest of their dtype, the ends of a sigmoid."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torchhook.stats.stat import Stat
 
 
 class Headroom(Stat):
-    """The largest absolute value, as a part of what its dtype can hold: above one there is only infinity.
+    """The largest absolute value, as a fraction of the largest that its dtype can hold.
 
-    Of float16 and the 8-bit floats alone: the others go far beyond what networks compute.
+    Only for float16 and the 8-bit floats: other dtypes reach far beyond what networks compute.
 
     >>> Headroom().of(torch.tensor([32752.0], dtype=torch.float16))
     0.5
@@ -34,9 +34,9 @@ class Headroom(Stat):
 
 
 class Saturation(ByUnit):
-    """On which part of its values each unit of a sigmoid or tanh is at the end of its range, where gradients vanish.
+    """The fraction of values, for each unit of a sigmoid or tanh, at the ends of its range, where gradients vanish.
 
-    That is beyond 0.02 and 0.98 for a sigmoid, beyond ±0.97 for a tanh; other modules have no ends.
+    That is below 0.02 or above 0.98 for a sigmoid, beyond ±0.97 for a tanh; for other modules it is always 0.
 
     >>> Saturation(dim=1).bound(nn.Tanh()).of(torch.tensor([[0.99, 0.0], [-0.99, 1.0]])).tolist()
     [1.0, 0.5]

@@ -1,4 +1,4 @@
-"""`measure`: statistics of everything, while it runs."""
+"""`measure`: statistics of everything that flows, while the model runs."""
 
 from __future__ import annotations
 
@@ -36,32 +36,32 @@ def measure(
     on_silent: OnSilent | None = None,
     group: str | None = None,
 ) -> Stats:
-    """Statistics of what flows at the places that `queries` select (none: every leaf), streaming and bounded.
+    """Statistics of what flows at the places that `queries` select (none: every leaf), in bounded memory.
 
     No tensor is kept, and on an accelerator nothing waits for the device until you read. All passes of a measured step
-    count, those of an evaluation too.
+    count, including those of an evaluation.
 
     Args:
-        inputs, outputs, grads: What to measure of a selected module: what it is called with, what it returns, the
-            gradient of what it returns. Read them as ``stats[path, "input"]``, ``stats[path]`` and
-            ``stats[path, "grad_output"]``.
-        params, param_grads, updates: The same of the parameters in what is selected (no queries: all of the model):
-            ``stats[path, "param"]``, ``"param_grad"``, ``"update"``, by their own paths. With an optimizer they are
-            measured once a step; `param_grads` then are of the whole step, over all micro-batches, before clipping
-            and without a GradScaler's scale, and ``"step_grad"`` as the optimizer was given them, after clipping.
-            Without one, parameters are measured in every pass and gradients after every backward, as accumulated so
-            far. Statistics over steps, with a value a step, are ``"param_norm"``, ``"param_grad_norm"``,
-            ``"step_grad_norm"``, ``"update_norm"`` and ``"update_ratio"``, the norm of the update over that of the
-            parameter. ``.note`` of a reading says which it is. `updates` hold a copy of the parameters during a step.
-        optimizer: Whose steps are counted and looked at; `updates` need it.
-        every: Measure one step in so many, with all its micro-batches. Without an optimizer a step is a pass with
-            gradients (or any pass, as long as none had them).
+        inputs, outputs, grads: Measure the inputs, the outputs, and the gradients of the outputs of the selected
+            modules. Read them as ``stats[path, "input"]``, ``stats[path]`` and ``stats[path, "grad_output"]``.
+        params, param_grads, updates: Measure the parameters in the selected modules (no queries: all parameters), their
+            gradients, and their updates: ``stats[path, "param"]``, ``"param_grad"``, ``"update"``, where ``path`` is
+            that of the parameter. With an optimizer they are measured once per step: ``"param_grad"`` is the gradient
+            of the whole step, over all micro-batches, before clipping and without the scale of a GradScaler;
+            ``"step_grad"`` is the gradient that the optimizer got, after clipping. Without an optimizer, parameters are
+            measured in every pass, and gradients after every backward, as accumulated so far. ``"param_norm"``,
+            ``"param_grad_norm"``, ``"step_grad_norm"``, ``"update_norm"`` and ``"update_ratio"`` (the norm of the
+            update over that of the parameter) are statistics over steps, with one value per step. ``.note`` of a
+            reading says what exactly it is. `updates` keeps a copy of the parameters during a step.
+        optimizer: The optimizer whose steps are counted and measured; `updates` needs it.
+        every: Measure one step in `every`, with all its micro-batches. Without an optimizer, a step is a pass with
+            gradients (or any pass, as long as none had gradients).
         stats: What to compute, by name or as `Stat` objects: ``"moments"``, ``"histogram"``, ``"quantiles"``,
             ``"channels"``, ``"covariance"``, ``"topk"``, or your own.
-        by: ``"channel"`` adds the statistics of each unit, ``stats[path].channels``. The units are in the second
-            dimension of what convolutions, batch norms and poolings give, and in the last of what linear layers, layer
-            norms and attention give; elsewhere in the last of three, else in the second. If that is wrong for a model,
-            as for a ReLU after a Conv1d, pass ``stats=("moments", Channels(dim=1))`` instead.
+        by: ``"channel"`` adds the statistics of each unit, ``stats[path].channels``. Units are in the second dimension
+            of the outputs of convolutions, batch norms and poolings, and in the last dimension of those of linear
+            layers, layer norms and attention. Elsewhere they are in the last of three dimensions, else in the second.
+            If that is wrong, as for a ReLU after a Conv1d, pass ``stats=("moments", Channels(dim=1))`` instead.
         scope, on_silent, group: As for `capture`.
 
     >>> import torch
@@ -75,7 +75,7 @@ def measure(
     >>> stats["0"].quantile(0.5)
     Traceback (most recent call last):
         ...
-    torchhook.core.errors.NotRecordedError: 'histogram' was not collected of the output of '0'; add it: \
+    torchhook.core.errors.NotRecordedError: 'histogram' was not collected for the output of '0'; add it: \
 measure(..., stats=('moments', 'histogram'))
     """
     require_module(model)
@@ -84,7 +84,7 @@ measure(..., stats=('moments', 'histogram'))
     of_parameters = {"params": params, "param_grads": param_grads, "updates": updates}
     _require_some({**flags, **of_parameters})
     if updates and optimizer is None:
-        raise ValueError("updates=True is about what an optimizer does: pass it as optimizer=")
+        raise ValueError("updates=True needs the optimizer: pass it as optimizer=")
     if param_grads and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("param_grads=True, but no parameter of the model requires a gradient")
     reduce = Reduce(*_chosen(stats, by), clock=Clock(every, by_passes=optimizer is None))

@@ -1,4 +1,4 @@
-"""Counts, moments and extremes: what everybody wants to know first."""
+"""`Moments`: counts, moments and extremes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchhook.stats.stat import Stat
 
 @dataclass(frozen=True)
 class Summary:
-    """What `Moments` say. All but the counts is of the finite values; NaN where there are none."""
+    """What `Moments` computes. All but the counts are of the finite values, and NaN if there are none."""
 
     count: int
     mean: float
@@ -33,11 +33,11 @@ class Summary:
 
 
 class Moments(Stat):
-    """Count, mean, standard deviation (torch's, unbiased), minimum, maximum, zeros, NaN and ±Inf, skewness, kurtosis.
+    """Count, mean, standard deviation (unbiased, as torch's), minimum, maximum, zeros, NaN, ±Inf, skewness, kurtosis.
 
-    Counts and extremes are exact. Against float64 on the same values the mean is off by less than 1e-5 deviations, the
-    deviation and the mean of absolutes by less than 1e-5 of themselves, the third and fourth moments by less than 1e-4
-    of the mean of the absolute powers; and that however the values were split, and wherever their mean lies.
+    Counts and extremes are exact. Compared with float64, the error of the mean is below 1e-5 standard deviations, that
+    of the standard deviation and the mean absolute value below 1e-5 of themselves, and that of the third and fourth
+    moments below 1e-4 of the mean absolute powers. This holds for any mean, and however the values are split.
 
     >>> import torch
     >>> summary = Moments().of(torch.tensor([0.0, 1.0, 2.0, 3.0, float("nan")]))
@@ -66,7 +66,7 @@ class Moments(Stat):
         n = count - nonfinite
         some = n > 0
         variance = row["m2"] / n if some else math.nan
-        square = variance * variance  # not **, which raises if it is too much for a float
+        square = variance * variance  # not **, which raises on overflow
         return Summary(
             count=int(count),
             mean=row["mean"] if some else math.nan,

@@ -1,7 +1,7 @@
-"""Merging what every rank of a process group has measured, with at most three all-reduces of one tensor each.
+"""Merges what all ranks of a process group have measured, with at most three all-reduces of one tensor each.
 
-The first says whether all ranks have the same rows. Only if not, the second tells each what the others have. The last
-has the states: those that are added to merge them are added on the way, others come in a slot of each rank's.
+The first checks whether all ranks have the same rows. Only if not, the second exchanges the lists of rows. The last
+carries the states: additive ones are added up on the way, others come in one slot per rank.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torchhook.stats.reading import Place, Row, Snapshot, kept
 from torchhook.stats.result import Stats
 
 
-class Plan(NamedTuple):
-    """What a rank has at one place: names of statistics, class of the module, note, and shapes of the states."""
+class Offer(NamedTuple):
+    """What a rank has to merge at one place: statistics, class of the module, note, and shapes of the states."""
 
     names: list[str]
     label: str
@@ -31,13 +31,13 @@ class Plan(NamedTuple):
     shapes: dict[str, list[int]]
 
 
-Plans = dict[Place, Plan]
+Offers = dict[Place, Offer]
 
 
 def merge(stats: Stats | Snapshot, group: Any = None) -> Snapshot:
-    """What all ranks of `group` (none: the default one) have measured, on each of them; every rank has to call it.
+    """What all ranks of `group` (None: the default group) have measured together. Every rank has to call this.
 
-    A rank may have seen nothing, or other places than the others. Outside of a process group it is a plain snapshot.
+    Ranks may have seen different places, or nothing at all. Without a process group, it is a plain snapshot.
 
     >>> from torch import nn
     >>> from torchhook import distributed, measure
@@ -48,34 +48,34 @@ def merge(stats: Stats | Snapshot, group: Any = None) -> Snapshot:
     3
     """
     if not isinstance(stats, (Stats, Snapshot)):
-        raise TypeError(f"stats must be what measure gave or a snapshot of it, not {stats!r:.80}")
+        raise TypeError(f"stats must be what measure() returned or a snapshot of it, not {stats!r:.80}")
     snapshot = stats if isinstance(stats, Snapshot) else stats.snapshot()
     if not (dist.is_available() and dist.is_initialized()):
         return snapshot
     states = {place: reading.states() for place, reading in snapshot.items()}
-    mine = {place: _plan(row, states[place]) for place, row in snapshot.rows.items()}
-    plans = _exchanged(mine, [repr(stat) for stat in snapshot.stats], group)
-    union = _union(plans)
+    mine = {place: _offer(row, states[place]) for place, row in snapshot.rows.items()}
+    offers = _exchanged(mine, [repr(stat) for stat in snapshot.stats], group)
+    union = _union(offers)
     known: dict[str, Stat] = {stat.name: stat for stat in (Moments(), *snapshot.stats)}
-    merged = _merged(union, plans, states, {stat.key: stat for stat in known.values()}, group)
+    merged = _merged(union, offers, states, {stat.key: stat for stat in known.values()}, group)
     rows = {}
-    for place, plan in union.items():
+    for place, offer in union.items():
         readers: dict[str, list[Callable[[], Tensor]]]
         readers = {key: [partial(kept, state)] for key, state in merged.get(place, {}).items()}
-        note = f"{plan.note}; of all {len(plans)} ranks"
-        rows[place] = Row(tuple(known[name] for name in plan.names), plan.label, note, readers)
+        note = f"{offer.note}; of all {len(offers)} ranks"
+        rows[place] = Row(tuple(known[name] for name in offer.names), offer.label, note, readers)
     return Snapshot(rows, snapshot.aliases, snapshot.stats)
 
 
-def _plan(row: Row, states: dict[str, Tensor]) -> Plan:
+def _offer(row: Row, states: dict[str, Tensor]) -> Offer:
     shapes = {key: list(state.shape) for key, state in states.items()}
-    return Plan([stat.name for stat in row.stats], row.label, row.note, shapes)
+    return Offer([stat.name for stat in row.stats], row.label, row.note, shapes)
 
 
-def _exchanged(mine: Plans, stats: list[str], group: Any) -> list[Plans]:
-    """The plans of all ranks. Raises on each of them if they do not have the same statistics."""
+def _exchanged(mine: Offers, stats: list[str], group: Any) -> list[Offers]:
+    """The offers of all ranks. Raises on every rank if they do not collect the same statistics."""
     world, device = dist.get_world_size(group), _device(group)
-    text = json.dumps([stats, [[*place, *plan] for place, plan in mine.items()]]).encode()
+    text = json.dumps([stats, [[*place, *offer] for place, offer in mine.items()]]).encode()
     digest = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
     first = torch.tensor([len(text), digest, -digest], device=device)
     dist.all_reduce(first, dist.ReduceOp.MAX, group)
@@ -86,39 +86,39 @@ def _exchanged(mine: Plans, stats: list[str], group: Any) -> list[Plans]:
     own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     slots[dist.get_rank(group), : len(text)] = own.to(device)
     dist.all_reduce(slots, dist.ReduceOp.SUM, group)
-    told = [json.loads(bytes(slot.tolist()).rstrip(b"\0")) for slot in slots.cpu()]
-    if any(theirs != stats for theirs, _ in told):
-        different = " and ".join(sorted({", ".join(theirs) for theirs, _ in told}))
+    texts = [json.loads(bytes(slot.tolist()).rstrip(b"\0")) for slot in slots.cpu()]
+    if any(theirs != stats for theirs, _ in texts):
+        different = " and ".join(sorted({", ".join(theirs) for theirs, _ in texts}))
         raise SessionError(f"the ranks collect different statistics: {different}; pass the same stats= on all of them")
-    return [{(path, port): Plan(*rest) for path, port, *rest in rows} for _, rows in told]
+    return [{(path, port): Offer(*rest) for path, port, *rest in rows} for _, rows in texts]
 
 
-def _union(plans: list[Plans]) -> Plans:
-    """All places, in the order of the first rank that has them, with the statistics that none has given up there."""
-    union: Plans = {}
-    for theirs in plans:
-        for place, plan in theirs.items():
-            known = union.setdefault(place, plan)
-            shapes = {key: shape for key, shape in known.shapes.items() if key in plan.shapes}
-            union[place] = known._replace(names=[name for name in known.names if name in plan.names], shapes=shapes)
+def _union(offers: list[Offers]) -> Offers:
+    """All places, in the order of the first rank that has them, with the statistics that no rank has dropped there."""
+    union: Offers = {}
+    for theirs in offers:
+        for place, offer in theirs.items():
+            known = union.setdefault(place, offer)
+            shapes = {key: shape for key, shape in known.shapes.items() if key in offer.shapes}
+            union[place] = known._replace(names=[name for name in known.names if name in offer.names], shapes=shapes)
             for key, shape in shapes.items():
-                if shape != plan.shapes[key]:
+                if shape != offer.shapes[key]:
                     raise SessionError(
-                        f"the ranks have {key} of different sizes for the {place[1]} of {place[0]!r}: {shape} and"
-                        f" {plan.shapes[key]}"
+                        f"the ranks have different sizes of {key!r} for the {place[1]} of {place[0]!r}: {shape} and"
+                        f" {offer.shapes[key]}"
                     )
     return union
 
 
 def _merged(
-    union: Plans, plans: list[Plans], states: dict[Place, dict[str, Tensor]], known: dict[str, Stat], group: Any
+    union: Offers, offers: list[Offers], states: dict[Place, dict[str, Tensor]], known: dict[str, Stat], group: Any
 ) -> dict[Place, dict[str, Tensor]]:
     """The states of all ranks together."""
     rank = dist.get_rank(group)
-    slots: list[tuple[Place, str, Tensor]] = []  # of every state, one or one a rank
-    for place, plan in union.items():
-        for key, shape in plan.shapes.items():
-            copies = 1 if known[key].additive else len(plans)
+    slots: list[tuple[Place, str, Tensor]] = []  # one per state, with room for one or for every rank
+    for place, offer in union.items():
+        for key, shape in offer.shapes.items():
+            copies = 1 if known[key].additive else len(offers)
             slot = torch.zeros(copies, *shape, dtype=torch.float64, device="cpu")
             if place in states:
                 slot[rank % copies] = states[place][key]
@@ -131,7 +131,7 @@ def _merged(
     for place, key, slot in slots:
         found, rest = rest[: slot.numel()].view(slot.shape), rest[slot.numel() :]
         if not known[key].additive:
-            found = found[[place in theirs for theirs in plans]]
+            found = found[[place in theirs for theirs in offers]]
         merged.setdefault(place, {})[key] = known[key].merge(found)
     return merged
 

@@ -1,4 +1,4 @@
-"""What was measured, as plain data: a `Snapshot` is a mapping of places to `Reading`s."""
+"""What was measured, as plain data: a `Snapshot` maps places to `Reading`s."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ FLAGS = {
     "update_norm": "updates",
     "update_ratio": "updates",
 }
-"""The argument of `measure` that asks for a port."""
+"""The argument of `measure` that measures a port."""
 
 _SHOWN = 100  # rows in print and in a notebook
 
 Place = tuple[str, str]
-"""A path and a port; of a value that is not a single tensor, the port is followed by what leads to one of them."""
+"""A path and a port. For a value that is not a single tensor, the port ends with the address of one, as in ``[0]``."""
 
 
 class Row(NamedTuple):
-    """One place: its statistics, the class of its module, what exactly is measured, the states by their keys, and why
-    statistics that were wanted are not there."""
+    """One place of a snapshot: its statistics, the class of its module, what exactly is measured, readers of the states
+    by key, and why statistics were dropped."""
 
     stats: tuple[Stat, ...]
     label: str
@@ -54,7 +54,7 @@ class Row(NamedTuple):
 
 
 class Reading(Mapping[str, Any]):
-    """What the statistics of one place say; the attributes are those of `Moments`, ``reading[name]`` is any other's.
+    """The statistics of one place. The attributes are those of `Moments`; ``reading[name]`` gives any other.
 
     >>> from torchhook import Reduce, Site
     >>> reduce = Reduce("moments", "quantiles")
@@ -73,7 +73,7 @@ class Reading(Mapping[str, Any]):
 
     @property
     def count(self) -> int:
-        """How many values there were, finite or not."""
+        """The number of values, finite or not."""
         return self._moments.count
 
     @property
@@ -83,58 +83,58 @@ class Reading(Mapping[str, Any]):
 
     @property
     def std(self) -> float:
-        """Their standard deviation, unbiased as torch's."""
+        """The standard deviation of the finite values, unbiased as torch's."""
         return self._moments.std
 
     @property
     def min(self) -> float:
-        """The smallest of them."""
+        """The smallest finite value."""
         return self._moments.min
 
     @property
     def max(self) -> float:
-        """The largest of them."""
+        """The largest finite value."""
         return self._moments.max
 
     @property
     def l2(self) -> float:
-        """The root of the sum of their squares, over all that was seen."""
+        """The L2 norm of all finite values together."""
         return self._moments.l2
 
     @property
     def abs_mean(self) -> float:
-        """The mean of their absolute values."""
+        """The mean of the absolute finite values."""
         return self._moments.abs_mean
 
     @property
     def zero_fraction(self) -> float:
-        """Which part of all values is exactly zero."""
+        """The fraction of all values that is exactly zero."""
         return self._moments.zero_fraction
 
     @property
     def nonfinite(self) -> int:
-        """How many values were NaN or infinite."""
+        """The number of values that are NaN or infinite."""
         return self._moments.nonfinite
 
     @property
     def channels(self) -> Units:
-        """Mean, deviation, mean of absolutes and active fraction of each unit."""
+        """Mean, standard deviation, mean absolute value and active fraction of each unit."""
         units: Units = self[Channels.name]
         return units
 
     def histogram(self) -> Bins:
-        """Edges and counts; the edges are the same for every step, rank and run."""
+        """Edges and counts. The edges are the same for every step, rank and run."""
         if Histogram.name not in self._row.states:
             raise self._not_recorded(Histogram.name)
         return Histogram().compute(self.state(Histogram.name))
 
     def quantile(self, q: float) -> float:
-        """The value below which a fraction `q` lies; off by less than a quarter of itself, usually by far less."""
+        """The value below which a fraction `q` of the values is; off by less than a quarter of it, usually far less."""
         found = self.histogram().quantile(q)
         return max(self.min, min(self.max, found)) if Moments.name in self._stats else found
 
     def states(self) -> dict[str, Tensor]:
-        """The states behind the statistics, by their keys."""
+        """The states behind the statistics, by key."""
         return {key: self.state(key) for key in self._row.states}
 
     def state(self, key: str) -> Tensor:
@@ -149,7 +149,7 @@ class Reading(Mapping[str, Any]):
         return self._stats[name].compute(self.state(self._stats[name].key))
 
     def __contains__(self, name: object) -> bool:
-        return name in self._stats  # which need not be computed for that
+        return name in self._stats  # without computing it
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._stats)
@@ -186,14 +186,14 @@ class Reading(Mapping[str, Any]):
             return NotRecordedError(f"{name!r} of {self._where()}: {unlike(reason) or f'it raised {reason}'}")
         collected = ", ".join(map(repr, (*self._stats, name)))
         return NotRecordedError(
-            f"{name!r} was not collected of {self._where()}; add it: measure(..., stats=({collected}))"
+            f"{name!r} was not collected for {self._where()}; add it: measure(..., stats=({collected}))"
         )
 
 
 class Snapshot(Mapping[Any, Reading]):
-    """What was measured in one window: ``snapshot[path]`` is of the output, ``snapshot[path, port]`` of any port.
+    """What was measured until some moment: ``snapshot[path]`` reads an output, ``snapshot[path, port]`` any port.
 
-    Iterating gives the places, modules in the order in which they were run, then parameters.
+    Iterating gives the places: modules in execution order, then parameters.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class Snapshot(Mapping[Any, Reading]):
         self.rows = modules | rows
         self.aliases = aliases or {}
         self.stats = tuple(stats)
-        self.asked: frozenset[str] = frozenset()  # ports that are measured, whether or not something was seen
+        self.asked: frozenset[str] = frozenset()  # ports that are measured, even if nothing was seen there
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -213,14 +213,14 @@ class Snapshot(Mapping[Any, Reading]):
 
     def __getitem__(self, place: str | Place) -> Reading:
         if not (isinstance(place, str) or (isinstance(place, tuple) and len(place) == 2)):
-            raise TypeError(f"write stats[path] for an output, or stats[path, port]; not {place!r}")
+            raise TypeError(f"use stats[path] for an output, or stats[path, port]; not {place!r}")
         path, port = (place, "output") if isinstance(place, str) else place
         path = self.aliases.get(path, path)
         if (path, port) in self.rows:
             return Reading((path, port), self.rows[path, port])
         inside = [known for known in self.rows if known[0] == path and known[1].startswith(f"{port}[")]
         if not inside:
-            raise NotRecordedError(f"nothing was measured of the {port} of {path!r}; {self._nearest(path, port)}")
+            raise NotRecordedError(f"nothing was measured at the {port} of {path!r}; {self._nearest(path, port)}")
         return Reading(inside[0], self.rows[inside[0]])
 
     def __iter__(self) -> Iterator[Place]:
@@ -230,7 +230,7 @@ class Snapshot(Mapping[Any, Reading]):
         return len(self.rows)
 
     def table(self, kind: str | None = None) -> Any:
-        """A row for each place: as a DataFrame of pandas or else polars if that is installed, else a list of dicts.
+        """One row per place: a DataFrame of pandas or polars if one is installed, else a list of dicts.
 
         `kind` may be ``"pandas"``, ``"polars"`` or ``"list"``.
         """
@@ -264,7 +264,7 @@ class Snapshot(Mapping[Any, Reading]):
         return line
 
     def _shown(self) -> tuple[list[str], list[list[Any]]]:
-        """The table for people."""
+        """Header and rows of the printed table."""
         shown = ["count", "mean", "std", "min", "max", "zero_fraction", "nonfinite"]
         rows = []
         for line in self.table("list")[:_SHOWN]:
@@ -277,21 +277,21 @@ class Snapshot(Mapping[Any, Reading]):
         flag = FLAGS.get(port.partition("[")[0])
         ports = [known for other, known in self.rows if other == path]
         if flag is None:
-            return f"there is no such port, but there are {', '.join(FLAGS)}"
+            return f"there is no such port; the ports are {', '.join(FLAGS)}"
         if not self.rows or port in self.asked:
             if not any(known == path for known, _ in self.rows):
                 return f"nothing was seen there yet, or since the last reset(); {nearest(path, self._paths())}"
             return "nothing of it was seen yet, or since the last reset()"
         if not any(known == port for _, known in self.rows):
-            return f"pass {flag}=True to measure"
-        return f"of it there is: {', '.join(ports)}" if ports else nearest(path, self._paths())
+            return f"pass {flag}=True to measure it"
+        return f"measured there: {', '.join(ports)}" if ports else nearest(path, self._paths())
 
     def _paths(self) -> set[str]:
         return {path for path, _ in self.rows}
 
 
 def kept(state: Tensor) -> Tensor:
-    """A state that is there already, as what a row has to read it by."""
+    """The reader of a state that has arrived already."""
     return state
 
 

@@ -1,4 +1,4 @@
-"""Reducing what flows to statistics, at once: `Reduce` is the sink, and keeps no tensor of the model."""
+"""`Reduce`: the sink that reduces what flows to statistics at once, and keeps no tensor of the model."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from torchhook.stats.reading import Snapshot
 from torchhook.stats.shelf import Shelf, sent
 
 NOTES = {
-    "input": "what the module was called with, in every call",
-    "output": "what the module returned, in every call",
-    "grad_input": "as the backward computed it; scaled like the loss, if that is scaled",
-    "grad_output": "as the backward computed it; scaled like the loss, if that is scaled",
-    "param": "as the forward used it, in every pass",
+    "input": "the inputs of the module, in every call",
+    "output": "the outputs of the module, in every call",
+    "grad_input": "as computed by the backward; scaled like the loss, if that is scaled",
+    "grad_output": "as computed by the backward; scaled like the loss, if that is scaled",
+    "param": "as used by the forward, in every pass",
     "param_grad": "as accumulated after every backward; scaled like the loss, if that is scaled",
 }
-"""What a number is about, by its port."""
+"""What exactly is measured, by port."""
 
 
 class Reduce(Sink):
-    """Adds the values at its sites to statistics, given as `Stat` objects or by their names.
+    """Adds the values at its sites to statistics, which are `Stat` objects or their names.
 
     >>> from torchhook import Reduce, Session, Tap
     >>> model, reduce = nn.Sequential(nn.ReLU()), Reduce("moments")
@@ -53,7 +53,7 @@ class Reduce(Sink):
                 raise ValueError(f"{other!r} and {stat!r} have the same name; give one of them another")
         self.clock = clock or Clock()
         self.shelves = [Shelf()]
-        self.cells: dict[tuple[str, str], Cell] = {}  # by path, and port with what leads to the tensor
+        self.cells: dict[tuple[str, str], Cell] = {}  # by path, and port with the address of the tensor
         self._by_site: dict[Site, dict[Address, Cell]] = {}  # the same cells, for a quick look-up
 
     @property
@@ -100,7 +100,7 @@ class Reduce(Sink):
         return cells
 
     def cell(self, site: Site, module: nn.Module | None, address: Address = ()) -> Cell:
-        """Where the tensor at `address` in the value at `site` is added up."""
+        """The cell of the tensor at `address` in the value at `site`."""
         key = site.path, site.port + "".join(f"[{step!r}]" for step in address)
         with making:
             if key not in self.cells:
@@ -113,14 +113,14 @@ class Reduce(Sink):
             return self.cells[key]
 
     def snapshot(self) -> Snapshot:
-        """What was seen until now, to read whenever; it does not wait for the device."""
+        """What was measured so far. This does not wait for the device; reading the snapshot does."""
         with torch.no_grad():
             readers = sent(block for shelf in self.shelves for block in shelf)
         rows = {place: cell.row(readers) for place, cell in self.cells.items() if cell.seen}
         return Snapshot(rows, stats=self.stats)
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Forget what was measured so far."""
         with torch.no_grad():
             for shelf in self.shelves:
                 for block in shelf:

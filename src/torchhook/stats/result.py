@@ -1,4 +1,4 @@
-"""What `measure` gives back: statistics that grow while the model runs, and can be read at any time."""
+"""`Stats`, which `measure` returns: statistics that grow while the model runs, and can be read at any time."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ class Stats(Mapping[Any, Reading]):
                 self._steps.detach()
                 self._session.abandon()
                 raise
-            weakref.finalize(self, self._steps.detach).atexit = False  # if nobody says that it is over
+            weakref.finalize(self, self._steps.detach).atexit = False  # if it is never detached
         return self
 
     def detach(self) -> None:
-        """Take the hooks away; what was measured stays. (The end of the ``with`` block does this.)"""
+        """Remove the hooks; what was measured stays. (The end of the ``with`` block does this.)"""
         self._leave_optimizer()
         self._session.detach()
         if self._steps is not None and not self.step and self._session.on_silent != "ignore":
-            warn("the optimizer made no step while it was measured: all passes count as one step, of no update")
+            warn("the optimizer made no step while it was measured: all passes count as one step without updates")
 
     def __enter__(self) -> Stats:
         return self.attach()
@@ -59,18 +59,18 @@ class Stats(Mapping[Any, Reading]):
 
     @property
     def step(self) -> int:
-        """The number of the step under way, from 0: of the optimizer where one is known, else of the pass."""
+        """The number of the current step, from 0: a step of the optimizer if there is one, else a pass."""
         return max(self._reduce.clock.step, 0)
 
     @property
     def silent(self) -> dict[str, str]:
-        """The sites at which nothing was seen, by path, each with the likely reason; known at the end."""
+        """The sites where nothing was seen, by path, with the likely reason; known once it is detached."""
         return {site.path: reason for site, reason in reversed(self._session.silent.items())}
 
     def snapshot(self) -> Snapshot:
         """What was measured since the beginning or the last `reset`, as plain data that no longer changes.
 
-        It does not wait for the device; reading does.
+        This does not wait for the device; reading the snapshot does.
 
         >>> import torch
         >>> from torch import nn
@@ -85,7 +85,7 @@ class Stats(Mapping[Any, Reading]):
         [1.0, 2.0]
         """
         if self._session.state == "new":
-            raise SessionError("nothing is measured yet: use it in a with block, or call attach()")
+            raise SessionError("nothing is measured yet: use the result of measure() in a with block, or call attach()")
         if self._final is None:
             snapshot = self._reduce.snapshot()
             snapshot.aliases = self._session.aliases
@@ -96,12 +96,12 @@ class Stats(Mapping[Any, Reading]):
         return self._final
 
     def reset(self) -> None:
-        """Forget what was measured, and go on: the next window begins."""
+        """Forget what was measured so far, and continue."""
         self._final = None
         self._reduce.reset()
 
     def table(self, kind: str | None = None) -> Any:
-        """A row for each place, in execution order: a DataFrame of pandas or polars if installed, else a list of dicts.
+        """One row per place, in execution order: a DataFrame of pandas or polars if installed, else a list of dicts.
 
         `kind` may be ``"pandas"``, ``"polars"`` or ``"list"``.
         """
@@ -117,11 +117,11 @@ class Stats(Mapping[Any, Reading]):
         return 0 if self._session.state == "new" else len(self.snapshot())
 
     def items(self) -> ItemsView[Any, Reading]:
-        """Places and readings of one moment."""
+        """Places and readings, all of one moment."""
         return self.snapshot().items()
 
     def values(self) -> ValuesView[Reading]:
-        """Readings of one moment."""
+        """Readings, all of one moment."""
         return self.snapshot().values()
 
     def __repr__(self) -> str:

@@ -1,6 +1,6 @@
-"""Where the states of statistics lie: those of equal shape side by side, so that a window is one copy.
+"""The memory of cells: states of equal shape are side by side, so that a snapshot takes one copy per device.
 
-Nothing here waits for a device: what leaves for the host is on its way when `sent` returns.
+Nothing here waits for a device: `sent` only starts the copy to the host.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torchhook.core.errors import TapError
 from torchhook.core.transfer import sent_home
 from torchhook.stats.stat import Stat
 
-_BLOCK = 4 << 20  # bytes, about
-_MOST = 256  # states in a block
+_BLOCK = 4 << 20  # bytes of a block, about
+_MOST = 256  # states in a block, at most
 
 
 class Block:
-    """States of one statistic, of the same shape, on one device."""
+    """Room for the states of several cells: of one statistic, one shape, and one device."""
 
     def __init__(self, stat: Stat, empty: Tensor) -> None:
         self.stat = stat
@@ -30,24 +30,24 @@ class Block:
         self.used = 0
 
     def add(self, states: Tensor) -> None:
-        """Merge others into these."""
+        """Merge other states into these, one by one."""
         mine = self.states[: self.used]
         mine.copy_(self.stat.merge(torch.stack([mine, states[: self.used]])))
 
     def reset(self) -> None:
-        """Forget what was seen."""
+        """Make all states empty."""
         self.states.copy_(self.empty)
 
 
 class Shelf:
-    """Blocks, which become more as states are asked for."""
+    """Blocks of states. It grows as states are requested."""
 
     def __init__(self) -> None:
         self._blocks: dict[tuple[str, torch.device, torch.Size], list[Block]] = {}
 
     def place(self, stat: Stat, x: Tensor) -> tuple[Block, int]:
-        """A state for values like `x`: its block, and its number there."""
-        with torch.inference_mode(False):  # or it could not be written to later
+        """Reserve a state for values like `x`; returns its block, and its number in it."""
+        with torch.inference_mode(False):  # else it could not be written to later
             empty = stat.empty(x)
             if empty.is_meta or type(empty) is not Tensor:  # as under FakeTensorMode
                 raise TapError(f"a {type(empty).__name__} on the {empty.device} device has no values")
@@ -63,7 +63,7 @@ class Shelf:
 
 
 def sent(blocks: Iterable[Block]) -> dict[Block, Callable[[], tuple[Tensor, ...]]]:
-    """The states as they are now, one a site, on their way to the host in one copy a device; how to read those."""
+    """Send the current states to the host, in one copy per device; returns a reader for each block."""
     by_device: dict[torch.device, list[Block]] = {}
     for block in blocks:
         by_device.setdefault(block.states.device, []).append(block)
@@ -79,5 +79,5 @@ def sent(blocks: Iterable[Block]) -> dict[Block, Callable[[], tuple[Tensor, ...]
 
 
 def _reader(arrived: Callable[[], Tensor], start: int, shape: torch.Size) -> Callable[[], tuple[Tensor, ...]]:
-    """The states of one block, taken apart once for all who read them."""
+    """A reader of the states of one block, which takes them apart once."""
     return cache(lambda: arrived()[start : start + shape.numel()].view(shape).unbind())

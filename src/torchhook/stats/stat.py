@@ -1,7 +1,7 @@
-"""What a statistic is: how to begin, what a tensor adds, how parts make a whole, and what it says in the end.
+"""What a statistic is: an empty state, how a tensor updates it, how states merge, and what is computed from one.
 
-A `Stat` holds no data. Its state is one float64 tensor on the device of what it describes, so that many states lie
-side by side, travel in one copy, and merge over batches, threads, ranks and machines.
+A `Stat` holds no data. Its state is one float64 tensor on the device of the values, so that many states can be stored
+side by side, copied at once, and merged over batches, threads, ranks and machines.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torchhook.core.snapshot import meaningful
 class Stat(ABC):
     """A statistic of values that come one tensor at a time.
 
-    One of your own needs a name, `update` and `compute`; the state is then `width` zeros to begin with, and states are
-    added to merge them:
+    A statistic of your own needs a name, `update` and `compute`. Its state is `width` zeros at first, and states are
+    merged by adding them:
 
     >>> class NearZero(Stat):
     ...     name, width = "near_zero", 2
@@ -34,25 +34,25 @@ class Stat(ABC):
     >>> NearZero().of(torch.tensor([0.0, 1e-6, 1.0, 2.0]))
     0.5
 
-    `update` is given the tensor that flows, which it must not write to. It must not wait for the device either: no
+    `update` gets the tensor that flows, and must not write to it. It must not wait for the device either: no
     ``item()``, no ``if`` on a tensor, no ``torch.tensor`` of a number.
     """
 
     name: ClassVar[str]
     width: int = 1
-    additive: bool = True  # whether states are added to merge them; set it to False where you override `merge`
+    additive: bool = True  # whether states are merged by adding them; set it to False if you override `merge`
 
     @property
     def key(self) -> str:
-        """What the state is of: statistics with the same one share it."""
+        """The key of the state: statistics with the same key share one state."""
         return self.name
 
     def bound(self, module: nn.Module | None) -> Stat:
-        """This statistic for what `module` gives (None: for parameters)."""
+        """This statistic for the outputs of `module` (None: for parameters)."""
         return self
 
     def empty(self, x: Tensor) -> Tensor:
-        """The state that has seen nothing, for values like `x`."""
+        """The state without any values, for values like `x`."""
         return torch.zeros(self.width, dtype=torch.float64, device=x.device)
 
     @abstractmethod
@@ -61,18 +61,18 @@ class Stat(ABC):
 
     @abstractmethod
     def compute(self, state: Tensor) -> Any:
-        """What `state`, on the CPU now, says."""
+        """The result, from a `state` that is on the CPU."""
 
     def merge(self, states: Tensor) -> Tensor:
-        """One state of all, from several in the first dimension; there may be others before those of the state."""
+        """Merge states along the first dimension into one. There may be further dimensions before those of a state."""
         return states.sum(0)
 
     def settle(self, states: Tensor) -> Tensor:
-        """The `states` of several sites, as one each: kernels may keep several, side by side."""
+        """The `states` of several sites, one for each. (A kernel may keep several states per site, side by side.)"""
         return states
 
     def of(self, *tensors: Tensor) -> Any:
-        """What there is to say of some tensors.
+        """The statistic of some tensors.
 
         >>> from torchhook import Moments
         >>> Moments().of(torch.tensor([1.0, 2.0]), torch.tensor([6.0])).mean
@@ -89,11 +89,11 @@ class Stat(ABC):
 
 
 class UnlikeError(ValueError):
-    """What came cannot be added to what was there: of that place there is no such statistic, and nobody is to blame."""
+    """The values do not fit those before, so that this place cannot have the statistic. This is not a fault."""
 
 
 def unlike(reason: str) -> str:
-    """What an `UnlikeError` said, by why a statistic is missing; empty if that is for another error.
+    """The message of an `UnlikeError`, from the reason why a statistic is missing; empty for any other error.
 
     >>> unlike("UnlikeError: there were 8 units"), unlike("ZeroDivisionError: division by zero")
     ('there were 8 units', '')
@@ -103,10 +103,10 @@ def unlike(reason: str) -> str:
 
 
 def counted(x: Tensor) -> Tensor:
-    """`x` as plain numbers without a graph.
+    """`x` as a plain tensor of real numbers without a graph.
 
-    Of a sharded tensor it is what is here, of a sparse one all, zeros too; complex numbers are two each, the imaginary
-    parts after the real ones.
+    A sharded tensor becomes its local part, a sparse one dense. Complex numbers become two numbers each, all real parts
+    before the imaginary ones.
     """
     x = local(meaningful(x).detach())
     if x.is_quantized:

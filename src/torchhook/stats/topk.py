@@ -1,4 +1,4 @@
-"""The largest values, and where they were."""
+"""`TopK`: the largest values, and where they were."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 from torchhook.stats.stat import Stat
 
-_DIMS = 8  # an address has no more
+_DIMS = 8  # in an index, at most
 
 
 @dataclass(frozen=True)
 class Largest:
-    """One of the largest values: in which tensor of those that were seen it was, counted from 0, and where in it."""
+    """One of the largest values: the number of its tensor (from 0, in the order of updates), and its index there."""
 
     value: float
     tensor: int
@@ -23,7 +23,7 @@ class Largest:
 
 
 class TopK(Stat):
-    """The `k` largest values with their addresses, largest first; NaN is left out.
+    """The `k` largest values with their indices, largest first; NaN is left out.
 
     >>> TopK(k=2).of(torch.tensor([[1.0, 5.0]]), torch.tensor([[3.0, 2.0]]))
     [Largest(value=5.0, tensor=0, index=(0, 1)), Largest(value=3.0, tensor=1, index=(0, 0))]
@@ -38,7 +38,7 @@ class TopK(Stat):
         self.k = k
 
     def empty(self, x: Tensor) -> Tensor:
-        """Rows of value, tensor, index; above them, how many tensors there were."""
+        """Rows of value, tensor and index; the row above them has the number of tensors."""
         state = torch.full((self.k + 1, 2 + _DIMS), -1.0, dtype=torch.float64, device=x.device)
         state[:, 0] = -math.inf
         state[0, :1] = 0
@@ -58,13 +58,13 @@ class TopK(Stat):
         for dim in range(x.dim() - 1, -1, -1):
             rows[:, 2 + dim] = places % x.shape[dim]
             places = places // x.shape[dim]
-        new[0, :1] = 1  # a slice: one number alone would be brought from the host, which waits
+        new[0, :1] = 1  # a slice, since assigning one number would copy it from the host, and wait
         state.copy_(self.merge(torch.stack([state, new])))
 
     def merge(self, states: Tensor) -> Tensor:
         seen = states[..., :1, 0]
         rows = states[..., 1:, :].clone()
-        rows[..., 1] += seen.cumsum(0) - seen  # those of the second come after those of the first
+        rows[..., 1] += seen.cumsum(0) - seen  # tensors of later states come after those of earlier ones
         rows = rows.movedim(0, -3).flatten(-3, -2)
         best = rows[..., 0].topk(self.k).indices
         merged = torch.empty_like(states[0])

@@ -14,7 +14,7 @@ from torchhook.core.tap import Tap
 from torchhook.rules.history import History, joined
 from torchhook.rules.rule import Rule
 from torchhook.rules.watch import Watch
-from torchhook.stats.clock import Clock, Slower
+from torchhook.stats.clock import Clock, SlowClock
 from torchhook.stats.reading import Snapshot
 from torchhook.training.maps import Maps
 from torchhook.training.wires import Wires
@@ -36,8 +36,8 @@ class Observer:
         every: int,
         on_fault: Callable[[Exception], None],
     ) -> None:
-        self.clock = Clock(every, by_passes=False, graded=True)
-        self.seldom = Slower(self.clock, SELDOM)
+        self.clock = Clock(every, by_passes=False, training_only=True)
+        self.seldom = SlowClock(self.clock, SELDOM)
         self.watch = Watch(
             model,
             rules,

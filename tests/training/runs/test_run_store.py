@@ -328,7 +328,7 @@ def test_what_is_no_run_says_so(tmp_path):
     assert "is not a run, or is corrupt (file is not a database)" in broken(
         "text", b"some text, which is not a database" * 9
     )
-    assert "is no run of torchhook" in broken("empty", b"")
+    assert "is not a run of torchhook" in broken("empty", b"")
     assert ".recover" in broken("garbage", b"SQLite format 3\0" + bytes(range(256)) * 64)
     assert "broken one" in broken("half", whole[: len(whole) // 2])
     with pytest.raises(RunError, match="there is no run in '.*nowhere'.*torchhook runs list"):
@@ -339,7 +339,7 @@ def test_what_is_no_run_says_so(tmp_path):
     other.execute("CREATE TABLE life (id)")
     other.commit()
     other.close()
-    assert "is no run of torchhook" in broken("other", (tmp_path / "other.sqlite").read_bytes())
+    assert "is not a run of torchhook" in broken("other", (tmp_path / "other.sqlite").read_bytes())
 
 
 def test_a_newer_one_says_to_update(folder):

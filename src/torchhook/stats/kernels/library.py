@@ -1,6 +1,6 @@
-"""C++ that is compiled once, by the toolchain of torch.compile, and then found in a folder of the user's.
+"""Compiles C++ once, with the toolchain of torch.compile, and caches the library in a folder of the user.
 
-To import that toolchain takes seconds, which a short script would notice; to load what it made takes none.
+Importing that toolchain takes seconds, which a short script would notice; loading a cached library takes none.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _FLAGS = ("-ffp-contract=fast",)
 
 
 def library(source: str) -> ctypes.CDLL:
-    """What `source` compiles to, for this processor."""
+    """The compiled library of `source` for this processor, from the cache if it is there."""
     file = _folder() / f"{_key(source)}.so"
     if file.is_file():
         try:
             return ctypes.CDLL(str(file))
-        except OSError:  # broken, or of another system: it is made anew
+        except OSError:  # corrupt, or from another system: compile it again
             pass
     made: ctypes.CDLL = compile_cpp(source, _FLAGS)
     _keep(Path(made._name), file)
@@ -38,7 +38,7 @@ def _folder() -> Path:
 
 
 def _key(source: str) -> str:
-    """Not the same for another processor: what is compiled for one may not run on another that shares the folder."""
+    """The name of the library. It differs between processors, which may share the folder but not machine code."""
     processor = [platform.machine(), platform.processor(), torch.backends.cpu.get_cpu_capability()]
     about = Path("/proc/cpuinfo")
     if about.exists():
@@ -48,11 +48,11 @@ def _key(source: str) -> str:
 
 
 def _keep(made: Path, file: Path) -> None:
-    """Copy it beside its place, then rename: others may be about to load it."""
+    """Put the library into the cache, by renaming a copy, because another process may be about to load it."""
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as draft:
             draft.write(made.read_bytes())
         Path(draft.name).replace(file)
-    except OSError:  # a read-only home: the toolchain has a cache of its own
+    except OSError:  # the home is read-only; the toolchain has a cache of its own
         pass

@@ -1,6 +1,6 @@
-"""The kernels in plain torch: right on every device and for every dtype, and what the others are tested by.
+"""The kernels in plain torch: correct on every device and for every dtype. The compiled ones are tested against them.
 
-It never asks the device for a number, so that it does not wait for it either.
+They never read a number from the device, so that they never wait for it.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ import torch
 from torch import Tensor
 
 FIELDS = ("count", "nan", "posinf", "neginf", "zeros", "mean", "abs_sum", "m2", "m3", "m4", "min", "max")
-"""What a row of moments has: counts of values, then moments and extremes of the finite ones (`m2` to `m4` are sums of
-powers of the distance from the mean)."""
+"""The numbers in a row of moments: counts of values, then moments and extremes of the finite ones (`m2` to `m4` are
+sums of powers of the distance from the mean)."""
 
-BINS = 2048  # as many as the first eleven bits of a float can say
-_PIECE = 1 << 22  # values at a time, for each takes some 60 bytes here
-_CACHED = 1 << 15  # the same where it matters that they stay in the cache
+BINS = 2048  # 2¹¹: a bin is given by the first eleven bits of a float
+_PIECE = 1 << 22  # values at a time, since each takes about 60 bytes here
+_CACHED = 1 << 15  # the same on a CPU, where they should stay in the cache
 
 
 class Plain:
-    """The kernels of every device that has no others."""
+    """The kernels for devices that have no compiled ones."""
 
-    rows = 1  # of moments that lie side by side for one site
+    rows = 1  # of moments in one state
 
     def moments(self, state: Tensor, x: Tensor) -> None:
-        """Add the values in `x` to `state`, a row (or several, whose first it is added to)."""
+        """Add the values in `x` to the moments in `state`, a row (or several, the first of which gets them)."""
         row = state.view(-1, len(FIELDS))[0]
         if x.numel():
             pieces = x.reshape(-1).split(_CACHED if x.device.type == "cpu" else _PIECE)
             row.copy_(merged_moments(torch.stack([row, *map(moments_of, pieces)])))
 
     def settled(self, states: Tensor) -> Tensor:
-        """The rows of each state as one."""
+        """The rows of each state merged into one."""
         return merged_moments(states.movedim(1, 0))
 
     def histogram(self, state: Tensor, x: Tensor) -> None:
@@ -46,7 +46,7 @@ class Plain:
 
 
 def empty_moments(device: torch.device, rows: int = 1) -> Tensor:
-    """Moments of nothing."""
+    """The moments of no values."""
     row = torch.zeros(rows, len(FIELDS), dtype=torch.float64, device=device)
     row[:, -2] = math.inf
     row[:, -1] = -math.inf
@@ -54,7 +54,7 @@ def empty_moments(device: torch.device, rows: int = 1) -> Tensor:
 
 
 def moments_of(x: Tensor) -> Tensor:
-    """The row of the values in `x`, which are some.
+    """The moments of the values in `x`, which must not be empty.
 
     >>> row = moments_of(torch.tensor([0.0, 1.0, 2.0, math.nan]))
     >>> {name: value for name, value in zip(FIELDS, row.tolist()) if value}
@@ -65,7 +65,7 @@ def moments_of(x: Tensor) -> Tensor:
     known = x.where(finite, 0.0)
     n = finite.sum()
     mean = known.sum() / n.clamp(min=1)
-    mean = mean + (known - mean).where(finite, 0.0).sum() / n.clamp(min=1)  # what rounding left over
+    mean = mean + (known - mean).where(finite, 0.0).sum() / n.clamp(min=1)  # correct the rounding error
     d = (known - mean).where(finite, 0.0)
     q = d * d
     counts = [n.new_full((), x.numel()), x.isnan().sum(), (x == math.inf).sum(), (x == -math.inf).sum(), (x == 0).sum()]
@@ -75,7 +75,7 @@ def moments_of(x: Tensor) -> Tensor:
 
 
 def moments_of_each(values: Tensor) -> Tensor:
-    """A row for each of `values` alone."""
+    """One row of moments for each of `values`."""
     x = values.double()
     finite = x.isfinite()
     known = x.where(finite, 0.0)
@@ -86,7 +86,7 @@ def moments_of_each(values: Tensor) -> Tensor:
 
 
 def merged_moments(rows: Tensor) -> Tensor:
-    """The row of all values together, from the rows (in the first dimension) of some of them each.
+    """Merge rows of moments along the first dimension into one.
 
     >>> parts = torch.stack([moments_of(torch.tensor([1.0, 2.0])), moments_of(torch.tensor([6.0]))])
     >>> bool((merged_moments(parts) == moments_of(torch.tensor([1.0, 2.0, 6.0]))).all())
@@ -110,7 +110,7 @@ def merged_moments(rows: Tensor) -> Tensor:
 
 
 def channels_of(x: Tensor) -> Tensor:
-    """How many finite values each row of `x` has, their mean, m2, the sum of their absolutes, how many are above zero.
+    """For each row of `x`: count, mean, m2 and sum of absolutes of the finite values, and how many are above zero.
 
     >>> channels_of(torch.tensor([[0.0, 4.0, 4.0, 0.0, math.inf]])).flatten().tolist()
     [4.0, 2.0, 16.0, 8.0, 2.0]
@@ -119,7 +119,7 @@ def channels_of(x: Tensor) -> Tensor:
     finite = x.isfinite()
     known = x.where(finite, 0)
     n = finite.sum(1)
-    some, wide = n.clamp(min=1), torch.float64  # sums of large numbers are too large for what they are sums of
+    some, wide = n.clamp(min=1), torch.float64  # in float32, sums of large numbers would overflow
     mean = (known.sum(1, dtype=wide) / some).to(x.dtype)
     d = (x - mean[:, None]).where(finite, 0)
     left = d.sum(1, dtype=wide) / some
@@ -129,7 +129,7 @@ def channels_of(x: Tensor) -> Tensor:
 
 
 def merged_channels(states: Tensor) -> Tensor:
-    """The same of all values together, from what there is (in the first dimension) of some of them each."""
+    """Merge results of `channels_of` along the first dimension into one."""
     n, mean, m2, size, active = states.unbind(-2)
     total = n.sum(0).clamp(min=1)
     centre = (n * mean).sum(0) / total
@@ -139,14 +139,14 @@ def merged_channels(states: Tensor) -> Tensor:
 
 
 def bins_of(x: Tensor) -> Tensor:
-    """The number of the bin of each value: the first eleven bits (sign, exponent, two of the fraction) of a float.
+    """The bin of each value: its first eleven bits as a float32 (sign, exponent, two bits of the fraction).
 
     >>> bins_of(torch.tensor([0.0, 1.0, 1.25, -1.0])).tolist()
     [0, 508, 509, 1532]
     """
     single = x.float()
     if x.dtype == torch.float64 or not (x.is_floating_point() or x.dtype in _SMALL):
-        wide = x.double()  # rounding may have carried a value over an edge: cut off instead
+        wide = x.double()  # rounding may have carried a value over an edge: truncate instead
         beyond = (single.double().abs() > wide.abs()) & wide.isfinite()
         single = torch.where(beyond, single.nextafter(torch.zeros_like(single)), single)
     return (single.view(torch.int32) >> 21).long() & (BINS - 1)

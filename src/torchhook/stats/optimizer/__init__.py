@@ -1,1 +1,1 @@
-"""What an optimizer does to parameters: their values, gradients and updates."""
+"""Measures what an optimizer does to parameters: their values, gradients and updates."""

@@ -1,7 +1,7 @@
-"""Gradients of a whole step, before clipping.
+"""Measures the gradients of a whole step, before clipping.
 
 A gradient is measured whenever a backward has accumulated it, into a draft that the next micro-batch replaces. When the
-optimizer steps, the draft is of the whole step, and is added to what is known.
+optimizer steps, the draft covers the whole step, and is merged into the statistics.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Drafts(Sink):
-    """Measures gradients as they accumulate, each time anew, until the step says that they are whole."""
+    """Measures gradients as they accumulate; each measurement replaces the previous one until the step is complete."""
 
     lazy = True
 
@@ -31,10 +31,10 @@ class Drafts(Sink):
         self.steps = steps
         self.shelf = Shelf()
         self.whole = Shelf()
-        self.cells: dict[str, tuple[Cell, Cell]] = {}  # by path: the draft, and what is whole
+        self.cells: dict[str, tuple[Cell, Cell]] = {}  # by path: the draft, and the complete steps
 
     def add(self, path: str, parameter: Tensor, stats: list[Stat]) -> Cell:
-        """A parameter more."""
+        """Add a parameter; returns the cell of its complete steps."""
         name = f"the param_grad of {path!r}"
         both = Cell(self.shelf, stats, name), Cell(self.whole, stats, name, note=NOTES["param_grad"])
         self._place(*both, parameter)
@@ -46,23 +46,23 @@ class Drafts(Sink):
         self.measure(event.path, event.live)
 
     def measure(self, path: str, gradient: Tensor) -> None:
-        """The gradient of the parameter at `path` is this now."""
+        """Measure the current gradient of the parameter at `path`."""
         if not self.steps.reduce.clock.active:
             return
         draft, whole = self.cells[path]
         if gradient.device not in draft.places:  # the model was moved
             self._place(draft, whole, gradient)
-        if draft.seen:  # by an earlier micro-batch, whose part is in this gradient, too
+        if draft.seen:  # in an earlier micro-batch, which this gradient includes
             self._forget(draft)
         draft.update(self.steps.unscaled(gradient))
         if draft.failed:
             whole.stats, whole.failed = draft.stats, draft.failed
 
     def finish(self, keep: bool) -> dict[str, Tensor]:
-        """The gradients are whole; their norms, as far as moments are collected. Without `keep`, forget them."""
+        """The step is complete: merge its gradients if `keep`, and return their norms, if moments are collected."""
         norms = self._norms() if keep else {}
         for path, (draft, whole) in self.cells.items():
-            if draft.seen and self.steps.parameters[path].grad is None:  # thrown away since
+            if draft.seen and self.steps.parameters[path].grad is None:  # discarded since
                 self._forget(draft)
                 norms.pop(path, None)
             whole.seen = whole.seen or (keep and draft.seen)
@@ -91,6 +91,6 @@ class Drafts(Sink):
         draft.seen = False
 
     def _place(self, draft: Cell, whole: Cell, x: Tensor) -> None:
-        """Both get their states at once, so that those lie in the same places."""
+        """Give both cells their states at once, so that these are at the same positions."""
         draft.turn_to(counted(x))
         whole.turn_to(counted(x))

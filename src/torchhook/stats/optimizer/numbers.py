@@ -1,4 +1,4 @@
-"""Statistics over steps: of norms and ratios, of which a parameter has one a step."""
+"""Statistics over steps, of norms and ratios: each parameter has one value per step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchhook.stats.shelf import Block, Shelf
 
 
 class OverSteps(Moments):
-    """Moments of a number a step: too few for the rows of a kernel."""
+    """Moments of one number per step: too few for the several rows of a GPU kernel."""
 
     def empty(self, x: Tensor) -> Tensor:
         return empty_moments(x.device)
@@ -24,21 +24,21 @@ _OVER = OverSteps()
 
 
 class Numbers:
-    """Statistics over steps of a number that each parameter has in a step."""
+    """Statistics over steps of numbers that each parameter has once per step."""
 
     def __init__(self) -> None:
         self.shelf = Shelf()
         self.cells: dict[tuple[str, str], Cell] = {}
 
     def cell(self, path: str, port: str) -> Cell:
-        """Where the numbers of one parameter are added up."""
+        """The cell of one number of one parameter."""
         found = self.cells.get((path, port))
         if found is None:
             found = self.cells[path, port] = Cell(self.shelf, [_OVER], f"the {port} of {path!r}", note=NOTES[port])
         return found
 
     def measure(self, port: str, values: dict[str, Tensor]) -> None:
-        """Add those of one step, by path."""
+        """Add the numbers of one step, by path."""
         by_block: dict[Block, dict[int, Tensor]] = {}
         for path, value in values.items():
             cell = self.cell(path, port)
@@ -55,9 +55,9 @@ class Numbers:
 
 
 def norms_of(tensors: dict[str, Tensor], quick: bool = False) -> dict[str, Tensor]:
-    """The norm of each, all in one go, in double precision.
+    """The norms of all tensors, computed together, in double precision.
 
-    If it has to be `quick`, on the CPU, where that is slow, in single precision as far as that can hold it.
+    `quick` uses single precision on the CPU, where double is slow, except for norms that are out of its range.
 
     >>> {name: round(float(norm)) for name, norm in norms_of({"a": torch.ones(4), "b": torch.zeros(4)}).items()}
     {'a': 2, 'b': 0}
@@ -66,7 +66,7 @@ def norms_of(tensors: dict[str, Tensor], quick: bool = False) -> dict[str, Tenso
     if not values or not quick or any(x.device.type != "cpu" for x in values):
         return dict(zip(tensors, norms_of_each(values, 2, torch.float64) if values else (), strict=True))
     norms = torch.stack([norm.double() for norm in norms_of_each(values, 2)])
-    held = ((norms > 1e-15) & (norms < 1e15)).tolist()  # squares are neither too small nor too large
+    held = ((norms > 1e-15) & (norms < 1e15)).tolist()  # whose squares neither vanish nor overflow
     return {
         path: norm if ok else torch.linalg.vector_norm(tensors[path], dtype=torch.float64)
         for path, norm, ok in zip(tensors, norms, held, strict=True)
@@ -74,7 +74,7 @@ def norms_of(tensors: dict[str, Tensor], quick: bool = False) -> dict[str, Tenso
 
 
 def _runs(numbers: list[int]) -> list[range]:
-    """Numbers in order as ranges without gaps.
+    """Sorted numbers as ranges without gaps.
 
     >>> _runs([0, 1, 2, 5])
     [range(0, 3), range(5, 6)]

@@ -1,4 +1,4 @@
-"""Which GradScaler multiplies the loss. Nobody tells; but who steps an optimizer is on the stack."""
+"""Finds the GradScaler that multiplies the loss. There is no API for it, but the caller of a step is on the stack."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torchhook.core.torch_internals import SCALER_STEPS, scale_of
 
 
 def only_scaler() -> GradScaler | None:
-    """The GradScaler that has scaled something, if it is just one: nobody tells before the first step which it is."""
+    """The GradScaler that has scaled something, if there is exactly one: before the first step, no more is known."""
     found = [known for known in gc.get_objects() if issubclass(type(known), GradScaler)]
     used = [scaler for scaler in found if scaler.is_enabled() and scale_of(scaler) is not None]
     return used[0] if len(used) == 1 else None
 
 
 def scaler_that_steps() -> GradScaler | None:
-    """The GradScaler that has called the optimizer, if one has."""
+    """The GradScaler that called the optimizer, if one did."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(16):
         if frame is None:
             break
-        if frame.f_code in SCALER_STEPS:  # asking any other for its variables would keep those alive
+        if frame.f_code in SCALER_STEPS:  # f_locals of any other frame would keep its variables alive
             scaler: GradScaler = frame.f_locals["self"]
             return scaler if scaler.is_enabled() else None
         frame = frame.f_back

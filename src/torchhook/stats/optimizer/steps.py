@@ -1,4 +1,4 @@
-"""Looking at parameters before and after each step of an optimizer."""
+"""Measures parameters before and after each step of an optimizer."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from torchhook.stats.stat import counted
 
 
 class Steps:
-    """Measures around the steps of one optimizer.
+    """Measures what happens around the steps of one optimizer.
 
-    With `norms_alone`, of the gradients that it is given and of its updates nothing but the norms are measured, and the
-    latter in those steps alone that the clock `seldom` measures.
+    With `norms_alone`, only the norms of the step gradients and of the updates are measured, and those of the updates
+    only in steps that the clock `seldom` measures.
     """
 
     def __init__(
@@ -58,47 +58,47 @@ class Steps:
         self.drafts = Drafts(self)
         self.numbers = Numbers()
         self.parameters: dict[str, nn.Parameter] = {}
-        self.before: dict[str, Tensor] = {}  # the values of parameters before the step
-        self.scaler: GradScaler | None = None  # which multiplies the loss
+        self.before: dict[str, Tensor] = {}  # the parameters before the step
+        self.scaler: GradScaler | None = None  # that multiplies the loss
         self.knows_scaler = False
-        self.in_closure = False  # whether the gradients come during the step
-        self.depth = 0  # of steps inside of steps: a class may call its parent's
+        self.in_closure = False  # whether a closure computes the gradients during the step
+        self.depth = 0  # of nested steps: an optimizer may call the step of its parent class
         self._handles: list[Removable] = []
 
     def taps(self, group: str | None) -> list[Tap]:
-        """What has to be seen while the model runs."""
+        """The taps for what has to be measured while the model runs."""
         return [Tap(self.selector, self.drafts, "param_grad", group=group)] if self.param_grads else []
 
     def attach(self, session: Session) -> None:
-        """Begin, on the model of an attached session."""
+        """Begin to measure, on the model of an attached session."""
         self.parameters = session.parameters(self.selector)
         wanted = self.params or self.param_grads or self.updates
         if wanted and not self.parameters:
             raise ValueError(f"nothing that {self.selector.label} selects has parameters")
         if wanted and not self._stepped():
-            raise ValueError("optimizer holds none of the parameters of what is measured; pass the one that trains it")
-        for path, parameter in self.parameters.items():  # cells in the order in which they are to be read
+            raise ValueError("optimizer holds none of the parameters that are measured; pass the one that trains them")
+        for path, parameter in self.parameters.items():  # cells are created in the order in which they are read
             if wanted and is_lazy(parameter):
-                raise ValueError(f"{path!r} has no values yet; run the model once before its parameters are measured")
+                raise ValueError(f"{path!r} has no values yet; run the model once before you measure its parameters")
             self._prepare(path, parameter)
         self.reduce.shelves += [self.drafts.whole, self.numbers.shelf]
         self._handles = on_step(self.optimizer, self.begin, self.end)
 
     def detach(self) -> None:
-        """Leave the optimizer alone."""
+        """Remove the hooks from the optimizer."""
         for handle in self._handles:
             handle.remove()
         self._handles, self.before, self.scaler = [], {}, None
 
     def begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """The optimizer is about to step."""
-        self.depth = self.depth + 1 if self.depth and is_inside_a_step() else 1  # one that raised never ended
+        self.depth = self.depth + 1 if self.depth and is_inside_a_step() else 1  # a step that raised has not ended
         if self.depth == 1 and self.reduce.clock.active:
             self.in_closure = kwargs.get("closure") is not None or any(map(callable, args[1:]))
             self._guarded(self._look_before)
 
     def end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """It has."""
+        """The optimizer has stepped."""
         self.depth -= 1
         if self.depth == 0:
             if self.reduce.clock.active:
@@ -113,14 +113,14 @@ class Steps:
         return gradient if scale is None else gradient / scale.to(gradient.device)
 
     def _guarded(self, look: Callable[[], None]) -> None:
-        """To be looked at must not stop a training."""
+        """Call `look`, but never raise: measuring must not stop a training."""
         try:
             with torch.no_grad():
                 look()
         except Exception as error:
             self.params = self.param_grads = self.updates = False
             self.before = {}
-            warn(f"what the optimizer does is no longer measured, for that raised {type(error).__name__}: {error}")
+            warn(f"stopped measuring the optimizer: {type(error).__name__}: {error}")
 
     def _look_before(self) -> None:
         if self.params:
@@ -138,7 +138,7 @@ class Steps:
             norms = self._norms(self.before)
             updates, self.before = self.before, {}
             now = [counted(self.parameters[path]) for path in updates]
-            if self.norms_alone:  # which are the same backwards
+            if self.norms_alone:  # the sign does not matter
                 subtract_from_each(list(updates.values()), now)
             else:
                 negate_each(list(updates.values()))
@@ -152,10 +152,10 @@ class Steps:
 
     def _look_at_gradients(self) -> None:
         scaler = scaler_that_steps()
-        norms = self.drafts.finish(keep=scaler is self.scaler)  # or they were taken for scaled otherwise than they are
+        norms = self.drafts.finish(keep=scaler is self.scaler)  # else they were measured with the wrong scale
         self.numbers.measure("param_grad_norm", norms)
         self.scaler, self.knows_scaler = scaler, True
-        left = getattr(self.optimizer, "grad_scale", None)  # a fused optimizer takes the scale off itself
+        left = getattr(self.optimizer, "grad_scale", None)  # a fused optimizer removes the scale itself
         found = {path: counted(p.grad) for path, p in self._stepped().items() if p.grad is not None}
         found = {path: gradient if left is None else gradient / left for path, gradient in found.items()}
         if not self.norms_alone:
@@ -167,7 +167,7 @@ class Steps:
         return norms_of(tensors, quick=self.norms_alone)
 
     def _stepped(self) -> dict[str, nn.Parameter]:
-        """The parameters that the optimizer has now."""
+        """The measured parameters that the optimizer holds now."""
         own = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
         return {path: parameter for path, parameter in self.parameters.items() if id(parameter) in own}
 
@@ -195,7 +195,7 @@ class Steps:
 
 
 def is_inside_a_step() -> bool:
-    """Whether the step that begins is part of another one."""
+    """Whether the current step was called by another step."""
     frame: FrameType | None = sys._getframe(1)
     steps = 0
     while frame is not None:
@@ -204,11 +204,11 @@ def is_inside_a_step() -> bool:
     return steps > 1
 
 
-_STEP = Optimizer.profile_hook_step(lambda: None).__code__  # what torch puts around the step of every optimizer
+_STEP = Optimizer.profile_hook_step(lambda: None).__code__  # torch wraps every step in it
 
 
 def unwrapped(optimizer: Any) -> Optimizer:
-    """The optimizer of torch inside of what others put around it."""
+    """The torch optimizer inside the wrappers of other libraries."""
     inside = optimizer
     for _ in range(8):
         if isinstance(inside, Optimizer) and not isinstance(getattr(inside, "optimizer", None), Optimizer):
