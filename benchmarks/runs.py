@@ -1,10 +1,10 @@
-"""What a run on disk costs: its size, a write, a thinning, and how long it takes to open and read it.
+"""The cost of a run on disk: its size, the time of a write and of thinning out, and the time to open and read it.
 
     python benchmarks/runs.py
     python benchmarks/runs.py --steps 20000 --ports 5
 
-Every step is a window with the moments of all sites at each port, written through `RunLog`; the sizes are the largest
-that the folder ever had, with SQLite's write-ahead log.
+Every step is an entry with the moments of all sites at each port, written through `RunLog`. The sizes are the largest
+that the folder ever had, including SQLite's write-ahead log.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from torchhook.training.runs import RunLog
 from torchhook.training.runs.run import Run
 
 PORTS = ("output", "grad_output", "param", "param_grad", "update")
-_DIFFERENT = 64  # windows, which come again and again
+_DIFFERENT = 64  # snapshots, which are reused in turn
 
 
 def windows(sites: int, ports: int) -> list[Snapshot]:
-    """Different windows, of values as layers give them."""
+    """Different snapshots, of values like the outputs of layers."""
     made = []
     module = nn.Linear(1, 1)
     for number in range(_DIFFERENT):
@@ -47,7 +47,7 @@ def windows(sites: int, ports: int) -> list[Snapshot]:
 
 
 def write(folder: Path, sites: int, ports: int, steps: int, max_mb: int) -> dict[str, float]:
-    """Write a run; milliseconds and MiB."""
+    """Write a run; returns milliseconds and MiB."""
     torch.set_num_threads(1)
     made = windows(sites, ports)
     log, seconds, largest = RunLog(folder, max_mb), [], 0
@@ -70,7 +70,7 @@ def write(folder: Path, sites: int, ports: int, steps: int, max_mb: int) -> dict
 
 
 def read(folder: Path) -> dict[str, float]:
-    """Seconds to open a run and read what a first page shows; and how long more takes."""
+    """Seconds to open a run and read what a first page shows, and to read more."""
     torch.set_num_threads(1)
     begun = time.perf_counter()
     with Run(folder) as run:
@@ -94,7 +94,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sites", type=int, default=200)
     parser.add_argument(
-        "--ports", type=int, nargs="+", default=[1, 5], help="how many of output, gradients, parameters"
+        "--ports", type=int, nargs="+", default=[1, 5], help="how many ports: output, its gradient, parameters, …"
     )
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--max-mb", type=int, default=256)
@@ -105,19 +105,19 @@ def main() -> None:
             folder = Path(root, "run")
             wrote = in_fresh_process(write, folder, options.sites, ports, options.steps, options.max_mb)
             found = in_fresh_process(read, folder)
-        told = {
+        row = {
             "largest size, MiB": f"{wrote['largest']:.0f}",
-            "size in the end, MiB": f"{wrote['left']:.0f}",
+            "final size, MiB": f"{wrote['left']:.0f}",
             "windows kept": f"{found['windows']:,}",
             "a write, ms (median)": f"{wrote['write']:.2f}",
             "a write, ms (1 in 100 is slower)": f"{wrote['late']:.2f}",
             "a write that thins, ms (longest)": f"{wrote['longest']:.0f}",
-            "open and read what is no series, s": f"{found['open']:.2f}",
+            "open, and read all but series, s": f"{found['open']:.2f}",
             "the same and a series of up to 1,000 steps, s": f"{found['open_and_series']:.2f}",
             "a series of up to 10,000 steps, s": f"{found['series_10000']:.2f}",
             "a history of 128 windows, s": f"{found['history']:.2f}",
         }
-        for name, value in told.items():
+        for name, value in row.items():
             rows.setdefault(name, [name]).append(value)
     print(f"{machine()}, torch {torch.__version__}")
     print(f"{options.sites} sites with moments, {options.steps:,} steps, max_mb={options.max_mb}\n")

@@ -1,8 +1,8 @@
-"""What statistics of every training step cost, here and elsewhere, as ratios to no hooks.
+"""The cost of statistics in every training step, of torchhook and of others, as ratios to no hooks.
 
-Each way trains a copy of its own of one model, on one thread and the same batch; each round times some steps of every
-way, the slow ones in rounds of their own, and what is shown is the median over rounds. A peer that is missing or fails
-is left out, by name. Then: what a site costs as models grow, and what a step costs as steps go by.
+Each way trains its own copy of one model, on one thread and the same batch. Each round times some steps of every way,
+the slow ones in rounds of their own; the tables show medians over rounds. A peer that is missing or fails is left out,
+by name. Then: the cost per site as models grow, and the cost per step as steps go by.
 
     python benchmarks/statistics_cpu.py [--rounds N] [--no-peers]
 """
@@ -31,11 +31,11 @@ import torchhook
 from torchhook.stats import histogram, moments
 from torchhook.stats.kernels.plain import Plain
 
-PROCESSES = 3  # where things lie in memory is worth some percent, and the same for all rounds of a process
+PROCESSES = 3  # memory layout is worth some percent, and is the same for all rounds of a process
 EVERY = 10
 TARGETS = {"full moments": 1.15, "min, max and L2, which they include": 1.05}
 SIZES = (10, 100, 400)  # leaf modules
-GROWTH_TARGET = 1.5  # times as dear
+GROWTH_TARGET = 1.5  # times the cost
 STEPS = 10_000
 WINDOWS = {"first thousand": 1_000, "middle thousand": 5_500, "last thousand": STEPS}  # the step that each ends with
 DRIFT_TARGET, MEMORY_TARGET = 1.1, 1.0  # times as slow, MiB more
@@ -63,7 +63,7 @@ def gpt2() -> tuple[nn.Module, Loss]:
 
 
 def mlp(layers: int = 4) -> tuple[nn.Module, Loss]:
-    """Layers so small that nearly all of the time is overhead."""
+    """Layers so small that nearly all the time is overhead."""
     x = torch.randn(8, 32)
     return nn.Sequential(*(nn.Linear(32, 32) for _ in range(layers))), lambda model: model(x).square().mean()
 
@@ -90,7 +90,7 @@ class Training:
         self.optimizer.zero_grad()
 
     def sample(self) -> float:
-        """Seconds a step, after one that finds the caches full of another model."""
+        """Seconds per step, after a step that refills the caches."""
         self.step()
         return timed(self.step, self.steps)
 
@@ -118,7 +118,7 @@ class Uncompiled(Measured):
 
 @contextmanager
 def plain_kernels() -> Iterator[None]:
-    """As where there is no compiler."""
+    """Kernels in plain torch, as without a compiler."""
     plain = Plain()
     with (
         patch.object(moments, "kernels", lambda device: plain),
@@ -128,7 +128,7 @@ def plain_kernels() -> Iterator[None]:
 
 
 class Peer(Training):
-    steps = 1  # slow as they are, noise matters less
+    steps = 1  # they are slow, so noise matters less
 
 
 class WandB(Peer):
@@ -168,7 +168,7 @@ class TensorBoard(Peer):
 
     def sample(self) -> float:
         seconds = super().sample()
-        self.writer.flush()  # its thread shall not write while others are timed
+        self.writer.flush()  # so that its thread does not write while others are timed
         return seconds
 
     def finish(self) -> None:
@@ -185,7 +185,7 @@ class HuggingFace(Peer):
 
 
 class Way(NamedTuple):
-    """A line of the table."""
+    """A row of the table."""
 
     name: str
     how: str
@@ -251,7 +251,7 @@ PEERS = (
 
 
 def require_right(measured: Measured) -> None:
-    """Raise unless it shows of one backward what bare hooks see, at every leaf that ran and every parameter."""
+    """Raise unless its numbers for one backward equal those of bare hooks, at every leaf and every parameter."""
     seen: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
 
     def see(path: str, module: nn.Module, args: tuple, out: Tensor) -> None:
@@ -278,17 +278,17 @@ def require_right(measured: Measured) -> None:
 
 
 def attempted(way: Way, model: nn.Module, loss: Loss) -> Training | str:
-    """The training that has made its first steps, or why there is none."""
+    """A training that has made its first steps, or the reason why it could not."""
     try:
         training = way.make(model, loss)
         training.sample()
-    except Exception as error:  # whatever a peer may raise
+    except Exception as error:  # a peer may raise anything
         return f"{type(error).__name__}: {error}".splitlines()[0]
     return training
 
 
 class Run(NamedTuple):
-    """What one process measured, by the names of the ways."""
+    """What one process measured, by name of the way."""
 
     pairs: dict[str, list[tuple[float, float]]]  # seconds of a step, and of one without hooks in the same round
     left_out: dict[str, str]
@@ -296,7 +296,7 @@ class Run(NamedTuple):
 
 
 def trained(task: str, rounds: int, with_peers: bool) -> Run:
-    """The samples of everybody, taken in this process."""
+    """The samples of all ways, taken in this process."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     let_torchvision_import()  # transformers imports it too
@@ -309,7 +309,7 @@ def trained(task: str, rounds: int, with_peers: bool) -> Run:
     for training in entered.values():
         training.sample()  # the first steps pay for caches
     settle()
-    # The slow ones apart: the others shall not wait for them between what is compared.
+    # The slow ones separately, so that the others are compared close in time.
     slow = {name for name, training in entered.items() if training.steps != Training.steps}
     pairs = paired({name: entered[name] for name in (PLAIN, *slow)}, max(2, rounds // 3))
     pairs |= paired({name: entered[name] for name in entered.keys() - slow}, rounds)
@@ -325,7 +325,7 @@ def paired(trainings: dict[str, Training], rounds: int) -> dict[str, list[tuple[
 
 
 class Results:
-    """What some runs of one task say."""
+    """The results of some runs of one task."""
 
     def __init__(self, runs: list[Run]) -> None:
         self.runs = runs
@@ -335,7 +335,7 @@ class Results:
         return [pair for run in self.runs for pair in run.pairs[name]]
 
     def ratio(self, name: str) -> float:
-        """To no hooks in the same round."""
+        """The ratio to no hooks in the same round."""
         return median(mine / plain for mine, plain in self.pairs(name))
 
     def spread(self, name: str) -> str:
@@ -350,7 +350,7 @@ class Results:
 
 
 def grown(rounds: int) -> dict[int, float]:
-    """Seconds a site that measuring adds to a forward, by the number of sites."""
+    """Seconds per site that measuring adds to a forward, by number of sites."""
     torch.set_num_threads(1)
     ways = {size: (mlp(size)[0], mlp(size)[0]) for size in SIZES}
     sessions = [torchhook.measure(measured).attach() for _, measured in ways.values()]
@@ -375,7 +375,7 @@ def grown(rounds: int) -> dict[int, float]:
 
 
 class Window(NamedTuple):
-    """A thousand steps of the long run: mean seconds of a step, and what the process then occupied."""
+    """A thousand steps of the long run: mean seconds per step, and the memory of the process at their end."""
 
     plain: float
     measured: float
@@ -383,7 +383,7 @@ class Window(NamedTuple):
 
 
 def long_run() -> dict[str, Window]:
-    """Steps of a tiny model, in turn with and without statistics: a machine that slows down does so for both."""
+    """Steps of a tiny model, alternately with and without statistics, so that a slow machine affects both."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model, loss = mlp()
@@ -391,7 +391,7 @@ def long_run() -> dict[str, Window]:
     for training in (plain, measured):
         timed(training.step, 20)
     settle()
-    seconds = torch.ones(STEPS, 2, dtype=torch.float64)  # made before, for it must not count as memory that grows
+    seconds = torch.ones(STEPS, 2, dtype=torch.float64)  # allocated first, so that it does not count as growth
     windows = {}
     for step in range(STEPS):
         seconds[step, 0] = timed(plain.step)
@@ -404,7 +404,7 @@ def long_run() -> dict[str, Window]:
 
 
 def resident() -> float:
-    """MiB that this process occupies."""
+    """The resident memory of this process, in MiB."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
@@ -416,7 +416,7 @@ def costs_table(results: dict[str, Results], ways: tuple[Way, ...]) -> str:
 def growth_table(costs: dict[int, float]) -> str:
     header = ["forward, no_grad", *(f"{size} sites" for size in costs), "target"]
     return markdown(
-        header, [["measure adds, a site", *(f"{cost * 1e6:.2f} µs" for cost in costs.values()), "the same"]]
+        header, [["measure adds, per site", *(f"{cost * 1e6:.2f} µs" for cost in costs.values()), "the same"]]
     )
 
 

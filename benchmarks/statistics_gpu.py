@@ -1,4 +1,4 @@
-"""What statistics cost on a GPU: the kernels alone, and every leaf of GPT-2 124M at every step of its training.
+"""The cost of statistics on a GPU: of the kernels alone, and of every leaf of GPT-2 124M in every training step.
 
 python benchmarks/statistics_gpu.py [--rounds 7] [--only kernels|training]
 """
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def alone() -> None:
-    """The kernels on one tensor, as a share of what torch's own sum and copy reach."""
+    """The speed of the kernels on one tensor, relative to torch's own sum and copy."""
     fast, plain, rows = kernels(DEVICE), Plain(), []
     for dtype in (torch.bfloat16, torch.float32):
         for size in (16, 64, 256, 1024):
@@ -64,7 +64,7 @@ def alone() -> None:
 
 
 def seconds(call: Callable[[], object], times: int) -> float:
-    """Of one call, on the device's own clock."""
+    """The seconds of one call, by the clock of the device."""
     for _ in range(3):
         call()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -80,7 +80,7 @@ def seconds(call: Callable[[], object], times: int) -> float:
 
 
 def eager(x: Tensor) -> Tensor:
-    """The same statistics as one would write them, without waiting for the device."""
+    """The same statistics as one would write them by hand, without waiting for the device."""
     std, mean = torch.std_mean(x)
     low, high = x.aminmax()
     numbers = [mean, std, low, high, x.norm(), x.abs().mean(), (x == 0).sum(), x.isnan().sum(), x.isinf().sum()]
@@ -159,7 +159,7 @@ def training(rounds: int) -> None:
 
 
 def timed(step: Callable[[], None], way: Callable[[], AbstractContextManager[object]], steps: int) -> float:
-    """Seconds a step, the first one left out."""
+    """Seconds per step, without the first one."""
     with way():
         step()
         torch.cuda.synchronize()

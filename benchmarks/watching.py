@@ -1,11 +1,11 @@
-"""What it costs to watch a training with `Monitor(every=10)` and all rules, into a run on disk.
+"""The cost of watching a training with `Monitor(every=10)` and all rules, into a run on disk.
 
-Three copies of a model are trained in turns of ten steps, of which the monitor measures one: one plain, one plain once
-more (how far it is from 1× is noise), one watched. Turns are of three kinds, for the monitor measures more in some; the
-price of a training is that of its turns, medians by kind, as many of each as there are in 1,000 steps of a long one.
-On a CPU it is the time of the processor, on one thread and with all that the monitor's own thread takes; on a GPU the
-time that passes. "Second half" are all turns of the later half, as they came: with checks, which are seldom, so that
-medians do not know of them, and three times as many as belong to one training, since three go on at a time.
+Three copies of a model are trained in turns of ten steps, of which the monitor measures one: one copy is plain, one
+plain again (its distance from 1× is noise), one watched. There are three kinds of turns, because the monitor measures
+more in some. The price of a training adds up the medians of each kind, as often as they occur in 1,000 steps of a long
+training. On a CPU it is processor time, on one thread and including the monitor's own thread; on a GPU it is wall time.
+"Second half" has all turns of the later half as they came: it includes the checks, which are too rare for the medians,
+and three times as many as belong to one training, since three run at a time.
 
     python benchmarks/watching.py [--device cuda] [--steps 1000]
 """
@@ -75,7 +75,7 @@ def large_gpt2() -> tuple[nn.Module, Loss]:
 
 
 class Copy:
-    """A copy of a model that is trained, maybe watched."""
+    """A copy of a model that is trained, with or without a monitor."""
 
     def __init__(self, model: nn.Module, loss: Loss, folder: str | None = None) -> None:
         self.model = deepcopy(model).train()
@@ -93,7 +93,7 @@ class Copy:
             self.monitor.step(loss)
 
     def turn(self, steps: int = EVERY) -> float:
-        """Seconds for some steps."""
+        """The seconds of some steps."""
         clock = time.perf_counter if self.fused else time.process_time
         begun = clock()
         for _ in range(steps):
@@ -114,7 +114,7 @@ def taken(make: Callable[[], tuple[nn.Module, Loss]], count: int) -> dict[str, d
         for copy in copies.values():
             copy.turn(
                 EVERY + EVERY // 2
-            )  # which pays for caches and kernels; the step that is measured is then a middle one
+            )  # fills caches and compiles kernels; the measured step is then in the middle of a turn
         monitor = copies["watched"].monitor
         for number in range(1, count + 1):
             before, is_rare = monitor._observer.seldom.ended, monitor._observer.watch.is_thorough
@@ -127,7 +127,7 @@ def taken(make: Callable[[], tuple[nn.Module, Loss]], count: int) -> dict[str, d
 
 
 def price(turns: dict[str, list[float]]) -> float:
-    """Of a hundred turns; a kind that there was none of costs as the dearest one."""
+    """The mean of a hundred turns; a kind that did not occur costs as much as the most expensive one."""
     return sum(share * median(turns.get(kind) or turns["seldom"]) for kind, share in SHARES.items())
 
 

@@ -119,7 +119,7 @@ def test_prunes_only_when_told_twice(command, root):
     done = command("runs", "prune", "--keep", 1, "--yes")
     assert done.out.splitlines() == [
         f"removed: {relative[1]}",
-        f"removed, but for files that are not of the run: {relative[0]}",
+        f"removed, except for files that do not belong to the run: {relative[0]}",
     ]
     assert {path.name for path in root.iterdir()} == {folders[2].name, folders[0].name, running.name, "latest"}
     assert [path.name for path in folders[0].iterdir()] == ["model.pt"]

@@ -1,4 +1,4 @@
-"""``torchhook run``: a script as it is, watched; when it is over, what was found is told on standard error."""
+"""``torchhook run``: runs a script unchanged, watches its trainings, and prints a report on standard error."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from torchhook.training.launch.discovery import Discovery
     from torchhook.training.monitor import Monitor
 
-PARSING = {"allow_interspersed_args": False}  # what comes after the script is its own
-_UNUSABLE = (ImportError, OSError, TorchhookError, ValueError)  # what the user can do something about
+PARSING = {"allow_interspersed_args": False}  # arguments after the script belong to it
+_UNUSABLE = (ImportError, OSError, TorchhookError, ValueError)  # errors that the user can fix
 
 
 def run(
@@ -39,11 +39,9 @@ def run(
     script: Annotated[
         str, typer.Argument(metavar="SCRIPT", help="A Python file, or a folder or zip file with a __main__.py.")
     ],
-    args: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Its own, whatever they are.")] = None,
+    args: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="The arguments of the script.")] = None,
     is_module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as for python -m.")] = False,
-    every: Annotated[
-        int, typer.Option(metavar="N", min=1, rich_help_panel=RULES, help="Measure one step in so many.")
-    ] = 10,
+    every: Annotated[int, typer.Option(metavar="N", min=1, rich_help_panel=RULES, help="Measure one step in N.")] = 10,
     select: Select = None,
     ignore: Ignore = None,
     stop: Annotated[
@@ -51,24 +49,24 @@ def run(
         typer.Option("--stop-on-error", rich_help_panel=RULES, help="Stop the training when an error is found."),
     ] = False,
     to: Annotated[
-        Path, typer.Option(metavar="FOLDER", file_okay=False, rich_help_panel=OUTPUT, help="Where runs are kept.")
+        Path, typer.Option(metavar="FOLDER", file_okay=False, rich_help_panel=OUTPUT, help="Where to write runs.")
     ] = Path("runs"),
     name: Annotated[
-        str | None, typer.Option(metavar="NAME", rich_help_panel=OUTPUT, help="Of the run; if not said, the script's.")
+        str | None, typer.Option(metavar="NAME", rich_help_panel=OUTPUT, help="Name of the run; default: the script's.")
     ] = None,
     reports: Reports = None,
 ) -> None:
-    """Run a training script as it is, and tell what went wrong inside its models.
+    """Run a training script unchanged, and report what went wrong in its models.
 
-    Options come before SCRIPT; what follows is left to the script, which
-    runs as with python SCRIPT: its output, exit code and signals are its own.
-    When it is over, the report is printed on standard error.
-    Rules may be chosen in pyproject.toml, as for torchhook diagnose.
+    Options come before SCRIPT; all that follows are arguments of the script.
+    It runs as with python SCRIPT, with its own output, exit code and signals.
+    When it has ended, the report is printed on standard error.
+    Rules can be chosen in pyproject.toml, as for torchhook diagnose.
 
     [bold]torchhook run train.py --epochs 3
     torchhook run --every 50 --report report.html -m package.train --epochs 3[/]
     """
-    reports = [path.absolute() for path in reports or ()]  # the script may go elsewhere
+    reports = [path.absolute() for path in reports or ()]  # the script may change the working directory
     require_writable(reports)
     config = Config.find(Path.cwd()).overruled(split(select), split(ignore))
     target = Script(script, tuple(args or ()), is_module)
@@ -86,7 +84,7 @@ def run(
 
 @dataclass
 class Launch:
-    """A script that is to be run, how to watch it, and where to report."""
+    """A script to run, how to watch it, and where to write reports."""
 
     script: Script
     watching: dict[str, Any]
@@ -97,10 +95,10 @@ class Launch:
     process: int = field(default_factory=os.getpid)
 
     def __call__(self) -> None:
-        """Run the script, tell what was found, and end as the script did."""
+        """Run the script, print what was found, and end as the script did."""
         try:
             ended = self.script.run(on_torch=self._watch)
-        except BaseException:  # there is nothing to run
+        except BaseException:  # the script cannot be run
             if self.discovery is not None:
                 self.discovery.__exit__(None, None, None)
             raise
@@ -113,10 +111,10 @@ class Launch:
                     self._finish(ended)
             leave(ended)
         finally:
-            del ended  # it holds the frames of the script, and is held by this one
+            del ended  # break the cycle: it holds the frames of the script, and this frame holds it
 
     def _watch(self) -> None:
-        """Begin, now that there is torch. What cannot be done as it was asked for ends the script before it trains."""
+        """Begin to watch, now that torch is imported. Unusable options end the script before it trains."""
         if os.getpid() != self.process:
             return
         try:
@@ -132,19 +130,19 @@ class Launch:
             self.fault = _in_words(error)
 
     def _finish(self, ended: BaseException | None) -> None:
-        """Watch no more, and tell; the script is over, and what happens here is nothing to it."""
+        """Stop watching, and print the reports. The script has ended, and is not affected by errors here."""
         try:
             if self.discovery is not None:
                 kind, trace = (None, None) if ended is None else (type(ended), ended.__traceback__)
                 self.discovery.__exit__(kind, ended, trace)
-            self._tell()
-        except KeyboardInterrupt:  # nobody waits for more
+            self._print_reports()
+        except KeyboardInterrupt:  # the user does not want to wait
             pass
         except Exception as error:
             say(f"torchhook: the report failed: {_in_words(error)}\n")
 
-    def _tell(self) -> None:
-        """The report of every model, after all that the script has said."""
+    def _print_reports(self) -> None:
+        """Print the report of every model, after all output of the script."""
         if self.discovery is not None and not self.discovery.is_main:
             return
         with suppress(Exception):
@@ -158,12 +156,12 @@ class Launch:
     def _why_nothing(self) -> str:
         if self.fault is not None:
             return f"nothing was watched: {self.fault}"
-        no_model = "no module was called with gradients on and then stepped by an optimizer"
+        no_model = "no module was called with gradients enabled and then stepped by an optimizer"
         reason = "the script did not import torch" if self.discovery is None else no_model
-        return f"nothing was trained here: {reason}. What child processes train is not seen."
+        return f"nothing was trained here: {reason}. Trainings in child processes are not seen."
 
     def _about(self, monitor: Monitor, number: int) -> Iterator[str]:
-        """What to tell of a model: its report, and where everything lies."""
+        """The report of one model, and where the files are."""
         yield f"\n{_printed(monitor.report)}"
         for path in self.reports:
             file = path if number == 1 else path.with_stem(f"{path.stem}-{number}")
@@ -171,19 +169,19 @@ class Launch:
             yield f"written: {self._shown(file)}\n"
         if monitor.run is not None:
             place = self._shown(monitor.run)
-            yield f"The run lies in {place}; to see it again: torchhook runs show {quote(place)}\n"
+            yield f"The run is in {place}; to see it again: torchhook runs show {quote(place)}\n"
 
     def _shown(self, path: Path) -> str:
-        """A path as one would write it where the command was given."""
+        """A path relative to where the command was started, if it is below that."""
         return str(path.relative_to(self.here) if path.is_relative_to(self.here) else path)
 
 
 class _Refusal(SystemExit):
-    """The script was ended, for it cannot be watched as was asked for."""
+    """Ends a script that cannot be watched with the given options."""
 
 
 def _printed(report: Report) -> str:
-    """A report for standard error. Not printed by rich, which ends the process if nobody reads."""
+    """A report for standard error. Rich does not print it, because it ends the process if the pipe is closed."""
     console = Console(file=sys.__stderr__)
     with console.capture() as printed:
         render.terminal(report, console)

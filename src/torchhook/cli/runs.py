@@ -1,4 +1,4 @@
-"""``torchhook runs``: the runs in a folder, what is in one, a table of it for others, and fewer of them."""
+"""``torchhook runs``: list, show, export and prune runs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def show(
     reports: Reports = None,
     form: Form = Format.TEXT,
 ) -> None:
-    """Show what was found in a run, and end with 1 if that is bad.
+    """Show what was found in a run. The exit code is 1 if the report fails.
 
     [bold]torchhook runs show runs/latest[/]
     [bold]torchhook runs show runs/latest --report report.html[/]
@@ -56,16 +56,16 @@ def show(
 
     require_writable(reports or ())
     with Run(run) as opened:
-        told = opened.report or Report(
+        report = opened.report or Report(
             tuple(opened.findings),
             opened.model,
             losses=opened.losses,
-            notes=("the run has no report: nothing was checked yet, or it was killed before",),
+            notes=("the run has no report: it was killed, or nothing was checked yet",),
         )
         if form == Format.TEXT:
             typer.echo(_summary(opened))
-    deliver(told, form, reports or ())
-    raise typer.Exit(told.exit_code)
+    deliver(report, form, reports or ())
+    raise typer.Exit(report.exit_code)
 
 
 @app.command()
@@ -73,7 +73,7 @@ def export(
     run: _Run,
     parquet: Annotated[Path, typer.Option(metavar="FILE", dir_okay=False, help="The Parquet file to write.")],
 ) -> None:
-    """Write a run to a table, with a row for each step and site.
+    """Write a run to a table with one row per step and site.
 
     [bold]torchhook runs export runs/latest --parquet run.parquet[/]
     """
@@ -90,15 +90,15 @@ def export(
 @app.command()
 def prune(
     folder: _Folder = Path("runs"),
-    keep: Annotated[int | None, typer.Option(metavar="N", min=0, help="Keep the newest so many.")] = None,
+    keep: Annotated[int | None, typer.Option(metavar="N", min=0, help="Keep the newest N runs.")] = None,
     older_than: Annotated[
-        float | None, typer.Option(metavar="DAYS", min=0, help="Remove only those begun so many days ago, or earlier.")
+        float | None, typer.Option(metavar="DAYS", min=0, help="Remove only runs that are older than this.")
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Remove them; without it, only say which.")] = False,
 ) -> None:
     """Remove old runs, but none that is being written.
 
-    Files in their folders that are not of the run are left where they are.
+    Other files in their folders are left in place.
 
     [bold]torchhook runs prune --keep 10[/]
     [bold]torchhook runs prune --older-than 30 --yes[/]
@@ -114,7 +114,7 @@ def prune(
         elif delete(found):
             typer.echo(f"removed: {_printable(found)}")
         else:
-            typer.echo(f"removed, but for files that are not of the run: {_printable(found)}")
+            typer.echo(f"removed, except for files that do not belong to the run: {_printable(found)}")
     if not gone:
         typer.echo("There is nothing to remove.")
     elif not yes:
@@ -156,7 +156,7 @@ def _summary(run: Run) -> str:
 
 
 def _print(header: Sequence[str], rows: Sequence[Sequence[str | int]]) -> None:
-    """A table on a terminal; elsewhere a line a run, to be searched."""
+    """A table on a terminal; elsewhere one line per run."""
     rows = [[_printable(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -171,7 +171,7 @@ def _print(header: Sequence[str], rows: Sequence[Sequence[str | int]]) -> None:
 
 
 def _printable(name: object) -> str:
-    """A name on one line, whatever it holds."""
+    """A name that fits on one line, without control characters."""
     from torchhook.render.words import short
 
     return " ".join(short(str(name), 200).split())

@@ -86,7 +86,7 @@ def test_every_model_is_told_of_and_where_its_run_lies(told, tmp_path):
     first, second = err.split("\n\npassed  Second: ")
     assert first.startswith("\npassed  First: ")
     assert "written: it.json\n" in first and "written: it-2.json\n" in second
-    assert "The run lies in runs/train-" in first and "The run lies in runs/train-Second-" in second
+    assert "The run is in runs/train-" in first and "The run is in runs/train-Second-" in second
     assert sorted(path.name for path in tmp_path.glob("*.json")) == ["it-2.json", "it.json"]
     assert len([path for path in (tmp_path / "runs").iterdir() if not path.is_symlink()]) == 2
     assert not any((tmp_path / "elsewhere").iterdir())
@@ -96,8 +96,8 @@ def test_nothing_trained_is_said_in_a_line(told):
     code, out, err = told("train.py", script="import torch\ntorch.nn.Linear(2, 2)(torch.ones(2))")
     assert (code, out) == (0, "")
     assert err == (
-        "torchhook: nothing was trained here: no module was called with gradients on and then stepped by an optimizer. "
-        "What child processes train is not seen.\n"
+        "torchhook: nothing was trained here: no module was called with gradients enabled and then stepped by an"
+        " optimizer. Trainings in child processes are not seen.\n"
     )
 
 

@@ -330,7 +330,7 @@ def test_what_is_no_run_says_so(tmp_path):
     )
     assert "is not a run of torchhook" in broken("empty", b"")
     assert ".recover" in broken("garbage", b"SQLite format 3\0" + bytes(range(256)) * 64)
-    assert "broken one" in broken("half", whole[: len(whole) // 2])
+    assert "is corrupt" in broken("half", whole[: len(whole) // 2])
     with pytest.raises(RunError, match="there is no run in '.*nowhere'.*torchhook runs list"):
         Run(tmp_path / "nowhere")
     with pytest.raises(RunError, match="there is no run"):
