@@ -110,7 +110,7 @@ class Worker:
             if arriving is not None:
                 self._read(arriving)
         self._judged(partial(self.judge.check, last=True))
-        self._tell("end", self.report(), state)
+        self._call_logs("end", self.report(), state)
 
     def _read(self, arriving: Arriving) -> None:
         try:
@@ -118,7 +118,7 @@ class Worker:
         except Exception as error:  # a fault of ours must not end the thread
             self.fail("reading a measured step", error)
             return
-        self._tell("write", entry)
+        self._call_logs("write", entry)
         self._judged(partial(self.judge.add, entry))
 
     def _judged(self, judge: Callable[[], list[Finding] | None]) -> None:
@@ -131,11 +131,12 @@ class Worker:
             return
         for finding in found:
             self.findings.put(finding)
-            self._tell("found", finding)
+            self._call_logs("found", finding)
         windows = self.judge.history.windows
-        self._tell("keep", self.report(), windows[-1].step if windows else 0)
+        self._call_logs("keep", self.report(), windows[-1].step if windows else 0)
 
-    def _tell(self, what: str, *args: Any) -> None:
+    def _call_logs(self, what: str, *args: Any) -> None:
+        """Call a method of all logs, now or when the training calls `deliver`."""
         for log in list(self.logs):
             if log.in_step:
                 self._here.put((log, what, args))

@@ -1,18 +1,18 @@
-// Moments, histograms and what each unit does, on a GPU. Moments: every block has a row of its own, which it finds, adds
-// to and leaves behind: no block waits for another, and a launch has no tail. The rows are merged when they are read.
+// Moments, histograms and statistics of units on a GPU. For moments, every block adds to a row of its own, so that no
+// block waits for another, and a launch has no tail. The rows are merged when they are read.
 //
-// Powers are of (x - centre) * scale, in single precision, where centre and scale come from what the block saw the last
-// time. If that turns out to be far from what it sees now, or something is not finite, the block reads its values again
-// in double precision. So the result is as good for a mean of 1e6 and a deviation of 1 as for any other.
+// Powers are of (x - centre) * scale, in single precision; centre and scale come from the values of the last launch. If
+// these are far from the current values, or something is not finite, the block reads its values again in double
+// precision. So the result is as good for a mean of 1e6 and a deviation of 1 as for any other.
 typedef long long Index;
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
-constexpr int AHEAD = 4;  // vectors that a thread has on their way
+constexpr int AHEAD = 4;  // vectors that a thread loads in advance
 constexpr int FLUSH = 4;  // rounds of these after which single-precision sums go into double ones
 
 enum Kind { FLOAT32, BFLOAT16, FLOAT16 };
 
-// Some values of one tensor: vectors of 16 bytes, and what is before and after those.
+// The values of one tensor: vectors of 16 bytes, and the values before and after them.
 template <Kind kind> struct Values {
   static constexpr int SIZE = kind == FLOAT32 ? 4 : 2, LANES = 16 / SIZE;
   const char* data;
@@ -38,18 +38,18 @@ template <Kind kind> struct Values {
     return value;
   }
 
-  // The value at a place.
+  // The value at a position.
   __device__ float operator[](Index at) const {
     if (kind == FLOAT32) return reinterpret_cast<const float*>(data)[at];
     unsigned short bits = reinterpret_cast<const unsigned short*>(data)[at];
     return kind == BFLOAT16 ? __uint_as_float(unsigned(bits) << 16) : half(bits);
   }
 
-  // The values outside of vectors: there are fewer than two vectors of them.
+  // The values outside of vectors, fewer than two vectors of them.
   __device__ Index odd_ones() const { return n - vectors * LANES; }
   __device__ float odd_one(Index i) const { return (*this)[i < head ? i : i + vectors * LANES]; }
 
-  // How many values the block sees.
+  // How many values the block reads.
   __device__ Index mine() const {
     constexpr Index TILE = THREADS * AHEAD;
     Index tiles = (vectors + TILE - 1) / TILE, block = blockIdx.x, seen = block == 0 ? odd_ones() : 0;
@@ -59,17 +59,17 @@ template <Kind kind> struct Values {
     return has_last ? seen - (tiles * TILE - vectors) * LANES : seen;
   }
 
-  // All vectors, the last one first: what was written last may be in the cache.
+  // All vectors, the last one first, since what was written last may still be in the cache.
   __device__ const uint4* last() const { return reinterpret_cast<const uint4*>(data + head * SIZE) + vectors - 1; }
 
-  // The first vector that this thread has to see, if there is one.
+  // The first vector of this thread, if it has one.
   __device__ const uint4* first() const {
     Index i = Index(blockIdx.x) * THREADS * AHEAD + threadIdx.x;
     return i < vectors ? last() - i : nullptr;
   }
 
-  // Calls `vector` and `odd` with all that this thread has to see, after `begin`, and `flush` now and then. The next
-  // vectors are on their way while these are looked at.
+  // Calls `begin`, then `vector` and `odd` with all values of this thread, and `flush` now and then. The next vectors
+  // are loaded while these are processed.
   template <class B, class V, class F, class G>
   __device__ void each(B begin, V vector, F odd, G flush) const {
     const uint4* last = this->last();
@@ -128,7 +128,7 @@ template <Kind kind> struct Extremes {
 };
 
 #if __CUDA_ARCH__ >= 900
-// Two at a time, as they lie there. The counts of zeros are halves as well, and exact as long as they are small.
+// Two at a time, as they are in memory. The counts of zeros are half precision as well, and exact while they are small.
 template <Kind kind> struct Pairs {
   float low = INFINITE, high = -INFINITE;
   unsigned zeros = 0;
@@ -166,7 +166,7 @@ template <> struct Extremes<BFLOAT16> : Pairs<BFLOAT16> {};
 template <> struct Extremes<FLOAT16> : Pairs<FLOAT16> {};
 #endif
 
-// What the threads of a block have found, put together in all of them: sums, then the smallest of some.
+// Combines the results of the threads of a block, for all of them: sums, then minima.
 template <int SUMS, int LEAST> struct Together {
   double sums[SUMS];
   float least[LEAST];
@@ -179,7 +179,7 @@ template <int SUMS, int LEAST> struct Together {
 #pragma unroll
       for (int i = 0; i < LEAST; i++) least[i] = fminf(least[i], __shfl_down_sync(~0u, least[i], away));
     }
-    __syncthreads();  // the one before may still be read
+    __syncthreads();  // the previous result may still be read
     if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = *this;
     __syncthreads();
     *this = parts[0];
@@ -239,19 +239,19 @@ template <Kind kind> __device__ __noinline__ Row carefully(const Values<kind>& x
   return row;
 }
 
-// Where a block looks from; a scale of zero: nowhere yet.
+// The centre and scale of a block; a scale of zero means that they are not known yet.
 struct Place {
   float centre, scale;
 };
 
-// Near the mean of what `row` saw, in units of about its deviation.
+// Near the mean of the values in `row`, in units of about their deviation.
 __device__ Place near(const Row& row) {
   double n = finite(row), variance = n > 0 ? row.m2 / n : 0, unit = variance > 0 ? sqrt(variance) : fabs(row.mean);
   int exponent = unit > 0 ? ilogb(unit) : 0;
   return {float(row.mean), ldexpf(1.0f, exponent < -120 ? 120 : exponent > 120 ? -120 : -exponent)};
 }
 
-// About what a block is going to see: the mean and the deviation of a vector a thread.
+// An estimate for a block: the mean and the deviation of one vector per thread.
 template <Kind kind> __device__ Row glance(const Values<kind>& x) {
   double n = 0, first = 0, second = 0;
   if (const uint4* vector = x.first())
@@ -317,7 +317,7 @@ template <Kind kind> __device__ bool quickly(const Values<kind>& x, Place from, 
   return true;
 }
 
-// `places` outlast the rows, for what is measured is forgotten again and again and does not change much meanwhile.
+// `places` outlast the rows: these are reset again and again, while the values do not change much.
 template <Kind kind>
 __global__ void __launch_bounds__(THREADS, 2) moments(const void* data, Index n, Row* rows, Place* places) {
   Values<kind> x(data, n);
@@ -344,7 +344,7 @@ __global__ void settle(const Row* rows, Index each, Row* settled) {
   if (threadIdx.x == 0) settled[blockIdx.x] = parts[0];
 }
 
-// The bin of a value is the first eleven bits of it as a float. Zeros are so frequent that they are counted apart.
+// The bin of a value is given by its first eleven bits as a float. Zeros are so common that they are counted apart.
 constexpr int BINS = 2048;
 
 template <Kind kind> __global__ void __launch_bounds__(THREADS, 4) histogram(const void* data, Index n, double* bins) {
@@ -366,9 +366,9 @@ template <Kind kind> __global__ void __launch_bounds__(THREADS, 4) histogram(con
     if (found[i]) atomicAdd(&bins[i], double(found[i]));
 }
 
-// What each unit does. In memory a tensor is rows, in which every unit has `inner` values side by side. Sums are of the
-// distance from the unit's first value, in double precision, and go into `sums`, which `merge_units` merges into the
-// state: five numbers of each unit, as in native.cpp.
+// Statistics of units. In memory a tensor is rows, in which every unit has `inner` values side by side. Sums are of the
+// distances from the unit's first value, in double precision, and go into `sums`, which `merge_units` merges into the
+// state: five numbers per unit, as in native.cpp.
 struct Sums {
   double first, second, size;
   unsigned n, active;
@@ -393,7 +393,7 @@ template <Kind kind> __device__ double begin_of(const Values<kind>& x, Index uni
   return fabsf(v) < float(INFINITE) ? v : 0;
 }
 
-// Units that have few values in a row: a warp sees as many columns as it has lanes, the next warp the next row.
+// Units with few values in a row: a warp reads as many columns as it has lanes, the next warp the next row.
 template <Kind kind>
 __global__ void __launch_bounds__(THREADS) across(const void* data, Index rows, Index units, Index inner, double* sums) {
   __shared__ Sums parts[WARPS][32];
@@ -418,7 +418,7 @@ __global__ void __launch_bounds__(THREADS) across(const void* data, Index rows, 
   found.add_to(sums, units, unit);
 }
 
-// Units that have many: a warp sees them in one row, the next warp in the next.
+// Units with many values in a row: a warp reads those of one row, the next warp those of the next.
 template <Kind kind>
 __global__ void __launch_bounds__(THREADS) along(const void* data, Index rows, Index units, Index inner, double* sums) {
   Values<kind> x(data, rows * units * inner);

@@ -1,5 +1,5 @@
-// Moments, histograms and what each unit does, on the CPU, in one pass over memory: pieces that fit into the cache are
-// read twice there where that helps, first for their mean, then for the powers of what is left of it.
+// Moments, histograms and statistics of units on the CPU, in one pass over memory. Where it helps, pieces that fit into
+// the cache are read twice: first for their mean, then for the powers of the distances from it.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -7,7 +7,7 @@
 #include <type_traits>
 #include <vector>
 
-// Vectors are as wide as those of the processor: of wider ones compilers make single numbers.
+// Vectors are as wide as those of the processor: compilers split wider ones into scalars.
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
 #elif defined(__AVX__)
@@ -15,8 +15,8 @@ constexpr int LANES = 8;
 #else
 constexpr int LANES = 4;
 #endif
-constexpr int WAYS = 4, WIDE = LANES * WAYS, PIECE = 128 * WIDE;  // sums of more values than these round too much
-constexpr int64_t WORTH_A_THREAD = 1 << 16;  // fewer values than this are counted before a thread has begun
+constexpr int WAYS = 4, WIDE = LANES * WAYS, PIECE = 128 * WIDE;  // sums of more values would round too much
+constexpr int64_t WORTH_A_THREAD = 1 << 16;  // fewer values take less time than starting a thread
 
 template <class T, int N> struct VectorOf { typedef T type __attribute__((vector_size(N * sizeof(T)))); };
 template <class T, int N> using Vector = typename VectorOf<T, N>::type;
@@ -64,7 +64,7 @@ template <class V> static inline double total(const V (&parts)[WAYS]) {
   return sums[0];
 }
 
-// In double precision, value by value: for what single precision cannot hold, and for non-finite values.
+// In double precision, value by value: for values beyond single precision, and for those that are not finite.
 template <class T> static Row carefully(const T* x, int64_t n) {
   Row row = nothing();
   double sum = 0;
@@ -114,7 +114,7 @@ template <class T> static Row piece(const T* x, int n) {
     }
   double sizes = total(size);
   if (!(sizes < INFINITE)) return carefully(x, n);
-  // Scaled by a power of two, so that the fourth power of something tiny is not nothing.
+  // Scaled by a power of two, so that the fourth power of a tiny value does not underflow.
   int exponent = sizes > 0 ? std::ilogb(sizes / whole) : 0;
   if (exponent < -100 || exponent > 100) return carefully(x, n);
   float centre = total(sum) / whole, scale = std::ldexp(1.0f, -exponent);
@@ -133,7 +133,7 @@ template <class T> static Row piece(const T* x, int n) {
     double first = total(s1), second = total(s2), fourth = total(s4), m = first / whole;
     if (!(fourth < INFINITE)) return carefully(x, n);
     row = from_powers(whole, centre, scale, first, second, total(s3), fourth);
-    // Single precision may have missed the mean of large values by more than they differ.
+    // In single precision, the error of the mean of large values may exceed their differences.
     float better = row.mean;
     near = better == centre || m * m <= 4 * (second / whole - m * m);
     centre = better;
@@ -177,7 +177,7 @@ template <class T> static void moments(const void* data, int64_t n, int threads,
   for (const Row& part : rows) merge(*row, part);
 }
 
-// The bin of a value is the first eleven bits of it as a float.
+// The bin of a value is given by its first eleven bits as a float.
 template <class T> static inline uint32_t bin(T x) {
   float value = wide(x);
   uint32_t bits;
@@ -186,7 +186,7 @@ template <class T> static inline uint32_t bin(T x) {
 }
 template <> inline uint32_t bin<BFloat16>(BFloat16 x) { return x.bits >> 5; }
 template <> inline uint32_t bin<double>(double x) {
-  float value = x;  // rounded to the nearest, which may lie beyond an edge: cut off instead
+  float value = x;  // rounding may cross an edge: truncate instead
   if (std::fabs(double(value)) > std::fabs(x)) value = std::nextafterf(value, 0.0f);
   if (std::fabs(x) == INFINITE) value = x;
   uint32_t bits;
@@ -198,7 +198,7 @@ template <> inline uint32_t bin<int32_t>(int32_t x) { return bin(double(x)); }
 template <> inline uint32_t bin<int64_t>(int64_t x) { return bin(double(x)); }
 
 template <class T> static void count(const T* x, int64_t n, double* bins) {
-  std::vector<uint32_t> found(2048 * WAYS);  // several, for one that is written to has to be waited for
+  std::vector<uint32_t> found(2048 * WAYS);  // several copies, so that a write need not wait for the last
   for (int64_t begin = 0; begin < n; begin += 1 << 30) {
     int64_t end = n - begin < 1 << 30 ? n : begin + (1 << 30);
     for (int64_t i = begin; i < end; i++) found[(i % WAYS) * 2048 + bin(x[i])]++;
@@ -223,20 +223,20 @@ template <class T> static void histogram(const void* data, int64_t n, int thread
   for (int i = 0; i < 2048 * parts; i++) bins[i % 2048] += found[i];
 }
 
-// What each unit does. In memory a tensor is rows, in which every unit has `inner` values side by side. Sums are of the
-// distance from a centre, which is the mean of what was seen before: if that turns out to be far from what is seen now,
-// the block of values, still in the cache, is read again with a better one.
+// Statistics of units. In memory a tensor is rows, in which every unit has `inner` values side by side. Sums are of the
+// distances from a centre, which is the mean of earlier values. If that turns out to be far from the current ones, the
+// block of values, which is still in the cache, is read again with a better centre.
 constexpr int ROWS = 128, COLUMNS = 256;  // of a block where `inner` is small
 constexpr int MOST = COLUMNS + WIDE;      // columns of a block whose last unit is a whole one
 
-// Rows that have the same units; where those are few, several rows count as one, which has them several times.
+// Rows with the same units. If the units are few, several rows count as one in which they are repeated.
 template <class T> struct Block {
   const T* x;
   int64_t stride;  // from row to row
   int rows, times, units, inner;
 };
 
-// Of finite values: their number, the distances, those squared, absolutes, and the number of those above zero.
+// Of finite values: count, sum of distances, of their squares, of absolutes, and the count of those above zero.
 struct Sums {
   double n, first, second, size, active;
 };
@@ -273,7 +273,7 @@ template <class V> struct VectorSums {
   }
 };
 
-// Of one unit, which has vectors full of values in each row.
+// For one unit, whose values in each row fill vectors.
 template <class V, class T> static Sums along(const Block<T>& block, Number<V> at) {
   constexpr int L = lanes<V>, STEP = L * WAYS;
   VectorSums<V> parts[WAYS] = {}, rest = {};
@@ -286,7 +286,7 @@ template <class V, class T> static Sums along(const Block<T>& block, Number<V> a
     for (; i + STEP <= block.inner; i += STEP)
       for (int way = 0; way < WAYS; way++) parts[way].add(load<V>(x + i + way * L), centre, all);
     for (; i + L <= block.inner; i += L) rest.add(load<V>(x + i), centre, all);
-    // A last vector that ends where the row does: what is new in it.
+    // The last vector ends where the row ends: count only what is new in it.
     if (i < block.inner) rest.add(load<V>(x + block.inner - L), centre, number >= L - block.inner % L);
   }
   for (const VectorSums<V>& part : parts) rest.add(part);
@@ -295,7 +295,7 @@ template <class V, class T> static Sums along(const Block<T>& block, Number<V> a
   return sums;
 }
 
-// Of many units, which have a few values in each row: of each column first.
+// For many units with a few values in each row: by column first.
 template <class V, class T> static void across(const Block<T>& block, const Number<V>* centres, Sums* sums) {
   constexpr int L = lanes<V>, STEP = L * WAYS, AHEAD = 8;
   Number<V> centre_of[MOST];
@@ -304,7 +304,7 @@ template <class V, class T> static void across(const Block<T>& block, const Numb
   for (int time = 0; time < block.times; time++)
     for (int unit = 0; unit < block.units; unit++)
       for (int i = 0; i < block.inner; i++) centre_of[columns++] = centres[unit];
-  int odd = columns % STEP, even = columns - odd, again = odd ? STEP - odd : 0;  // the last step sees some twice
+  int odd = columns % STEP, even = columns - odd, again = odd ? STEP - odd : 0;  // the last step reads some twice
   for (int begin = 0; begin < columns; begin += STEP) {
     int here = begin < even ? begin : begin - again;
     V centre[WAYS];
@@ -329,7 +329,7 @@ template <class V, class T> static void across(const Block<T>& block, const Numb
     }
 }
 
-// Whether single precision was enough: no sum is too large for it, and no square so small that it is nothing.
+// Whether single precision was enough: no sum overflows, and no square underflows.
 static inline bool is_right(const Sums& sums) {
   bool is_small = (sums.size > 0 && sums.size < 1e-15 * sums.n) || (sums.second > 0 && sums.second < 1e-30 * sums.n);
   return sums.size < INFINITE && sums.second < INFINITE && !is_small;
@@ -340,7 +340,7 @@ static inline bool is_near(const Sums& sums) {
   return sums.second < INFINITE && 5 * sums.first * sums.first <= 4 * sums.second * sums.n;
 }
 
-// The state has five numbers of each of `all` units: how many values, mean, m2, sum of absolutes, how many above zero.
+// The state has five numbers for each of `all` units: count, mean, m2, sum of absolutes, count above zero.
 static inline void merge(double* state, int64_t all, double n, double mean, double m2, double size, double active) {
   if (!(n > 0)) return;
   double before = state[0], share = n / (before + n), d = mean - state[all];
@@ -359,7 +359,7 @@ template <class V, class T> static bool added(const Block<T>& block, double* sta
   bool near = false;
   for (int round = 0; round < 4 && !near; round++) {
     for (int unit = 0; round && unit < block.units; unit++)
-      centres[unit] += sums[unit].first / sums[unit].n;  // NaN if nothing counts, and then nothing meets it
+      centres[unit] += sums[unit].first / sums[unit].n;  // NaN if no value counts, and then it is not used
     if (block.inner < WIDE)
       across<V>(block, centres, sums);
     else
@@ -404,7 +404,7 @@ template <class T> struct Values {
 
 static inline int fewer(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Some units, where each has vectors full of values in a row.
+// Some units, whose values in a row fill vectors.
 template <class T> static void add_long(const Values<T>& v, int64_t begin, int64_t end, double* state) {
   int64_t stride = v.units * v.inner, many = v.inner < PIECE ? PIECE / v.inner : 1, pieces = (v.inner - 1) / PIECE + 1;
   for (int64_t row = 0; row < v.rows; row += many)
@@ -416,7 +416,7 @@ template <class T> static void add_long(const Values<T>& v, int64_t begin, int64
       }
 }
 
-// Some units, where each has a few values in a row. If they do not fill a vector together, they are all there are.
+// Some units with a few values in a row. If together they do not fill a vector, they are all the units.
 template <class T> static void add_short(const Values<T>& v, int64_t begin, int64_t end, double* state) {
   int64_t stride = v.units * v.inner, units = end - begin, columns = units * v.inner;
   int64_t blocks = (columns - 1) / COLUMNS + 1, enough = (WIDE - 1) / columns + 1;
@@ -430,7 +430,7 @@ template <class T> static void add_short(const Values<T>& v, int64_t begin, int6
     }
   int left = v.rows % times * columns;
   if (!left) return;
-  double padded[COLUMNS];  // with what does not count
+  double padded[COLUMNS];  // filled up with values that do not count
   const T* x = v.x + v.rows * stride - left;
   for (int i = 0; i < times * columns; i++) padded[i] = i < left ? wide(x[i]) : NAN;
   add(Block<double>{padded, 0, 1, times, int(units), inner}, state, units);

@@ -1,4 +1,4 @@
-// The moments of some values, and how those of two parts make those of the whole. Shared by native.cpp and gpu.cu.
+// The moments of some values, and how to merge those of two parts. Shared by native.cpp and gpu.cu.
 #ifdef __CUDACC__
 #define HERE __device__ inline
 #define INFINITE __longlong_as_double(0x7ff0000000000000)
@@ -7,7 +7,7 @@
 #define INFINITE __builtin_huge_val()
 #endif
 
-// The fields of torchhook.stats.moments.FIELDS, in that order. Moments are over the finite values.
+// The fields of torchhook.stats.kernels.plain.FIELDS, in that order. Moments are over the finite values.
 struct Row {
   double count, nan, posinf, neginf, zeros, mean, abs_sum, m2, m3, m4, min, max;
 };
@@ -35,7 +35,7 @@ HERE void merge(Row& a, const Row& b) {
   if (nb > 0) {
     double d = b.mean - a.mean, share = nb / n;
     if (!(na > 0)) d = b.mean, share = 1;
-    double da = -d * share, db = d * (1 - share);  // from the new mean to the old ones
+    double da = -d * share, db = d * (1 - share);  // distances of the old means from the new one
     double m4 = a.m4 + 4 * da * a.m3 + 6 * da * da * a.m2 + na * da * da * da * da;
     double m3 = a.m3 + 3 * da * a.m2 + na * da * da * da;
     double m2 = a.m2 + na * da * da;
