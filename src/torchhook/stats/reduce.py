@@ -18,8 +18,8 @@ from torchhook.stats.reading import Snapshot
 from torchhook.stats.shelf import Shelf, sent
 
 NOTES = {
-    "input": "the inputs of the module, in every call",
-    "output": "the outputs of the module, in every call",
+    "input": "what the module was called with, in every call",
+    "output": "what the module returned, in every call",
     "grad_input": "as computed by the backward; scaled like the loss, if that is scaled",
     "grad_output": "as computed by the backward; scaled like the loss, if that is scaled",
     "param": "as used by the forward, in every pass",
