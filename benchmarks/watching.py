@@ -117,9 +117,9 @@ def taken(make: Callable[[], tuple[nn.Module, Loss]], count: int) -> dict[str, d
             )  # fills caches and compiles kernels; the measured step is then in the middle of a turn
         monitor = copies["watched"].monitor
         for number in range(1, count + 1):
-            before, is_rare = monitor._observer.seldom.ended, monitor._observer.watch.is_thorough
+            before, is_rare = monitor._instruments.seldom.ended, monitor._instruments.watch.is_thorough
             seconds = {name: copies[name].turn() for name in random.Random(number).sample(COPIES, len(COPIES))}
-            kind = "rare" if is_rare else "seldom" if monitor._observer.seldom.ended > before else "often"
+            kind = "rare" if is_rare else "seldom" if monitor._instruments.seldom.ended > before else "often"
             for name, second in seconds.items():
                 turns.setdefault(name, defaultdict(list))[kind].append(second)
         monitor.close()

@@ -827,7 +827,7 @@ def test_windows_are_the_business_of_one_thread(monkeypatch):
     optimizer = sgd(model)
     with Monitor(model, optimizer, every=1, to=[]) as monitor:
         train(model, optimizer, monitor, 4)
-        assert monitor._observer.watch.is_thorough
+        assert monitor._instruments.watch.is_thorough
     assert threads == ["torchhook"] * 4 and not monitor.report.findings
 
 

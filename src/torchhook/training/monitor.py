@@ -26,9 +26,9 @@ from torchhook.rules.registry import Choice, chosen
 from torchhook.rules.rest import at_rest
 from torchhook.stats.optimizer.steps import unwrapped as torch_optimizer
 from torchhook.stats.reading import Snapshot
+from torchhook.training.instruments import SELDOM, Instruments
 from torchhook.training.judge import Judge
 from torchhook.training.logs import Entry, Log
-from torchhook.training.observer import SELDOM, Observer
 from torchhook.training.process import agreed, described, rank
 from torchhook.training.runs.folders import new_folder
 from torchhook.training.runs.writer import RunLog
@@ -104,13 +104,13 @@ class Monitor:
         history = History(rest=at_rest(model, optimizer), own_optimizer=optimizer is not None, first_step=first_step)
         checked = partial(check, rules=applied, per_module=per_module, model=self.model_name)
         faulted = partial(_faulted, weakref.ref(self))
-        self._observer = Observer(model, optimizer, applied, history, every, faulted)
+        self._instruments = Instruments(model, optimizer, applied, history, every, faulted)
         try:
             self._worker = Worker(Judge(history, checked, on_finding is not None), self._logs(to, name, max_mb))
         except BaseException:
-            self._observer.detach()
+            self._instruments.detach()
             raise
-        self._abandoned = weakref.finalize(self, _finished, self._observer, self._worker, "ended")
+        self._abandoned = weakref.finalize(self, _finished, self._instruments, self._worker, "ended")
         self._worker.begin(
             {
                 "model": self.model_name,
@@ -140,7 +140,7 @@ class Monitor:
 
     def unscaled(self, loss: Tensor) -> Tensor:
         """`loss` without the factor of a GradScaler."""
-        return self._observer.watch.unscaled(loss) if self._open else loss
+        return self._instruments.watch.unscaled(loss) if self._open else loss
 
     @property
     def report(self) -> Report:
@@ -162,14 +162,14 @@ class Monitor:
         self._open = False
         last = None
         try:
-            self._worker.judge.history.after = self._observer.watch.rest()
+            self._worker.judge.history.after = self._instruments.watch.rest()
             last = self._last()
         except Exception as error:
             self._worker.fail("reading the last step", error)
         self._abandoned.detach()
-        self._report = _finished(self._observer, self._worker, state, last)
+        self._report = _finished(self._instruments, self._worker, state, last)
         self._collect()
-        del self._observer, self._worker
+        del self._instruments, self._worker
 
     def __enter__(self) -> Monitor:
         return self
@@ -186,13 +186,13 @@ class Monitor:
     def _step(self, loss: Tensor | float | None) -> None:
         if loss is not None:
             self._losses[self.steps] = loss.detach().clone() if isinstance(loss, Tensor) else float(loss)
-        if (rate := self._observer.watch.rate()) is not None:
+        if (rate := self._instruments.watch.rate()) is not None:
             self._rates[self.steps] = rate
-        self._observer.watch.count_step()
-        if self._observer.has_measured:
-            if not self._give(self._entry(self.steps, *self._observer.take())):
+        self._instruments.watch.count_step()
+        if self._instruments.has_measured:
+            if not self._give(self._entry(self.steps, *self._instruments.take())):
                 self._worker.lost += 1
-            self._observer.plan()
+            self._instruments.plan()
         elif self._losses and len(self._losses) % (SELDOM * self.every) == 0:  # the optimizer does not step
             self._give(self._entry(self.steps))
         for numbers in (self._losses, self._rates):
@@ -201,8 +201,8 @@ class Monitor:
 
     def _last(self) -> Arriving | None:
         """What is left at the end of the training; a step that has only begun is dropped."""
-        if self._observer.has_measured:
-            return self._entry(self.steps, *self._observer.take())
+        if self._instruments.has_measured:
+            return self._entry(self.steps, *self._instruments.take())
         return self._entry(self.steps - 1) if self._losses else None
 
     def _entry(
@@ -229,7 +229,7 @@ class Monitor:
 
     def _give(self, entry: Arriving) -> bool:
         """Hand an entry to the worker; if it has no room, losses and rates wait for the next entry."""
-        self._worker.judge.history.scaled |= self._observer.watch.is_scaled
+        self._worker.judge.history.scaled |= self._instruments.watch.is_scaled
         has_room = self._worker.put(entry)
         if has_room:
             self._losses, self._rates = {}, {}
@@ -290,10 +290,10 @@ def _faulted(monitor: weakref.ref[Monitor], error: Exception) -> None:
         found._worker.fail("a measurement (which has stopped)", error)
 
 
-def _finished(observer: Observer, worker: Worker, state: str, last: Arriving | None = None) -> Report:
+def _finished(instruments: Instruments, worker: Worker, state: str, last: Arriving | None = None) -> Report:
     """Leave the model as it was and finish the logs. This also runs when the monitor is garbage collected."""
     try:
-        observer.detach()
+        instruments.detach()
     except Exception as error:
         worker.fail("detaching from the model", error)
     return worker.finish(state, last)

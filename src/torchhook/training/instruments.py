@@ -24,7 +24,7 @@ _RARE = 100  # one in so many, and the 4th, 8th, 16th, …, includes what is mos
 _WIDEST = 256  # layers with more units have no covariances, which are kept throughout the training
 
 
-class Observer:
+class Instruments:
     """Measures statistics, feature maps and the wiring of layers of `model`, from now until `detach`."""
 
     def __init__(
