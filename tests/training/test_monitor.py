@@ -1245,7 +1245,7 @@ def test_a_watched_model_can_be_used_in_every_way(use):
 
 
 @pytest.mark.parametrize(
-    "what", ["torchhook.stats.reduce.Reducing.add", "torchhook.stats.optimizer.drafts.Drafts.measure"]
+    "what", ["torchhook.stats.reduce.Reduce._add", "torchhook.stats.optimizer.drafts.Drafts.measure"]
 )
 def test_a_fault_of_ours_inside_a_step_does_not_stop_the_training(monkeypatch, what):
     model, log = small(), Kept()
