@@ -6,10 +6,10 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from test_distributed import Ranks, batch, loss, net
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from captures.test_distributed import Ranks, batch, loss, net
 from torchhook import NotRecordedError, SessionError, Stat, TopK, distributed, measure
 
 pytestmark = pytest.mark.skipif(
