@@ -652,7 +652,7 @@ def test_many_windows_take_no_more_memory_than_some():
                 sizes.append(len(gc.get_objects()))
                 windows.append(len(monitor._worker.judge.history.windows))
         history = monitor._worker.judge.history
-        assert max(windows) <= 128 and len(history._known) <= 130 and len(monitor._losses) < 3
+        assert max(windows) <= 128 and len(history._moments) <= 130 and len(monitor._losses) < 3
         assert sizes[-1] - sizes[0] < 2000  # in 1500 steps
     assert not monitor.report.findings and len(monitor.report.losses) == 2000
 
