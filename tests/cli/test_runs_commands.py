@@ -89,7 +89,7 @@ def test_other_forms_and_files(command, root, tmp_path):
     assert json.loads(done.out)["findings"][0]["code"] == "TH201"
     assert "TH201" in (tmp_path / "report.md").read_text() and "TH201" in (tmp_path / "report.xml").read_text()
     refused = command("runs", "show", folder, "--report", "report.pdf")
-    assert refused.code == 2 and "'report.pdf' does not" in refused.said
+    assert refused.code == 2 and "'report.pdf' must end in .html" in refused.said
 
 
 def test_exports_a_table(command, root, tmp_path):
