@@ -488,7 +488,7 @@ def test_what_was_chosen_to_compare_stays_chosen(browse, root):
         ("/run/dead/layer?path=nowhere", "Nothing was measured at 'nowhere'"),
         ("/run/dead/layer", "Nothing was measured"),
         ("/compare", "Choose the runs"),
-        ("/compare?run=dead&run=garbage", "broken"),
+        ("/compare?run=dead&run=garbage", "corrupt"),
         ("/run/%3Cscript%3Ealert(1)%3C%2Fscript%3E", "there is no run '<script>alert(1)</script>'"),
     ],
 )
