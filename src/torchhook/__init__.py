@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from torchhook import rules as rules
     from torchhook.activations.harvest import harvest
     from torchhook.activations.store import Activations
-    from torchhook.captures.capture import capture, overhead, trace
+    from torchhook.captures.capture import capture
     from torchhook.captures.feature_extractor import FeatureExtractor
     from torchhook.captures.hook_list import HookInfo, detach, hooks
     from torchhook.captures.hook_manager import HookManager
+    from torchhook.captures.overhead import overhead
     from torchhook.captures.record import Record, Ring
     from torchhook.captures.result import Calls, Capture
     from torchhook.captures.store import Store
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
         get_layerwise_parameter_count,
         model_summary,
     )
+    from torchhook.captures.trace import trace
     from torchhook.compare.diff.result import Difference
     from torchhook.compare.diff.verb import diff
     from torchhook.core.edit import Edit
@@ -153,13 +155,13 @@ _NAMES = {
     "measure": "stats.measure",
     "model_summary": "captures.summary",
     "of_type": "core.selection",
-    "overhead": "captures.capture",
+    "overhead": "captures.overhead",
     "regex": "core.selection",
     "sample": "core.tap",
     "select": "core.selection",
     "skip": "edits.edit_model",
     "sweep": "edits.sweep",
-    "trace": "captures.capture",
+    "trace": "captures.trace",
 }
 
 _PACKAGES = ("compare", "dashboard", "distributed", "edits", "explain", "origins", "plot", "prune", "render", "rules")

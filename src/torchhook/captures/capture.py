@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,11 +17,6 @@ from torchhook.core.sink import Sink
 from torchhook.core.site import Port
 from torchhook.core.tap import Tap, require_count
 from torchhook.core.transfer import free_memory
-from torchhook.core.trees import Arguments
-
-if TYPE_CHECKING:
-    from torchhook.captures.overhead import Overhead
-    from torchhook.captures.trace import Trace
 
 
 def capture(
@@ -105,44 +100,6 @@ def capture(
     taps = [Tap(where, sink, port, transform=transform, group=group) for port in ports]
     session = Session(model, taps, scope=scope, stop=stop, recomputed=recomputed, full=full, on_silent=on_silent)
     return Capture(session, ring, ports)
-
-
-def trace(model: nn.Module, *queries: Query, file: TextIO | None = None, quiet: bool = False) -> Trace:
-    """Print a line for each call of the selected modules (none: every leaf) inside the block.
-
-    A line has the path, the class, the shapes of input and output, the dtype and the time on the host.
-    The newest 100,000 are in ``.calls``; `quiet` leaves it at that, `file` prints elsewhere than to stdout.
-
-    >>> import torch
-    >>> from torchhook import trace
-    >>> model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
-    >>> with trace(model, quiet=True) as calls:
-    ...     _ = model(torch.ones(2, 4))
-    >>> [(call.path, call.kind, call.input, call.output) for call in calls.calls]
-    [('0', 'Linear', '2×4', '2×3'), ('1', 'ReLU', '2×3', '2×3')]
-    """
-    from torchhook.captures.trace import Trace
-
-    return Trace(model, queries, file, quiet)
-
-
-def overhead(model: nn.Module, x: Any, *queries: Query, runs: int = 30, **options: Any) -> Overhead:
-    """What capturing costs on this model and input, against the plain forward in the same run.
-
-    `x` is the input, a tuple of positional arguments or a dict of keyword arguments; `queries` and `options`
-    are those of `capture`.
-
-    >>> import torch
-    >>> from torchhook import overhead
-    >>> overhead(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), torch.ones(2, 4), runs=3)  # doctest: +ELLIPSIS
-    plain ... ms, hooked ... ms: ...× (median of 3)
-    """
-    from torchhook.captures.overhead import compared
-
-    require_module(model)
-    args, kwargs = Arguments.of(x)
-    options = {"on_silent": "ignore", **options}
-    return compared(model, lambda: model(*args, **kwargs), lambda: capture(model, *queries, **options), runs)
 
 
 def _ports(**flags: bool) -> list[Port]:

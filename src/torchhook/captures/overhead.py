@@ -11,8 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from torchhook.captures.capture import capture
 from torchhook.core.model_state import state_kept
+from torchhook.core.selection import Query, require_module
 from torchhook.core.tap import require_count
+from torchhook.core.trees import Arguments
 
 
 class Overhead(NamedTuple):
@@ -29,6 +32,23 @@ class Overhead(NamedTuple):
 
     def __repr__(self) -> str:
         return f"plain {self.plain:.3f} ms, hooked {self.hooked:.3f} ms: {self.ratio:.2f}× (median of {self.runs})"
+
+
+def overhead(model: nn.Module, x: Any, *queries: Query, runs: int = 30, **options: Any) -> Overhead:
+    """What capturing costs on this model and input, against the plain forward in the same run.
+
+    `x` is the input, a tuple of positional arguments or a dict of keyword arguments; `queries` and `options`
+    are those of `capture`.
+
+    >>> import torch
+    >>> from torchhook import overhead
+    >>> overhead(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), torch.ones(2, 4), runs=3)  # doctest: +ELLIPSIS
+    plain ... ms, hooked ... ms: ...× (median of 3)
+    """
+    require_module(model)
+    args, kwargs = Arguments.of(x)
+    options = {"on_silent": "ignore", **options}
+    return compared(model, lambda: model(*args, **kwargs), lambda: capture(model, *queries, **options), runs)
 
 
 def compared(

@@ -19,6 +19,23 @@ from torchhook.core.trees import leaves
 _MOST = 100_000  # calls that are kept
 
 
+def trace(model: nn.Module, *queries: Query, file: TextIO | None = None, quiet: bool = False) -> Trace:
+    """Print a line for each call of the selected modules (none: every leaf) inside the block.
+
+    A line has the path, the class, the shapes of input and output, the dtype and the time on the host.
+    The newest 100,000 are in ``.calls``; `quiet` leaves it at that, `file` prints elsewhere than to stdout.
+
+    >>> import torch
+    >>> from torchhook import trace
+    >>> model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
+    >>> with trace(model, quiet=True) as calls:
+    ...     _ = model(torch.ones(2, 4))
+    >>> [(call.path, call.kind, call.input, call.output) for call in calls.calls]
+    [('0', 'Linear', '2×4', '2×3'), ('1', 'ReLU', '2×3', '2×3')]
+    """
+    return Trace(model, queries, file, quiet)
+
+
 class TracedCall(NamedTuple):
     """One call of one module. The time is the host's: an accelerator may still be at work."""
 
