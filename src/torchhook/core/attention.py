@@ -23,8 +23,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchhook.core.event import recomputing
 from torchhook.core.snapshot import lazily_copied
-from torchhook.stats.attention import UNSEEN
 
+UNSEEN = -1e4  # logits below belong to keys that are masked: some models write the lowest number, not -inf
 _PRODUCTS = frozenset(("matmul", "__matmul__", "__rmatmul__", "bmm", "einsum"))
 Shape = tuple[int, int, int, int]
 Copy = Callable[[Tensor], Tensor]

@@ -7,9 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchhook.core.attention import UNSEEN
 from torchhook.stats.stat import Stat
-
-UNSEEN = -1e4  # smaller logits belong to masked keys: some models write a very low number instead of -inf
 
 
 class Focus(NamedTuple):
