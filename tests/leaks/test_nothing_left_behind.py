@@ -12,7 +12,7 @@ from torch import nn
 from specimens import hooks_of
 from torchhook import FeatureExtractor, HookManager, Record, Ring, SelectionError, Session, Tap, capture, measure, trace
 from torchhook.core import marks
-from torchhook.core.passes import sessions_here
+from torchhook.core.scope import sessions_here
 
 
 class Fails(nn.Module):

@@ -31,7 +31,7 @@ from torchhook import (
     capture,
     measure,
 )
-from torchhook.core.passes import sessions_here
+from torchhook.core.scope import sessions_here
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

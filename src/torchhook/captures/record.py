@@ -19,7 +19,7 @@ from torchhook.captures.store import Entry, Store
 from torchhook.core.errors import BudgetError
 from torchhook.core.event import Event, copied
 from torchhook.core.page import Keep, OutsidePage, Page
-from torchhook.core.passes import Scope
+from torchhook.core.scope import Scope
 from torchhook.core.shards import whole
 from torchhook.core.sink import Sink
 from torchhook.core.site import Site
@@ -236,7 +236,7 @@ class Record(Sink):
             raise ValueError("copy='reference' keeps the tensor itself: leave out transform=")
         if not self.plain or site.port != "output" or tap.transform is not None:
             return None
-        return Keep(scope.keep(self.store), self.store.site_number(site), newest=self.store.max_passes == 1)
+        return Keep(scope.page_position(self.store), self.store.site_number(site), newest=self.store.max_passes == 1)
 
     def expect(self, event: Event) -> Any:
         """Keep the place of a gradient, in execution order."""

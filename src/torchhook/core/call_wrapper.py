@@ -23,7 +23,8 @@ from torchhook.core.compiled import fresh, tracing
 from torchhook.core.edit import latest_refusal
 from torchhook.core.errors import SessionError, TapError, TorchhookError
 from torchhook.core.hooks.registration import Removable, Sentinel, armed, on_call
-from torchhook.core.passes import Scope, StopForward, is_transformed
+from torchhook.core.passes import StopForward
+from torchhook.core.scope import Scope
 from torchhook.core.text import warn
 from torchhook.core.torch_internals import (
     CALL_SLOT,
@@ -37,6 +38,7 @@ from torchhook.core.torch_internals import (
     is_compiled_call,
     is_jit_tracing,
     is_replica,
+    is_transformed,
     traced_call,
 )
 from torchhook.core.trees import leaves
@@ -76,7 +78,7 @@ class CallWrapper:
         model, call = self._called(sys._getframe(1))
         if model is None:
             return call(*args, **kwargs)
-        begun = [scope for scope in self.scopes if scope.begin(model, args)]
+        begun = [scope for scope in self.scopes if scope.begin_pass(model, args)]
         latest_refusal.clear()
         try:
             if begun and is_transformed():
@@ -86,8 +88,8 @@ class CallWrapper:
             return None if any(scope.has_stopped() for scope in begun) else result
         except StopForward as stop:
             for scope in begun:
-                scope.cut |= scope.token is not stop.token
-            if any(stop.token is scope.token for scope in begun):
+                scope.stopped_by_other |= scope.opener is not stop.session
+            if any(stop.session is scope.opener for scope in begun):
                 return None
             raise
         except Exception as error:
@@ -96,7 +98,7 @@ class CallWrapper:
             raise
         finally:
             for scope in begun:
-                scope.end()
+                scope.end_pass()
 
     def _called(self, frame: Any) -> tuple[nn.Module | None, Callable[..., Any]]:
         """The module that torch called, and its call. The module is None for a copy, which no session watches.
@@ -160,7 +162,7 @@ class PassHooks:
     """Follows the passes of a model by hooks, for a torch without the slot of ``Module.compile``."""
 
     def __init__(self, model: nn.Module, scope: Scope) -> None:
-        if scope.awaited:
+        if scope.stop_sites:
             raise SessionError("stop=True needs a private part of torch that this version lacks; see torchhook doctor")
         self.scope = scope
         self.begun = threading.local()
@@ -174,11 +176,11 @@ class PassHooks:
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if is_transformed():
             raise SessionError(_why_not_here())
-        self.begun.stack = [*getattr(self.begun, "stack", ()), self.scope.begin(module, args)]
+        self.begun.stack = [*getattr(self.begun, "stack", ()), self.scope.begin_pass(module, args)]
 
     def _after(self, *_: Any) -> None:
         if getattr(self.begun, "stack", None) and self.begun.stack.pop():
-            self.scope.end()
+            self.scope.end_pass()
 
 
 class CompiledPart:

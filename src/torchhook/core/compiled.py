@@ -38,14 +38,14 @@ _NO_ORDER = (
 class ObserveStep:
     """Observers of one place, as a step of a compiled graph: their acts, and those that want the gradients there."""
 
-    __slots__ = ("acts", "address", "catches", "graded", "point")
+    __slots__ = ("acts", "address", "catches", "point", "wants_gradients")
 
     def __init__(self, point: Point, number: int, acts: list[Act], catches: list[Act]) -> None:
         self.point = point
         self.address = point.scope.key, point.index, number  # by which the graph knows it
         self.acts = acts
         self.catches = catches
-        self.graded = bool(catches)
+        self.wants_gradients = bool(catches)  # a constant for the compiler
 
     def traced(self, value: Any) -> Any:
         """Put the op into the graph that is being made; the value that continues."""
@@ -54,7 +54,7 @@ class ObserveStep:
         tensors: list[Tensor] = []
         text = tensors_in(value, tensors)
         ticket = torch.ops.torchhook.see(text, tensors, *self.address)
-        if not self.graded:
+        if not self.wants_gradients:
             return value
         for number, (address, tensor) in enumerate(list(leaves(value))):
             if tensor.requires_grad:
@@ -65,9 +65,9 @@ class ObserveStep:
         """What the op does at run time; the number of the ticket by which gradients find their way back."""
         value = rebuilt(text, tensors)
         point = self.point
-        pass_ = point.scope.under_way()
+        pass_ = point.scope.pass_here()
         is_first = self.address[2] == 0  # the first observer of a place counts its calls
-        call = pass_.count(point.index) if is_first else pass_.counts[point.index] - 1
+        call = pass_.next_call(point.index) if is_first else pass_.call_counts[point.index] - 1
         point.fired = True
         ticket: int = point.guarded(self._act, pass_, call, value)
         return ticket

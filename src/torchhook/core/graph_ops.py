@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchhook.core.event import copied
-from torchhook.core.passes import scopes
+from torchhook.core.scope import scopes
 from torchhook.core.torch_internals import keep_in_order
 
 _ops = torch.library.Library("torchhook", "DEF")
@@ -24,7 +24,7 @@ def _keep(tensor: Tensor, scope: int, index: int) -> Tensor:
     if known is not None and known.alive:
         hook: Any = known.points[index].hook
         hook.point.fired = True
-        known.under_way().pages[0].put(hook.site, None, copied(tensor))
+        known.pass_here().pages[0].put(hook.site, None, copied(tensor))
     return _NOTHING
 
 
@@ -45,18 +45,18 @@ def _see_gradient(gradient: Tensor, ticket: Tensor, leaf: int) -> Tensor:
     return _NOTHING
 
 
-def _begin(near: Tensor, key: int, graded: bool) -> Tensor:
+def _begin(near: Tensor, key: int, grad_enabled: bool) -> Tensor:
     scope = scopes.get(key)
     if scope is not None and scope.alive:
-        with torch.set_grad_enabled(graded):  # inside an op it is off
-            scope.begin_in_graph()
+        with torch.set_grad_enabled(grad_enabled):  # inside an op it is off
+            scope.begin_pass_in_graph()
     return _NOTHING
 
 
 def _end(near: Tensor, key: int) -> Tensor:
     scope = scopes.get(key)
     if scope is not None:
-        scope.end_in_graph()
+        scope.end_pass_in_graph()
     return _NOTHING
 
 
@@ -80,7 +80,7 @@ _define("keep(Tensor tensor, int scope, int index)", _keep)
 _define("see(str text, Tensor[] tensors, int scope, int index, int number)", _see)
 _define("see_gradient(Tensor gradient, Tensor ticket, int leaf)", _see_gradient)
 # These need no tensor, but inductor has to know the device of the kernels that they stand between.
-_define("begin(Tensor near, int key, bool graded)", _begin)
+_define("begin(Tensor near, int key, bool grad_enabled)", _begin)
 _define("end(Tensor near, int key)", _end)
 
 # A compiler cannot trace a generator, and need not trace a pure function of a seed.

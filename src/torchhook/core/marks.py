@@ -102,7 +102,7 @@ class Marks:
             raise SelectionError(f"nothing {selector.label} came in any pass; the marks that came: {seen}")
 
     def __call__(self, value: Any, name: str, module: nn.Module) -> Any:
-        pass_ = self.scope.route(module)
+        pass_ = self.scope.pass_of_call(module)
         owner = self.owners.get(id(module))
         if pass_ is None or owner is None:
             return value
@@ -111,7 +111,7 @@ class Marks:
         act = self.acts[path]
         if act is None:
             return value
-        continued = point.guarded(act, pass_, pass_.count(point.index), value, (value,))
+        continued = point.guarded(act, pass_, pass_.next_call(point.index), value, (value,))
         return value if continued is None else continued
 
     def _point(self, path: str, owner: str, name: str, module: nn.Module) -> Point:

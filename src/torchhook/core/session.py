@@ -20,7 +20,7 @@ from torchhook.core.errors import SelectionError, SessionError
 from torchhook.core.fastpaths import Detours
 from torchhook.core.hooks.point import Point, install, on_parameter
 from torchhook.core.marks import Marks
-from torchhook.core.passes import Scope, Switch
+from torchhook.core.scope import Scope, ScopeOptions, Switch
 from torchhook.core.selection import Selector, along, find, plain, require_module, spellings, unwrapped, walk
 from torchhook.core.shards import agree_on_the_whole, is_sharded, shards_of_gathered
 from torchhook.core.silent import OnSilent, complaint, refusal, silences
@@ -118,9 +118,13 @@ class Session:
         if self.state != "new":
             raise SessionError(f"this session is {self.state} already; make a new one")
         self.state = "attached"
-        self.scope = Scope(self._shared, self.recomputed, self.when)
-        self.scope.full = self.full
-        self.scope.humble = self.on_fault is not None
+        options = ScopeOptions(
+            shared=self._shared,
+            recomputed=self.recomputed,
+            full=self.full,
+            skips_transforms=self.on_fault is not None,
+        )
+        self.scope = Scope(options, self.when)
         self.reference = weakref.ref(self)  # for what must not keep it alive
         self._marks = Marks(self)
         self._detours = Detours()

@@ -104,14 +104,14 @@ def _reason(session: Session, site: Site, point: Point) -> str:
     if "grad" in site.port:
         return "no gradient came there: no backward ran inside the scope, or none flows through it"
     if scope.last is None:
-        if scope.missed:
-            return f"it ran only {scope.missed}"
+        if scope.why_unseen:
+            return f"it ran only {scope.why_unseen}"
         return f"the model did not run inside the scope, or its .forward() was called instead of it{_or_compiled()}"
     if isinstance(module, nn.Module) and type(module).forward is nn.Module.forward:
         return "it only holds other modules and is never called itself; select what is in it"
-    if scope.missed:
-        return f"it ran only {scope.missed}, or not at all"
-    if scope.cut:
+    if scope.why_unseen:
+        return f"it ran only {scope.why_unseen}, or not at all"
+    if scope.stopped_by_other:
         return (
             "another session's stop= ended the forward first; leave that stop= out, or, if both are at the same place,"
             " open this session before that one"

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torchhook.core.errors import TapError
 from torchhook.core.event import Event, copied, recomputing
 from torchhook.core.page import Keep, Keeper
-from torchhook.core.passes import Pass, Scope
+from torchhook.core.passes import Pass
+from torchhook.core.scope import Scope
 from torchhook.core.site import GRADIENT_PORTS, Site
 from torchhook.core.trees import Address, Arguments, mapped
 
@@ -96,7 +97,7 @@ def observing(sink: Sink, tap: Tap, site: Site, module: nn.Module, scope: Scope)
     if shortcut is not None:
         return shortcut
     keeper = sink.keeper
-    position = None if keeper is None else scope.keep(keeper)
+    position = None if keeper is None else scope.page_position(keeper)
     transform = None if tap.transform is None else tap.transformed
     is_lazy, receive = sink.lazy, sink.receive
 

@@ -17,7 +17,8 @@ from torch import nn
 from torchhook.core.edit import Edit, Editing, GradientEditing
 from torchhook.core.errors import TapError
 from torchhook.core.event import Event
-from torchhook.core.passes import Pass, Scope
+from torchhook.core.passes import Pass
+from torchhook.core.scope import Scope
 from torchhook.core.selection import Query, Selector
 from torchhook.core.sink import Act, Observer, Sink, observing
 from torchhook.core.site import GRADIENT_PORTS, PORTS, Port, Site

@@ -301,6 +301,13 @@ is_transformed_tensor: Callable[[Tensor], bool] = _of_torch(
 is_jit_tracing: Callable[[], bool] = _of_torch(
     "torch._C._is_tracing", getattr(torch.jit, "is_tracing", bool), "torch.jit.is_tracing is asked"
 )
+
+
+def is_transformed() -> bool:
+    """Whether tensors mean nothing outside now: inside torch.func, torch.export or torch.jit.trace."""
+    return transform_level() is not None or torch.compiler.is_exporting() or is_jit_tracing()
+
+
 if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode
 

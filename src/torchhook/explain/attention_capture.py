@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchhook.core.attention import Attending, Logits
 from torchhook.core.errors import BudgetError, SilentError
 from torchhook.core.event import Event
-from torchhook.core.passes import Scope
+from torchhook.core.scope import Scope
 from torchhook.core.selection import Query, Selector, queries_of, require_module, select, walk
 from torchhook.core.session import Session
 from torchhook.core.sink import Sink

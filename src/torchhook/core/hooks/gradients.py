@@ -115,7 +115,7 @@ def catching(catches: list[Act], point: Point) -> Act:
         receives = received(catches, pass_, call, value, args)
         if not receives:
             return None
-        if pass_.graded and not torch.is_grad_enabled():
+        if pass_.grad_enabled and not torch.is_grad_enabled():
             point.awaited.put(value, receives)
         return hooked(value, receives, point)
 

@@ -12,7 +12,8 @@ from torchhook.core.compiled import followed, leave_keeping, received, tracing
 from torchhook.core.hooks.gradients import InputViews
 from torchhook.core.hooks.registration import inert_copy
 from torchhook.core.page import Keep, Newest
-from torchhook.core.passes import Pass, Scope
+from torchhook.core.passes import Pass
+from torchhook.core.scope import Scope
 from torchhook.core.sink import Act
 from torchhook.core.site import Port
 from torchhook.core.snapshot import snapshot
@@ -53,7 +54,7 @@ class ActHook(Hook):
         """The pass that this call belongs to, None if it is not the session's to see."""
         scope = self.scope
         if scope.current is None or _thread() != scope.home:
-            return scope.route(module)
+            return scope.pass_of_call(module)
         return scope.current
 
 
@@ -72,7 +73,7 @@ class OutputHook(ActHook):
         if pass_ is None:
             return self.point.repeated(output)
         self.point.fired = True
-        return self.point.guarded(self.act, pass_, pass_.count(self.index), output, args)
+        return self.point.guarded(self.act, pass_, pass_.next_call(self.index), output, args)
 
 
 class KeepHook(Newest, Hook):
@@ -97,13 +98,13 @@ class KeepHook(Newest, Hook):
         scope = self.scope
         pass_ = scope.current
         if pass_ is None or _thread() != scope.home:
-            pass_ = scope.route(module)
+            pass_ = scope.pass_of_call(module)
             if pass_ is not None:
                 self.point.fired = True
                 pass_.pages[0].put(self.site, None, snapshot(output))
             return
         try:
-            value = lazy_clone(tensor_data(output) if pass_.graded else output)
+            value = lazy_clone(tensor_data(output) if pass_.grad_enabled else output)
         except (TypeError, RuntimeError):  # a container, or a tensor without copy on write
             value = snapshot(output)
         if self.number == pass_.number:  # called before in this pass
@@ -111,7 +112,7 @@ class KeepHook(Newest, Hook):
         else:
             self.number = pass_.number
             self.value = value
-            pass_.list_entry(self)
+            pass_.keep_newest(self)
 
 
 class InputHook(ActHook):
@@ -135,7 +136,7 @@ class InputHook(ActHook):
         if pass_ is None:
             return self.point.repeated_input(Arguments(args, kwargs))
         self.point.fired = True
-        call = pass_.count(self.index)
+        call = pass_.next_call(self.index)
         begun = self.point.guarded(self.begin, pass_, call, Arguments(args, kwargs), args)
         if begun is None:  # a tap failed, which must not disturb the call
             return None
@@ -149,7 +150,7 @@ class InputHook(ActHook):
         receives = received(self.catches, pass_, call, value, args)
         if not receives:
             return Begun(value, None, changed is not None)
-        if pass_.graded and not torch.is_grad_enabled():
+        if pass_.grad_enabled and not torch.is_grad_enabled():
             self.point.input_awaited.put(value, receives)
         views = InputViews(value, receives)
         return Begun(views.arguments, views, True)
@@ -195,10 +196,10 @@ class ParamGradHook(ActHook):
     def __call__(self, parameter: Tensor) -> None:
         if not self.scope.when.active:
             return
-        pass_ = self.scope.route_backward()
+        pass_ = self.scope.pass_of_backward()
         if pass_ is not None and parameter.grad is not None:
-            self.point.graded = True
-            changed = self.point.guarded(self.act, pass_, pass_.count(self.index), parameter.grad, ())
+            self.point.saw_gradient = True
+            changed = self.point.guarded(self.act, pass_, pass_.next_call(self.index), parameter.grad, ())
             if changed is not None:
                 parameter.grad = changed
 

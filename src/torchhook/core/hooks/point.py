@@ -46,7 +46,7 @@ class Defaults:
     observers: tuple[ObserveStep, ...] = ()
     steps: Mapping[str, tuple[GraphStep, ...]] = {}
     fired = False  # unless the hook itself knows
-    graded = False  # whether a gradient came
+    saw_gradient = False
     awaited: Awaited
     input_awaited: Awaited
 
@@ -59,12 +59,12 @@ class Point(Defaults):
     def __init__(self, session: Session, path: str, target: nn.Module | nn.Parameter, stops: bool) -> None:
         self.session = session.reference
         self.scope = session.scope
-        self.index = self.scope.add(self)
+        self.index = self.scope.add_point(self)
         self.path = path
         self.target = target
         self.stops = stops
         if stops:
-            self.scope.awaited += 1
+            self.scope.stop_sites += 1
         # Tuples, since they are the least to make.
         self.bound: tuple[Bound, ...] = ()
         self.handles: tuple[Removable, ...] = ()
@@ -91,7 +91,7 @@ class Point(Defaults):
     def close(self) -> None:
         """Nothing is bound here any more."""
         self.remove()
-        self.scope.awaited -= self.stops
+        self.scope.stop_sites -= self.stops
         self.stops = False
 
     def install(self) -> None:
@@ -109,7 +109,7 @@ class Point(Defaults):
             hook = self.hook = KeepHook(self, act)
         else:
             hook = self.hook = self._installed_before(target)
-        if self.scope.full:  # seen before others' hooks, which may hand on a part of it alone
+        if self.scope.options.full:  # seen before others' hooks, which may hand on a part of it alone
             self.handles += (target.register_forward_hook(hook, prepend=True),)
         else:
             self.handles += (target.register_forward_hook(hook),)
@@ -135,7 +135,7 @@ class Point(Defaults):
         if catches:
             acts.append(catching(catches, self))
         if self.stops:
-            acts.append(_stopping(self.scope.token))
+            acts.append(_stopping(self.scope.opener))
         return chained(acts)
 
     def guarded(self, action: Callable[..., Any], *args: Any) -> Any:
@@ -155,7 +155,7 @@ class Point(Defaults):
 
     def receive(self, receives: list[Receive], number: int, address: Address, gradient: Tensor) -> Tensor | None:
         """A gradient came; the one that continues, if somebody changed it."""
-        self.graded = True
+        self.saw_gradient = True
         changed = None
         for receive in receives:
             continued = self.guarded(receive, number, address, gradient)
@@ -189,11 +189,11 @@ class Point(Defaults):
     def silent(self) -> list[Site]:
         """What is bound here and saw nothing."""
         fired = self.fired
-        if not fired or not self.graded:
+        if not fired or not self.saw_gradient:
             inside = [step for name in self.steps if name in traced_names for step in self.steps[name]]
             fired = fired or any(isinstance(step, EditStep) for step in inside)
-            self.graded = self.graded or any(isinstance(step, GradientEditStep) for step in inside)
-        seen = {"grad_input": self.graded, "grad_output": self.graded, "param_grad": self.graded}
+            self.saw_gradient = self.saw_gradient or any(isinstance(step, GradientEditStep) for step in inside)
+        seen = {"grad_input": self.saw_gradient, "grad_output": self.saw_gradient, "param_grad": self.saw_gradient}
         return [site for _, site, _ in self.bound if not seen.get(site.port, fired)]
 
     def observer(self, number: int) -> ObserveStep:
@@ -307,13 +307,13 @@ def _on_parameter(act: Act, parameter: Callable[[], Tensor]) -> Act:
     return see
 
 
-def _stopping(token: object) -> Act:
+def _stopping(session: object) -> Act:
     """The act that ends the pass once every site was seen."""
 
     def stop(pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> None:
         if call == 0 and not pass_.outside:
-            pass_.waiting -= 1
-            if not pass_.waiting:
-                raise StopForward(token)
+            pass_.stop_sites_left -= 1
+            if not pass_.stop_sites_left:
+                raise StopForward(session)
 
     return stop
