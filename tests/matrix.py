@@ -1,4 +1,4 @@
-"""Writes docs/hard_places.md from what the tests that are marked with ``matrix`` showed.
+"""Writes docs/hard_places.md from the results of the tests that are marked with ``matrix``.
 
 python -m pytest -m matrix --matrix=docs/matrix/cpu.json      # in each environment
 python tests/matrix.py docs/matrix/*.json > docs/hard_places.md
@@ -12,26 +12,26 @@ from pathlib import Path
 
 HEAD = """# Hard places
 
-Where hooks usually fail: each works, or refuses with the reason and the remedy. Every line is proven by a test. A
-column is one run of them (– : not run there); the last one has the number of the test in
-[the list below](#the-tests). `make matrix` writes this page anew.
+These are the places where hooks usually fail. Each works, or is refused with the reason and the remedy, and a test
+proves every line. Each column is one environment in which the tests ran (– means not run there); the last column has
+the number of the test in [the list below](#the-tests). `make matrix` regenerates this page.
 
-Some things to know beside the table:
+Also good to know:
 
 - Inside a compiled graph a tap is an op that runs in order and is never optimised away; edits are traced like the model
-  itself. Graphs with taps are not taken from the compiler's cache on disk: attaching compiles.
-- A model called inside a compiled function has no passes of its own, unless it was armed with `torchhook.arm(model)`
-  before: then the newest call of each site is what `keep=1` keeps.
-- What was compiled with CUDA graphs (`mode="reduce-overhead"`) is compiled without them while taps are there.
+  itself. Graphs with taps are not loaded from the compiler's cache on disk: attaching taps compiles the model.
+- A model that is called inside a compiled function has no passes of its own, and `keep=1` keeps the newest call of each
+  site, unless `torchhook.arm(model)` was called before compiling.
+- What was compiled with CUDA graphs (`mode="reduce-overhead"`) runs without them while taps are attached.
   `static=True` is for graphs that you capture yourself.
-- With checkpointing and an edit, run the backward inside the block: it computes the forward again.
-- That no gradient reaches a place is an answer, not a miss: it is listed in `.silent` and warned of, not raised.
+- With checkpointing and an edit, run the backward inside the block, since it repeats the forward.
+- A missing gradient is an answer, not a miss: it is listed in `.silent` with a warning, and does not raise.
 
 """
 
 
 def page(results: list[dict]) -> str:
-    """The page as Markdown: a line a claim, a column an environment; the tests have long names, and a list below."""
+    """The page as Markdown: one line per claim, one column per environment, and the names of the tests in a list."""
     environments = [result["environment"] for result in results]
     claims: dict[tuple[str, str], str] = {}
     for result in results:

@@ -39,7 +39,7 @@ def test_a_torchscript_model_refuses_with_the_reason():
     model = torch.jit.load(str(shipped("silero_vad", "data/silero_vad.jit")))
     for queries in ([], ["_model"], [nn.Module]):
         with pytest.raises(
-            SessionError, match="is a RecursiveScriptModule, which takes no hooks.*hook the module that"
+            SessionError, match="is a RecursiveScriptModule, inside which torch.jit runs no hooks.*hook the module that"
         ):
             capture(model, *queries).attach()
     net = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))

@@ -388,7 +388,7 @@ def test_refusals_say_what_to_do(models, x):
         cka(a, b, [x], "early")
     with pytest.raises(ValueError, match=r"sites_b needs a second model"):
         cka(a, None, [x], sites_b="early")
-    with pytest.raises(TypeError, match=r"loader must give batches.*put the batch you have into a list"):
+    with pytest.raises(TypeError, match=r"loader must be an iterable of batches.*put a single batch into a list"):
         cka(a, b, x)
     with pytest.raises(ValueError, match=r"loader has no samples"):
         cka(a, b, [])

@@ -392,7 +392,7 @@ def test_no_more_samples_than_wanted_other_dtypes_and_buffers():
 
 def test_what_is_refused():
     model, x = nn.Linear(3, 2), torch.randn(8, 3)
-    with pytest.raises(TypeError, match="members must give batches"):
+    with pytest.raises(TypeError, match="members must be an iterable of batches"):
         leakage(model, x, [x])
     with pytest.raises(ValueError, match="members has 2 samples, but at least 5 are needed"):
         leakage(model, [(x[:2], torch.zeros(2).long())], [(x, torch.zeros(8).long())])

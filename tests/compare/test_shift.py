@@ -163,7 +163,7 @@ def test_refusals_say_what_to_do():
         shift(model, [DIGITS], [DIGITS[:3]], "0")
     with pytest.raises(ValueError, match=r"source has 0 samples"):
         shift(model, [], [DIGITS], "0")
-    with pytest.raises(TypeError, match=r"source must give batches"):
+    with pytest.raises(TypeError, match=r"source must be an iterable of batches"):
         shift(model, DIGITS, [DIGITS], "0")
     with pytest.raises(ValueError, match=r"'0' has values that are not finite for source"):
         shift(model, [DIGITS / 0], [DIGITS], "0")

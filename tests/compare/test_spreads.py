@@ -172,7 +172,7 @@ def test_what_is_refused():
         models({"a": model}, x)
     with pytest.raises(ValueError, match="train_loader has no samples"):
         datasets(model, [], [x])
-    with pytest.raises(TypeError, match="test_loader must give batches"):
+    with pytest.raises(TypeError, match="test_loader must be an iterable of batches"):
         datasets(model, [x], x)
     with pytest.raises(SelectionError, match="sites: "):
         inputs(model, x, x, "conv")

@@ -64,12 +64,13 @@ def test_a_mark_that_never_came_raises_at_the_end_of_the_scope():
     net = Net()
     with (
         pytest.raises(
-            SelectionError, match="nothing marked 'prre' came in any pass; the marks that came: ':end', 'blocks.0:post'"
+            SelectionError,
+            match="no value marked 'prre' was seen in any pass; .*: ':end', 'blocks.0:post'",
         ),
         capture(net, marked("prre")),
     ):
         net(torch.ones(1, 4))
-    with pytest.raises(SelectionError, match="calls torchhook.mark nowhere"):
+    with pytest.raises(SelectionError, match="no forward called torchhook.mark"):
         with capture(nn.Sequential(nn.ReLU()), marked("x")) as acts:
             acts._session.model(torch.ones(1))
     with pytest.raises(ZeroDivisionError), capture(net, marked("prre")):

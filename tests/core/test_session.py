@@ -176,7 +176,7 @@ def test_bad_input_names_the_argument_and_leaves_nothing():
         (ValueError, "to='nonsense'", lambda: capture(model, to="nonsense")),
         (SelectionError, "has parameters", lambda: capture(model, nn.ReLU, params=True).attach()),
         (SessionError, "attach", lambda: capture(model)["0"]),
-        (TypeError, "a key is", lambda: Ring()[3]),
+        (TypeError, "a key must be", lambda: Ring()[3]),
         (ValueError, "scope", lambda: Session(model, scope="process")),
         (SelectionError, "nearest: '0'", lambda: Session(model, [Tap("1", print), Tap("9", print)]).attach()),
         (TypeError, "action", lambda: Tap("0", 3)),
@@ -213,14 +213,14 @@ def test_a_closed_session_says_so():
     with pytest.raises(SessionError, match="new session"):
         session.add(Tap("0", print))
     session.attach()
-    with pytest.raises(SessionError, match="attached already"):
+    with pytest.raises(SessionError, match="already attached"):
         session.attach()
     session.detach()
-    with pytest.raises(SessionError, match="detached session; attach a new one"):
+    with pytest.raises(SessionError, match="detached session; attach a session first"):
         session.add(Tap("0", print))
-    with pytest.raises(SessionError, match="detached already; make a new one"):
+    with pytest.raises(SessionError, match="already detached; make a new one"):
         session.attach()
-    with pytest.raises(SessionError, match="not attached by this session"):
+    with pytest.raises(SessionError, match="has not attached this tap"):
         session.remove(Tap("0", print))
 
 

@@ -253,7 +253,7 @@ def test_inputs_by_position_and_by_keyword():
         assert acts["inner"].input[0].shape == (2,)
         with edit(net, {("inner", "input"): change}):
             assert net(x).tolist() == expected
-    with pytest.raises(TapError, match=r"input of 'inner'.*all arguments.*tensors at 0, 1, 'scale'"):
+    with pytest.raises(TapError, match=r"input of 'inner'.*the arguments.*tensors at 0, 1, 'scale'"):
         with edit(net, {("inner", "input"): edits.zero}):
             net(x)
 
@@ -302,7 +302,7 @@ def test_a_gradient_of_an_overwritten_view_is_not_edited_silently():
             return y
 
     net = Net()
-    with pytest.raises(TapError, match="cannot be edited.*overwrote"):
+    with pytest.raises(TapError, match="cannot edit the gradient.*overwrote"):
         with edit(net, {("view", "grad_output"): edits.zero}):
             net(torch.ones(1, 3)).sum().backward()
 

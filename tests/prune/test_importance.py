@@ -216,7 +216,7 @@ def test_what_is_refused(net):
         importance(net, [(x, y)], by="magnitude")
     with pytest.raises(ValueError, match="loader has no batches"):
         importance(net, [])
-    with pytest.raises(TypeError, match="loader must give batches"):
+    with pytest.raises(TypeError, match="loader must be an iterable of batches"):
         importance(net, x)
     with pytest.raises(ValueError, match="cannot guess a loss: .*; pass loss="):
         importance(net, [x])

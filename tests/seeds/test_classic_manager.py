@@ -257,7 +257,7 @@ def test_bad_arguments_name_themselves_and_leave_nothing():
     with pytest.raises(TypeError, match="key"):
         manager.remove(3)
     manager.add("0")
-    with pytest.raises(ValueError, match="'0' exists"):
+    with pytest.raises(ValueError, match="'0' already exists"):
         manager.add("0")
     del manager
     assert hooks_of(model) == before

@@ -1,1 +1,1 @@
-"""Keep what flowed: captures, traces, the classic hook manager, the list of hooks."""
+"""Keep the values that flow through a model: captures, traces, the classic hook manager, the list of hooks."""

@@ -1,4 +1,4 @@
-"""The verbs: each opens an object and hands it over."""
+"""`capture`: record the values at some places of a model."""
 
 from __future__ import annotations
 
@@ -40,31 +40,31 @@ def capture(
     on_silent: OnSilent | None = None,
     group: str | None = None,
 ) -> Capture:
-    """Record what flows at the places that `queries` select (none: every leaf), as it flowed.
+    """Record the values at the places that `queries` select (no query: every leaf), as they flowed.
 
     Args:
-        inputs, outputs, grads, params: What to record of a selected module: what it is called with, what it
-            returns, the gradient of that, its parameters (by their own paths; with `grads`, theirs too).
-        keep: Hold every call of the newest `keep` passes, a pass being one forward of `model`. None holds
-            all, within `max_bytes`, which is then half of the free memory unless given.
-        transform: Called with each value before it is stored; what it returns is stored.
-        to, dtype: Where and as what to store. To the CPU, values travel while the device goes on.
-        copy: ``"lazy"`` copies on write, ``"clone"`` at once, ``"reference"`` never, and raises on reading
-            what was overwritten since. Copy on write knows of every write through torch; where another
-            library writes to the same memory (a numpy view of a tensor), use ``"clone"``. Objects other
-            than tensors and their containers, such as a cache of keys and values, are kept as they are.
-        max_bytes: The most to hold; the value that would exceed it raises `BudgetError`.
+        inputs, outputs, grads, params: What to record of a selected module: its arguments, its output, the
+            gradient of its output, its parameters (by their own paths; with `grads`, their gradients, too).
+        keep: Keep every call of the newest `keep` passes. A pass is one forward of `model`. None keeps all
+            passes within `max_bytes`, whose default is then half of the free memory.
+        transform: Called with each value; its result is stored instead of the value.
+        to, dtype: The device and dtype to store. Copying to the CPU does not make the device wait.
+        copy: ``"lazy"`` copies on write, ``"clone"`` copies immediately, ``"reference"`` never copies, and
+            raises on reading if the value was overwritten since. Copy on write notices every write through
+            torch; if another library writes to the same memory (a NumPy view of a tensor), use ``"clone"``.
+            Objects other than tensors and their containers, such as a key-value cache, are kept as they are.
+        max_bytes: The most to keep; the value that would exceed it raises `BudgetError`.
         stop: End the forward, which then returns None, once every selected site was seen.
-        scope: ``"thread"`` sees the passes of the thread and context that attach; ``"all"`` everybody's, as
-            do taps inside a compiled graph.
-        recomputed: Keep what a checkpoint computes again in the backward, too (``.recomputed`` tells which).
-        full: Of a sharded tensor keep the whole, which all ranks gather together: every rank has to capture.
+        scope: ``"thread"`` sees the passes of the thread and context that attach; ``"all"`` sees those of all
+            threads, as taps inside a compiled graph always do.
+        recomputed: Also keep the calls that a checkpoint repeats in the backward (``.recomputed`` says which).
+        full: Keep sharded tensors as a whole. All ranks gather them together, so every rank has to capture.
             Otherwise the local shard is kept.
-        static: Write into buffers that stay where they are, which a CUDA graph fills when it is replayed.
+        static: Write into fixed buffers, which a CUDA graph fills when it is replayed.
         on_silent: What to do about sites that saw nothing: ``"raise"``, ``"warn"`` or ``"ignore"``. None
-            raises for a site named by its path and for a query none of whose sites fired, and warns of others
-            (and of gradients that never came). All of them are in ``.silent``, with the likely reasons.
-        group: A label, for `torchhook.hooks` and `torchhook.detach`.
+            raises for a site named by its path and for a query none of whose sites fired, and warns about others
+            (and about gradients that never came). ``.silent`` has all of them, with the likely reasons.
+        group: A label for `torchhook.hooks` and `torchhook.detach`.
 
     >>> import torch
     >>> from torchhook import capture
@@ -81,7 +81,7 @@ def capture(
     if not isinstance(stop, bool):
         raise TypeError(f"stop must be True or False, not {stop!r}")
     if stop and grads:
-        raise ValueError("stop=True ends the forward, so there is no backward to take grads from; drop one")
+        raise ValueError("stop=True ends the forward, so there is no backward for grads=True; leave one of them out")
     if keep is not None:
         require_count(keep, "keep")
     elif max_bytes is None:
@@ -90,7 +90,9 @@ def capture(
     sink: Sink
     if static:
         if (keep, transform, to, dtype, copy, params, full) != (1, None, None, None, "lazy", False, False):
-            raise ValueError("static=True fills buffers: leave out keep, transform, to, dtype, copy, params and full")
+            raise ValueError(
+                "static=True writes into fixed buffers; leave out keep, transform, to, dtype, copy, params and full"
+            )
         from torchhook.captures.static_record import StaticRecord
 
         sink = StaticRecord(ring)
@@ -115,12 +117,12 @@ def _ports(**flags: bool) -> list[Port]:
     }
     ports = [port for port, want in wanted.items() if want]
     if not ports:
-        raise ValueError("nothing to capture: one of inputs, outputs, grads and params must be True")
+        raise ValueError("nothing to capture: set at least one of inputs, outputs, grads and params to True")
     return ports
 
 
 def _home(model: nn.Module, to: torch.device | str | None) -> torch.device:
-    """Where what is captured will lie."""
+    """The device on which captured values will be."""
     if to is not None:
         return torch.device(to)
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

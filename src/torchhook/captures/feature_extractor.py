@@ -1,4 +1,4 @@
-"""A model cut down to the features of some of its layers, as a module that returns them."""
+"""A module that runs a model and returns the features of some of its layers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from torchhook.core.trees import mapped
 
 
 class FeatureExtractor(nn.Module):
-    """A module that runs `model` and returns a dict of the outputs of `layers`, in their graph.
+    """A module that runs `model` and returns a dict of the outputs of `layers`, with their autograd graph.
 
-    With `stop` the forward ends once all layers were seen. A layer called several times gives a
-    list; note that `stop` may end before its later calls.
+    With `stop` the forward ends once all layers were seen. For a layer that is called several times the dict has a
+    list; note that `stop` may end the forward before its later calls.
 
     >>> import torch
     >>> backbone = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1))
@@ -36,12 +36,12 @@ class FeatureExtractor(nn.Module):
         self.layers = list(layers)
         if not self.layers:
             raise ValueError("layers is empty; name at least one layer of the model")
-        select(model, *self.layers)  # a wrong name shows now, not at the first forward
+        select(model, *self.layers)  # a wrong name raises now, not at the first forward
         self.model = model
         self.stop = stop
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Run the model; the features by path, in execution order."""
+        """Run the model; returns the features by path, in execution order."""
         seen: dict[str, list[Any]] = {}
 
         def keep(event: Event) -> None:
@@ -57,7 +57,7 @@ class FeatureExtractor(nn.Module):
 
 
 class Feature:
-    """A tensor as it was: itself, as long as nobody overwrites it, so that later features depend on it."""
+    """An output as it was: the tensor itself unless it was overwritten, so that later features depend on it."""
 
     __slots__ = ("copy", "live", "version")
 
@@ -67,5 +67,5 @@ class Feature:
         self.version = None if live.is_inference() else version_of(live)
 
     def get(self) -> Tensor:
-        """The tensor, or, if it was overwritten since, the copy that was not."""
+        """The tensor, or a copy of its value then if it was overwritten since."""
         return self.live if self.version is not None and version_of(self.live) == self.version else self.copy

@@ -1,4 +1,4 @@
-"""Which hooks a model carries, whose they are, and taking ours away by group."""
+"""List the hooks on a model with their owners, and remove torchhook's by group."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torchhook.core.torch_internals import (
 
 
 class HookInfo(NamedTuple):
-    """One hook on a model: where, at which port, whose, and in which group if it is ours."""
+    """One hook on a model: its path, port and owner, and its group if it is torchhook's."""
 
     path: str
     port: str
@@ -42,7 +42,7 @@ _FOREIGN = {
 
 
 def hooks(model: nn.Module) -> list[HookInfo]:
-    """Every hook on `model` and its submodules, torchhook's and others', in the order they are called.
+    """Every hook on `model` and its submodules, torchhook's and others', in calling order.
 
     >>> from torchhook import capture
     >>> model = nn.Sequential(nn.ReLU())
@@ -67,9 +67,9 @@ def hooks(model: nn.Module) -> list[HookInfo]:
 
 
 def detach(model: nn.Module, group: str | None = None) -> int:
-    """Take torchhook's taps off `model`, those of `group` or all; others' hooks are never touched.
+    """Remove torchhook's taps from `model`, those of `group` or all. Other libraries' hooks are never touched.
 
-    Returns how many taps went.
+    Returns the number of taps that were removed.
 
     >>> from torchhook import capture
     >>> model = nn.Sequential(nn.ReLU())
@@ -110,13 +110,13 @@ def _all_hooks(model: nn.Module) -> Iterator[tuple[str, Any, str]]:
 
 
 def _marks_of(model: nn.Module) -> list[Marks]:
-    """Who listens for the marks of `model` or of a part of it."""
+    """The listeners for marks of `model` or of a part of it."""
     modules = {id(module) for module in model.modules()}
     return [marks for marks in listening() if (session := marks.session()) and id(session.model) in modules]
 
 
 def _owner(thing: Any) -> str:
-    """The full name of a function, or of the class of an object; ours are known by their public names."""
+    """The full name of a function, or of an object's class; torchhook's own by their public names."""
     named = thing if hasattr(thing, "__qualname__") else type(thing)
     package = "torchhook" if named.__module__.startswith("torchhook.") else named.__module__
     return f"{package}.{named.__qualname__}"

@@ -1,4 +1,4 @@
-"""The classic front door: `HookManager`, a handful of forward hooks and lists of what they saw."""
+"""The classic interface: `HookManager`, forward hooks on some layers with lists of the features they saw."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _RULE = "-" * 80
 class HookManager:
     """Hooks on some layers of a model, each with a list of the features it saw, newest last.
 
-    `max_size` is how many features a layer keeps; -1 keeps all. Features are plain tensors on the CPU,
-    as they flowed. The hooks go when the manager does.
+    `max_size` is how many features are kept per layer; -1 keeps all. Features are plain tensors on the CPU,
+    as they flowed. The hooks are removed when the manager is deleted.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(4, 2), nn.ReLU(inplace=True))
@@ -42,9 +42,9 @@ class HookManager:
     def __init__(self, model: nn.Module, max_size: int = -1) -> None:
         require_module(model)
         if isinstance(max_size, bool) or not isinstance(max_size, int):
-            raise TypeError(f"max_size must be an integer, not {max_size!r}; -1 keeps everything")
+            raise TypeError(f"max_size must be an integer, not {max_size!r}; -1 keeps all features")
         if max_size < -1:
-            raise ValueError(f"max_size cannot be less than -1, which keeps everything; got {max_size}")
+            raise ValueError(f"max_size must be at least -1, which keeps all features, not {max_size}")
         self.model = model
         self.max_size = max_size
         self.hooks: dict[str, Handle] = {}
@@ -59,10 +59,10 @@ class HookManager:
         custom_hook: CustomHook | None = None,
         output_transform: OutputTransform | None = None,
     ) -> Handle:
-        """Hook the layer called `layer_name`, or `layer` itself under the key `layer_name`.
+        """Hook the layer called `layer_name`, or the module `layer`, whose key is then `layer_name`.
 
-        `custom_hook(module, input, output)` returns what is stored, or None for nothing; otherwise
-        `output_transform(output)` does.
+        `custom_hook(module, input, output)` returns the tensor to store, or None to store nothing. Without it,
+        `output_transform(output)` returns the tensor to store.
         """
         _require(layer_name, str, "layer_name")
         _require(layer, nn.Module, "layer")
@@ -72,7 +72,7 @@ class HookManager:
         path = self._path_of(layer_name, layer)
         key = layer_name if layer_name is not None else self._new_key(type(layer).__name__)
         if key in self.hooks:
-            raise ValueError(f"a hook for key {key!r} exists; remove it first, or give another layer_name")
+            raise ValueError(f"a hook with key {key!r} already exists; remove it first, or pass another layer_name")
         features: list[Tensor] = []
         tap = Tap(path, Features(key, features, self.max_size, custom_hook, output_transform))
         if self._session.state == "detached":  # by torchhook.detach
@@ -85,7 +85,7 @@ class HookManager:
     add = register_forward_hook
 
     def get_features(self, key: str) -> list[Tensor]:
-        """The features under `key`, oldest first; the list stays current. Empty if it did not fire."""
+        """The features of `key`, oldest first, as a list that is kept up to date; empty if it did not fire."""
         self._require_key(key)
         return self.features[key]
 
@@ -100,23 +100,23 @@ class HookManager:
         return list(self.hooks)
 
     def remove(self, key: str) -> None:
-        """Take the hook of `key` away, and its features."""
+        """Remove the hook of `key` and its features."""
         self._require_key(key)
         self.hooks.pop(key).remove()
         del self.features[key]
 
     def clear_hooks(self) -> None:
-        """Take all hooks away, and all features."""
+        """Remove all hooks and features."""
         for key in self.get_keys():
             self.remove(key)
 
     def clear_features(self) -> None:
-        """Forget the features; the hooks stay."""
+        """Remove the features; the hooks stay."""
         for features in self.features.values():
             features.clear()
 
     def summary(self) -> None:
-        """Print what is hooked and what was captured."""
+        """Print the hooked layers and the captured features."""
         print(self)
 
     def __repr__(self) -> str:
@@ -140,7 +140,7 @@ class HookManager:
 
     def _path_of(self, name: str | None, layer: nn.Module | None) -> str:
         if layer is None and name is None:
-            raise ValueError("either layer_name or layer must be given")
+            raise ValueError("pass layer_name or layer")
         if layer is None:
             try:
                 self.model.get_submodule(str(name))
@@ -167,18 +167,18 @@ class HookManager:
         if not isinstance(key, str):
             raise TypeError(f"key must be a string, not {key!r}")
         if key not in self.hooks:
-            raise ValueError(f"no hook registered with key {key!r}; there are {', '.join(self.hooks) or 'none'}")
+            raise ValueError(f"no hook registered with key {key!r}; the keys are: {', '.join(self.hooks) or 'none'}")
 
 
 class Handle:
-    """Takes one hook of a manager away."""
+    """Removes one hook of a manager."""
 
     def __init__(self, session: Session, tap: Tap) -> None:
         self._session = weakref.ref(session)
         self._tap = tap
 
     def remove(self) -> None:
-        """Take the hook away; once is enough, twice is harmless."""
+        """Remove the hook; a second call does nothing."""
         session = self._session()
         if session is not None and self._tap in session.taps:
             session.remove(self._tap)
@@ -191,7 +191,7 @@ class Handle:
 
 
 class Features(Sink):
-    """Appends what one layer returns to a list, and keeps that short."""
+    """Appends the output of one layer to a list, and drops the oldest above `max_size`."""
 
     lazy = True
 
@@ -210,12 +210,12 @@ class Features(Sink):
         self.output_transform = output_transform
 
     def receive(self, event: Event) -> None:
-        """Keep what is wanted of one call."""
+        """Store the feature of one call."""
         module, args, output = event.module, event.args, event.value if event.in_graph else event.live
         if self.custom_hook is not None:
             if isinstance(args, Unknown):
                 raise TapError(
-                    f"custom_hook of {self.key!r} needs the layer's input, which a compiled graph does not hand out;"
+                    f"custom_hook of {self.key!r} needs the layer's input, which is not available in a compiled graph;"
                     " use output_transform, or torchhook.capture(model, ..., inputs=True)"
                 )
             feature = self._custom(self.custom_hook(module, args, output))
@@ -230,7 +230,7 @@ class Features(Sink):
         if result is None:
             return None
         if not isinstance(result, Tensor):
-            self._warn(f"custom_hook returned a {type(result).__name__}, not a Tensor or None; it is not stored")
+            self._warn(f"custom_hook returned a {type(result).__name__}, which is not stored; return a Tensor or None")
             return None
         return lazily_copied(result)
 
@@ -239,15 +239,15 @@ class Features(Sink):
             return None
         if self.output_transform is not None:
             return self.output_transform(lazily_copied(output))
-        return frozen(output).cpu()  # waits for the device, for the sake of plain tensors in plain lists
+        return frozen(output).cpu()  # waits for the device, so that the list has plain tensors
 
     def _first(self, output: Any) -> Tensor | None:
         if isinstance(output, Tensor):
             return output
         if isinstance(output, (list, tuple)) and output and isinstance(output[0], Tensor):
-            self._warn("the output is a sequence; its first element is stored (custom_hook can choose)")
+            self._warn("the output is a sequence; its first element is stored (use custom_hook to choose)")
             return output[0]
-        self._warn(f"the output is a {type(output).__name__}; nothing is stored (custom_hook can choose)")
+        self._warn(f"the output is a {type(output).__name__}; nothing is stored (use custom_hook to choose)")
         return None
 
     def _warn(self, what: str) -> None:

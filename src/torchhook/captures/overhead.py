@@ -1,4 +1,4 @@
-"""What hooks cost on this model: the same forward with and without, turn about."""
+"""`overhead`: what hooks cost on a model, measured by running the same forward with and without them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchhook.core.trees import Arguments
 
 
 class Overhead(NamedTuple):
-    """Milliseconds of one forward, the median of `runs`, without hooks and with."""
+    """Milliseconds per forward without and with hooks, each the median of `runs`."""
 
     plain: float
     hooked: float
@@ -27,7 +27,7 @@ class Overhead(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """How many times the plain forward the hooked one takes."""
+        """How many times longer the hooked forward takes."""
         return self.hooked / self.plain
 
     def __repr__(self) -> str:
@@ -35,10 +35,11 @@ class Overhead(NamedTuple):
 
 
 def overhead(model: nn.Module, x: Any, *queries: Query, runs: int = 30, **options: Any) -> Overhead:
-    """What capturing costs on this model and input, against the plain forward in the same run.
+    """What capturing costs on this model and input, compared with the plain forward.
 
     `x` is the input, a tuple of positional arguments or a dict of keyword arguments; `queries` and `options`
-    are those of `capture`.
+    are those of `capture`. The two forwards alternate, so that a change of the machine affects both. Buffers (a
+    BatchNorm counts its batches) and random states are restored afterwards.
 
     >>> import torch
     >>> from torchhook import overhead
@@ -46,21 +47,11 @@ def overhead(model: nn.Module, x: Any, *queries: Query, runs: int = 30, **option
     plain ... ms, hooked ... ms: ...× (median of 3)
     """
     require_module(model)
+    require_count(runs, "runs")
     args, kwargs = Arguments.of(x)
     options = {"on_silent": "ignore", **options}
-    return compared(model, lambda: model(*args, **kwargs), lambda: capture(model, *queries, **options), runs)
-
-
-def compared(
-    model: nn.Module, forward: Callable[[], Any], hooked: Callable[[], AbstractContextManager[Any]], runs: int
-) -> Overhead:
-    """Time a `forward` of `model` bare and inside `hooked()`, in turn, so that a change of the machine hits both.
-
-    Buffers (a BatchNorm counts its batches) and random states are afterwards as before.
-    """
-    require_count(runs, "runs")
     with state_kept(model):
-        return _timed(forward, hooked, runs)
+        return _timed(lambda: model(*args, **kwargs), lambda: capture(model, *queries, **options), runs)
 
 
 def _timed(forward: Callable[[], Any], hooked: Callable[[], AbstractContextManager[Any]], runs: int) -> Overhead:

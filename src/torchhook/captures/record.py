@@ -1,7 +1,7 @@
-"""Recording into memory, bounded: `Record` is the sink, `Ring` the store it writes to.
+"""Recording into memory within limits: `Record` is the sink, `Ring` the store that it writes to.
 
-A ring has a page for each pass, and on it an entry for each recorded value, in execution order.
-Beginning a page drops those that are too old, before the new pass needs the room.
+A ring has a page for each pass, with an entry for each recorded value in execution order. Beginning a page drops those
+that are too old, before the new pass needs the memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from torchhook.captures.store import Entry, Store
+from torchhook.captures.store import Store, StoredValue
 from torchhook.core.errors import BudgetError
 from torchhook.core.event import Event, copied
 from torchhook.core.page import Keep, OutsidePage, Page
@@ -35,9 +35,9 @@ Copy = Literal["lazy", "reference", "clone"]
 class Ring(Store):
     """A bounded store in memory: a mapping of site to the recorded values, oldest first.
 
-    It keeps the newest `max_passes` passes and the newest `max_entries` values; the oldest make
-    room. `max_bytes` never evicts: the value that would exceed it raises `BudgetError` instead. With
-    no cap at all, the budget is half of the memory that is free.
+    It keeps the newest `max_passes` passes and the newest `max_entries` values, and drops older ones. `max_bytes`
+    never drops anything: the value that would exceed it raises `BudgetError`. Without any of the three,
+    `max_bytes` is half of the free memory.
 
     >>> from torch import nn
     >>> from torchhook import Record, Ring, Session, Tap
@@ -63,42 +63,42 @@ class Ring(Store):
         self.max_bytes = max_bytes
         self._pages: deque[Page] = deque()
         self._sites: dict[Site, int] = {}
-        self._passes = 0  # pages that are not outside
-        self._count = 0  # entries, where `put` puts them
-        self._at_most = 0  # bytes kept, an upper bound
-        self._lock = threading.RLock()  # for threads that share a session
+        self._passes = 0  # pages of passes, without those of calls outside
+        self._count = 0  # entries that `put` has added
+        self._at_most = 0  # an upper bound of the bytes that are kept
+        self._lock = threading.RLock()  # threads may share a session
 
-    def entries(self) -> Iterator[Entry]:
-        """All that is kept, in execution order, each value with its address."""
+    def entries(self) -> Iterator[StoredValue]:
+        """Everything that is kept, in execution order, each value with its address."""
         sites = list(self._sites)
         for page in list(self._pages):
             for site, call, value in page.entries():
-                yield Entry(page.number, sites[site], call, value, page.recomputed)
+                yield StoredValue(page.number, sites[site], call, value, page.recomputed)
 
     def clear(self) -> None:
-        """Forget all that is kept."""
+        """Drop everything that is kept."""
         with self._lock:
             self._count = 0
             for page in self._pages:
                 page.clear()
 
     def page(self, number: int, outside: bool) -> Page:
-        """Begin the page of a pass, or of the calls outside after it, and drop those now too old."""
+        """Begin the page of a pass, or of the calls outside after it, and drop pages that are now too old."""
         limit = self.max_passes
-        if limit is None:  # nothing makes room but what is put: an empty page need not be known
+        if limit is None:  # a new page drops nothing, so it is listed only once it has an entry
             return Page(number, outside, listed=False)
         page = OutsidePage(number, limit) if outside else Page(number, outside, listed=True)
         self._pages.append(page)
         if not outside:
             self._passes += 1
-            while self._passes > limit:  # calls outside go with the pass before them
+            while self._passes > limit:  # calls outside are dropped with the pass before them
                 old = self._pages.popleft()
                 self._passes -= not old.outside
                 self._count -= len(old)
         return page
 
     def takes_anything(self) -> bool:
-        """Only passes make room here."""
+        """Whether the number of passes is the only limit."""
         return self.max_passes is not None and self.max_bytes is None and self.max_entries is None
 
     def site_number(self, site: Site) -> int:
@@ -106,7 +106,7 @@ class Ring(Store):
         return self._sites.setdefault(site, len(self._sites))
 
     def put(self, page: Page, site: int, call: int, value: Any) -> None:
-        """Keep `value`, within the caps."""
+        """Keep `value`, within the limits."""
         with self._lock:
             self.require_room(site, value)
             if not page.listed:
@@ -120,13 +120,13 @@ class Ring(Store):
                 self._drop_oldest()
 
     def require_room(self, site: int, value: Any) -> None:
-        """Raise `BudgetError` unless `value` can be kept beside what is there."""
+        """Raise `BudgetError` if keeping `value` would exceed ``max_bytes``."""
         if self.max_bytes is None:
             return
         size = weight(value)
         with self._lock:
             if self._at_most + size > self.max_bytes:
-                self._at_most = self.nbytes  # what was evicted since had not been taken off
+                self._at_most = self.nbytes  # exact: without what was dropped since
                 if self._at_most + size > self.max_bytes:
                     raise self._budget_error(site, size)
             self._at_most += size
@@ -144,23 +144,23 @@ class Ring(Store):
         for entry in self.entries():
             by_site[entry.site] = by_site.get(entry.site, 0) + weight(entry.value)
         largest = sorted(by_site.items(), key=lambda item: -item[1])[:3]
-        taken = "; ".join(f"{in_units(held)} by the {place}" for place, held in largest) or "by nothing yet"
+        used = "; ".join(f"{in_units(held)} by the {place}" for place, held in largest) or "nothing yet"
         return BudgetError(
             f"keeping {in_units(size)} more for the {list(self._sites)[site]} would exceed"
-            f" max_bytes={self.max_bytes} ({in_units(self._at_most)} are taken: {taken}); select fewer sites,"
+            f" max_bytes={self.max_bytes} ({in_units(self._at_most)} in use: {used}); select fewer sites,"
             " keep fewer passes, shrink values with transform= or dtype=, or raise max_bytes"
         )
 
 
 class Gradients(Held):
-    """The gradients of one recorded value, leaf by leaf as they come; None where none came."""
+    """The gradients of one recorded value, filled in leaf by leaf; None where no gradient came."""
 
     __slots__ = ("__weakref__", "finish", "found", "shape")
 
     def __init__(self, value: Any, finish: Callable[[Any], Any] | None = None) -> None:
         self.found: list[Any] = []
         self.shape = mapped(self._slot, value, others=False)
-        self.finish = finish  # a transform of the whole, which is there only when it is read
+        self.finish = finish  # a transform of the whole value, which is complete only when it is read
 
     def _slot(self, _: Tensor) -> Slot:
         self.found.append(None)
@@ -175,7 +175,7 @@ class Gradients(Held):
 
 
 class Slot:
-    """Stands where a tensor was in the container."""
+    """The place of a tensor in a container."""
 
     __slots__ = ("number",)
 
@@ -184,12 +184,13 @@ class Slot:
 
 
 class Record(Sink):
-    """Writes the values at its sites into a store, each as it flowed.
+    """Writes the values at its sites into a store, as they flowed.
 
-    `copy` is ``"lazy"`` (copy on write), ``"clone"``, or ``"reference"``, which keeps the tensor itself
-    and raises on reading if it was overwritten since. `to` and `dtype` move and cast what is kept. Of a
-    sharded tensor the local shard is kept, or with `full` the whole.
+    `copy` is ``"lazy"`` (copy on write), ``"clone"``, or ``"reference"``, which keeps the tensor itself and raises
+    on reading if it was overwritten since. `to` and `dtype` are the device and dtype to store. Of a sharded tensor
+    the local shard is kept, or with `full` the whole tensor.
 
+    >>> from torch import nn
     >>> from torchhook import Record, Session, Tap
     >>> model, record = nn.Sequential(nn.ReLU()), Record(dtype=torch.float16)
     >>> with Session(model, [Tap("0", record)]):
@@ -216,7 +217,7 @@ class Record(Sink):
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype, not {dtype!r}")
         if copy == "reference" and (to is not None or dtype is not None):
-            raise ValueError("copy='reference' keeps the tensor itself: leave out to= and dtype=")
+            raise ValueError("copy='reference' keeps the tensor itself; leave out to= and dtype=")
         self.store: Store = Ring(max_passes=1) if store is None else store
         self.copy = copy
         self.full = full
@@ -231,19 +232,19 @@ class Record(Sink):
         return self.store
 
     def shortcut(self, tap: Tap, site: Site, scope: Scope) -> Keep | None:
-        """The act that keeps an output as it is, for a store whose only cap is the number of passes."""
+        """The act that keeps an output as it is, for a store whose only limit is the number of passes."""
         if self.copy == "reference" and tap.transform is not None:
-            raise ValueError("copy='reference' keeps the tensor itself: leave out transform=")
+            raise ValueError("copy='reference' keeps the tensor itself; leave out transform=")
         if not self.plain or site.port != "output" or tap.transform is not None:
             return None
         return Keep(scope.page_position(self.store), self.store.site_number(site), newest=self.store.max_passes == 1)
 
     def expect(self, event: Event) -> Any:
-        """Keep the place of a gradient, in execution order."""
+        """Reserve the place of a gradient, in execution order."""
         is_nested = not isinstance(event.live, Tensor)
         gradients = Gradients(event.live, event.transform if is_nested else None)
         self.store.put(event.page, self.store.site_number(event.site), event.call, gradients)
-        return weakref.ref(gradients)  # a graph that lives on must not keep evicted ones
+        return weakref.ref(gradients)  # an autograd graph that lives on must not keep dropped ones alive
 
     def receive(self, event: Event) -> None:
         """Keep one value, or one gradient in its place."""
@@ -259,7 +260,7 @@ class Record(Sink):
             gradients.found[event.leaf_number] = kept
 
     def _kept(self, event: Event, transformed: bool = True) -> Any:
-        """What is stored of a live value."""
+        """What to store of the event's value."""
         live = Arguments(event.args, event.kwargs) if event.site.port == "input" else event.live
         if self.copy == "reference":
             return Alias(event.value if event.in_graph else live, event.site)
@@ -276,17 +277,17 @@ class Record(Sink):
     def _copier(self, site: Site) -> Callable[[Tensor], Tensor]:
         if self.full:
             return whole
-        # The memory of a parameter must not move, as a copy on write would make it do at the next write: captured
-        # graphs and other processes may point to it.
+        # After a copy on write, the next write to a parameter would move its memory, but CUDA graphs and other
+        # processes may point to it.
         return cloned if self.copy == "clone" or site.port in ("param", "param_grad") else frozen
 
 
 def _compact(tensor: Tensor) -> Tensor:
-    """A small view must not keep the memory of what it was taken from."""
+    """`tensor`, copied if it is a view of a larger one, whose memory it must not keep alive."""
     tensor = tensor.detach()
     try:
         is_small = tensor.untyped_storage().nbytes() > tensor.nbytes
-    except RuntimeError:  # sparse and the like have no storage
+    except RuntimeError:  # sparse tensors, for example, have no storage
         return tensor
     return tensor.clone() if is_small else tensor
 
@@ -297,4 +298,4 @@ def _device(to: Any) -> torch.device | None:
     try:
         return torch.empty(0, device=to).device
     except (RuntimeError, TypeError, AssertionError) as error:
-        raise ValueError(f"to={to!r} is no device that this machine has: {error}") from error
+        raise ValueError(f"to={to!r} is not a device of this machine: {error}") from error

@@ -1,4 +1,4 @@
-"""What `capture` gives back: a mapping from path to what was recorded there, in execution order."""
+"""The result of `capture`: a mapping from path to the recorded calls, in execution order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
-from torchhook.captures.store import Entry, Store
+from torchhook.captures.store import Store, StoredValue
 from torchhook.core.errors import NotRecordedError, SessionError
 from torchhook.core.selection import nearest
 from torchhook.core.session import Session
@@ -25,10 +25,10 @@ class Calls:
         self.path = path
         self.module_class: type | None = None
         self._ports: list[Port] = []
-        self._entries: list[Entry] = []
+        self._entries: list[StoredValue] = []
 
     def under(self, path: str) -> Calls:
-        """The same by another name of a shared module."""
+        """The same calls under another name of a shared module."""
         twin = copy.copy(self)
         twin.path = path
         return twin
@@ -45,12 +45,12 @@ class Calls:
 
     @property
     def input(self) -> Any:
-        """What the latest call was given: its one positional argument, or the tuple of them."""
+        """The input of the latest call: its only positional argument, or the tuple of them."""
         return self._latest("input")
 
     @property
     def inputs(self) -> list[Any]:
-        """What every call of the kept passes was given."""
+        """The inputs of every call of the kept passes."""
         return self._all("input")
 
     @property
@@ -59,20 +59,20 @@ class Calls:
         self._latest("input")
         value = read(self._of("input")[-1].value)
         if not isinstance(value, Arguments):
-            raise NotRecordedError(f"of the input of {self.path!r} only what transform= made of it is kept")
+            raise NotRecordedError(f"the keywords of {self.path!r} are not kept, only the result of transform=")
         return value.kwargs
 
     @property
     def grad(self) -> Any:
-        """The gradient of `output`, None where none has come.
+        """The gradient of `output`, None where no gradient came.
 
-        It is that of the tensor: a module that returns its very input shares it with all who use that.
+        It is the gradient of the tensor: if a module returns its own input, that includes all other uses of the input.
         """
         return self._latest(self._grad_port)
 
     @property
     def grads(self) -> list[Any]:
-        """The gradients of `outputs`, one for each; of a parameter, what it had accumulated after each backward."""
+        """The gradients of `outputs`, one for each; of a parameter, its accumulated gradient after each backward."""
         return self._all(self._grad_port)
 
     @property
@@ -86,7 +86,7 @@ class Calls:
         return self._all("param")
 
     def newest(self, port: Port) -> list[Any]:
-        """What the newest kept pass has of `port`, call by call; of inputs all arguments."""
+        """The values at `port` in the newest kept pass, call by call; for inputs, all arguments."""
         self._require(port)
         entries = self._of(port)
         last = max((entry.pass_number for entry in entries), default=None)
@@ -94,7 +94,7 @@ class Calls:
 
     @property
     def recomputed(self) -> list[bool]:
-        """Of every call of the kept passes, whether a checkpoint computed it again."""
+        """For every call of the kept passes, whether a checkpoint repeated it."""
         return [entry.recomputed for entry in self._entries if entry.site.port == self._ports[0]]
 
     def __len__(self) -> int:
@@ -114,7 +114,7 @@ class Calls:
     def _is_parameter(self) -> bool:
         return "param" in self._ports or "param_grad" in self._ports
 
-    def _of(self, port: Port) -> list[Entry]:
+    def _of(self, port: Port) -> list[StoredValue]:
         return [entry for entry in self._entries if entry.site.port == port]
 
     def _all(self, port: Port) -> list[Any]:
@@ -128,8 +128,8 @@ class Calls:
             if port == "param_grad":
                 raise NotRecordedError(f"no gradient reached {self.path!r} inside the capture")
             raise NotRecordedError(
-                f"{self.path!r} was not called in the kept passes, so there is no {port} of it (a branch not"
-                " taken, .forward() called instead of the module, or no forward inside the capture yet)"
+                f"{self.path!r} was not called in the kept passes, so it has no {port} (its branch was not taken,"
+                " its .forward() was called directly, or the model has not run inside the capture yet)"
             )
         return entries[-1].read()
 
@@ -137,10 +137,12 @@ class Calls:
         if port in self._ports:
             return
         if self._is_parameter:
-            how = "pass grads=True to capture, and let it require one" if port == "param_grad" else "read its .param"
-            raise NotRecordedError(f"{self.path!r} is a parameter and has no {port} here: {how}")
+            remedy = (
+                "pass grads=True to capture, and set its requires_grad" if port == "param_grad" else "read its .param"
+            )
+            raise NotRecordedError(f"no {port} is recorded of the parameter {self.path!r}; {remedy}")
         option = {"input": "inputs", "output": "outputs", "param": "params"}.get(port, "grads")
-        raise NotRecordedError(f"the {port} of {self.path!r} was not asked for; pass {option}=True to capture")
+        raise NotRecordedError(f"the {port} of {self.path!r} was not recorded; pass {option}=True to capture")
 
     def _shape(self, port: Port) -> str:
         value = peek(self._of(port)[-1].value)
@@ -157,12 +159,12 @@ class Capture(Mapping[str, Calls]):
         self._final: dict[str, Calls] | None = None
 
     def attach(self) -> Capture:
-        """Begin to record. (``with`` does this.)"""
+        """Start recording. (``with`` does this.)"""
         self._session.attach()
         return self
 
     def detach(self) -> None:
-        """Take the hooks away; what was recorded stays. (The end of the ``with`` block does this.)"""
+        """Remove the hooks; recorded values stay. (The end of the ``with`` block does this.)"""
         self._session.detach()
 
     def __enter__(self) -> Capture:
@@ -180,17 +182,17 @@ class Capture(Mapping[str, Calls]):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all that is kept."""
+        """The size of everything that is kept, in bytes."""
         return self._store.nbytes
 
     @property
     def silent(self) -> dict[str, str]:
-        """The sites at which nothing was seen, by path, each with the likely reason; known at the end."""
+        """The sites that saw nothing, by path, each with the likely reason; known when the capture ends."""
         return {site.path: reason for site, reason in reversed(self._session.silent.items())}
 
     def __getitem__(self, path: str) -> Calls:
         if self._session.state == "new":
-            raise SessionError("nothing is captured yet: use it in a with block, or call attach()")
+            raise SessionError("nothing is captured yet; use it in a with block, or call attach()")
         calls = self._calls()
         name = self._session.aliases.get(path, path)
         if name not in calls:
@@ -212,7 +214,7 @@ class Capture(Mapping[str, Calls]):
         return f"<p>{html.escape(self._title())}</p>{html_table(_HEADER, self._rows())}"
 
     def _calls(self) -> dict[str, Calls]:
-        """What is kept, by path; put together once, after the end, when nothing is added any more."""
+        """The kept calls by path; cached once the capture has ended."""
         if self._final is not None:
             return self._final
         calls: dict[str, Calls] = {}
@@ -227,8 +229,8 @@ class Capture(Mapping[str, Calls]):
             self._final = calls
         return calls
 
-    def _in_order(self) -> list[Entry]:
-        """One entry a call: the output where that is recorded, else what is."""
+    def _in_order(self) -> list[StoredValue]:
+        """One entry per call: its output if that is recorded, otherwise another port."""
         kept = list(self._store.entries())
         for port in ("output", "input", "grad_output"):
             if port in self._ports:
@@ -240,7 +242,7 @@ class Capture(Mapping[str, Calls]):
         return f"Capture of {model}: {len(self)} sites, {in_units(self.nbytes)}, in execution order"
 
     def _rows(self) -> list[list[Any]]:
-        latest: dict[str, Entry] = {}
+        latest: dict[str, StoredValue] = {}
         calls: dict[str, int] = {}
         for entry in self._in_order():
             latest[entry.site.path] = entry

@@ -1,7 +1,7 @@
-"""Recording into buffers that stay where they are, so that a CUDA graph fills them when it is replayed.
+"""Recording into fixed buffers, which a CUDA graph fills when it is replayed.
 
-A replay runs no Python: what it must record has to be part of the graph. A copy into a buffer is, as long
-as the buffer was there before the graph was captured.
+A replay does not run Python, so recording has to be part of the graph. A copy into a buffer is, as long as the buffer
+existed before the graph was captured.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torchhook.core.trees import Arguments, leaves, mapped
 class StaticRecord(Sink):
     """Writes the values at its sites into buffers, one for every call of a pass, made in the first pass.
 
-    The store lists the buffers themselves: what is read from it changes with the next pass or replay.
+    The store holds the buffers themselves: the next pass or replay overwrites the values that were read from it.
     """
 
     lazy = True
@@ -38,7 +38,7 @@ class StaticRecord(Sink):
         return self.store
 
     def expect(self, event: Event) -> Gradients:
-        """Keep the place of a gradient, in execution order."""
+        """Reserve the place of a gradient, in execution order."""
         gradients = Gradients(event.live)
         self.store.put(event.page, self.store.site_number(event.site), event.call, gradients)
         return gradients
@@ -61,8 +61,8 @@ class StaticRecord(Sink):
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise TapError(
-                    f"static=True has no buffer for the {site} yet, and none can be made while a CUDA graph is being"
-                    " captured; run the model once, with the same shapes, before that"
+                    f"static=True has no buffer for the {site} yet, and cannot make one while a CUDA graph is being"
+                    " captured; run the model once with the same shapes before capturing the graph"
                 )
             buffer = self.buffers[site, call, leaf] = torch.empty_like(tensor, requires_grad=False)
         with torch.no_grad():

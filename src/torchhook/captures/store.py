@@ -1,4 +1,4 @@
-"""A store keeps what was recorded, bounded, and is read as a mapping of site to values."""
+"""A store keeps recorded values within limits, and is read as a mapping of site to values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchhook.core.text import in_units
 from torchhook.core.trees import Arguments
 
 
-class Entry(NamedTuple):
+class StoredValue(NamedTuple):
     """One recorded value with its address."""
 
     pass_number: int
@@ -26,31 +26,30 @@ class Entry(NamedTuple):
     recomputed: bool = False
 
     def read(self) -> Any:
-        """The value as the user sees it: there, still right, without a graph, and unwrapped."""
+        """The value as the user sees it: arrived, still valid, without a graph, and unwrapped."""
         value = read(self.value)
         if isinstance(value, Tensor):
             meaningful(value)
-            return value.detach() if value.requires_grad else value  # enable_grad inside of no_grad
+            return value.detach() if value.requires_grad else value  # it does after enable_grad inside no_grad
         return value.unwrapped() if isinstance(value, Arguments) else value
 
 
 class Store(Mapping[Any, list[Any]]):
     """A bounded mapping of site to the recorded values, oldest first.
 
-    A key is a `Site`, a path (meaning its output) or a pair of path and port. `Ring` is the store in
-    memory.
+    A key is a `Site`, a path (for its output) or a pair of path and port. `Ring` is the store in memory.
     """
 
     max_passes: int | None
     max_bytes: int | None
 
     @abstractmethod
-    def entries(self) -> Iterator[Entry]:
-        """All that is kept, in execution order, each value with its address."""
+    def entries(self) -> Iterator[StoredValue]:
+        """Everything that is kept, in execution order, each value with its address."""
 
     @abstractmethod
     def page(self, number: int, outside: bool) -> Page:
-        """Begin the page of a pass, or of the calls outside after it, and drop those now too old."""
+        """Begin the page of a pass, or of the calls outside after it, and drop pages that are now too old."""
 
     @abstractmethod
     def site_number(self, site: Site) -> int:
@@ -58,22 +57,22 @@ class Store(Mapping[Any, list[Any]]):
 
     @abstractmethod
     def put(self, page: Page, site: int, call: int, value: Any) -> None:
-        """Keep `value`, within the caps."""
+        """Keep `value`, within the limits."""
 
     @abstractmethod
     def require_room(self, site: int, value: Any) -> None:
-        """Raise `BudgetError` unless `value` can be kept beside what is there."""
+        """Raise `BudgetError` if keeping `value` would exceed ``max_bytes``."""
 
     @abstractmethod
     def takes_anything(self) -> bool:
-        """Whether values may be put onto a page directly, no cap being there to ask."""
+        """Whether values may be put onto a page directly, since there is no limit to check."""
 
-    __eq__ = object.__eq__  # two stores are two, also while both are empty
+    __eq__ = object.__eq__  # two stores are never equal, not even while both are empty
     __hash__ = object.__hash__
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all that is kept."""
+        """The size of everything that is kept, in bytes."""
         return sum(weight(entry.value) for entry in self.entries())
 
     def __getitem__(self, key: Any) -> list[Any]:
@@ -81,7 +80,7 @@ class Store(Mapping[Any, list[Any]]):
         values = [entry.read() for entry in self.entries() if entry.site == site]
         if not values:
             kept = ", ".join(map(str, list(self)[:5])) or "nothing"
-            raise NotRecordedError(f"no {site} is kept; there is: {kept}")
+            raise NotRecordedError(f"no {site} is kept; kept are: {kept}")
         return values
 
     def __iter__(self) -> Iterator[Site]:
@@ -100,4 +99,4 @@ def _site_of(key: Any) -> Site:
         return Site(key)
     if isinstance(key, tuple) and len(key) == 2:
         return Site(*key)
-    raise TypeError(f"a key is a Site, a path or a pair of path and port, not {key!r}")
+    raise TypeError(f"a key must be a Site, a path or a pair of path and port, not {key!r}")

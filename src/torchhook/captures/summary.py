@@ -1,4 +1,4 @@
-"""Counting a model's parameters, and saying so."""
+"""Count the parameters of a model, and print a summary."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torchhook.core.selection import require_module, walk
 
 
 def count_parameters(model: nn.Module, trainable_only: bool = False) -> int:
-    """How many numbers the parameters of `model` hold.
+    """The number of parameters of `model`.
 
     >>> count_parameters(nn.Linear(3, 2))
     8
@@ -18,7 +18,7 @@ def count_parameters(model: nn.Module, trainable_only: bool = False) -> int:
 
 
 def format_parameter_count(count: float, precision: int = 2) -> str:
-    """A count with the unit that fits it.
+    """A count with a fitting unit.
 
     >>> format_parameter_count(11_689_512)
     '11.69 M'
@@ -33,7 +33,7 @@ def format_parameter_count(count: float, precision: int = 2) -> str:
 def get_layerwise_parameter_count(
     model: nn.Module, max_depth: int = -1, trainable_only: bool = False
 ) -> dict[str, int]:
-    """How many numbers each layer's own parameters hold, by path; children have depth 0, -1 is no limit.
+    """The number of parameters of each layer's own, by path; children have depth 0, and -1 is no limit.
 
     >>> get_layerwise_parameter_count(nn.Sequential(nn.Linear(3, 2), nn.ReLU()))
     {'0': 8, '1': 0}
@@ -47,7 +47,7 @@ def get_layerwise_parameter_count(
 
 
 def model_summary(model: nn.Module, max_depth: int = -1, show_zero_params: bool = True) -> None:
-    """Print the parameters of `model`, in all and layer by layer.
+    """Print the number of parameters of `model`, in total and by layer.
 
     >>> model_summary(nn.Sequential(nn.Linear(3, 2)))  # doctest: +ELLIPSIS +NORMALIZE_WHITESPACE
     ================================================================================

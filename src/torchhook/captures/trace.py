@@ -1,4 +1,4 @@
-"""Verbose execution: what a model calls, in order, a line a call."""
+"""`trace`: what a model calls, in order, one line per call."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _MOST = 100_000  # calls that are kept
 
 
 def trace(model: nn.Module, *queries: Query, file: TextIO | None = None, quiet: bool = False) -> Trace:
-    """Print a line for each call of the selected modules (none: every leaf) inside the block.
+    """Print a line for each call of the selected modules (no query: every leaf) inside the block.
 
-    A line has the path, the class, the shapes of input and output, the dtype and the time on the host.
-    The newest 100,000 are in ``.calls``; `quiet` leaves it at that, `file` prints elsewhere than to stdout.
+    A line has the path, the class, the shapes of input and output, the dtype and the time on the host. It is
+    printed to `file`, by default to stdout, or with `quiet` not at all. ``.calls`` has the newest 100,000 calls.
 
     >>> import torch
     >>> from torchhook import trace
@@ -37,7 +37,7 @@ def trace(model: nn.Module, *queries: Query, file: TextIO | None = None, quiet: 
 
 
 class TracedCall(NamedTuple):
-    """One call of one module. The time is the host's: an accelerator may still be at work."""
+    """One call of one module. The time is measured on the host: an accelerator may still be running."""
 
     path: str
     kind: str
@@ -52,22 +52,22 @@ class Trace:
     """The calls of a model as they happen; see `torchhook.trace`."""
 
     def __init__(self, model: nn.Module, queries: tuple[Query, ...], file: TextIO | None, quiet: bool) -> None:
-        log = Log(file, quiet)  # apart from this object: hooks that held it would keep it alive
+        log = CallLog(file, quiet)  # a separate object: if hooks held this one, it would stay alive
         where = Selector.union(queries)
         self.calls = log.calls
         self._session = Session(
             model,
             [Tap(where, log.begin, "input"), Tap(where, log.end)],
-            on_silent=None if queries else "ignore",  # what ran is what it tells
+            on_silent=None if queries else "ignore",  # without queries, modules that did not run are no surprise
         )
 
     def attach(self) -> Trace:
-        """Begin to trace. (``with`` does this.)"""
+        """Start tracing. (``with`` does this.)"""
         self._session.attach()
         return self
 
     def detach(self) -> None:
-        """Take the hooks away; the calls stay. (The end of the ``with`` block does this.)"""
+        """Remove the hooks; the calls stay. (The end of the ``with`` block does this.)"""
         self._session.detach()
 
     def __enter__(self) -> Trace:
@@ -83,8 +83,8 @@ class Trace:
         return table(header, [[*call[:-1], f"{call.milliseconds:.3f}"] for call in self.calls])
 
 
-class Log:
-    """Pairs the beginnings and ends of calls, and prints them."""
+class CallLog:
+    """Matches the beginning and the end of each call, and prints it."""
 
     def __init__(self, file: TextIO | None, quiet: bool) -> None:
         self.file = file
@@ -95,13 +95,13 @@ class Log:
 
     def begin(self, event: Event) -> None:
         """A call begins."""
-        if event.pass_number != self.pass_number:  # calls that raised never end
+        if event.pass_number != self.pass_number:  # calls of an earlier pass that raised never end
             self.pass_number = event.pass_number
             self.under_way.clear()
         self.under_way[event.path, event.pass_number, event.call] = shape_of(event.live), time.perf_counter()
 
     def end(self, event: Event) -> None:
-        """It returned."""
+        """A call returned."""
         elapsed = time.perf_counter()
         shape, began = self.under_way.pop((event.path, event.pass_number, event.call))
         dtypes = dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for _, tensor in leaves(event.live))

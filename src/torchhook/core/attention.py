@@ -1,11 +1,11 @@
-"""Seeing attention wherever it is computed: the logits of every call, of as many queries at a time as one wants.
+"""Seeing attention wherever it is computed: the logits of every call, for any range of queries.
 
-Fused kernels never hand their weights out, so the logits are computed again from the queries, keys, masks and scale
-that were seen. What the model computes stays as it is.
+Fused kernels never return their weights, so the logits are computed again from the queries, keys, masks and scale. The
+results of the model do not change.
 
-A softmax is taken for attention if it is over the last of three dimensions or more, and what it gives is then
-multiplied with values of as many dimensions. So those of Swin's windows are, and those of a classifier, of the router
-of a mixture of experts, or of a distribution whose mean is taken are not.
+A softmax counts as attention if it is over the last of at least three dimensions, and its output is then multiplied
+with values of as many dimensions. That includes Swin's windows. It excludes classifiers, the router of a mixture of
+experts, and a distribution whose mean is taken.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from torchhook.core.event import recomputing
 from torchhook.core.snapshot import lazily_copied
 
-UNSEEN = -1e4  # logits below belong to keys that are masked: some models write the lowest number, not -inf
+UNSEEN = -1e4  # logits below this belong to masked keys: some models write the lowest number instead of -inf
 _PRODUCTS = frozenset(("matmul", "__matmul__", "__rmatmul__", "bmm", "einsum"))
 Shape = tuple[int, int, int, int]
 Copy = Callable[[Tensor], Tensor]
@@ -34,25 +34,25 @@ class Logits(ABC):
     """The logits of one attention: samples × heads × queries × keys."""
 
     shape: Shape
-    added: int = 0  # keys at the end that are of no position
+    added: int = 0  # keys at the end that do not belong to a position
     handed_out: bool = True  # whether the model computes the weights itself
 
     @abstractmethod
     def rows(self, first: int, last: int) -> Tensor:
-        """Those of some queries; -inf, or a very low number, for keys that these do not see."""
+        """The logits of queries `first` to `last`; -inf, or a very low number, for keys that they do not see."""
 
     @abstractmethod
     def seen(self, first: int, last: int) -> Tensor:
-        """Which keys these queries may look at; of a shape that fits the rows."""
+        """Which keys these queries may attend to, in a shape that broadcasts to `rows`."""
 
     @abstractmethod
     def kept(self, copy: Copy, of_mask: Copy) -> Logits:
-        """The same, of copies: one way for what is of this call alone, another for what several may have in common."""
+        """The same logits made of copies: `copy` for tensors of this call, `of_mask` for masks, which calls share."""
 
 
 @dataclass(frozen=True, eq=False)
 class Product(Logits):
-    """Queries times keys; of grouped queries several have the same keys. The queries are of all samples and heads.
+    """Queries times keys. With grouped queries, several heads share their keys; `query` has all samples and heads.
 
     >>> one = torch.ones(1, 1, 2, 4)
     >>> Product(one, one, scale=0.5, causal=True).rows(0, 2)
@@ -63,7 +63,7 @@ class Product(Logits):
     query: Tensor
     key: Tensor
     scale: float
-    masks: tuple[Tensor, ...] = ()  # booleans that are True for what is seen, or numbers that are added
+    masks: tuple[Tensor, ...] = ()  # booleans, True for keys that are seen, or numbers that are added
     causal: bool = False
     added: int = 0
     handed_out: bool = False
@@ -103,7 +103,7 @@ class Product(Logits):
 
 @dataclass(frozen=True, eq=False)
 class Given(Logits):
-    """What a softmax was given."""
+    """The input of a softmax."""
 
     logits: Tensor
     added: int = 0
@@ -117,17 +117,17 @@ class Given(Logits):
         return _wide(self.logits[..., first:last, :])
 
     def seen(self, first: int, last: int) -> Tensor:
-        return ~(self.logits[..., first:last, :] <= UNSEEN)  # so that a NaN is
+        return ~(self.logits[..., first:last, :] <= UNSEEN)  # a NaN counts as seen
 
     def kept(self, copy: Copy, of_mask: Copy) -> Logits:
         return Given(copy(self.logits), self.added)
 
 
 class Attending(TorchFunctionMode):
-    """While it is entered, gives `tell` the logits of every attention.
+    """Inside the ``with`` block, calls `tell` with the logits of every attention.
 
-    Those are of the tensors in the model, which may be overwritten: `tell` reads them at once. What a softmax is given
-    is copied on write before, since it may not be there any more once its weights are multiplied.
+    The logits refer to tensors of the model, which may be overwritten later, so `tell` must read them immediately. The
+    input of a softmax is copied (on write), since it may be gone by the time that the weights are multiplied.
 
     >>> seen = []
     >>> with Attending(lambda logits: seen.append(logits.shape)):
@@ -141,8 +141,8 @@ class Attending(TorchFunctionMode):
 
     def __init__(self, tell: Callable[[Logits], None]) -> None:
         self.tell = tell
-        self._given: Given | None = None  # to the softmax that is under way
-        self._open: Any = WeakTensorKeyDictionary()  # what came of a softmax → what it was given
+        self._given: Given | None = None  # the input of the softmax that is under way
+        self._open: Any = WeakTensorKeyDictionary()  # output of a softmax, or weights made from it → its input
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -159,7 +159,7 @@ class Attending(TorchFunctionMode):
         return result
 
     def look(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Tell of a call, if it is attention; of a softmax, which may be, keep what it is given."""
+        """Before a call: report it if it is attention; of a softmax, which may be attention, note the input."""
         with torch.no_grad():
             if name == "softmax":
                 self._given = _of_softmax(*args, **kwargs)
@@ -169,7 +169,7 @@ class Attending(TorchFunctionMode):
                 self.tell(found)
 
     def follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """What is made of weights, as by dropout, are weights; keys that are cut off, as a sink is, have no values."""
+        """After a call: tensors made from weights, as by dropout, are weights; keys may be cut off, like a sink."""
         given, self._given = self._given, None
         if not isinstance(result, Tensor):
             return
@@ -183,7 +183,7 @@ class Attending(TorchFunctionMode):
                 self._open[result] = replace(known, added=known.added + _cut_off(source, result))
 
     def _multiplied(self, args: tuple[Any, ...]) -> Given | None:
-        """The logits of a softmax whose weights are multiplied with values."""
+        """The logits of a softmax whose weights are now multiplied with values."""
         operands = [x for x in _flat(args) if isinstance(x, Tensor)]
         found: Given | None = next((self._open[x] for x in operands if x in self._open), None)
         if found is None or len(operands) < 2 or len({x.dim() for x in operands}) > 1:
@@ -194,14 +194,14 @@ class Attending(TorchFunctionMode):
 
 
 def _of_softmax(input: Any = None, dim: Any = None, *rest: Any, **others: Any) -> Given | None:  # noqa: A002
-    """What it is given, as it is now, if that may be attention."""
+    """The input of a softmax, if that may be attention."""
     if isinstance(input, Tensor) and input.dim() > 2 and dim in (-1, input.dim() - 1):
         return Given(_of_four(lazily_copied(input.detach())))
     return None
 
 
 def _cut_off(weights: Tensor, rest: Tensor) -> int:
-    """How many keys at the end of `weights` a part of them leaves out, if that is all it leaves out."""
+    """How many keys at the end of `weights` are missing in `rest`; 0 if anything else is missing."""
     fewer = weights.shape[-1] - rest.shape[-1] if rest.dim() == weights.dim() else 0
     begins_there = rest.stride() == weights.stride() and rest.storage_offset() == weights.storage_offset()
     return fewer if rest.shape[:-1] == weights.shape[:-1] and begins_there else 0
@@ -244,7 +244,7 @@ def _of_multihead(
     static_k: Tensor | None = None,
     **others: Any,
 ) -> Logits:
-    """Of ``nn.MultiheadAttention``, whose queries are positions × samples × features."""
+    """The logits of ``nn.MultiheadAttention``, whose queries are positions × samples × features."""
     width = query.shape[-1]
     weights: Any = q_proj_weight, k_proj_weight
     if not use_separate_proj_weight and in_proj_weight is not None:
@@ -259,7 +259,7 @@ def _of_multihead(
         k = static_k.view(*q.shape[:2], *static_k.shape[-2:])
     k = F.pad(k, (0, 0, 0, int(add_zero_attn)))
     added = int(bias_k is not None) + int(add_zero_attn)
-    # As torch does: the hint that a mask is causal takes its place where a fused kernel follows it.
+    # As torch does: where a fused kernel follows, the hint that the mask is causal replaces the mask.
     causal = is_causal and key_padding_mask is None and not need_weights
     masks = []
     if attn_mask is not None and not causal:
@@ -272,7 +272,7 @@ def _of_multihead(
 
 
 def _with_added(mask: Tensor, added: int) -> Tensor:
-    """A mask of ``nn.MultiheadAttention``, whose booleans are True where nothing is seen: its own keys always are."""
+    """A mask of ``nn.MultiheadAttention``, but True for keys that are seen, as added keys always are."""
     return F.pad(~mask, (0, added), value=True) if mask.dtype == torch.bool else F.pad(mask, (0, added))
 
 
@@ -281,19 +281,19 @@ def _split(x: Tensor, heads: int) -> Tensor:
 
 
 def _of_four(x: Tensor) -> Tensor:
-    """As samples × heads × positions × features, whatever there is before the positions."""
+    """`x` as samples × heads × positions × features, however many dimensions it has before the positions."""
     if x.dim() < 4:
         return x.reshape(-1, 1, *x.shape[-2:])
     return x.flatten(0, -4)
 
 
 def _alike(query: Tensor, key: Tensor, *masks: Tensor) -> list[Tensor]:
-    """All of four dimensions, the queries of all samples and heads: the kernel broadcasts them."""
+    """All with four dimensions, and the queries expanded to all samples and heads, as the kernel broadcasts them."""
     most = max(query.dim(), key.dim())
     given = [x[(None,) * (most - x.dim())] for x in (query, key, *masks)]
     outer = torch.broadcast_shapes(*(x.shape[:-3] for x in given[:2]))
     query, key, *rest = (_of_four(x.expand(*outer, *x.shape[-3:])) for x in given)
-    heads = key.shape[1] if query.shape[1] == 1 else 1  # else they are as many, or grouped
+    heads = key.shape[1] if query.shape[1] == 1 else 1  # otherwise there are as many, or they are grouped
     lead = torch.broadcast_shapes(query.shape[:2], (len(key), heads))
     return [query.expand(*lead, -1, -1), key, *rest]
 
@@ -307,7 +307,7 @@ def _flat(args: tuple[Any, ...]) -> Iterator[Any]:
         yield from arg if isinstance(arg, (tuple, list)) else (arg,)
 
 
-_LOGITS: dict[str, Callable[..., Logits]] = {  # by name, for a function may have a double that calls modules
+_LOGITS: dict[str, Callable[..., Logits]] = {  # by name, since core.fastpaths has a double of the second function
     "scaled_dot_product_attention": _of_product,
     "multi_head_attention_forward": _of_multihead,
 }

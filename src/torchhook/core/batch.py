@@ -1,4 +1,4 @@
-"""Batches as people have them: what of a batch goes into the model, what into the loss, and which loss."""
+"""Batches of a data loader: which part goes into the model, which part into the loss, and which loss that is."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch import Tensor, nn
 from torchhook.core.trees import Arguments, leaves, mapped
 
 Loss = Callable[[Any, Any], Tensor]
-"""From the output of a model and the target, a number to make smaller."""
+"""Takes the output of a model and the target, returns the number to minimize."""
 
 
 class Batch(NamedTuple):
-    """A batch taken apart: the arguments of the model, and what the loss compares its output with."""
+    """A batch as the arguments of the model and the target of the loss."""
 
     arguments: Arguments
     target: Any
 
     @staticmethod
     def of(data: Any) -> Batch:
-        """A tuple or list is inputs and a target, a mapping is keywords, anything else is the input itself.
+        """A tuple or list holds inputs and a target, a mapping holds keywords, anything else is the input itself.
 
-        Of the last two the loss is given the whole batch.
+        In the last two cases the target is the whole batch.
 
         >>> Batch.of((1, 2))
         Batch(arguments=Arguments(args=(1,), kwargs={}), target=2)
@@ -41,7 +41,7 @@ class Batch(NamedTuple):
 
 
 def on_device(data: Any, model: nn.Module) -> Any:
-    """A copy of `data` on the model's device: models may overwrite what they are given, and gradients stay in it."""
+    """A copy of `data` on the model's device, since models may overwrite their inputs and leave gradients in them."""
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), None)
 
     def moved(tensor: Tensor) -> Tensor:
@@ -61,12 +61,12 @@ def fitted(value: Any, model: nn.Module) -> Any:
 
 
 def call(model: nn.Module, batch: Batch) -> Any:
-    """What `model` says to a batch."""
+    """The output of `model` for a batch."""
     return model(*batch.arguments.args, **batch.arguments.kwargs)
 
 
 class Guess(NamedTuple):
-    """A loss, in a few words which one it is if nobody gave one, and whether it is worth making smaller."""
+    """A loss, how it was chosen if none was given, and whether minimizing it makes sense."""
 
     loss: Tensor
     how: str = ""
@@ -74,10 +74,10 @@ class Guess(NamedTuple):
 
 
 def loss_of(output: Any, target: Any, loss: Loss | None) -> Guess:
-    """The loss that was given, or what it probably is.
+    """The given loss, or the most likely one.
 
-    That is the one that the output brings along, else cross entropy for targets that are classes, else the mean square,
-    and without a target the outputs along a random direction, which no one wants to be small but gradients flow from.
+    That is the loss in the output itself, else cross entropy if the targets are classes, else the mean squared error if
+    they look like the outputs, else the outputs along a random direction: not worth minimizing, but gradients flow.
     """
     if loss is not None:
         return Guess(_scalar(loss(output, target)))
@@ -88,40 +88,40 @@ def loss_of(output: Any, target: Any, loss: Loss | None) -> Guess:
         return Guess(output)
     prediction = main_tensor(output)
     if isinstance(target, Tensor) and target.dtype in _CLASSES and target.dim() == prediction.dim() - 1:
-        return Guess(F.cross_entropy(prediction, target), "cross entropy, for the targets are classes")
+        return Guess(F.cross_entropy(prediction, target), "cross entropy, since the targets are classes")
     if isinstance(target, Tensor) and target.shape == prediction.shape and target.is_floating_point():
-        return Guess(F.mse_loss(prediction, target), "mean square, for the targets look like the outputs")
-    return Guess(_along(output), "a random direction of the outputs, for no loss was given", real=False)
+        return Guess(F.mse_loss(prediction, target), "mean squared error, since the targets look like the outputs")
+    return Guess(_along(output), "a random direction of the outputs, since no loss was given", real=False)
 
 
 def main_tensor(output: Any) -> Tensor:
-    """The tensor that an output is mainly about: the logits of an output that has them, else the first."""
+    """The main tensor of an output: its logits if it has any, else its first floating-point tensor."""
     if isinstance(output, Mapping) and isinstance(output.get("logits"), Tensor):
         logits: Tensor = output["logits"]
         return logits
     found = next((leaf for _, leaf in leaves(output) if leaf.is_floating_point()), None)
     if found is None:
-        raise ValueError(f"the model returned a {type(output).__name__} without a tensor of numbers; pass loss=")
+        raise ValueError(f"the model returned a {type(output).__name__} without a floating-point tensor; pass loss=")
     assert isinstance(found, Tensor)
     return found
 
 
 class Samples(NamedTuple):
-    """How many samples a batch has, and which argument of the model says so."""
+    """How many samples a batch has, and which argument of the model shows it."""
 
     length: int
     argument: str
 
 
 def samples_of(batch: Batch) -> Samples:
-    """As many as the arguments are long: of those that are more than a list of numbers, as most of the batch is.
+    """The number of samples: the most common length among arguments with at least two dimensions, if there are any.
 
     >>> samples_of(Batch.of({"scale": torch.ones(3), "x": torch.ones(40, 5)}))
     Samples(length=40, argument="'x'")
     """
     given = [(address, leaf) for address, leaf in leaves(batch.arguments) if leaf.dim()]
     if not given:
-        raise ValueError("a batch of the loader has no tensor with a dimension for the samples in it")
+        raise ValueError("the batch has no tensor with a dimension for samples")
     lengths = Counter(len(leaf) for _, leaf in leaves((batch.arguments, batch.target)) if leaf.dim())
     likely = [(address, leaf) for address, leaf in given if leaf.dim() > 1] or given
     (_, *argument), found = max(likely, key=lambda one: lengths[len(one[1])])  # the first of those that are as likely
@@ -132,13 +132,13 @@ def require_loader(loader: Any, argument: str) -> None:
     """Raise unless `loader` can be looped over for batches."""
     if isinstance(loader, Tensor) or not isinstance(loader, Iterable):
         raise TypeError(
-            f"{argument} must give batches, as a DataLoader or a list of them does, and it is a"
-            f" {type(loader).__name__}; put the batch you have into a list"
+            f"{argument} must be an iterable of batches, such as a DataLoader or a list, not a"
+            f" {type(loader).__name__}; put a single batch into a list"
         )
 
 
 def batch_count(loader: Iterable[Any]) -> int | None:
-    """How many batches there are, if that is known."""
+    """The number of batches, None if it is unknown."""
     try:
         return len(loader) if isinstance(loader, Sized) else None
     except TypeError:  # a DataLoader of a stream
@@ -152,7 +152,7 @@ def _scalar(loss: Any) -> Tensor:
 
 
 def _along(output: Any) -> Tensor:
-    """The sum of all outputs, each times a random sign, over the square root of their number."""
+    """The sum of all outputs, each times a random sign, divided by the square root of their number."""
     total: Any = 0.0
     for _, leaf in leaves(output):
         if leaf.is_floating_point() and leaf.requires_grad and leaf.numel():

@@ -1,11 +1,11 @@
-"""Wrappers around a model's call: where passes begin and end, and where compiled parts are compiled again.
+"""Wrappers around a model's call: where passes begin and end, and where compiled parts are recompiled.
 
-A `CallWrapper` sits in the slot of ``Module.compile``, which torch asks before all hooks and leaves out of copies and
-pickles. It tells sessions when a pass begins and lets them stop it. Unlike hooks, it sees every end of a forward, even
-a KeyboardInterrupt. Where torch lacks that slot, `PassHooks` do the same with hooks, but cannot stop a forward.
+A `CallWrapper` is put into the slot of ``Module.compile``, which torch calls before all hooks and leaves out of copies
+and pickles. It tells sessions when a pass begins and lets them stop it. Unlike hooks, it sees every end of a forward,
+even a KeyboardInterrupt. If torch lacks that slot, `PassHooks` do the same with hooks, but cannot stop a forward.
 
-A `CompiledPart` stands for a part of the model that was compiled before the taps came. Its graphs know nothing of later
-hooks, and torch does not notice them, so the part is compiled again for as long as taps are inside it.
+A `CompiledPart` stands for a part of the model that was compiled before the taps were attached. Its graphs know nothing
+of later hooks, and torch does not notice them, so the part is recompiled for as long as taps are inside it.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _lock = threading.RLock()
 _parts: weakref.WeakKeyDictionary[nn.Module, CompiledPart] = weakref.WeakKeyDictionary()
 
 REMEDIES = (
-    "attach before the first call of what was compiled, call torchhook.arm(model) before compiling it, or"
-    " torch.compiler.reset() before calling it again"
+    "attach before the first call of the compiled model, call torchhook.arm(model) before compiling it, or call"
+    " torch.compiler.reset() before running it again"
 )
 
 
 def follow_passes(model: nn.Module, scope: Scope) -> Callable[[], None]:
-    """Tell `scope` of every pass of `model` from now on; returns what undoes it."""
+    """Report every pass of `model` to `scope` from now on; returns a function that undoes it."""
     if can_wrap_calls:
         CallWrapper.add(model, scope)
         return lambda: CallWrapper.discard(model, scope)
@@ -61,16 +61,16 @@ def follow_passes(model: nn.Module, scope: Scope) -> Callable[[], None]:
 
 
 class CallWrapper:
-    """Replaces the call of a model, and tells the sessions on it when a pass begins and ends."""
+    """Replaces the call of a model, and reports the beginning and end of each pass to the sessions on it."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.inner: Callable[..., Any] | None = vars(model).get(CALL_SLOT)
         self.scopes: tuple[Scope, ...] = ()
-        self.keys: tuple[int, ...] = ()  # of the scopes, for compiled graphs
+        self.keys: tuple[int, ...] = ()  # those of the scopes, for compiled graphs
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # for modules that copy or pickle everything they have
+        return type(None), ()  # for modules that copy or pickle all of their __dict__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if tracing():
@@ -84,7 +84,7 @@ class CallWrapper:
             if begun and is_transformed():
                 raise SessionError(_why_not_here())
             result = call(*args, **kwargs)
-            # The model's own bare except may have swallowed the stop.
+            # The model's own bare `except:` may have swallowed the stop.
             return None if any(scope.has_stopped() for scope in begun) else result
         except StopForward as stop:
             for scope in begun:
@@ -101,7 +101,7 @@ class CallWrapper:
                 scope.end_pass()
 
     def _called(self, frame: Any) -> tuple[nn.Module | None, Callable[..., Any]]:
-        """The module that torch called, and its call. The module is None for a copy, which no session watches.
+        """The module that torch called, and its call. The module is None for a copy, which no session sees.
 
         Copies made by hand and replicas of DataParallel have this object in their slot, too.
         """
@@ -112,7 +112,7 @@ class CallWrapper:
         return (caller if is_replica(caller) else None), call_impl(caller)
 
     def traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The call inside a graph that is being compiled: the graph itself tells when a pass begins and ends."""
+        """The call inside a graph that is being compiled: the graph itself reports when a pass begins and ends."""
         for key in self.keys:
             torch.ops.torchhook.begin(_some_tensor((args, kwargs)), key, torch.is_grad_enabled())
         result = traced_call(self.model, args, kwargs)
@@ -128,12 +128,12 @@ class CallWrapper:
 
     @staticmethod
     def add(model: nn.Module, scope: Scope) -> None:
-        """Tell `scope` of the model's passes."""
+        """Report the passes of `model` to `scope`."""
         with _lock:
             wrapper = CallWrapper.of(model)
             if wrapper is None:
                 kind: Any = CallWrapper
-                if graph_count():  # then a class of its own: nothing was compiled under its code yet
+                if graph_count():  # then a new class, for whose code nothing was compiled yet
                     kind = type("CallWrapper", (CallWrapper,), {"__call__": fresh(CallWrapper.__call__)})
                 wrapper = kind(model)
                 vars(model)[CALL_SLOT] = wrapper
@@ -159,7 +159,7 @@ class CallWrapper:
 
 
 class PassHooks:
-    """Follows the passes of a model by hooks, for a torch without the slot of ``Module.compile``."""
+    """Follows the passes of a model with hooks, for a torch without the slot of ``Module.compile``."""
 
     def __init__(self, model: nn.Module, scope: Scope) -> None:
         if scope.stop_sites:
@@ -169,7 +169,7 @@ class PassHooks:
         self.handles: list[Removable] = on_call(model, self._before, self._after)
 
     def remove(self) -> None:
-        """Follow no more."""
+        """Remove the hooks."""
         for handle in self.handles:
             handle.remove()
 
@@ -196,7 +196,7 @@ class CompiledPart:
 
     @staticmethod
     def open(module: nn.Module) -> None:
-        """Compile the module again, since it has more taps inside now."""
+        """Recompile the module, which has more taps inside now."""
         with _lock:
             part = _parts.get(module) or CompiledPart(module)
             _parts[module] = part
@@ -212,11 +212,11 @@ class CompiledPart:
                 part.users -= 1
                 if not part.users:
                     del _parts[module]
-                    if part._held() is part.call:  # unless the user compiled the module again meanwhile
+                    if part._held() is part.call:  # otherwise the user has recompiled the module meanwhile
                         part._put(part.before)
 
     def _compiled(self, module: nn.Module) -> Any:
-        """The module's call, compiled by the same backend with the same options, without any graph so far."""
+        """The module's call, compiled by the same backend with the same options, with no graphs yet."""
         optimized: Any = module
         inner = compiled_inside(module)
         if inner is not None:
@@ -225,7 +225,7 @@ class CompiledPart:
             cells = dict(zip(self.before.__code__.co_freevars, self.before.__closure__, strict=True))
             context = cells["self"].cell_contents
         except (AttributeError, KeyError, TypeError) as error:
-            raise SessionError(f"a {type(module).__name__} was compiled without these taps; {REMEDIES}") from error
+            raise SessionError(f"this {type(module).__name__} was compiled without these taps; {REMEDIES}") from error
         return _recompiled(context, fresh(_entering(call_impl(module))))
 
     def _held(self) -> Any:
@@ -246,7 +246,7 @@ class CompiledPart:
 
 
 class Armed:
-    """Makes a model notice taps that come after it was compiled; see `torchhook.arm`."""
+    """Makes a model notice taps that are attached after it was compiled; see `torchhook.arm`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._handles = [handle for module in model.modules() for handle in armed(module)]
@@ -271,7 +271,7 @@ def compiled_among(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def is_armed(model: nn.Module) -> bool:
-    """Whether `model` notices taps that come after it was compiled."""
+    """Whether `model` notices taps that are attached after it was compiled."""
     return any(isinstance(hook, Sentinel) for hook in forward_hooks(model).values())
 
 
@@ -281,17 +281,17 @@ def _recompiled(context: Any, function: Any) -> Any:
     options = getattr(backend, "config", None)
     if not isinstance(options, dict) or not options.get("triton.cudagraphs"):
         return context(function)
-    warn("a tap is inside a part compiled with CUDA graphs: until it is removed, that part runs without them")
+    warn("a tap is inside a part compiled with CUDA graphs; until the tap is removed, that part runs without them")
     options = {**options, "triton.cudagraphs": False}
     return torch.compile(function, fullgraph=context.fullgraph, dynamic=backend.dynamic, options=options)
 
 
 def _reason_behind(error: Exception) -> str:
-    """The reason behind an error that a compiler raised in words of its own; empty if unknown."""
-    if "tensors_saved_with_vc_check" in str(error):  # an op cannot be recomputed, and torch saves nothing for it
+    """Our reason behind an error that a compiler raised; empty if unknown."""
+    if "tensors_saved_with_vc_check" in str(error):  # an op cannot be recomputed, and torch saved nothing for it
         return (
-            "gradients inside a compiled checkpoint cannot be captured; capture them uncompiled, turn checkpointing"
-            " off, or leave out grads=True"
+            "gradients inside a compiled checkpoint cannot be captured; capture the uncompiled model, turn"
+            " checkpointing off, or leave out grads=True"
         )
     return latest_refusal.pop() if latest_refusal else ""
 
@@ -301,10 +301,10 @@ def _why_not_here() -> str:
     if torch.compiler.is_exporting():
         return "torch.export flattens the model into one graph, where no hook fires; detach the taps before exporting"
     if is_jit_tracing():
-        return "torch.jit.trace would record the taps as part of the model; detach them before tracing"
+        return "torch.jit.trace would record the taps as part of the model; detach the taps before tracing"
     return (
-        "the model was called inside torch.func (vmap, grad, jvp, ...), whose tensors mean nothing outside of it; call"
-        " it without the transform, or detach the taps first (torch.func.functional_call is fine)"
+        "the model was called inside torch.func (vmap, grad, jvp, ...), whose tensors are meaningless outside of it;"
+        " call it without the transform, or detach the taps first (torch.func.functional_call is fine)"
     )
 
 

@@ -31,24 +31,24 @@ _numbers = count()
 _MOST_TICKETS = 10_000  # forwards that may wait for their backward
 _NO_ORDER = (
     "taps inside compiled graphs need a private part of torch that this version lacks (torchhook was tested with torch"
-    f" {TESTED}); tap the model uncompiled"
+    f" {TESTED}); tap the uncompiled model"
 )
 
 
 class ObserveStep:
-    """Observers of one place, as a step of a compiled graph: their acts, and those that want the gradients there."""
+    """The observers at a point as a step of a compiled graph: acts on the value, and acts that want its gradient."""
 
     __slots__ = ("acts", "address", "catches", "point", "wants_gradients")
 
     def __init__(self, point: Point, number: int, acts: list[Act], catches: list[Act]) -> None:
         self.point = point
-        self.address = point.scope.key, point.index, number  # by which the graph knows it
+        self.address = point.scope.key, point.index, number  # how the graph refers to it
         self.acts = acts
         self.catches = catches
         self.wants_gradients = bool(catches)  # a constant for the compiler
 
     def traced(self, value: Any) -> Any:
-        """Put the op into the graph that is being made; the value that continues."""
+        """Put the op into the graph that is being made; returns the value to continue with."""
         if not can_order_ops:
             raise refused(_NO_ORDER)
         tensors: list[Tensor] = []
@@ -62,11 +62,11 @@ class ObserveStep:
         return value
 
     def run(self, text: str, tensors: list[Tensor]) -> int:
-        """What the op does at run time; the number of the ticket by which gradients find their way back."""
+        """Run the acts when the op runs; returns the ticket by which the backward finds them, -1 for none."""
         value = rebuilt(text, tensors)
         point = self.point
         pass_ = point.scope.pass_here()
-        is_first = self.address[2] == 0  # the first observer of a place counts its calls
+        is_first = self.address[2] == 0  # the first observer at a point counts its calls
         call = pass_.next_call(point.index) if is_first else pass_.call_counts[point.index] - 1
         point.fired = True
         ticket: int = point.guarded(self._act, pass_, call, value)
@@ -92,7 +92,7 @@ class EditStep:
         self.editing = editing
 
     def traced(self, value: Any) -> Any:
-        """The value that continues."""
+        """The value to continue with."""
         if self.editing.edit.by_call:
             raise refused(f"{self.editing.name} differs from call to call, which a compiled graph cannot follow")
         return self.editing.changed(value, 0)
@@ -105,7 +105,7 @@ class GradientEditStep:
         self.editing = editing
 
     def traced(self, value: Any) -> Any:
-        """The value that continues, whose gradient is edited."""
+        """The value to continue with, whose gradient is edited."""
         meant = self.editing.leaf(value)
         for address, tensor in list(leaves(value)):
             if tensor.requires_grad and (meant is None or address == meant):
@@ -114,7 +114,7 @@ class GradientEditStep:
 
 
 class RefusedStep:
-    """Something that cannot be a step of a compiled graph."""
+    """Stands for an act that cannot be a step of a compiled graph."""
 
     __slots__ = ("reason",)
 
@@ -122,7 +122,7 @@ class RefusedStep:
         self.reason = reason
 
     def traced(self, value: Any) -> Any:
-        """Refuse."""
+        """Raise the reason."""
         raise refused(self.reason)
 
 
@@ -130,13 +130,13 @@ GraphStep = ObserveStep | EditStep | GradientEditStep | RefusedStep
 
 
 def received(catches: list[Act], pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> list[Receive]:
-    """What takes the gradients of `value`."""
+    """The functions that take the gradients of `value`."""
     asked = (catch(pass_, call, value, args) for catch in catches)
     return [receive for receive in asked if receive is not None]
 
 
 def leave_keeping(value: Any, scope: int, index: int) -> None:
-    """Leave an op in the graph that is being made which keeps `value`, and nothing more."""
+    """Put an op into the graph that is being made that only keeps `value`."""
     if not can_order_ops:
         raise refused(_NO_ORDER)
     if isinstance(value, Tensor):
@@ -150,31 +150,31 @@ def leave_keeping(value: Any, scope: int, index: int) -> None:
 class StepsByName:
     """The steps of all hooks, as attributes.
 
-    The compiler assumes that what it reaches through one of torch's modules never changes. What an edit uses may change
-    (a function has globals), so a hook has only a name, and the steps are reached from here.
+    The compiler assumes that objects it reaches through one of torch's modules never change. What an edit uses may
+    change (a function has globals), so a hook only has a name, and finds the steps here.
     """
 
 
 _steps = StepsByName()
-traced_names: set[str] = set()  # of steps that are part of some graph
+traced_names: set[str] = set()  # names of steps that are part of a graph
 
 
 @marked_constant
 def _note(name: str) -> bool:
-    """Note that the steps called `name` become part of a graph; runs once, when they are traced."""
+    """Note that the steps called `name` became part of a graph; runs once, when they are traced."""
     traced_names.add(name)
     return True
 
 
 def entered(steps: tuple[GraphStep, ...]) -> str:
-    """The name under which `steps` are found from now on."""
+    """Make `steps` known to graphs; returns their name."""
     name = f"steps_{next(_numbers)}"
     setattr(_steps, name, steps)
     return name
 
 
 def followed(name: str, value: Any) -> Any:
-    """Trace the steps called `name` one after the other; the value that continues."""
+    """Trace the steps called `name` one after the other; returns the value to continue with."""
     _note(name)
     for step in getattr(_steps, name):
         value = step.traced(value)
@@ -188,7 +188,7 @@ def forget(name: str) -> None:
 
 
 class _Observed(torch.autograd.Function):
-    """An identity that reports its gradient. The compiler leaves its copy out unless something overwrites it."""
+    """An identity that reports its gradient. The compiler leaves the copy out unless something overwrites it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ticket: Tensor, leaf: int) -> Tensor:
@@ -217,6 +217,6 @@ class _Edited(torch.autograd.Function):
 
 
 def fresh(function: Any) -> Any:
-    """`function` with a code object of its own, under which nothing was compiled yet."""
+    """`function` with a new code object, for which nothing was compiled yet."""
     code = function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
     return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)

@@ -1,4 +1,4 @@
-"""The structure of a container as text, which can stand in a compiled graph where the container itself cannot."""
+"""The structure of a container as text, which can be part of a compiled graph, unlike the container itself."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def tensors_in(value: Any, found: list[Tensor]) -> str:
 
 
 def rebuilt(text: str, tensors: list[Tensor]) -> Any:
-    """The value whose structure is `text`, with `tensors` in it; everything else that it had is None.
+    """The value whose structure is `text`, with `tensors` in it; everything else in it becomes None.
 
     >>> rebuilt("('builtins:dict', [('a', 0), ('b', None)])", ["tensor"])
     {'a': 'tensor', 'b': None}
@@ -45,7 +45,7 @@ def rebuilt(text: str, tensors: list[Tensor]) -> Any:
     return tensors[0] if text == "0" else _built(_parsed(text), tensors)
 
 
-_parsed = cache(ast.literal_eval)  # there are as many texts as places in graphs
+_parsed = cache(ast.literal_eval)  # bounded: there are as many texts as tapped values in graphs
 
 
 def _built(shape: Any, tensors: list[Tensor]) -> Any:
@@ -67,13 +67,13 @@ def _built(shape: Any, tensors: list[Tensor]) -> Any:
 
 
 def _torch_tuple(kind: Any, items: list[Any]) -> Any:
-    """One of torch's own tuples, such as that of ``torch.max``, or a plain one."""
+    """One of torch's own tuples, such as the result of ``torch.max``, or a plain one."""
     return kind(items) if kind.__module__ == "torch.return_types" else tuple(items)
 
 
 @cache
 def _class(name: str) -> Any:
-    """The class called `name`, None if it is defined inside a function."""
+    """The class called `name`, or None if it was defined inside a function."""
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):

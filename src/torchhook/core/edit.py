@@ -1,7 +1,7 @@
-"""An edit returns the value that continues: here what all edits share, in `torchhook.edits` what there is.
+"""An edit returns the value that the model continues with. The edits themselves are in `torchhook.edits`.
 
-An edit changes one tensor. Where it sits inside a nested value, ``at`` says; the containers around it
-keep their types. Whatever it returns must fit where the old tensor was, in shape, dtype and device.
+An edit changes one tensor. In a nested value, ``at`` says which one; the containers around it keep their types. The new
+tensor must have the shape, dtype and device of the old one.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ if TYPE_CHECKING:
 
 Key = int | str
 At = Key | tuple[Key, ...] | None
-"""Which leaf: a position or a name, or, deeper down, several of them; None where there is only one."""
+"""Which leaf: a position or a name, or a tuple of them for one deeper down; None if there is only one."""
 
 
 class Edit(ABC):
-    """Changes one tensor of what flows. An edit of your own needs `change` alone.
+    """Changes a tensor on its way through the model. An edit of your own only needs `change`.
 
     >>> class Sign(Edit):
     ...     def change(self, x, call):
     ...         return x.sign()
     """
 
-    whole = False  # whether it is given the whole value, containers and all
-    resizes = False  # whether what it returns may have other sizes; then it is given the whole value, too
-    by_call = False  # whether it does something else at each call of a pass
+    whole = False  # whether it takes the whole value, with its containers
+    resizes = False  # whether it may return other sizes; then it takes the whole value, too
+    by_call = False  # whether it does something different at each call of a pass
 
     def __init__(self, at: At = None) -> None:
         self.at: Address | None = at if at is None or isinstance(at, tuple) else (at,)
 
     @abstractmethod
     def change(self, x: Any, call: int) -> Any:
-        """The value that continues in the place of `x`, at the `call`-th call of a pass."""
+        """The value to continue with in place of `x`, at call number `call` of a pass."""
 
     def moved(self, path: str, module: nn.Module, port: Port, model: nn.Module) -> tuple[str, nn.Module, Port]:
-        """Where to act for a selected `module`: there, unless the edit knows a better place."""
+        """Where to act for a selected `module`: at that module, unless the edit knows a better place."""
         return path, module, port
 
     def bound(self, site: Site, module: nn.Module) -> Edit:
-        """This edit for one site, with all looked up that it needs there."""
+        """This edit for one site, with everything looked up that it needs there."""
         return self
 
     def __repr__(self) -> str:
@@ -65,14 +65,14 @@ class Editing:
     def __init__(self, edit: Edit, site: Site, module: nn.Module) -> None:
         self.edit = edit.bound(site, module)
         self.site = site
-        self.name = f"the {edit} at the {site}"  # made now: inside a compiler, objects have other names
+        self.name = f"the {edit} at the {site}"  # made now, since objects have other names inside a compiler
 
     def __call__(self, pass_: Pass | None, call: int, value: Any, args: tuple[Any, ...]) -> Any:
-        """The value that continues."""
+        """The value to continue with."""
         return self.changed(value, call)
 
     def changed(self, value: Any, call: int) -> Any:
-        """`value` with what the edit changes in it."""
+        """`value` after the edit."""
         if self.edit.resizes:
             return self.edit.change(value, call)
         if self.edit.whole:
@@ -83,7 +83,7 @@ class Editing:
         return put(value, address, self.fitting(leaf, self.edit.change(leaf, call)))
 
     def leaf(self, value: Any) -> Address | None:
-        """Which leaf of `value` is meant; None if all are."""
+        """The address of the leaf of `value` that is edited; None if all are."""
         if self.edit.whole:
             return None
         if isinstance(value, Tensor):
@@ -93,7 +93,7 @@ class Editing:
         return self._address(value)
 
     def gradient(self, gradient: Tensor, call: int) -> Tensor:
-        """The gradient that continues."""
+        """The gradient to continue with."""
         changed: Tensor = self.fitting(gradient, self.edit.change(gradient, call))
         return changed
 
@@ -102,10 +102,12 @@ class Editing:
         if not isinstance(new, Tensor):
             raise refused(
                 f"{self.name} returned a {type(new).__name__} for a tensor of"
-                f" {_looks(x)}; return the tensor that continues"
+                f" {_described(x)}; return the tensor to continue with"
             )
         if new.shape != x.shape or new.dtype != x.dtype or new.device != x.device:
-            raise refused(f"{self.name} returned {_looks(new)} for {_looks(x)}; make them agree")
+            raise refused(
+                f"{self.name} returned {_described(new)} for {_described(x)}; return the same shape, dtype and device"
+            )
         return tied(x, new)
 
     def _whole(self, value: Any, call: int) -> Any:
@@ -149,34 +151,34 @@ class Editing:
 
     def _no_leaf(self, value: Any) -> TapError:
         if isinstance(value, Tensor):
-            return TapError(f"the value at the {self.site} is a tensor and nothing else; leave out at=")
+            return TapError(f"the value at the {self.site} is a single tensor; leave out at=")
         at = "no at=" if self.edit.at is None else f"at={self.edit.at[0] if len(self.edit.at) == 1 else self.edit.at!r}"
         return TapError(
-            f"{self.name} says {at}, but the value there is {_named(value)} with"
+            f"{self.name} has {at}, but the value there is {_named(value)} with"
             f" tensors at {_listed(address[isinstance(value, Arguments) :] for address, _ in leaves(value))};"
-            " say which one with at="
+            " choose one with at="
         )
 
 
 latest_refusal: list[str] = []
-"""Why an edit was refused last: what comes out of a compiler, if one was at work, does not tell."""
+"""Why an edit was refused last: the error that a compiler raises instead does not say."""
 
 
 @marked_constant
-def told(message: str) -> bool:
-    """Remember `message`; a compiler that traces this calls it then and there."""
+def _remember_refusal(message: str) -> bool:
+    """Remember `message`; a compiler that traces this calls it immediately."""
     latest_refusal[:] = [message]
     return True
 
 
 def refused(message: str) -> TapError:
-    """The error to raise."""
-    told(message)
+    """The error to raise, which is remembered in case that a compiler raises another one."""
+    _remember_refusal(message)
     return TapError(message)
 
 
 class GradientEditing:
-    """The act of an edit of gradients: called in the forward, it hands out who changes them in the backward."""
+    """The act of an edit of gradients: called in the forward, it returns a function that edits in the backward."""
 
     __slots__ = ("editing",)
 
@@ -184,7 +186,7 @@ class GradientEditing:
         self.editing = editing
 
     def __call__(self, pass_: Pass | None, call: int, value: Any, args: tuple[Any, ...]) -> Any:
-        """Who changes the gradients of `value`."""
+        """The function that edits the gradients of `value`."""
         meant = self.editing.leaf(value)
         return lambda _, leaf, gradient: (
             self.editing.gradient(gradient, call) if meant is None or leaf == meant else None
@@ -192,15 +194,15 @@ class GradientEditing:
 
 
 def in_arguments(at: Address) -> Address:
-    """Positions mean arguments, names mean keywords."""
+    """The address within `Arguments`: a position is a positional argument, a name a keyword."""
     return (0 if isinstance(at[0], int) else 1, *at)
 
 
 def _named(value: Any) -> str:
-    return "all arguments of a call" if isinstance(value, Arguments) else f"a {type(value).__name__}"
+    return "the arguments of a call" if isinstance(value, Arguments) else f"a {type(value).__name__}"
 
 
-def _looks(x: Tensor) -> str:
+def _described(x: Tensor) -> str:
     return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} on {x.device}"
 
 

@@ -1,28 +1,28 @@
-"""Every error torchhook raises on purpose.
+"""The errors that torchhook raises on purpose.
 
 TorchhookError
-├── SelectionError (ValueError)     a query is malformed, or nothing in the model answers to it
+├── SelectionError (ValueError)     a query is malformed, or matches nothing in the model
 ├── SessionError (RuntimeError)     a session was used in a state that does not allow it
-├── SilentError (RuntimeError)      what was asked for never came
-├── TapError (RuntimeError)         a tap did what it must not, or its transform failed at a site
+├── SilentError (RuntimeError)      a site that was asked for saw nothing
+├── TapError (RuntimeError)         a tap did something that it must not do, or its transform failed
 ├── BudgetError (RuntimeError)      storing one more value would exceed ``max_bytes``
 ├── OverwrittenError (RuntimeError) a value kept by reference was overwritten before it was read
-├── NonfiniteError (FloatingPointError) a model made NaN or Inf; the text tells where it began
-├── StopTraining (RuntimeError)     a monitor was told to stop the training if something is broken, and it is
-├── RunError (ValueError)           what should be a run on disk is none, or cannot be read
-├── HarvestError (ValueError)       a store of activations is none, is broken, or is of another model or data
-└── NotRecordedError (KeyError)     a value is read that was not recorded
+├── NonfiniteError (FloatingPointError) a model produced NaN or Inf; the message says where it began
+├── StopTraining (RuntimeError)     a monitor that was asked to stop a broken training has found one
+├── RunError (ValueError)           a run on disk does not exist, is broken, or was written by a newer torchhook
+├── HarvestError (ValueError)       a store of activations is missing, broken, not writable, or of another model or data
+└── NotRecordedError (KeyError)     a value was read that was not recorded
 """
 
 from __future__ import annotations
 
 
 class TorchhookError(Exception):
-    """Base of all errors of this library."""
+    """Base class of all errors of this library."""
 
 
 class SelectionError(TorchhookError, ValueError):
-    """A query is malformed, or nothing in the model answers to it."""
+    """A query is malformed, or matches nothing in the model."""
 
 
 class SessionError(TorchhookError, RuntimeError):
@@ -30,11 +30,11 @@ class SessionError(TorchhookError, RuntimeError):
 
 
 class SilentError(TorchhookError, RuntimeError):
-    """A place was tapped by its name, or a whole query, and nothing was ever seen there."""
+    """A site that was named by its path, or every site of a query, saw nothing."""
 
 
 class TapError(TorchhookError, RuntimeError):
-    """A tap did what it must not, or its transform failed at a site."""
+    """A tap did something that it must not do, or its transform failed."""
 
 
 class BudgetError(TorchhookError, RuntimeError):
@@ -46,22 +46,22 @@ class OverwrittenError(TorchhookError, RuntimeError):
 
 
 class NonfiniteError(TorchhookError, FloatingPointError):
-    """A model made NaN or Inf; the text tells where it began."""
+    """A model produced NaN or Inf; the message says where it began."""
 
 
-class StopTraining(TorchhookError, RuntimeError):  # noqa: N818 (it is no error of the program)
-    """A monitor was told to stop the training if something is broken, and it is."""
+class StopTraining(TorchhookError, RuntimeError):  # noqa: N818 (not an error of the program)
+    """A monitor that was asked to stop a broken training has found one."""
 
 
 class RunError(TorchhookError, ValueError):
-    """What should be a run on disk is none, is broken, or was written by a newer torchhook."""
+    """A run on disk does not exist, is broken, or was written by a newer torchhook."""
 
 
 class HarvestError(TorchhookError, ValueError):
-    """A store of activations is none, is broken, cannot be written, or is of another model or other data."""
+    """A store of activations does not exist, is broken, cannot be written, or is of another model or other data."""
 
 
 class NotRecordedError(TorchhookError, KeyError):
-    """A value is read that was not recorded."""
+    """A value was read that was not recorded."""
 
     __str__ = Exception.__str__  # a KeyError shows its message in quotes

@@ -17,12 +17,12 @@ _NOT_READ: Any = object()
 
 
 def recomputing() -> bool:
-    """Whether autograd is running a backward: a forward inside it is a checkpoint's second run."""
+    """Whether autograd is running a backward: a forward inside it is repeated by a checkpoint."""
     return graph_task_id() != -1
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """A real copy, for values inside a compiled graph, which uses their memory again."""
+    """A real copy, for values inside a compiled graph, which reuses their memory."""
     return tensor.detach().clone() if tensor.requires_grad else tensor.clone()
 
 
@@ -30,21 +30,21 @@ class Event:
     """One value at one site.
 
     Attributes:
-        site: Where: a path and a port.
-        live: The very object inside the model, with its graph and whatever later happens to it.
-        module: The module there.
+        site: The path and the port.
+        live: The object inside the model itself, with its autograd graph; the model may overwrite it later.
+        module: The module at the site.
         call: The number of the module's call within the pass, from 0.
         pass_number: The number of the pass.
         leaf: The address of the tensor within a nested value, for gradients, which come one tensor at a time.
         leaf_number: Its position among the tensors of that value.
-        args: The positional arguments of the call (for outputs, none inside a compiled graph).
+        args: The positional arguments of the call (empty for outputs inside a compiled graph).
         kwargs: The keyword arguments, for the port ``input``.
-        recomputed: Whether a checkpoint ran the call again in the backward.
-        in_graph: Whether a compiled graph handed the value out.
+        recomputed: Whether a checkpoint repeated the call in the backward.
+        in_graph: Whether the value comes from a compiled graph.
         page: What the sink's `Keeper` returned when the pass began, if it has one.
-        expected: What `Sink.expect` returned in the forward, for gradients.
+        expected: For gradients, what `Sink.expect` returned in the forward.
 
-    For the port ``input`` the value is what the module was called with, a single positional argument unwrapped.
+    For the port ``input`` the value is the arguments of the call; a single positional argument is unwrapped.
     """
 
     __slots__ = (
@@ -112,7 +112,7 @@ class Event:
 
     @property
     def transform(self) -> Callable[[Any], Any] | None:
-        """The tap's transform, whose errors name the site."""
+        """The tap's transform; an error in it names the site."""
         transform, site = self._transform, self.site
         return None if transform is None else lambda value: transform(value, site)
 
@@ -128,12 +128,12 @@ class Event:
 
     @property
     def device(self) -> torch.device | None:
-        """The device of the first tensor in the value, which tells the replicas of a model apart."""
+        """The device of the first tensor in the value: the replicas of a model differ in it."""
         return next((tensor.device for _, tensor in leaves(self.live)), None)
 
     @property
     def rank(self) -> int:
-        """The rank of this process, 0 where nothing is distributed."""
+        """The rank of this process, 0 if torch.distributed is not initialized."""
         distributed = torch.distributed
         return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
 

@@ -1,9 +1,9 @@
 """Detours around torch's fused fast paths, which run modules without calling them.
 
-In eval mode ``nn.TransformerEncoderLayer`` hands its weights to one fused kernel; hooks inside turn that
-off by themselves. ``nn.TransformerEncoder`` packs a padded batch into a nested tensor, on which only the
-kernel works. ``nn.MultiheadAttention`` never calls its ``out_proj`` on any path. Where a tap lies under
-one of them the detour is taken, and left again with the session.
+In eval mode ``nn.TransformerEncoderLayer`` hands its weights to one fused kernel; hooks inside it turn that off by
+themselves. ``nn.TransformerEncoder`` packs a padded batch into a nested tensor, on which only that kernel works.
+``nn.MultiheadAttention`` never calls its ``out_proj``, on any path. If a tap is inside one of them, the session takes
+the detour for as long as it is open.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from torchhook.core.text import warn
 _FUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 
-_nested: weakref.WeakKeyDictionary[nn.TransformerEncoder, int] = weakref.WeakKeyDictionary()  # how often, by encoder
+_nested: weakref.WeakKeyDictionary[nn.TransformerEncoder, int] = weakref.WeakKeyDictionary()  # sessions, by encoder
 
 
 class Detour(ForwardPatch):
-    """The forward of an attention that calls all its modules."""
+    """A forward of ``nn.MultiheadAttention`` that calls all its submodules."""
 
 
 class Detours:
@@ -42,7 +42,7 @@ class Detours:
         self.warned = False
 
     def take(self, modules: Iterable[nn.Module], targets: AbstractSet[int]) -> None:
-        """Make a detour around every fast path among `modules` that has one of `targets` (ids) inside."""
+        """Take a detour around every fast path among `modules` that has one of `targets` (ids) inside."""
         fused = [module for module in modules if isinstance(module, _FUSED)]
         for module in dict.fromkeys(fused):
             inside = {id(part) for part in module.modules()}
@@ -52,7 +52,7 @@ class Detours:
                 self._take(module, targets)
 
     def leave(self) -> None:
-        """Back to the fast paths."""
+        """Return to the fast paths."""
         for encoder in self.nested:
             _nested[encoder] -= 1
             if not _nested[encoder]:
@@ -73,21 +73,21 @@ class Detours:
             if id(module.out_proj) not in targets or type(module).forward is not nn.MultiheadAttention.forward:
                 return
             if not isinstance(vars(module).get("forward", Detour), (type, Detour)):
-                return  # somebody else's forward: what it calls, it calls
+                return  # another library's forward, which calls what it likes
             self.unfused.append(Detour(module, _unfused(module)))
         if torch.backends.mha.get_fastpath_enabled() and not module.training and not self.warned:
             self.warned = True
             warn(
-                f"a tap is inside a {type(module).__name__}, whose fast path calls no modules: the slower path is"
-                " used until the tap is removed, and results agree to the tolerance of the dtype"
+                f"a tap is inside a {type(module).__name__}, whose fast path does not call modules; the slower path is"
+                " used until the tap is removed, and results agree within the tolerance of the dtype"
             )
 
 
 def _unfused(attention: nn.MultiheadAttention) -> Callable[..., Any]:
-    """The forward of `attention`: torch's own, but that it calls ``out_proj`` instead of using its weight.
+    """torch's own forward of `attention`, except that it calls ``out_proj`` instead of using its weight.
 
-    There torch has all positions of all samples in one row after the other; the module is given them in the
-    shape of the query, as any other attention would.
+    At that point torch has flattened samples and positions into rows; the module gets them in the shape of the query,
+    as in any other attention.
     """
     asked = threading.local()
 
@@ -102,7 +102,7 @@ def _unfused(attention: nn.MultiheadAttention) -> Callable[..., Any]:
         return attention.out_proj(x.view(second, first, -1).transpose(0, 1)).transpose(0, 1).flatten(0, 1)
 
     inner = _rebound(F.multi_head_attention_forward, linear=linear)
-    inner.__globals__[inner.__name__] = inner  # what torch hands to a TorchFunctionMode, to be called by it
+    inner.__globals__[inner.__name__] = inner  # torch passes it to a TorchFunctionMode, which calls it
     functional = SimpleNamespace(**{**vars(F), "multi_head_attention_forward": inner})
     forward = _rebound(nn.MultiheadAttention.forward, F=functional, torch=_Torch())
 
@@ -114,7 +114,7 @@ def _unfused(attention: nn.MultiheadAttention) -> Callable[..., Any]:
 
 
 class _Torch:
-    """torch, but that it says that there is no fast path."""
+    """The module torch, except that it says that fast paths are disabled."""
 
     backends = SimpleNamespace(mha=SimpleNamespace(get_fastpath_enabled=lambda: False))
 
@@ -123,9 +123,10 @@ class _Torch:
 
 
 def _rebound(function: Any, **names: Any) -> Any:
-    """`function` with some of the global names that it uses patchg for something else."""
+    """`function` with some of its global names replaced."""
     module = activation if function is nn.MultiheadAttention.forward else F
-    known = {name: thing for name, thing in vars(module).items() if name != "__name__"}  # or a compiler looks there
+    # Without __name__, by which a compiler would find the original globals.
+    known = {name: thing for name, thing in vars(module).items() if name != "__name__"}
     twin = FunctionType(function.__code__, {**known, **names}, function.__name__, function.__defaults__)
     twin.__kwdefaults__ = function.__kwdefaults__
     return twin

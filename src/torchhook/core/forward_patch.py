@@ -1,4 +1,4 @@
-"""Another forward for a module, for a while."""
+"""Replace the forward of one module for a while."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import nn
 
 
 class ForwardPatch:
-    """A module's forward as long as this is in place: hooks fire as ever, and compilers notice it.
+    """Replaces a module's forward until it is removed: hooks still fire, and compilers notice the change.
 
-    It lives in the module's ``__dict__``. Copies and pickles of the module get the forward of their class.
+    It is stored in the module's ``__dict__``. Copies and pickles of the module get the forward of their class.
     """
 
     def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
@@ -25,7 +25,7 @@ class ForwardPatch:
         return self.run(*args, **kwargs)
 
     def remove(self) -> None:
-        """Take it away, also from below one that came later."""
+        """Restore the forward, even if another patch was put on top of this one."""
         above = vars(self.module).get("forward")
         if above is self:
             if self.before is None:

@@ -1,7 +1,7 @@
-"""The ops that taps leave in compiled graphs: at run time they hand the tensors over to the acts of their place.
+"""The ops that taps leave in compiled graphs: at run time they hand the tensors to the acts of their point.
 
-They run in order, once per call, and are never optimised away. What they return is on the CPU, so no CUDA graph replays
-them. A graph knows a session by its key, a point by its index, and an observer by its number there.
+They run in order, once per call, and are never optimised away. They return a tensor on the CPU, so that no CUDA graph
+replays them. A graph refers to a session by its key, to a point by its index, and to an observer by its number there.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _see_gradient(gradient: Tensor, ticket: Tensor, leaf: int) -> Tensor:
 def _begin(near: Tensor, key: int, grad_enabled: bool) -> Tensor:
     scope = scopes.get(key)
     if scope is not None and scope.alive:
-        with torch.set_grad_enabled(grad_enabled):  # inside an op it is off
+        with torch.set_grad_enabled(grad_enabled):  # inside an op, autograd is always off
             scope.begin_pass_in_graph()
     return _NOTHING
 
@@ -66,7 +66,7 @@ def _noise(like: Tensor, seed: int) -> Tensor:
 
 
 def _define(schema: str, run: Any) -> None:
-    """An op with a side effect."""
+    """Define an op with a side effect."""
     name = schema.partition("(")[0]
     _ops.define(f"{schema} -> Tensor")
     _ops.impl(name, run, "CompositeExplicitAutograd")
@@ -79,11 +79,11 @@ def _define(schema: str, run: Any) -> None:
 _define("keep(Tensor tensor, int scope, int index)", _keep)
 _define("see(str text, Tensor[] tensors, int scope, int index, int number)", _see)
 _define("see_gradient(Tensor gradient, Tensor ticket, int leaf)", _see_gradient)
-# These need no tensor, but inductor has to know the device of the kernels that they stand between.
+# These need no tensor, but inductor has to know the device of the kernels around them.
 _define("begin(Tensor near, int key, bool grad_enabled)", _begin)
 _define("end(Tensor near, int key)", _end)
 
-# A compiler cannot trace a generator, and need not trace a pure function of a seed.
+# A compiler cannot trace a random generator, and need not trace a pure function of a seed.
 _ops.define("noise(Tensor like, int seed) -> Tensor")
 _ops.impl("noise", _noise, "CompositeExplicitAutograd")
 torch.library.register_fake("torchhook::noise", lambda like, seed: torch.empty_like(like), lib=_ops)

@@ -1,7 +1,7 @@
-"""Values that are not at a module boundary: a forward names them with `mark`, taps select them by name.
+"""Values that are not at a module boundary: a forward names them with `mark`, and taps select them by name.
 
-A mark's path is ``<module path>:<name>``. It is known only once the forward runs: `mark` asks the
-stack which module's forward called it, and the sessions that listen whether they want it.
+A mark's path is ``<module path>:<name>``. It is known only when the forward runs: `mark` finds the module whose forward
+called it on the stack, and hands the value to the sessions that listen for it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Value = TypeVar("Value")
 
 
 def mark(value: Value, name: str) -> Value:
-    """Name an intermediate value inside a forward; returns it, for taps on ``marked(name)`` to see.
+    """Name an intermediate value inside a forward, so that taps on ``marked(name)`` see it; returns the value.
 
-    Costs next to nothing while nobody listens.
+    It costs next to nothing while no session listens.
 
     >>> import torch
     >>> from torchhook import capture, mark, marked
@@ -49,7 +49,7 @@ def mark(value: Value, name: str) -> Value:
     if not isinstance(name, str):
         raise TypeError(f"name must be a string, not {name!r}")
     if tracing():
-        raise refused("a mark inside a compiled graph cannot be seen; tap a module there, or the model uncompiled")
+        raise refused("a mark inside a compiled graph cannot be seen; tap a module there, or the uncompiled model")
     module = _calling_module()
     if module is not None:
         for marks in _listeners:
@@ -74,32 +74,32 @@ class Marks:
         """Bind `tap` to every mark that `selector` matches."""
         if tap.port not in ("input", "output", "grad_output"):
             raise SelectionError(
-                f"{selector.label} has no {tap.port}: a mark is a value, tap its output or grad_output"
+                f"{selector.label} has no {tap.port}: a mark is a value; tap its output or grad_output"
             )
         for path, module in modules.items():
             self.owners.setdefault(id(module), path)
         self.wanted.append((tap, selector))
-        self.points.clear()  # they are bound anew, the new tap included
+        self.points.clear()  # they are made again when they come, with the new tap
         _listen(self)
 
     def forget(self, tap: Tap) -> list[Point]:
-        """Unbind `tap`; the points that were, which are bound anew as they come again."""
+        """Unbind `tap`; returns the points so far, which are made again without it when they come."""
         self.wanted = [pair for pair in self.wanted if pair[0] is not tap]
         points = list(self.points.values())
         self.points.clear()
         return points
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         _unlisten(self)
 
     def check(self) -> None:
-        """Raise if something wanted never came."""
+        """Raise if a mark that was asked for never came."""
         for _, selector in self.wanted:
             if selector in self.met:
                 continue
-            seen = ", ".join(map(repr, sorted(self.seen)[:5])) or "none: the forward calls torchhook.mark nowhere"
-            raise SelectionError(f"nothing {selector.label} came in any pass; the marks that came: {seen}")
+            seen = ", ".join(map(repr, sorted(self.seen)[:5])) or "none (no forward called torchhook.mark)"
+            raise SelectionError(f"no value {selector.label} was seen in any pass; marks that were seen: {seen}")
 
     def __call__(self, value: Any, name: str, module: nn.Module) -> Any:
         pass_ = self.scope.pass_of_call(module)
@@ -116,7 +116,7 @@ class Marks:
 
     def _point(self, path: str, owner: str, name: str, module: nn.Module) -> Point:
         session = self.session()
-        assert session is not None  # it listens only while it lives
+        assert session is not None  # marks are listened for only while the session is open
         point = self.points[path] = Point(session, path, module, stops=False)
         self.seen.add(path)
         wanting: dict[Tap, None] = {}  # a tap whose queries overlap is bound once
@@ -148,7 +148,7 @@ def _unlisten(marks: Marks) -> None:
 
 
 def listening() -> tuple[Marks, ...]:
-    """Who listens for marks now."""
+    """The marks of all sessions that listen now."""
     return _listeners
 
 

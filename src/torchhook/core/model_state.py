@@ -16,7 +16,7 @@ from torchhook.core.torch_internals import is_dynamo_loaded, own_buffers, submod
 
 
 def parts(model: nn.Module) -> list[nn.Module]:
-    """The model and all modules inside, each once, in whatever order: a fraction of the time of ``modules()``.
+    """The model and all modules inside it, each once, in any order: much faster than ``modules()``.
 
     >>> len(parts(nn.Sequential(nn.ReLU(), nn.Sequential(nn.ReLU()))))
     4
@@ -32,7 +32,7 @@ def parts(model: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Every module in eval mode inside the block, and each as it was after it.
+    """Put every module into eval mode inside the block, and restore each one's mode after it.
 
     >>> model = nn.Sequential(nn.Dropout().eval(), nn.Dropout())
     >>> with evaluating(model):
@@ -53,7 +53,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Restore the buffers of `model` after the block, whatever a forward writes to them.
+    """Restore the buffers of `model` after the block, even if a forward writes to them.
 
     >>> model = nn.BatchNorm1d(2)
     >>> with buffers_kept(model):
@@ -73,7 +73,7 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for owner, name, buffer, value in buffers:
                 owner[name] = buffer
-                if not torch.equal(buffer, value):  # an equal one keeps its version: a graph may hold it
+                if not torch.equal(buffer, value):  # otherwise keep its version, since a graph may have saved it
                     buffer.copy_(value)
 
 

@@ -1,6 +1,6 @@
-"""The page of a pass: what a store keeps of it. This file alone knows what an entry of a page looks like.
+"""The page of a pass: what a store keeps of it. Only this file knows what an entry of a page looks like.
 
-An entry is a tuple (number of the site, call, value) or, on the fastest way, an object that holds the newest value at
+An entry is a tuple (number of the site, call, value) or, on the fastest path, an object that holds the newest value at
 one site itself and has the attributes `site` and `value`. A call of None is found by counting the site's entries.
 """
 
@@ -20,9 +20,9 @@ class Page(deque[Any]):
 
     def __init__(self, number: int, outside: bool, listed: bool) -> None:
         self.number = number
-        self.recomputed = False  # whether its calls are those that a checkpoint repeated in the backward
-        self.outside = outside  # whether its calls are of submodules, outside of any forward of the model
-        self.listed = listed  # whether the store knows it already, or will once it has an entry
+        self.recomputed = False  # whether a checkpoint repeated its calls in the backward
+        self.outside = outside  # whether it has calls of submodules outside of any forward of the model
+        self.listed = listed  # whether the store lists it already; otherwise it will, once there is an entry
 
     def put(self, site: int, call: int | None, value: Any) -> None:
         """Keep one value."""
@@ -38,7 +38,7 @@ class Page(deque[Any]):
 
 
 class OutsidePage(Page):
-    """Calls outside of any pass come one by one: the newest `limit` of each site are kept."""
+    """The calls outside of any pass, of which the newest `limit` at each site are kept."""
 
     __slots__ = ("limit",)
 
@@ -47,7 +47,7 @@ class OutsidePage(Page):
         self.limit = limit
 
     def put(self, site: int, call: int | None, value: Any) -> None:
-        """Keep one value, and drop the oldest of its site if there are too many."""
+        """Keep one value, and drop the oldest at its site if there are too many."""
         super().put(site, call, value)
         same = [position for position, entry in enumerate(self) if entry[0] == site]
         if len(same) > self.limit:
@@ -55,16 +55,16 @@ class OutsidePage(Page):
 
 
 class Keeper(Protocol):
-    """Keeps something of each pass."""
+    """Keeps a page for each pass: a store."""
 
     def page(self, number: int, outside: bool) -> Page:
         """Begin the page of pass `number`, or of the calls outside of any pass after it."""
 
 
 class Keep:
-    """The act of keeping a snapshot on the page of its pass, and nothing more: what most taps do.
+    """The act that puts a snapshot onto the page of its pass and does nothing else, as most taps do.
 
-    Where it is the only act at a site and only the `newest` pass is kept, the hook does it itself.
+    If it is the only act at a site and only the `newest` pass is kept, the hook does this itself (`KeepHook`).
     """
 
     __slots__ = ("newest", "page", "site")
@@ -79,15 +79,15 @@ class Keep:
 
 
 class Newest:
-    """The newest value at a site, as an entry of its own: memory that was freed just now is the fastest to get."""
+    """The newest value at a site, itself an entry of a page: memory that was freed just now is the fastest to get."""
 
     __slots__ = ("number", "site", "value")
     value: Any
 
     def __init__(self, site: int) -> None:
         self.site = site
-        self.number = NEVER  # of the pass that the value is from
+        self.number = NEVER  # the number of the pass that the value is from
 
 
 NEVER = -2
-"""The number of no pass."""
+"""A number that no pass has."""

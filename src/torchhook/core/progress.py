@@ -1,7 +1,4 @@
-"""Progress of long work: a bar drawn by rich in a terminal, and silence everywhere else.
-
-Whatever takes long reports to a `Tell`. Without a terminal, or without rich, there is no bar and nothing is printed.
-"""
+"""Progress of long work: a bar drawn by rich in a terminal, and nothing elsewhere or without rich."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ _T = TypeVar("_T")
 
 
 class Tell(Protocol):
-    """Reports progress: what is being done, how much of how much, and a remark behind the bar."""
+    """Reports progress: what is being done, how much of the total is done, and a note behind the bar."""
 
     def __call__(self, what: str, done: int, total: int | None, note: str = "") -> None:
         """Report."""
@@ -22,7 +19,7 @@ class Tell(Protocol):
 
 @contextmanager
 def progress_bar(first: str, file: TextIO | None) -> Iterator[Tell | None]:
-    """A bar in `file` while the block runs, or None if `file` is not a terminal; `first` is shown before any report.
+    """A bar in `file` while the block runs, or None if `file` is not a terminal; `first` is its first label.
 
     >>> with progress_bar("loading", None) as tell:
     ...     print(tell)
@@ -50,7 +47,7 @@ def progress_bar(first: str, file: TextIO | None) -> Iterator[Tell | None]:
 
 
 def track(values: Iterable[_T], total: int | None, what: str, file: TextIO | None) -> Iterator[_T]:
-    """`values` one by one, with a bar in `file` that says how many of `total` are done.
+    """`values` one by one, with a bar in `file` that shows how many of `total` are done.
 
     >>> list(track("ab", 2, "letters", None))
     ['a', 'b']

@@ -168,7 +168,7 @@ class Scope:
         if not self._sees(module):
             if self.alive:
                 self.why_unseen = (
-                    "in another thread or context than the one that attached; pass scope='all' to see those"
+                    "in a thread or context other than the one that attached; pass scope='all' to see those"
                 )
             return False
         thread = threading.get_ident()

@@ -1,8 +1,8 @@
-"""Which places of a model: everything friendly becomes a `Selector`, in one place (`Selector.of`).
+"""Selecting places of a model: paths, globs, classes and the like become a `Selector`, all in `Selector.of`.
 
-A selector is a predicate on (path, module) that combines with ``&``, ``|`` and ``~``. Paths are
-those of ``named_modules``; a module reachable under two names has two paths. What only wraps another
-module (``torch.compile``, DDP, FSDP, a checkpoint) is seen through: names are as without it.
+A selector is a predicate on (path, module) that combines with ``&``, ``|`` and ``~``. Paths are those of
+``named_modules``; a module with two names has two paths. Modules that only wrap another one (``torch.compile``, DDP,
+FSDP, a checkpoint) are skipped: paths are the same with and without them.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class Selector:
     def __init__(self, test: Test, label: str, marks: bool = False, path: str | None = None) -> None:
         self.test = test
         self.label = label
-        self.marks = marks  # whether it speaks of marks inside a forward, not of modules
-        self.path = path  # what the user wrote, if it was a string: an exact path needs no search
-        self.parts: tuple[Selector, ...] = (self,)  # each of which must find something
+        self.marks = marks  # whether it selects marks inside a forward instead of modules
+        self.path = path  # the query if it was a string: an exact path needs no search
+        self.parts: tuple[Selector, ...] = (self,)  # each of them must match something
 
     @staticmethod
     def of(query: Query) -> Selector:
-        """The selector that `query` means: a path, a glob, a regex, a class, a module, a predicate."""
+        """The selector for a `query`: a path, a glob, a regex, a class, a module, or a predicate."""
         if isinstance(query, Selector):
             return query
         if isinstance(query, str):
@@ -70,7 +70,7 @@ class Selector:
 
     @staticmethod
     def union(queries: Iterable[Query]) -> Selector:
-        """All that any of `queries` selects, each of which must find something; none means every leaf."""
+        """Everything that any of `queries` selects; each must match something. No query selects every leaf."""
         parts = tuple(Selector.of(query) for query in queries)
         union = Selector(
             lambda path, module, mark: any(part.test(path, module, mark) for part in parts),
@@ -89,7 +89,7 @@ class Selector:
         a, b = self, Selector.of(other)
         if a.marks != b.marks:
             raise SelectionError(
-                f"{a.label} | {b.label} mixes modules and marks; pass them as two queries, which are a union"
+                f"{a.label} | {b.label} mixes modules and marks; pass them as two queries, whose union is taken"
             )
         return Selector(lambda *place: a.test(*place) or b.test(*place), f"({a.label} | {b.label})", a.marks)
 
@@ -149,7 +149,7 @@ def marked(name: str) -> Selector:
 def select(model: nn.Module, *queries: Query) -> dict[str, nn.Module]:
     """The modules that any of `queries` selects, by path, in the order of ``named_modules``.
 
-    No query means every leaf. The root is selected by ``""`` alone.
+    No query selects every leaf. Only ``""`` selects the root.
 
     >>> net = nn.Sequential(nn.Linear(1, 1), nn.ReLU())
     >>> select(net, nn.ReLU)
@@ -165,12 +165,12 @@ def select(model: nn.Module, *queries: Query) -> dict[str, nn.Module]:
     modules = dict(walk(model))
     for part in parts:
         if part.marks and part.path not in modules:
-            raise SelectionError(f"{part.label} speaks of marks, which exist only once the forward runs")
+            raise SelectionError(f"{part.label} selects marks, which exist only while the forward runs")
     return find(modules, parts)
 
 
 def find(modules: dict[str, nn.Module], parts: tuple[Selector, ...]) -> dict[str, nn.Module]:
-    """Of `modules` (all of a model, by path) those that any of `parts` selects; each must select some."""
+    """Those of `modules` (all of a model, by path) that any of `parts` selects; each must select some."""
     if not parts:
         return {path: module for path, module in modules.items() if not submodules(module)}
     found: dict[str, nn.Module] = {}
@@ -185,7 +185,7 @@ def find(modules: dict[str, nn.Module], parts: tuple[Selector, ...]) -> dict[str
 
 
 def layers(module: nn.Module) -> Iterator[nn.Module]:
-    """`module`, and what it wraps, down to what is no wrapper."""
+    """`module`, the module that it wraps, and so on, down to one that is not a wrapper."""
     yield module
     while (name := wrapped_name(module)) is not None and (inner := submodules(module)[name]) is not None:
         module = inner
@@ -193,7 +193,7 @@ def layers(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module itself, where it is wrapped in others.
+    """The module inside all wrappers.
 
     >>> model = nn.Linear(1, 1)
     >>> unwrapped(nn.DataParallel(model)) is model
@@ -203,8 +203,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def wrapped_name(module: nn.Module) -> str | None:
-    """The name under which a wrapper has what it wraps, None if `module` is no wrapper."""
-    if len(submodules(module)) == 1 and isinstance(submodules(module), dict):  # TorchScript has a class of its own
+    """The attribute of a wrapper that holds the wrapped module, None if `module` is not a wrapper."""
+    if len(submodules(module)) == 1 and isinstance(submodules(module), dict):  # TorchScript has its own class here
         (name,) = submodules(module)
         if name in WRAPPER_NAMES or (name == "module" and isinstance(module, _PARALLEL)):
             return name
@@ -212,7 +212,7 @@ def wrapped_name(module: nn.Module) -> str | None:
 
 
 def plain(path: str) -> str:
-    """`path` as it reads without wrappers.
+    """`path` without the names of wrappers.
 
     >>> plain("module._orig_mod.fc")
     'module.fc'
@@ -221,7 +221,7 @@ def plain(path: str) -> str:
 
 
 def spellings(path: str) -> tuple[str, ...]:
-    """What somebody may mean who wrote `path`, perhaps with the names of wrappers in it.
+    """The paths that `path` may stand for: it may contain the names of wrappers.
 
     >>> spellings("module._orig_mod.fc")
     ('module._orig_mod.fc', 'module.fc', 'fc')
@@ -236,10 +236,10 @@ def walk(
     above: tuple[nn.Module, ...] = (),
     wrappers: list[nn.Module] | None = None,
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Every (path, module), shared modules under each of their names, the root first.
+    """Every (path, module), the root first; shared modules appear under each of their names.
 
-    Like ``named_modules(remove_duplicate=False)``, but wrappers are seen through (and added to `wrappers`), and
-    a module that contains itself ends the descent.
+    Like ``named_modules(remove_duplicate=False)``, but wrappers are skipped (and added to `wrappers`), and a module
+    that contains itself is not entered again.
     """
     if wrapped_name(model) is not None:
         *around, model = layers(model)
@@ -258,7 +258,7 @@ def walk(
 
 
 def along(model: nn.Module, path: str | None) -> list[nn.Module]:
-    """The modules on the way to the one at exactly `path`, which is the last; empty if there is none."""
+    """The modules from `model` down to the one at exactly `path`; empty if there is none."""
     if path is None:
         return []
     modules = list(layers(model))
@@ -281,7 +281,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """The names in `known` that look most like `name`, as the end of an error message."""
     known = [path for path in known if path]
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or known[:3]
-    return "nearest: " + ", ".join(map(repr, close)) if close else "there is nothing else"
+    return "nearest: " + ", ".join(map(repr, close)) if close else "there are no other names"
 
 
 def _of_string(query: str) -> Selector:
@@ -311,7 +311,7 @@ def _predicate(query: Callable[[str, nn.Module], bool]) -> Selector:
         inspect.signature(query).bind("path", "module")
     except TypeError as error:
         raise SelectionError(f"predicate {name} must take a path and a module: {error}") from error
-    except ValueError:  # a builtin that does not say what it takes
+    except ValueError:  # a builtin without a signature
         pass
     return Selector(lambda path, module, mark: bool(query(path, module)), f"predicate {name}")
 
@@ -344,18 +344,18 @@ def _glob_token(token: str) -> str:
 
 
 def queries_of(sites: Query | Iterable[Query] | None) -> Sequence[Query]:
-    """One query, several, or none, which means every leaf, as a list."""
+    """One query, several, or None (every leaf), as a list."""
     if sites is None:
         return []
     many = isinstance(sites, Iterable) and not isinstance(sites, (str, nn.Module))
-    return list(sites) if many else [sites]  # type: ignore[arg-type, list-item]  # modules can be iterable, too
+    return list(sites) if many else [sites]  # type: ignore[arg-type, list-item]  # some modules are iterable
 
 
 def require_sites(model: nn.Module, sites: Query | Iterable[Query] | None, argument: str, hint: str = "") -> None:
-    """Raise unless `sites` are places of `model`, before anything runs."""
+    """Raise unless `sites` select modules of `model`, before anything runs."""
     queries = queries_of(sites)
     if sites is not None and not queries:
-        raise SelectionError(f"{argument} is empty: name at least one place of the model, or leave it out for all")
+        raise SelectionError(f"{argument} is empty; name at least one module, or leave it out for every leaf")
     try:
         select(model, *queries)
     except SelectionError as error:

@@ -1,4 +1,4 @@
-"""A session attaches taps to a model and takes away exactly what it added, however it ends."""
+"""A session attaches taps to a model and removes exactly what it added, however it ends."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from torchhook.core.marks import Marks
 from torchhook.core.scope import Scope, ScopeOptions, Switch
 from torchhook.core.selection import Selector, along, find, plain, require_module, spellings, unwrapped, walk
 from torchhook.core.shards import agree_on_the_whole, is_sharded, shards_of_gathered
-from torchhook.core.silent import OnSilent, complaint, refusal, silences
+from torchhook.core.silent import OnSilent, report_silent, require_hookable, silent_sites
 from torchhook.core.site import Site
 from torchhook.core.tap import Tap
 from torchhook.core.torch_internals import is_dynamo_loaded
 
 ScopeName = Literal["thread", "all"]
 
-# Modules inside of which hooks fire only with some help, or not at all.
+# Modules inside which hooks fire only with some help, or not at all.
 _SPECIAL = (
     nn.MultiheadAttention,
     nn.TransformerEncoder,
@@ -43,18 +43,18 @@ _SPECIAL = (
 class Session:
     """Owns the hooks of its taps on one model.
 
-    It sees the passes of the thread and context that attach it; ``scope="all"`` sees everybody's.
-    With ``stop=True`` a forward ends, and returns None, once every site was seen in it. A tap that
-    raises ends the session, unless ``detach_on_error=False``; the error goes on to the caller.
-    ``recomputed=True`` also shows the calls that a checkpoint repeats in the backward, ``full=True``
-    sees sharded values before they are taken apart.
+    It sees the passes of the thread and context that attach it; with ``scope="all"``, those of all threads.
+    With ``stop=True`` a forward ends, and returns None, once every site was seen in it. A tap that raises ends
+    the session, unless ``detach_on_error=False``; the error is raised to the caller of the model.
+    ``recomputed=True`` also sees the calls that a checkpoint repeats in the backward, and ``full=True`` sees
+    sharded values as a whole.
 
-    At its end a site that was named by its path and never fired raises `SilentError`, as does a query
-    none of whose sites did; `on_silent` (``"raise"``, ``"warn"``, ``"ignore"``) says otherwise.
+    When it ends, a site that was named by its path but never fired raises `SilentError`, and so does a query
+    none of whose sites fired; `on_silent` (``"raise"``, ``"warn"``, ``"ignore"``) overrides that.
 
-    With `on_fault` whoever calls the model never suffers: it is called with what a tap raises, which
-    ends the session alone; and a forward that taps cannot see, as in torch.export, is not refused.
-    With `when`, calls pass by unseen, at next to no cost, while its ``active`` is false.
+    With `on_fault`, an error in a tap never reaches the caller of the model: `on_fault` is called with it, and
+    only the session ends. A forward that taps cannot see, as in torch.export, is then ignored, not refused.
+    With `when`, nothing is seen while its ``active`` is false, which costs next to nothing.
 
     >>> import torch
     >>> from torchhook import Record, Ring, Session, Tap
@@ -86,7 +86,7 @@ class Session:
         if on_silent not in (None, "raise", "warn", "ignore"):
             raise ValueError(f"on_silent must be 'raise', 'warn', 'ignore' or None, not {on_silent!r}")
         if stop and isinstance(model, nn.DataParallel):
-            raise ValueError("stop=True cannot end a DataParallel forward; pass its .module as model")
+            raise ValueError("stop=True cannot stop a DataParallel forward; pass its .module as model")
         self.model = model
         self.stop = stop
         self.detach_on_error = detach_on_error
@@ -97,26 +97,26 @@ class Session:
         self.when = when
         self.state: Literal["new", "attached", "detached"] = "new"
         if isinstance(taps, Tap):
-            raise TypeError("taps must be a list of Tap objects; put the one you have into a list")
+            raise TypeError("taps must be a list of Tap objects; put the single tap into a list")
         self.taps = list(taps)
         for tap in self.taps:
             _require_tap(tap)
-        self.aliases: dict[str, str] = {}  # other names of a shared module → the name it goes by
-        self.silent: dict[Site, str] = {}  # what saw nothing, and why; known at the end
+        self.aliases: dict[str, str] = {}  # other names of a shared module → the name it is recorded under
+        self.silent: dict[Site, str] = {}  # the sites that saw nothing, and why; known at the end
         self._shared = scope == "all"
         self._compiled: list[nn.Module] = []  # parts with taps inside
         self._undo: list[Callable[[], None]] = []
-        self._above: list[nn.Module] = []  # what lies between the model and a site that was found without a walk
-        self._past: dict[Site, type] = {}  # what was tapped and is no more
+        self._above: list[nn.Module] = []  # the modules above a site that was found without walking the model
+        self._past: dict[Site, type] = {}  # sites of taps that were removed
         self._points: dict[int, Point] = {}  # by id of the module or parameter
         self._points_of: dict[Tap, list[Point]] = {}
         self._modules: dict[str, nn.Module] = {}
         self._wrappers: list[nn.Module] = []
 
     def attach(self) -> Session:
-        """Attach the taps: all of them, or none if one finds nothing."""
+        """Attach all taps, or none of them if one selects nothing."""
         if self.state != "new":
-            raise SessionError(f"this session is {self.state} already; make a new one")
+            raise SessionError(f"this session is already {self.state}; make a new one")
         self.state = "attached"
         options = ScopeOptions(
             shared=self._shared,
@@ -125,7 +125,7 @@ class Session:
             skips_transforms=self.on_fault is not None,
         )
         self.scope = Scope(options, self.when)
-        self.reference = weakref.ref(self)  # for what must not keep it alive
+        self.reference = weakref.ref(self)  # for objects that must not keep it alive
         self._marks = Marks(self)
         self._detours = Detours()
         self._release = weakref.finalize(
@@ -144,34 +144,34 @@ class Session:
         return self
 
     def detach(self) -> None:
-        """Take all hooks away. Raises if something that was asked for never came, which shows only now."""
+        """Remove all hooks. Raises if a site that was asked for never fired, which is known only now."""
         if self.state == "attached":
             self.abandon()
             self._marks.check()
             if self.silent:
-                complaint(self)
+                report_silent(self)
 
     def abandon(self) -> None:
-        """Take all hooks away, and ask nothing."""
+        """Remove all hooks, without raising about silent sites."""
         if self.state == "attached":
             self.state = "detached"
             try:
-                self.silent = silences(self)
+                self.silent = silent_sites(self)
             finally:
                 self._release()
 
     def add(self, tap: Tap) -> None:
-        """One more tap, after those that are there."""
+        """Add a tap after the others."""
         _require_tap(tap)
         if self.state != "attached":
-            raise SessionError(f"cannot add a tap to a {self.state} session; attach a new one first")
+            raise SessionError(f"cannot add a tap to a {self.state} session; attach a session first")
         self._plan([tap])
         self.taps.append(tap)
 
     def remove(self, tap: Tap) -> None:
-        """Take one tap away, and the hooks that only it needed."""
+        """Remove one tap, and the hooks that only it needed."""
         if tap not in self.taps or self.state == "new":
-            raise SessionError("this tap is not attached by this session")
+            raise SessionError("this session has not attached this tap")
         self.taps.remove(tap)
         for point in self._marks.forget(tap):
             self._past |= point.places()
@@ -185,12 +185,12 @@ class Session:
 
     @property
     def sites(self) -> list[Site]:
-        """What is or was tapped, in the order of the taps and then of the model; of the marks, those seen."""
+        """The sites that are or were tapped, by tap and then in the model's order; of marks, those seen so far."""
         return list(self.places)
 
     @property
     def places(self) -> dict[Site, type]:
-        """The same, with the class of the module there."""
+        """The same sites, each with the class of its module."""
         if self.state == "new":
             return {}
         places = dict(self._past)
@@ -206,7 +206,7 @@ class Session:
     ) -> None:
         if kind is None:
             self.detach()
-        else:  # another error is on its way
+        else:  # an error is being raised already
             self.abandon()
 
     def __repr__(self) -> str:
@@ -218,17 +218,17 @@ class Session:
         return list(self._points.values())
 
     def parameters(self, selector: Selector) -> dict[str, nn.Parameter]:
-        """The parameters of what `selector` selects, by their paths."""
+        """The parameters of the modules that `selector` selects, by path."""
         seen: dict[int, str] = {}
         found = find(self._all_modules(), selector.parts).items()
         return {below: p for path, module in found for below, _, p in self._parameters_in(path, module, seen)}
 
     def selected(self, part: Selector) -> dict[str, nn.Module]:
-        """What one query of a tap selects."""
+        """The modules that one query of a tap selects, by path."""
         return find(self._all_modules(), (part,))
 
     def _plan(self, taps: list[Tap]) -> None:
-        """Bind `taps` to their places, and hook those."""
+        """Bind `taps` to their points, and hook these."""
         touched: dict[Point, None] = {}
         self._above.clear()
         self._shards = shards_of_gathered(self.model)
@@ -239,12 +239,12 @@ class Session:
             for path, module in self._selected(tap):
                 points += bind(tap, path, module, seen)
             if tap.port == "param" and not points:
-                raise SelectionError(f"nothing that {Selector.of(tap.selector).label} selects has parameters")
+                raise SelectionError(f"no module that {Selector.of(tap.selector).label} selects has parameters")
             touched.update(dict.fromkeys(points))
         around = self._modules.values() or self._above
         if any(issubclass(kind, _SPECIAL) for kind in {type(module) for module in around}):
             targets = {id(point.target): point for point in touched}
-            refusal(around, targets)
+            require_hookable(around, targets)
             self._detours.take(around, targets.keys())
         parts: list[nn.Module] = []
         if is_dynamo_loaded():
@@ -256,7 +256,7 @@ class Session:
             self._compiled.append(part)
 
     def _parts_around(self, points: Iterable[Point], compiled: list[nn.Module]) -> list[nn.Module]:
-        """Those of the `compiled` modules that have one of `points` inside; raises if that cannot be."""
+        """Those of the `compiled` modules that have one of `points` inside; raises if they cannot be tapped."""
         targets = {id(point.target) for point in points} if compiled else set()
         parts = [part for part in compiled if any(id(module) in targets for module in part.modules())]
         wrapper = CallWrapper.of(self.model)
@@ -264,11 +264,11 @@ class Session:
             here = threading.get_ident()
             if any(scope.home != here for scope in wrapper.scopes):
                 raise SessionError(
-                    "another thread has a session open on this compiled model, whose taps see every thread; end that"
-                    " one first, or tap a copy of the model"
+                    "another thread has a session open on this compiled model, whose taps see every thread; close that"
+                    " session first, or tap a copy of the model"
                 )
         if parts and self.stop:
-            raise SessionError("stop=True cannot end a compiled graph; leave it out, or tap the model uncompiled")
+            raise SessionError("stop=True cannot stop a compiled graph; leave it out, or tap the uncompiled model")
         return parts
 
     def _selected(self, tap: Tap) -> Iterable[tuple[str, nn.Module]]:
@@ -279,7 +279,7 @@ class Session:
         modules = self._all_modules()
         marked = [part for part in parts if part.marks and part.path not in modules]
         if marked and self.stop:
-            raise ValueError("stop=True cannot wait for marks, which exist only once the forward runs")
+            raise ValueError("stop=True cannot wait for marks, which exist only while the forward runs")
         for part in marked:
             self._marks.want(tap, part, modules)
         rest = tuple(part for part in parts if part not in marked)
@@ -296,7 +296,7 @@ class Session:
         return self._modules
 
     def _bind(self, tap: Tap, path: str, module: nn.Module, seen: dict[int, str]) -> Sequence[Point]:
-        """Bind `tap` to `module`, unless it was `seen` under another name."""
+        """Bind `tap` to `module`, unless it was already `seen` under another name."""
         if id(module) in seen:
             self.aliases[path] = seen[id(module)]
             return ()
@@ -312,12 +312,12 @@ class Session:
         return (point,)
 
     def _bind_parameters(self, tap: Tap, path: str, module: nn.Module, seen: dict[int, str]) -> Sequence[Point]:
-        """Bind `tap` to the parameters of `module` and below, unless `seen` under another name."""
+        """Bind `tap` to the parameters in `module`, except those already `seen` under another name."""
         points: list[Point] = []
         for below, name, parameter in self._parameters_in(path, module, seen):
             if tap.port == "param_grad" and not parameter.requires_grad:
                 continue
-            if tap.port == "param":  # seen when the module is called
+            if tap.port == "param":  # read when the module is called
                 points.append(self._point(path, module))
                 shard = parameter if is_sharded(parameter) and not self.full else None
                 points[-1].bind(tap, below, module, tap.port, on_parameter(module, name, shard))
@@ -329,7 +329,7 @@ class Session:
     def _parameters_in(
         self, path: str, module: nn.Module, seen: dict[int, str]
     ) -> Iterator[tuple[str, str, nn.Parameter]]:
-        """The parameters of `module` and below, with their paths and their names there, unless `seen` before."""
+        """(path, name in `module`, parameter) for each parameter in `module` that was not `seen` before."""
         for name, known in module.named_parameters(remove_duplicate=False):
             parameter = self._shards.get(id(known), known)
             below = plain(f"{path}.{name}" if path else name)
@@ -349,7 +349,7 @@ class Session:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Thousands of small objects that all stay are no reason to look for garbage, which takes longer."""
+    """Pause garbage collection: attaching makes thousands of objects that all stay, and searching them takes longer."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -372,7 +372,7 @@ def _release(
     compiled: list[nn.Module],
     undo: list[Callable[[], None]],
 ) -> None:
-    """Undo everything. A function of what was added, not of the session, which may be gone already."""
+    """Undo everything. It takes what was added and not the session, which may be gone already."""
     scope.close()
     marks.close()
     for point in points.values():

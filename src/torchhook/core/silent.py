@@ -1,8 +1,8 @@
-"""No silent miss: what was asked for and never came, and why.
+"""No silent miss: which of the selected sites saw nothing, and why.
 
-A site named by its exact path that did not fire, or a query none of whose sites did, is an error at the
-end of the scope. Other silent sites of a bulk query are listed with their reasons, and warned of. That
-no gradient reaches a place is an answer, not a miss: it is listed, and at most warned of.
+When a session ends, a site named by its exact path that did not fire is an error, and so is a query none of whose sites
+fired. Other silent sites are listed with their reasons, with a warning. That no gradient reaches a site is an answer,
+not a miss: it is listed, at most with a warning.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 OnSilent = Literal["raise", "warn", "ignore"]
 
 
-def refusal(modules: Iterable[nn.Module], targets: dict[int, Point]) -> None:
-    """Raise if one of `targets` (by id) is or lies inside of one of `modules` in which no hook fires."""
+def require_hookable(modules: Iterable[nn.Module], targets: dict[int, Point]) -> None:
+    """Raise if one of `targets` (by id) is, or is inside, one of `modules` in which no hook fires."""
     for point in targets.values():
         if isinstance(point.target, torch.jit.ScriptModule):
             kind = type(point.target).__name__
             raise SessionError(
-                f"{point.path or 'the model'!r} is a {kind}, which takes no hooks (torch.jit runs none inside);"
+                f"{point.path or 'the model'!r} is a {kind}, inside which torch.jit runs no hooks;"
                 " hook the module that it was made from"
             )
     for graph in (module for module in modules if isinstance(module, torch.fx.GraphModule)):
@@ -42,33 +42,33 @@ def refusal(modules: Iterable[nn.Module], targets: dict[int, Point]) -> None:
         for path, part in graph.named_modules():
             if path and path not in called and id(part) in targets:
                 raise SessionError(
-                    f"{targets[id(part)].path!r} lies in a graph module that never calls it (torch.export writes all"
-                    " into one graph, where hooks cannot fire); hook the module that it was made from"
+                    f"{targets[id(part)].path!r} is inside a graph module that never calls it (torch.export flattens"
+                    " the model into one graph, where no hook fires); hook the module that it was made from"
                 )
 
 
-def silences(session: Session) -> dict[Site, str]:
+def silent_sites(session: Session) -> dict[Site, str]:
     """The sites that saw nothing, each with the likely reason."""
     silent = [(site, point) for point in unheard(session.points) for site in point.silent()]
     return {site: _reason(session, site, point) for site, point in silent}
 
 
-def complaint(session: Session) -> None:
-    """Raise or warn of what was silent, as the session's ``on_silent`` says."""
+def report_silent(session: Session) -> None:
+    """Raise or warn about the silent sites, as the session's ``on_silent`` says."""
     silent, how = session.silent, session.on_silent
     whole = {} if how == "ignore" else _whole_queries(session)
     loud = {"raise": silent, "warn": {}, "ignore": {}}.get(how or "", {})
     if how is None:
         loud = {site: reason for site, reason in whole.items() if "grad" not in site.port}
     if loud:
-        raise SilentError(f"{_told(loud)} (on_silent='warn' or 'ignore' makes this no error)")
+        raise SilentError(f"{_by_reason(loud)} (pass on_silent='warn' to only warn, or 'ignore')")
     rest = silent if how == "warn" else {s: r for s, r in silent.items() if "grad" not in s.port or s in whole}
     if rest and how != "ignore":
-        warn(f"{_told(rest)} (.silent lists all)")
+        warn(f"{_by_reason(rest)} (.silent lists them all)")
 
 
 def _whole_queries(session: Session) -> dict[Site, str]:
-    """The silent sites of exact paths, and of queries of which nothing fired."""
+    """The silent sites of exact paths, and of queries none of whose sites fired."""
     found: dict[Site, str] = {}
     for tap in session.taps:
         mine = [site for point in session.points for known, site, _ in point.bound if known is tap]
@@ -88,7 +88,8 @@ def _asked(session: Session, tap: Tap, part: Selector, mine: list[Site]) -> list
     return [site for site in mine if site.path in paths]
 
 
-def _told(silent: dict[Site, str]) -> str:
+def _by_reason(silent: dict[Site, str]) -> str:
+    """The silent sites in one sentence, those with the same reason together."""
     reasons: dict[str, list[Site]] = {}
     for site, reason in silent.items():
         reasons.setdefault(reason, []).append(site)
@@ -102,13 +103,15 @@ def _told(silent: dict[Site, str]) -> str:
 def _reason(session: Session, site: Site, point: Point) -> str:
     scope, module = session.scope, point.target
     if "grad" in site.port:
-        return "no gradient came there: no backward ran inside the scope, or none flows through it"
+        return "no gradient arrived: no backward ran while the taps were attached, or none flows through it"
     if scope.last is None:
         if scope.why_unseen:
             return f"it ran only {scope.why_unseen}"
-        return f"the model did not run inside the scope, or its .forward() was called instead of it{_or_compiled()}"
+        return (
+            f"the model did not run while the taps were attached, or its .forward() was called directly{_or_compiled()}"
+        )
     if isinstance(module, nn.Module) and type(module).forward is nn.Module.forward:
-        return "it only holds other modules and is never called itself; select what is in it"
+        return "it only holds other modules and is never called itself; select the modules inside it"
     if scope.why_unseen:
         return f"it ran only {scope.why_unseen}, or not at all"
     if scope.stopped_by_other:
@@ -116,11 +119,14 @@ def _reason(session: Session, site: Site, point: Point) -> str:
             "another session's stop= ended the forward first; leave that stop= out, or, if both are at the same place,"
             " open this session before that one"
         )
-    return f"a branch not taken, or its .forward() or its weights used instead of calling it{_or_compiled()}"
+    return (
+        "it is in a branch that was not taken, or its .forward() or its weights were used without calling it"
+        f"{_or_compiled()}"
+    )
 
 
 def _or_compiled() -> str:
     """One more possible reason, if anything was compiled in this process."""
     if not graph_count():
         return ""
-    return f", or ran in a graph that torch.export made or that was compiled before the tap came: then {REMEDIES}"
+    return f", or it ran in a graph that was exported, or compiled before the tap was attached: then {REMEDIES}"

@@ -1,4 +1,4 @@
-"""Sinks: they receive what taps see and return nothing, so all they can do is observe."""
+"""Sinks receive what taps see. They return nothing, so all they can do is observe."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 Receive = Callable[[int, Address, Tensor], "Tensor | None"]
 """Takes the gradient of one leaf: its number among the leaves, its address, the gradient.
 
-Returns None, or the gradient that continues."""
+Returns None, or the gradient to continue with."""
 
 Act = Callable[[Pass, int, Any, "tuple[Any, ...]"], Any]
-"""(pass, call, value, positional arguments) → None, or the value that continues.
+"""(pass, call, value, positional arguments) → None, or the value to continue with.
 
 For the gradient ports it is called in the forward, with the value whose gradient is wanted, and returns the `Receive`
 for that call, or None if the gradient is not wanted this time."""
 
 
 class Unknown(tuple[Any, ...]):
-    """The positional arguments of a call inside a compiled graph, which hands out none."""
+    """Stands for the positional arguments of a call inside a compiled graph, which does not hand them out."""
 
     __slots__ = ()
 
@@ -41,14 +41,14 @@ UNKNOWN = Unknown()
 
 
 class Sink(ABC):
-    """Receives what taps see. A sink of your own needs `receive` alone:
+    """Receives what taps see. A sink of your own only needs `receive`:
 
     >>> class Shapes(Sink):
     ...     def receive(self, event):
     ...         print(event.path, tuple(event.value.shape))
 
     A sink may be `lazy`: then `event.value` is copied only if `receive` reads it, and neither the event nor
-    `event.live` may be kept. It may name a `keeper`, which begins a page with every pass, for `event.page`.
+    `event.live` may be kept. It may have a `keeper`, which begins a page with every pass: ``event.page``.
     """
 
     lazy = False
@@ -63,31 +63,31 @@ class Sink(ABC):
         """Take one event."""
 
     def expect(self, event: Event) -> Any:
-        """Say in the forward whether the gradient of ``event.live`` is wanted: None if not.
+        """Called in the forward: return None if the gradient of ``event.live`` is not wanted.
 
-        Anything else comes back as ``event.expected`` with each of the gradients. (At the port ``grad_input``,
-        ``event.live`` is all arguments of the call.)
+        Anything else comes back as ``event.expected`` with each of the gradients. (For the port ``grad_input``,
+        ``event.live`` holds all arguments of the call.)
         """
         return True
 
     def shortcut(self, tap: Tap, site: Site, scope: Scope) -> Keep | None:
-        """An act that does the same without events. Only recording has one: it costs as much as the event would."""
+        """An act that does the same without events. Only recording has one: it is as cheap as making the event."""
         return None
 
 
 class Observer(Sink):
-    """A plain callable, which is called with every event and must return None."""
+    """Calls a plain function with every event; it must return None."""
 
     def __init__(self, observe: Callable[[Event], Any]) -> None:
         self.observe = observe
 
     def receive(self, event: Event) -> None:
-        """Call it."""
+        """Call the function."""
         returned = self.observe(event)
         if returned is not None:
             raise TapError(
-                f"the callable tapped to the {event.site} returned a {type(returned).__name__}; a plain callable"
-                " observes and returns None (to change what flows, use an edit)"
+                f"the function tapped to the {event.site} returned a {type(returned).__name__}; a plain function"
+                " observes and must return None (to change the value, use an edit)"
             )
 
 
@@ -103,7 +103,7 @@ def observing(sink: Sink, tap: Tap, site: Site, module: nn.Module, scope: Scope)
 
     def observe(pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> None:
         in_graph = args is UNKNOWN
-        if in_graph and not is_lazy:  # the graph uses this memory again
+        if in_graph and not is_lazy:  # the graph reuses this memory
             value, in_graph = mapped(copied, value), False
         kwargs = None
         if isinstance(value, Arguments):
@@ -122,7 +122,7 @@ def observing(sink: Sink, tap: Tap, site: Site, module: nn.Module, scope: Scope)
             transform=transform,
         )
         if not is_lazy:
-            event.value  # noqa: B018 (copied now, for it may be read later)
+            event.value  # noqa: B018 (copied now, since it may be read later)
         receive(event)
 
     def observe_gradient(pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> Receive | None:
@@ -137,7 +137,7 @@ def observing(sink: Sink, tap: Tap, site: Site, module: nn.Module, scope: Scope)
         def receive_gradient(leaf_number: int, leaf: Address, gradient: Tensor) -> None:
             if in_graph and not is_lazy:
                 gradient = copied(gradient)
-            event = Event(  # without the page, which a graph that lives on must not keep
+            event = Event(  # without the page: an autograd graph that outlives the session must not keep it
                 site,
                 gradient,
                 module,

@@ -10,7 +10,7 @@ GRADIENT_PORTS: tuple[Port, ...] = ("grad_input", "grad_output")
 
 
 class Site(NamedTuple):
-    """The frozen name of one place: where (``path``) and what flows there (``port``).
+    """The name of one place: where it is (``path``) and what flows there (``port``).
 
     >>> str(Site("layer4.1", "grad_output"))
     "grad_output of 'layer4.1'"

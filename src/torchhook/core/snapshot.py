@@ -1,8 +1,7 @@
-"""Values as they were at one moment, at the price of a reference.
+"""Values as they were at one moment, at the cost of a reference.
 
-`Tensor._lazy_clone` is torch's copy on write: it costs about a microsecond, and memory only once
-somebody writes to the original or to the copy. Tensors it does not support (sparse, nested, shared
-or foreign memory) are cloned.
+torch's copy on write (`lazy_clone`) takes about a microsecond, and memory only once the original or the copy is written
+to. Tensors that it does not support (sparse, nested, shared or foreign memory) are cloned.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torchhook.core.trees import leaves, mapped, nbytes
 
 
 def lazily_copied(tensor: Tensor) -> Tensor:
-    """A copy on write of `tensor`, in its graph if it has one."""
+    """A copy on write of `tensor`, part of its graph if it has one."""
     try:
         return lazy_clone(tensor)
     except RuntimeError:  # NotImplementedError is one
@@ -37,18 +36,19 @@ def cloned(tensor: Tensor) -> Tensor:
 
 
 def meaningful(tensor: Tensor) -> Tensor:
-    """`tensor`, unless it is one of those that exist only inside a transform."""
+    """`tensor`; raises if it exists only inside a transform of torch.func."""
     if is_transformed_tensor(tensor):
         raise TapError(
-            "a tensor inside torch.func (vmap, grad, jvp, ...) means nothing outside of it and cannot be recorded; call"
-            " the module without the transform, or detach the taps first (torch.func.functional_call is fine)"
+            "a tensor inside torch.func (vmap, grad, jvp, ...) is meaningless outside of it and cannot be recorded;"
+            " call the module without the transform, or detach the taps first (torch.func.functional_call is fine)"
         )
     return tensor
 
 
 def snapshot(value: Any) -> Any:
-    """`value` with every tensor in it as it is now, whatever is done to the original later.
+    """`value` with every tensor as it is now, even if the original is overwritten later.
 
+    >>> import torch
     >>> x = torch.zeros(2)
     >>> before = snapshot((x,))
     >>> x += 1
@@ -59,21 +59,21 @@ def snapshot(value: Any) -> Any:
 
 
 class Held(ABC):
-    """A recorded value that has to be asked before it is used."""
+    """A recorded value that must be read through `read`."""
 
     __slots__ = ()
 
     @abstractmethod
     def read(self) -> Any:
-        """The value, once it is there and if it is still right."""
+        """The value, once it has arrived; raises if it is no longer valid."""
 
     @abstractmethod
     def peek(self) -> Any:
-        """What is held now, to be weighed and not to be read."""
+        """What is held now: its shapes and sizes are right, its numbers may not be."""
 
 
 class Alias(Held):
-    """A value kept by reference; reading it raises if any tensor in it was written to since."""
+    """A value kept by reference; reading it raises if a tensor in it was overwritten since."""
 
     __slots__ = ("site", "value", "versions")
 
@@ -84,8 +84,8 @@ class Alias(Held):
             self.versions = [version_of(tensor) for _, tensor in leaves(self.value)]
         except RuntimeError as error:
             raise OverwrittenError(
-                f"copy='reference' cannot tell whether the {site} is overwritten, since tensors made"
-                " in inference_mode count no versions; use copy='lazy' or torch.no_grad()"
+                f"copy='reference' cannot detect whether the {site} is overwritten, since tensors made"
+                " in inference_mode have no version counter; use copy='lazy' or torch.no_grad()"
             ) from error
 
     def peek(self) -> Any:
@@ -102,15 +102,15 @@ class Alias(Held):
 
 
 def read(value: Any) -> Any:
-    """What a store holds, as the user sees it."""
+    """The value that a store holds, as the user sees it."""
     return value.read() if isinstance(value, Held) else value
 
 
 def peek(value: Any) -> Any:
-    """What a store holds, to be looked at from outside: shapes, not values."""
+    """The value that a store holds, for its shapes and sizes only."""
     return value.peek() if isinstance(value, Held) else value
 
 
 def weight(value: Any) -> int:
-    """The bytes of what a store holds."""
+    """The size of a value that a store holds, in bytes."""
     return nbytes(peek(value))

@@ -1,7 +1,7 @@
-"""A tap says where, what and when: selector + port + schedule + transform + the action to take.
+"""A tap says where, what and when: selector, port, schedule, transform, and the action to take.
 
-An action is a `Sink`, an `Edit`, or a plain callable that observes `Event`s. Before a session attaches, every
-(tap, site) is bound into an `Act`, a function with nothing left to look up; hooks call acts.
+An action is a `Sink`, an `Edit`, or a plain callable that observes `Event`s. When a session attaches, each (tap, site)
+is bound into an `Act`, a function with nothing left to look up; hooks call acts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Schedule = Callable[[int], bool]
 class Tap:
     """What to do with the values at some places of a model.
 
-    `action` is a `Sink`, an `Edit`, or a callable that is given each `Event` and returns None.
+    `action` is a `Sink`, an `Edit`, or a callable that takes each `Event` and returns None.
 
     >>> import torch
     >>> from torchhook import Session
@@ -65,9 +65,9 @@ class Tap:
         if self.group is not None and not isinstance(self.group, str):
             raise TypeError(f"group must be a name or None, not {self.group!r}")
         if self.edits and self.transform is not None:
-            raise ValueError("transform= changes what is recorded, but an edit records nothing; leave it out")
+            raise ValueError("transform= changes what is recorded, but an edit records nothing; leave transform= out")
         if self.edits and self.port == "param":
-            raise ValueError("an edit changes what flows, not parameters; to change a parameter, assign it")
+            raise ValueError("an edit changes activations and gradients, not parameters; assign to the parameter")
 
     def bind(self, site: Site, module: nn.Module, scope: Scope) -> Act:
         """The act of this tap at one site."""
@@ -86,15 +86,15 @@ class Tap:
         return self.action if isinstance(self.action, Sink) else Observer(self.action)
 
     def transformed(self, value: Any, site: Site) -> Any:
-        """`value` after the user's transform, whose errors name the site."""
+        """`value` after the user's transform; an error in the transform names the site."""
         if self.transform is None:
             return value
         try:
             return self.transform(value)
         except Exception as error:
             raise TapError(
-                f"transform raised {type(error).__name__} on the {site}: {error}; it is called with the recorded value"
-                " (try it on a captured value first)"
+                f"transform raised {type(error).__name__} on the {site}: {error}; it is called with the recorded value,"
+                " so try it on a captured value first"
             ) from error
 
 
@@ -125,7 +125,7 @@ def sample(fraction: float, seed: int = 0) -> Schedule:
     240
     """
     if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
-        raise ValueError(f"fraction must lie in (0, 1], not {fraction!r}")
+        raise ValueError(f"fraction must be in (0, 1], not {fraction!r}")
     return lambda number: random.Random(f"{seed}:{number}").random() < fraction
 
 
@@ -139,7 +139,7 @@ def require_count(value: Any, argument: str) -> None:
 
 def _scheduled(act: Act, when: Schedule) -> Act:
     def on_schedule(pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> Any:
-        # what comes before the first pass counts with it
+        # what comes before the first pass belongs to it
         return act(pass_, call, value, args) if when(max(pass_.number, 0)) else None
 
     return on_schedule

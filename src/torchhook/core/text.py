@@ -1,4 +1,4 @@
-"""Plain text for people: sizes, shapes, aligned tables, warnings."""
+"""Plain text output: sizes, shapes, aligned tables, warnings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def in_units(size: float) -> str:
-    """A number of bytes as people say it.
+    """A number of bytes with its unit.
 
     >>> in_units(1536), in_units(80)
     ('1.5 KiB', '80 B')
@@ -43,7 +43,7 @@ def shape_of(value: Any) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Rows under a header, columns aligned, numbers to the right.
+    """Rows under a header in aligned columns, numbers to the right.
 
     >>> print(table(["site", "calls"], [["conv1", 1], ["fc", 12]]))
     site   calls
@@ -61,7 +61,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def html_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """The same for a notebook; every cell is escaped."""
+    """The same as HTML for a notebook; every cell is escaped."""
 
     def line(tag: str, row: Sequence[Any]) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in row) + "</tr>"
@@ -71,7 +71,7 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def warn(message: str) -> None:
-    """Warn the line of the user's that led here, however deep inside this package and torch it shows."""
+    """Warn, pointing at the user's line that led here through this package and torch."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).split(".")[0] in ("torch", "torchhook"):
         level, frame = level + 1, frame.f_back

@@ -1,8 +1,8 @@
-"""The one door to private torch: every private name that torchhook uses is looked up here, and nowhere else.
+"""The only file that uses private names of torch: each of them is looked up here, and nowhere else.
 
 Each name has a fallback made of public torch, or a refusal that says what is missing. `FALLBACKS` lists the names that
-this torch lacks, with what happens instead; `torchhook doctor` prints it. To find out whether a fault comes from a
-private name, hide it: ``TORCHHOOK_HIDE="torch._lazy_clone tensor._base" python script.py`` (or ``TORCHHOOK_HIDE=all``).
+this torch lacks, with what happens instead; `torchhook doctor` prints it. To find out whether a private name causes a
+fault, hide it: ``TORCHHOOK_HIDE="torch._lazy_clone tensor._base" python script.py`` (or ``TORCHHOOK_HIDE=all``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 TESTED = "2.11 and 2.13"
-"""The versions of torch whose private names were tested."""
+"""The versions of torch that the private names were tested with."""
 
 NAMES: list[str] = []
 """All private names that are looked up."""
@@ -33,7 +33,7 @@ _MISSING: Any = object()
 
 
 class MissingError(RuntimeError):
-    """Something needs a private name that this torch lacks, and public torch cannot do it."""
+    """Something needs a private name that this torch lacks, and public torch cannot replace it."""
 
     def __init__(self, name: str, purpose: str) -> None:
         super().__init__(
@@ -46,7 +46,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def _found(name: str, look_up: Callable[[], Any], instead: str) -> Any:
-    """What `look_up` returns, or `_MISSING`, which is noted with what happens `instead`."""
+    """What `look_up` returns, or `_MISSING`; then what happens `instead` is noted in `FALLBACKS`."""
     NAMES.append(name)
     if not _is_hidden(name):
         with suppress(AttributeError, ImportError, KeyError):
@@ -56,7 +56,7 @@ def _found(name: str, look_up: Callable[[], Any], instead: str) -> Any:
 
 
 def _of_torch(path: str, fallback: Any, instead: str) -> Any:
-    """The object at ``module.name``, imported only if torch has not imported its module yet, or `fallback`."""
+    """The object at ``module.name``, or `fallback`; the module is imported only if torch has not done so yet."""
 
     def look_up() -> Any:
         module, _, name = path.rpartition(".")
@@ -70,7 +70,7 @@ def _of_torch(path: str, fallback: Any, instead: str) -> Any:
 
 
 def _attribute(owner: str, name: str, probe: Any, fallback: Callable[[Any], Any], instead: str) -> Callable[[Any], Any]:
-    """A getter of the private attribute `name` of what `probe` is an example of."""
+    """A getter of the private attribute `name` of objects like `probe`, or `fallback`."""
     found = _found(f"{owner}.{name}", lambda: getattr(probe, name), instead)
     return fallback if found is _MISSING else attrgetter(name)
 
@@ -93,7 +93,7 @@ def _detached(x: Any) -> Tensor:
 
 _tensor = torch.empty(0)
 
-lazy_clone: Callable[[Tensor], Tensor] = _of_torch("torch._lazy_clone", Tensor.clone, "values are copied at once")
+lazy_clone: Callable[[Tensor], Tensor] = _of_torch("torch._lazy_clone", Tensor.clone, "values are copied immediately")
 
 tensor_data: Callable[[Any], Tensor] = _found(
     "torch._C.TensorBase.data", lambda: vars(torch._C.TensorBase)["data"].__get__, "values are detached instead"
@@ -102,7 +102,7 @@ if tensor_data is _MISSING:
     tensor_data = _detached
 
 version_of: Callable[[Tensor], int] = _attribute(
-    "tensor", "_version", _tensor, lambda _: 0, "in-place writes are not noticed, and copy='reference' is refused"
+    "tensor", "_version", _tensor, lambda _: 0, "in-place writes are not detected, and copy='reference' is refused"
 )
 counts_versions = "tensor._version" not in FALLBACKS
 
@@ -154,12 +154,16 @@ add_to_each = _of_torch("torch._foreach_add_", _slow_add, _ONE_BY_ONE)
 subtract_from_each = _of_torch("torch._foreach_sub_", _slow_subtract, _ONE_BY_ONE)
 negate_each = _of_torch("torch._foreach_neg_", _slow_negate, _ONE_BY_ONE)
 
-# data_ptr would end a copy on write, since its caller might write there.
+# data_ptr would make a real copy of a copy on write, since its caller might write to that address.
 storage_address: Callable[[Tensor], int] = _of_torch(
     "torch._C._data_address", lambda x: x.untyped_storage().data_ptr(), "measured values are copied first"
 )
 storage_identity: Callable[[Any], int] = _attribute(
-    "storage", "_cdata", _tensor.untyped_storage(), lambda storage: storage.data_ptr(), "storages are told by address"
+    "storage",
+    "_cdata",
+    _tensor.untyped_storage(),
+    lambda storage: storage.data_ptr(),
+    "storages are identified by their address",
 )
 
 # --- modules
@@ -186,7 +190,7 @@ own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = _attribute(
 
 
 def _hooks(name: str) -> Callable[[nn.Module], dict[int, Any]]:
-    return _attribute("module", name, _module, lambda _: {}, "hooks of others are not listed")
+    return _attribute("module", name, _module, lambda _: {}, "hooks of other libraries are not listed")
 
 
 forward_hooks = _hooks("_forward_hooks")
@@ -194,26 +198,28 @@ forward_pre_hooks = _hooks("_forward_pre_hooks")
 backward_hooks = _hooks("_backward_hooks")
 backward_pre_hooks = _hooks("_backward_pre_hooks")
 
-_BY_HOOKS = "passes are followed by hooks; stop=True is refused"
+_BY_HOOKS = "passes are followed with hooks, and stop=True is refused"
 call_impl: Callable[[nn.Module], Callable[..., Any]] = _attribute(
     "module", "_call_impl", _module, _refusal("module._call_impl", "wrapping a model's call"), _BY_HOOKS
 )
 
 
 def traced_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `module` past the slot, in a way that a compiler can trace."""
+    """Call `module` without going through the slot, in a way that a compiler can trace."""
     return module._call_impl(*args, **kwargs)
 
 
 CALL_SLOT = "_compiled_call_impl"
-"""Where ``Module.compile`` keeps the compiled call, which torch runs in place of the module's own."""
+"""Where ``Module.compile`` puts the compiled call, which torch runs in place of the module's own."""
 _slot = _found("module._compiled_call_impl", lambda: getattr(nn.Module, CALL_SLOT), _BY_HOOKS)
 can_wrap_calls = _slot is not _MISSING and "module._call_impl" not in FALLBACKS
 
 
 def _code_of(name: str) -> CodeType | None:
     found = _found(
-        f"module.{name}.__code__", lambda: getattr(nn.Module, name).__code__, "calls of copies are not told apart"
+        f"module.{name}.__code__",
+        lambda: getattr(nn.Module, name).__code__,
+        "calls of copies are not distinguished from calls of the model",
     )
     return None if found is _MISSING else found
 
@@ -223,14 +229,14 @@ CALL_CODE = _code_of("_call_impl")
 
 
 def is_replica(module: nn.Module) -> bool:
-    """Whether DataParallel made `module`, for one forward on one device."""
+    """Whether `module` is a replica that DataParallel made for one forward on one device."""
     return bool(module.__dict__.get("_is_replica", False))
 
 
 def _classes(path: str, *public: str) -> Any:
-    """A base class of layers, or the public classes derived from it."""
+    """A private base class of layers, or the public classes derived from it."""
     fallback = tuple(getattr(nn, name) for name in public)
-    return _of_torch(path, fallback, "layers are told by their public classes")
+    return _of_torch(path, fallback, "layers are recognised by their public classes")
 
 
 _1D_TO_3D = ("1d", "2d", "3d")
@@ -266,10 +272,12 @@ graph_task_id: Callable[[], int] = _of_torch(
     "torch._C._current_graph_task_id", lambda: -1, "calls that a checkpoint repeats count as calls of the forward"
 )
 current_node: Callable[[], Any] = _of_torch(
-    "torch._C._current_autograd_node", lambda: None, "the origin of a NaN in the backward has no line"
+    "torch._C._current_autograd_node", lambda: None, "the origin of a NaN in the backward is reported without its line"
 )
 sequence_number: Callable[[], int] = _of_torch(
-    "torch._C._autograd._get_sequence_nr", lambda: 0, "the origin of a NaN in the backward has no module"
+    "torch._C._autograd._get_sequence_nr",
+    lambda: 0,
+    "the origin of a NaN in the backward is reported without its module",
 )
 
 
@@ -279,12 +287,12 @@ def sequence_number_of(node: Any) -> int | None:
     return None if number is None else int(number())
 
 
-_in_tls = _of_torch("torch._C._is_key_in_tls", None, "backwards of other threads are seen, too")
-_from_tls = _of_torch("torch._C._get_obj_in_tls", None, "backwards of other threads are seen, too")
+_in_tls = _of_torch("torch._C._is_key_in_tls", None, "backwards of other threads are also seen")
+_from_tls = _of_torch("torch._C._get_obj_in_tls", None, "backwards of other threads are also seen")
 
 
 def context_of_backward() -> Any | None:
-    """The contextvars of the thread that called backward, where autograd's own threads know them (torch 2.13)."""
+    """The contextvars of the thread that called backward, if autograd's own threads know them (torch 2.13)."""
     if _in_tls is None or _from_tls is None or not _in_tls("context"):
         return None
     return _from_tls("context")
@@ -296,15 +304,15 @@ transform_level: Callable[[], int | None] = _of_torch(
     "torch._C._functorch.maybe_current_level", lambda: None, "taps inside torch.func are not refused in advance"
 )
 is_transformed_tensor: Callable[[Tensor], bool] = _of_torch(
-    "torch._C._functorch.is_functorch_wrapped_tensor", lambda _: False, "tensors of torch.func are not refused"
+    "torch._C._functorch.is_functorch_wrapped_tensor", lambda _: False, "tensors inside torch.func are not refused"
 )
 is_jit_tracing: Callable[[], bool] = _of_torch(
-    "torch._C._is_tracing", getattr(torch.jit, "is_tracing", bool), "torch.jit.is_tracing is asked"
+    "torch._C._is_tracing", getattr(torch.jit, "is_tracing", bool), "torch.jit.is_tracing is called instead"
 )
 
 
 def is_transformed() -> bool:
-    """Whether tensors mean nothing outside now: inside torch.func, torch.export or torch.jit.trace."""
+    """Whether this runs inside torch.func, torch.export or torch.jit.trace, whose tensors are meaningless outside."""
     return transform_level() is not None or torch.compiler.is_exporting() or is_jit_tracing()
 
 
@@ -320,7 +328,7 @@ modes_disabled: Callable[[], AbstractContextManager[Any]] = _of_torch(
 
 
 def is_dynamo_loaded() -> bool:
-    """Whether anything was compiled, or could have been: asking must not import the compiler."""
+    """Whether anything can have been compiled. This must not import the compiler."""
     return "torch._dynamo" in sys.modules
 
 
@@ -330,7 +338,7 @@ def graph_count() -> int:
     try:
         return 0 if dynamo is None else int(dynamo.utils.counters["stats"]["unique_graphs"])
     except AttributeError:
-        return 1  # it may have been
+        return 1  # unknown: there may be one
 
 
 def marked_constant(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -347,7 +355,7 @@ def compiled_inside(module: nn.Module) -> nn.Module | None:
 
 
 WRAPPER_NAMES = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
-"""The names under which torch's wrappers hold what they wrap."""
+"""The attributes in which torch's wrappers hold the module that they wrap."""
 
 
 def is_compiled_call(call: Any) -> bool:
@@ -356,7 +364,7 @@ def is_compiled_call(call: Any) -> bool:
 
 
 def backend_of(context: Any) -> Any:
-    """The backend that a compiler's context calls, without the wrappers around it."""
+    """The backend that a context of torch.compile calls, without the wrappers around it."""
     backend = context.callback
     while hasattr(backend, "_torchdynamo_orig_backend"):
         backend = backend._torchdynamo_orig_backend
@@ -369,7 +377,7 @@ can_order_ops = _effects is not None and _registry is not None
 
 
 def keep_in_order(op: str) -> None:
-    """Have compilers run `op` in order and never leave it out: torch.library's own call would import the compiler."""
+    """Make compilers run `op` in order and never leave it out. (The public function would import the compiler.)"""
     if can_order_ops:
         _registry.find(op).effect.register(_effects.ORDERED)
 
@@ -379,16 +387,16 @@ def keep_in_order(op: str) -> None:
 _SCALER = torch.amp.GradScaler
 _reads_scale = _found("scaler._scale", lambda: _SCALER("cpu")._scale, "reading the loss scale waits for the device")
 _maybe_step = _found(
-    "scaler._maybe_opt_step", lambda: _SCALER._maybe_opt_step.__code__, "scaled steps are told by step"
+    "scaler._maybe_opt_step", lambda: _SCALER._maybe_opt_step.__code__, "scaled steps are recognised by GradScaler.step"
 )
 SCALER_STEPS: tuple[CodeType, ...] = tuple(
     code for code in (_SCALER.step.__code__, _maybe_step) if code is not _MISSING
 )
-"""The code of a GradScaler that calls an optimizer."""
+"""The code objects of a GradScaler that call an optimizer."""
 
 
 def scale_of(scaler: Any) -> Tensor | None:
-    """The factor of a GradScaler, on its device; None before its first use."""
+    """The loss scale of a GradScaler, on its device; None before its first use."""
     if _reads_scale is _MISSING:
         return torch.tensor(float(scaler.get_scale()))
     scale: Tensor | None = scaler._scale
@@ -399,7 +407,7 @@ def scale_of(scaler: Any) -> Tensor | None:
 
 
 def default_store() -> Any:
-    """The key-value store by which the processes of the default group met."""
+    """The key-value store of the default process group."""
     from torch.distributed import distributed_c10d
 
     name = "torch.distributed.distributed_c10d._get_default_store"
@@ -410,7 +418,7 @@ def default_store() -> Any:
 
 
 FSDP_STATE = "_get_fsdp_state"
-"""What every module has that fully_shard has wrapped."""
+"""A method of every module that fully_shard has wrapped."""
 
 
 def fsdp_parameters(module: nn.Module) -> list[tuple[Any, nn.Parameter]]:
@@ -421,7 +429,7 @@ def fsdp_parameters(module: nn.Module) -> list[tuple[Any, nn.Parameter]]:
     return [(getattr(known, "_unsharded_param", None), known.sharded_param) for known in managed]
 
 
-# --- kernels: whatever is missing here, statistics are computed by plain torch
+# --- kernels: if any of this is missing, statistics are computed by plain torch
 
 _KERNELS = (
     "torch._inductor.codecache.CppCodeCache",
@@ -434,7 +442,7 @@ FALLBACKS.update({name: _BY_PLAIN_TORCH for name in _KERNELS if _is_hidden(name)
 
 
 def _needed(name: str) -> Any:
-    """Something that takes long to import: looked up when a kernel is built."""
+    """The object called `name`, which takes long to import, so that it is looked up only when a kernel is built."""
     module, _, attribute = name.rpartition(".")
     try:
         if not _is_hidden(name):
@@ -445,12 +453,12 @@ def _needed(name: str) -> Any:
 
 
 def compile_cpp(source: str, flags: tuple[str, ...]) -> Any:
-    """The shared library that `source` compiles to, by the toolchain of torch.compile."""
+    """The shared library that torch.compile's toolchain builds from `source`."""
     return _needed(_KERNELS[0]).load(source, extra_flags=flags)
 
 
 def compile_cuda(source: str, name: str) -> Any:
-    """A kernel of CUDA C++."""
+    """The kernel called `name` in `source`, which is CUDA C++."""
     return _needed(_KERNELS[1])(source, name)
 
 

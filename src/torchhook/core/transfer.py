@@ -1,7 +1,7 @@
-"""Moving what is recorded to another device or dtype without waiting for the device.
+"""Moving recorded values to another device or dtype without waiting for the device.
 
-From an accelerator to the CPU a value travels on a stream of its own into pinned memory; an event
-says when it has arrived, and only reading waits for that.
+From an accelerator to the CPU, values are copied into pinned memory on a separate stream. An event shows when a copy is
+complete, and only reading the value waits for that.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Pending(Held):
 
     def __init__(self, value: Any, source: Any, event: Any) -> None:
         self.value = value
-        self.source = source  # must not change, nor its memory be used again, before the copy is done
+        self.source = source  # kept, so that its memory is not reused before the copy is done
         self.event = event
 
     def arrived(self) -> bool:
-        """Whether it is there, without waiting."""
+        """Whether the copy is done; does not wait."""
         if self.source is not None and self.event.query():
             self.source = None
         return self.source is None
@@ -47,7 +47,7 @@ class Pending(Held):
 
 
 class Transfer:
-    """Brings copies to `device` and `dtype` (of floating-point tensors), where given."""
+    """Moves copies to `device`, and floating-point tensors to `dtype`, where given."""
 
     def __init__(self, device: torch.device | None, dtype: torch.dtype | None) -> None:
         self.device = device
@@ -56,7 +56,7 @@ class Transfer:
         self.travelling: deque[Pending] = deque()
 
     def __call__(self, value: Any) -> Any:
-        """`value` where it is wanted, or a `Pending` that will be."""
+        """`value` on the device, or a `Pending` that will be there."""
         while self.travelling and self.travelling[0].arrived():
             self.travelling.popleft()
         source = self._accelerator(value)
@@ -65,7 +65,7 @@ class Transfer:
         return self._send(value, source)
 
     def _accelerator(self, value: Any) -> torch.device | None:
-        """Where `value` must be fetched from asynchronously, if it must."""
+        """The device from which `value` must be fetched asynchronously, if it must."""
         if self.device is None or self.device.type != "cpu":
             return None
         return next((tensor.device for _, tensor in leaves(value) if tensor.is_cuda), None)
@@ -99,9 +99,9 @@ class Transfer:
 
 
 def sent_home(x: Tensor) -> Callable[[], Tensor]:
-    """`x` on its way to the host, where it can be read by calling what is returned: only that waits, and only once.
+    """Start copying `x` to the host; returns a function that waits for the copy, once, and returns it.
 
-    `x` must not be written to any more.
+    `x` must not be overwritten any more.
     """
     if x.device.type != "cuda":
         here = x.cpu()
@@ -114,7 +114,7 @@ def sent_home(x: Tensor) -> Callable[[], Tensor]:
 
 
 class Arriving:
-    """What was sent to the host into pinned memory, which is given back when it is first read: it is scarce."""
+    """A tensor that was sent to the host in pinned memory, which is scarce and is freed on the first read."""
 
     def __init__(self, value: Tensor, arrival: Any) -> None:
         self.value = value
@@ -136,6 +136,6 @@ def free_memory(device: torch.device) -> int:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):  # not Linux: half of what the machine has
+    except (OSError, StopIteration):  # not Linux: half of the machine's memory
         pages = os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**20
         return pages * 4096 // 2

@@ -1,8 +1,7 @@
 """Values as they flow between modules: tensors inside tuples, lists, dicts and dataclasses.
 
-`leaves` finds the tensors with their addresses, `mapped` puts others in their place and keeps every
-container's type (namedtuples, ``ModelOutput``, ``PackedSequence``, …). An object of any other kind
-is opaque: it is passed along as it is.
+`leaves` finds the tensors with their addresses, `mapped` replaces them and keeps the type of every container
+(namedtuples, ``ModelOutput``, ``PackedSequence``, …). Objects of any other kind are opaque and stay as they are.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ Address = tuple[Any, ...]
 
 
 class Arguments(NamedTuple):
-    """What a module was called with."""
+    """The arguments of a module's call."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     @staticmethod
     def of(x: Any) -> Arguments:
-        """What people call an input: the one argument, a tuple of positional ones or a dict of keywords.
+        """The arguments that an input `x` stands for: a tuple of positional ones, a dict of keywords, or a single one.
 
         >>> Arguments.of({"x": 1})
         Arguments(args=(), kwargs={'x': 1})
@@ -41,7 +40,7 @@ class Arguments(NamedTuple):
         return Arguments((), dict(x)) if isinstance(x, Mapping) else Arguments((x,), {})
 
     def unwrapped(self) -> Any:
-        """The one positional argument, or all of them, or, where there are none, the keywords."""
+        """The only positional argument, or the tuple of them, or, if there are none, the keywords."""
         if len(self.args) == 1:
             return self.args[0]
         return self.args or self.kwargs
@@ -65,11 +64,10 @@ def leaves(value: Any, kind: type = Tensor) -> Iterator[tuple[Address, Any]]:
 def mapped(
     change: Callable[[Any], Any], value: Any, kind: type = Tensor, *, faithful: bool = False, others: bool = True
 ) -> Any:
-    """`value` with every leaf of type `kind` replaced by ``change(leaf)``, containers kept in type.
+    """`value` with every leaf of type `kind` replaced by ``change(leaf)``; containers keep their types.
 
-    `value` itself is never written to. A mapping of a kind that cannot be copied safely becomes a dict,
-    or, if the result has to be `faithful`, stays as it is. Without `others`, what else there is in the
-    containers becomes None.
+    `value` itself is never written to. A mapping of a class that cannot be copied safely becomes a dict, or, if the
+    result must be `faithful`, stays as it is. Without `others`, all other objects in the containers become None.
 
     >>> import torch
     >>> mapped(lambda t: t.shape, [torch.ones(2), "text"])
@@ -92,7 +90,7 @@ def mapped(
 
 
 def replaced(value: Any, leaf_by_number: dict[int, Tensor]) -> Any:
-    """`value` with some of its tensors, counted in the order of `leaves`, replaced by others: to flow on."""
+    """`value` with some of its tensors replaced, numbered in the order of `leaves`, for the model to continue with."""
     numbers = count()
 
     def change(tensor: Tensor) -> Tensor:
@@ -102,7 +100,7 @@ def replaced(value: Any, leaf_by_number: dict[int, Tensor]) -> Any:
 
 
 def taken(value: Any, address: Address) -> Any:
-    """What lies at `address` in `value`; LookupError if nothing does.
+    """The item at `address` in `value`; LookupError if there is none.
 
     >>> taken({"a": (1, 2)}, ("a", 1))
     2
@@ -124,12 +122,12 @@ def put(value: Any, address: Address, item: Any) -> Any:
     item = put(taken(value, (key,)), tuple(rest), item)
     if isinstance(value, (tuple, list)):
         items = [*value[:key], item, *value[key + 1 :]]
-        if type(value) in (tuple, list, Arguments):  # spelt out, which is what a compiler can follow
+        if type(value) in (tuple, list, Arguments):  # spelled out, so that a compiler can follow
             return Arguments(*items) if type(value) is Arguments else type(value)(items)
         return _sequence_like(value, items)
     if isinstance(value, Mapping):
         return {**value, key: item} if type(value) is dict else _mapping_like(value, {key: item})
-    if torch.compiler.is_dynamo_compiling():  # which does not follow copies
+    if torch.compiler.is_dynamo_compiling():  # dynamo does not follow copies
         return type(value)(**dict(items_of(value)) | {key: item})
     twin = copy.copy(value)
     object.__setattr__(twin, key, item)
@@ -137,14 +135,14 @@ def put(value: Any, address: Address, item: Any) -> Any:
 
 
 def nbytes(value: Any) -> int:
-    """The bytes that the tensors in `value` hold."""
+    """The size of the tensors in `value`, in bytes."""
     return sum(_bytes_of(tensor) for _, tensor in leaves(value))
 
 
 def _bytes_of(tensor: Tensor) -> int:
     try:
         return tensor.nbytes
-    except RuntimeError:  # sparse: what it is made of
+    except RuntimeError:  # sparse: the sum of its parts
         return sparse_indices(tensor).nbytes + sparse_values(tensor).nbytes if tensor.is_sparse else 0
 
 
@@ -177,7 +175,7 @@ def _sequence_like(value: Any, items: list[Any]) -> Any:
         same[:] = items
         return same
     try:
-        twin = tuple.__new__(type(value), items)  # whatever arguments its own constructor wants
+        twin = tuple.__new__(type(value), items)  # its own constructor may take other arguments
     except TypeError:  # torch.return_types
         return type(value)(items)
     if hasattr(value, "__dict__"):
@@ -192,5 +190,5 @@ def _mapping_like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     for key, item in items.items():
         twin[key] = item
     own = getattr(twin, "__dict__", {})
-    own.update({key: items[key] for key in own if key in items})  # those that are attributes as well
+    own.update({key: items[key] for key in own if key in items})  # items that are also attributes
     return twin

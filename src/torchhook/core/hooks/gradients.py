@@ -1,6 +1,6 @@
-"""Catching gradients with tensor hooks on what flows.
+"""Catching gradients with tensor hooks on the values that flow.
 
-They see the gradient of a value as it was there and then, in any container, even if a later op overwrites the value.
+They see the gradient of the value as it was at that moment, in any container, even if a later op overwrites it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class GradHook:
-    """On a tensor that flowed: hands its gradient on, as long as the session is open."""
+    """A hook on a tensor that flowed: passes its gradient on as long as the session is open."""
 
     __slots__ = ("address", "number", "point", "receives")
     __torch_unserializable__ = True  # so that torch.save of a tensor with this hook does not warn
@@ -41,7 +41,7 @@ class GradHook:
 
 
 class InputViews:
-    """A call's inputs as identity views, so that the gradient through this module alone can be told.
+    """The inputs of a call as identity views, which receive the gradient through this module alone.
 
     The views are hooked after the forward. If the forward overwrote its input in place, the view is no longer part of
     the graph, and the gradient is caught at the node that made the input instead.
@@ -52,7 +52,7 @@ class InputViews:
     def __init__(self, arguments: Arguments, receives: list[Receive]) -> None:
         self.receives = receives
         self.seen: list[tuple[int, Address, Tensor, int, SourceNode | None]] = []
-        views: dict[int, Tensor] = {}  # by number of the leaf: the same tensor may be given twice
+        views: dict[int, Tensor] = {}  # by number of the leaf: the same tensor may be passed twice
         if torch.is_grad_enabled():
             for number, (address, x) in enumerate(leaves(arguments)):
                 if x.requires_grad:
@@ -66,14 +66,14 @@ class InputViews:
             hook = GradHook(point, self.receives, number, address)
             if version_of(view) == version:
                 view.register_hook(hook)
-            elif source is not None:  # always: autograd does not let a leaf be overwritten
+            elif source is not None:  # always true: autograd does not allow a leaf to be overwritten
                 source.hook(hook)
 
 
 class SourceNode(NamedTuple):
-    """The autograd node that made a tensor, or made the tensor it is a view of.
+    """The autograd node that made a tensor, or the base that the tensor is a view of.
 
-    It knows the tensor's gradient even after an in-place op overwrote the tensor.
+    It receives the tensor's gradient even after an in-place op overwrote the tensor.
     """
 
     node: Any
@@ -83,7 +83,7 @@ class SourceNode(NamedTuple):
 
     @staticmethod
     def of(x: Tensor) -> SourceNode | None:
-        """The node behind `x`, None if it is a leaf or a part of one."""
+        """The node behind `x`, None if `x` is a leaf or a view of one."""
         viewed = base_of(x)
         base = x if viewed is None else viewed
         if base.grad_fn is None:
@@ -92,8 +92,8 @@ class SourceNode(NamedTuple):
         return SourceNode(base.grad_fn, base.output_nr, (base.shape, base.stride()), part)
 
     def hook(self, hook: GradHook, when: Callable[[], bool] = lambda: True) -> None:
-        """Call `hook` with the tensor's gradient, if `when` holds then."""
-        output, whole_like, part_like = self.output, self.whole, self.part  # the node must not hold itself
+        """Call `hook` with the tensor's gradient, if `when()` is true then."""
+        output, whole_like, part_like = self.output, self.whole, self.part  # the node must not reference itself
 
         def catch(grads: tuple[Tensor | None, ...]) -> None:
             gradient = grads[output]
@@ -101,8 +101,8 @@ class SourceNode(NamedTuple):
                 whole = gradient.new_empty_strided(*whole_like).copy_(gradient)
                 if hook(whole.as_strided(*part_like)) is not None:
                     raise TapError(
-                        f"the gradient at {hook.point.path!r} cannot be edited, since a later op overwrote that value"
-                        " in place; make that op out of place, or edit the gradient one module further on"
+                        f"cannot edit the gradient at {hook.point.path!r}: a later op overwrote that value in place;"
+                        " make that op out of place, or edit the gradient at the next module"
                     )
 
         self.node.register_prehook(catch)
@@ -123,12 +123,12 @@ def catching(catches: list[Act], point: Point) -> Act:
 
 
 def hooked(value: Any, receives: list[Receive], point: Point) -> Any:
-    """Hook every tensor in `value` for its gradient; the value that continues, if it is another one."""
+    """Hook every tensor in `value` for its gradient; returns the value to continue with, or None if it is the same."""
     views: dict[int, Tensor] = {}
     for number, (address, tensor) in enumerate(leaves(value)):
         if not tensor.requires_grad:
             continue
-        if tensor.is_leaf:  # a hook on a parameter would outlive this call, so a view is hooked
+        if tensor.is_leaf:  # a hook on a parameter would outlive this call, so a view of it is hooked
             if not torch.is_grad_enabled():
                 continue
             views[number] = tensor.view_as(tensor)
@@ -140,8 +140,8 @@ def hooked(value: Any, receives: list[Receive], point: Point) -> Any:
 
 
 def _catch_if_overwritten(view: Tensor, hook: GradHook) -> None:
-    """A view that is overwritten leaves the graph, and its hook with it: then the node that made it is asked."""
+    """Also hook the node that made `view`: a view that is overwritten leaves the graph, together with its own hook."""
     source = SourceNode.of(view)
     if source is not None:
-        alias, version = view.detach(), version_of(view)  # not the view: a graph must not hold itself
+        alias, version = view.detach(), version_of(view)  # not the view: a graph must not reference itself
         source.hook(hook, when=lambda: version_of(alias) != version)

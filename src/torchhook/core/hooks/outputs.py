@@ -1,4 +1,4 @@
-"""The hooks around a module's forward, which route a call to its pass and run the acts bound to the module."""
+"""The hooks around a module's forward, which find the pass of a call and run the acts bound to the module."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _thread = threading.get_ident
 
 
 class Hook:
-    """What torch calls at a point, for some of its ports."""
+    """A function that torch calls at a point, for some of its ports."""
 
     __slots__ = ()
     ports: ClassVar[tuple[Port, ...]] = ()
@@ -39,7 +39,7 @@ class Hook:
 
 
 class ActHook(Hook):
-    """Routes a call to its pass, then runs the acts bound to the point."""
+    """Finds the pass of a call, then runs the acts bound to the point."""
 
     __slots__ = ("act", "index", "point", "scope", "steps")
 
@@ -48,10 +48,10 @@ class ActHook(Hook):
         self.scope = point.scope
         self.index = point.index
         self.act: Act = act or _nothing
-        self.steps = steps  # the name of what it leaves in a compiled graph
+        self.steps = steps  # the name of the steps that it leaves in a compiled graph
 
     def pass_of(self, module: nn.Module) -> Pass | None:
-        """The pass that this call belongs to, None if it is not the session's to see."""
+        """The pass that this call belongs to, or None if the session does not see it."""
         scope = self.scope
         if scope.current is None or _thread() != scope.home:
             return scope.pass_of_call(module)
@@ -59,7 +59,7 @@ class ActHook(Hook):
 
 
 class OutputHook(ActHook):
-    """After a forward: outputs, and the hooks on them that catch their gradients."""
+    """Runs after a forward: takes the output, and hooks its tensors for their gradients."""
 
     __slots__ = ()
     ports = ("output", "grad_output")
@@ -77,10 +77,10 @@ class OutputHook(ActHook):
 
 
 class KeepHook(Newest, Hook):
-    """After a forward whose newest output is kept and no more: the price of recording is what this costs.
+    """Runs after a forward, if all that is wanted is the newest output: the cost of recording is the cost of this hook.
 
-    It does what `OutputHook` and `Keep` would do together. It is the entry on the page itself, and the value of a pass
-    takes the place of the one before.
+    It does what `OutputHook` and `Keep` would do together. The hook itself is the entry on the page, and the value of a
+    pass replaces the one before.
     """
 
     __slots__ = ("point", "scope")
@@ -116,7 +116,7 @@ class KeepHook(Newest, Hook):
 
 
 class InputHook(ActHook):
-    """Before a forward: inputs and parameters, and the views that catch the inputs' gradients."""
+    """Runs before a forward: takes inputs and parameters, and makes the views that catch the inputs' gradients."""
 
     __slots__ = ("catches",)
     ports = ("param", "input", "grad_input")
@@ -126,7 +126,7 @@ class InputHook(ActHook):
         self.catches = catches
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
-        if kwargs is None:  # another thread calls while torch adds this hook, before torch knows that it takes keywords
+        if kwargs is None:  # another thread calls while torch still registers this hook as one that takes keywords
             return None
         if tracing():
             return tuple(followed(self.steps, Arguments(args, kwargs)))
@@ -138,7 +138,7 @@ class InputHook(ActHook):
         self.point.fired = True
         call = pass_.next_call(self.index)
         begun = self.point.guarded(self.begin, pass_, call, Arguments(args, kwargs), args)
-        if begun is None:  # a tap failed, which must not disturb the call
+        if begun is None:  # a tap failed, but the call goes on
             return None
         pass_.enter(self.index, call, begun.views, begun.arguments.args)
         return tuple(begun.arguments) if begun.arguments.args is not args or begun.changed else None
@@ -157,7 +157,7 @@ class InputHook(ActHook):
 
 
 class Begun(NamedTuple):
-    """A call that begins: the arguments that the module gets, and what waits for their gradients."""
+    """A call that begins: the arguments for the module, and the views that wait for their gradients."""
 
     arguments: Arguments
     views: InputViews | None
@@ -165,7 +165,7 @@ class Begun(NamedTuple):
 
 
 class PairedOutputHook(ActHook):
-    """After a forward that an `InputHook` saw begin: the same call, whatever was called inside it."""
+    """Runs after a forward that an `InputHook` saw begin: finds the same call, even if the module called itself."""
 
     __slots__ = ()
     ports = ("output", "grad_output")
@@ -188,7 +188,7 @@ class PairedOutputHook(ActHook):
 
 
 class ParamGradHook(ActHook):
-    """After a parameter's gradient was accumulated."""
+    """Runs after a parameter's gradient was accumulated."""
 
     __slots__ = ()
     ports = ("param_grad",)

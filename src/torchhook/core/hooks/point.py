@@ -1,4 +1,4 @@
-"""A point is one place of a session: a module, a parameter or a mark, with the acts bound there and their hooks."""
+"""A point is a module, a parameter or a mark that a session taps, with the acts bound to it and their hooks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torchhook.core.event import recomputing
 from torchhook.core.hooks.gradients import InputViews, catching, hooked
 from torchhook.core.hooks.outputs import Hook, InputHook, KeepHook, OutputHook, PairedOutputHook, ParamGradHook
 from torchhook.core.hooks.registration import Removable, registering
-from torchhook.core.hooks.replay import Awaited, again
+from torchhook.core.hooks.replay import Awaited, repeatable
 from torchhook.core.page import NEVER, Keep
 from torchhook.core.passes import Pass, StopForward
 from torchhook.core.shards import is_sharded
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from torchhook.core.session import Session
 
 Bound = tuple[Tap, Site, Act]
-"""One tap at one site, ready to act."""
+"""A tap at one site, and what it does there."""
 
 
 class Defaults:
-    """What most points never set: a model has many points, and attaching must be quick."""
+    """What most points never set. A model has many points, and attaching must be fast."""
 
     observers: tuple[ObserveStep, ...] = ()
     steps: Mapping[str, tuple[GraphStep, ...]] = {}
@@ -52,7 +52,7 @@ class Defaults:
 
 
 class Point(Defaults):
-    """One place of a session: the acts bound there, and the hooks that run them."""
+    """A place that a session taps: the acts bound there, and the hooks that run them."""
 
     __slots__ = ("bound", "handles", "hook", "index", "path", "scope", "session", "stops", "target")
 
@@ -65,7 +65,7 @@ class Point(Defaults):
         self.stops = stops
         if stops:
             self.scope.stop_sites += 1
-        # Tuples, since they are the least to make.
+        # Tuples, since they are the fastest to make.
         self.bound: tuple[Bound, ...] = ()
         self.handles: tuple[Removable, ...] = ()
         self.hook: Hook | None = None  # the one after the forward
@@ -73,7 +73,7 @@ class Point(Defaults):
     def bind(
         self, tap: Tap, path: str, module: nn.Module, port: Port, parameter: Callable[[], Tensor] | None = None
     ) -> None:
-        """Let `tap` act here, on the `port` of `path`; `parameter` gets the parameter of `module` that is meant."""
+        """Let `tap` act here, on the `port` of `path`; for a parameter of `module`, `parameter` returns it."""
         site = Site(path, port)
         act = tap.bind(site, module, self.scope)
         if parameter is not None:
@@ -81,21 +81,21 @@ class Point(Defaults):
         self.bound += ((tap, site, act),)
 
     def places(self) -> dict[Site, type]:
-        """The sites that something is bound to, with the class of what is there."""
+        """The sites here that taps are bound to, with the class of the module or parameter."""
         return {site: type(self.target) for _, site, _ in self.bound}
 
     def unbind(self, tap: Tap) -> None:
-        """Let `tap` act here no more."""
+        """Undo `bind`."""
         self.bound = tuple(bound for bound in self.bound if bound[0] is not tap)
 
     def close(self) -> None:
-        """Nothing is bound here any more."""
+        """Remove the hooks of a point to which nothing is bound any more; passes no longer wait for it."""
         self.remove()
         self.scope.stop_sites -= self.stops
         self.stops = False
 
     def install(self) -> None:
-        """Put exactly the hooks in place that the bound acts need."""
+        """Register exactly the hooks that the bound acts need."""
         if self.handles:
             self.remove()
         target = self.target
@@ -109,13 +109,13 @@ class Point(Defaults):
             hook = self.hook = KeepHook(self, act)
         else:
             hook = self.hook = self._installed_before(target)
-        if self.scope.options.full:  # seen before others' hooks, which may hand on a part of it alone
+        if self.scope.options.full:  # run before the hooks of others, which may take the value apart
             self.handles += (target.register_forward_hook(hook, prepend=True),)
         else:
             self.handles += (target.register_forward_hook(hook),)
 
     def remove(self) -> None:
-        """Take this point's hooks away."""
+        """Remove this point's hooks."""
         for handle in self.handles:
             handle.remove()
         self.handles = ()
@@ -125,11 +125,11 @@ class Point(Defaults):
             self.steps = {}
 
     def mark_act(self) -> Act | None:
-        """For a mark, which is an identity: what comes in, then as for an output."""
+        """For a mark, which is an identity: the acts on its input, then those on its output."""
         return chained([*map(_as_input, self._acts("input")), *filter(None, [self.output_act()])])
 
     def output_act(self) -> Act | None:
-        """Outputs, then the hooks that catch their gradients, then, once all is seen, the stop."""
+        """The acts on outputs, then the hooks that catch their gradients, then the stop once everything was seen."""
         acts = self._acts("output")
         catches = self._acts("grad_output")
         if catches:
@@ -139,7 +139,7 @@ class Point(Defaults):
         return chained(acts)
 
     def guarded(self, action: Callable[..., Any], *args: Any) -> Any:
-        """Run a tap. One that raises ends its session; the error goes on to whoever called the model."""
+        """Run a tap. One that raises ends its session; the error is raised to the caller of the model."""
         try:
             return action(*args)
         except Exception as error:
@@ -149,12 +149,12 @@ class Point(Defaults):
             if session is not None and session.on_fault is not None:
                 session.on_fault(error)
                 return None
-            if hasattr(error, "add_note") and not isinstance(error, NonfiniteError):  # which tells where itself
+            if hasattr(error, "add_note") and not isinstance(error, NonfiniteError):  # which says where itself
                 error.add_note(f"(raised in a tap at {self.path!r})")
             raise
 
     def receive(self, receives: list[Receive], number: int, address: Address, gradient: Tensor) -> Tensor | None:
-        """A gradient came; the one that continues, if somebody changed it."""
+        """Hand a gradient to `receives`; returns the gradient to continue with, or None if none of them changed it."""
         self.saw_gradient = True
         changed = None
         for receive in receives:
@@ -164,7 +164,7 @@ class Point(Defaults):
         return changed
 
     def repeated(self, output: Any) -> Any:
-        """A forward that is computed again: edits act again, and gradients are caught that only now can be."""
+        """After a forward that a checkpoint repeats: edits act again, and late gradients can now be caught."""
         if not self._repeats():
             return None
         changed = self._edited("output", output)
@@ -175,7 +175,7 @@ class Point(Defaults):
         return changed if views is None else views
 
     def repeated_input(self, value: Arguments) -> Any:
-        """The same before it."""
+        """The same, before such a forward."""
         if not self._repeats():
             return None
         changed = self._edited("input", value)
@@ -187,7 +187,7 @@ class Point(Defaults):
         return tuple(views.arguments)
 
     def silent(self) -> list[Site]:
-        """What is bound here and saw nothing."""
+        """The sites here that saw nothing."""
         fired = self.fired
         if not fired or not self.saw_gradient:
             inside = [step for name in self.steps if name in traced_names for step in self.steps[name]]
@@ -197,8 +197,8 @@ class Point(Defaults):
         return [site for _, site, _ in self.bound if not seen.get(site.port, fired)]
 
     def observer(self, number: int) -> ObserveStep:
-        """What a compiled graph knows by this number."""
-        if not self.observers:  # of a hook that only keeps
+        """The observer that a compiled graph knows by this number."""
+        if not self.observers:  # a `KeepHook` has made none
             self.observers = (ObserveStep(self, 0, self._acts("output"), []),)
         return self.observers[number]
 
@@ -206,12 +206,12 @@ class Point(Defaults):
         return recomputing() and self.scope.sees_backward()
 
     def _edited(self, port: Port, value: Any) -> Any:
-        edits = [again(act, site) for tap, site, act in self.bound if tap.edits and site.port == port]
+        edits = [repeatable(act, site) for tap, site, act in self.bound if tap.edits and site.port == port]
         act = chained(edits)
         return None if act is None else self.guarded(act, None, 0, value, ())
 
     def _installed_before(self, module: nn.Module) -> Hook:
-        """For any mixture of ports: the hook for after the forward, once that for before is in place."""
+        """For any mixture of ports: register the hook before the forward; returns the one for after it."""
         self.awaited, self.input_awaited = Awaited(), Awaited()
         self.observers, self.steps = (), {}
         before = any(site.port in InputHook.ports for _, site, _ in self.bound)
@@ -226,10 +226,10 @@ class Point(Defaults):
     def _acts(self, port: Port) -> list[Act]:
         return [act for _, site, act in self.bound if site.port == port]
 
-    def _steps(self, ports: tuple[Port, ...], graded: Port) -> str:
-        """The name of what a compiled graph gets of the acts at `ports`, and of those at `graded` after them."""
+    def _steps(self, ports: tuple[Port, ...], grad_port: Port) -> str:
+        """The name of the steps for a compiled graph: the acts at `ports`, then those on gradients at `grad_port`."""
         steps: list[GraphStep] = []
-        observing: list[Act] = []  # several that follow one another are one op
+        observing: list[Act] = []  # consecutive observers become one op
         for tap, site, act in self.bound:
             if site.port not in ports:
                 continue
@@ -242,11 +242,13 @@ class Point(Defaults):
             if isinstance(act, Editing):
                 steps.append(EditStep(act))
             else:
-                steps.append(RefusedStep(f"the edit at the {site} has a schedule, which a compiled graph cannot have"))
-        catches = [act for tap, site, act in self.bound if site.port == graded and not tap.edits]
+                steps.append(
+                    RefusedStep(f"the edit at the {site} has a schedule, which a compiled graph cannot follow")
+                )
+        catches = [act for tap, site, act in self.bound if site.port == grad_port and not tap.edits]
         if observing or catches:
             steps.append(self._observe_step(observing, catches))
-        steps += [GradientEditStep(act.editing) for act in self._acts(graded) if isinstance(act, GradientEditing)]
+        steps += [GradientEditStep(act.editing) for act in self._acts(grad_port) if isinstance(act, GradientEditing)]
         name = entered(tuple(steps))
         self.steps = {**self.steps, name: tuple(steps)}
         return name
@@ -258,7 +260,7 @@ class Point(Defaults):
 
 
 def unheard(points: Iterable[Point]) -> list[Point]:
-    """The points that may have seen nothing: those whose only hook has kept something are left out."""
+    """The points that may have seen nothing: all but those whose `KeepHook` has kept something."""
     return [point for point in points if not isinstance(point.hook, KeepHook) or point.hook.number == NEVER]
 
 
@@ -270,7 +272,7 @@ def install(points: Iterable[Point]) -> None:
 
 
 def chained(acts: list[Act]) -> Act | None:
-    """The acts one after the other, each given the value that the one before let continue."""
+    """The acts one after the other, each with the value that the one before continues with."""
     if len(acts) < 2:
         return acts[0] if acts else None
 
@@ -290,9 +292,9 @@ def _as_input(act: Act) -> Act:
 
 
 def on_parameter(module: nn.Module, name: str, shard: nn.Parameter | None) -> Callable[[], Tensor]:
-    """Gets a parameter when its module is called. It is looked up then: it may be another one.
+    """A function that looks a parameter up when its module is called, since it may have been replaced.
 
-    While FSDP computes, it has the gathered one in that place; what is wanted may be the `shard` that is here.
+    While FSDP computes, the gathered parameter is in its place; if a `shard` is wanted, that is returned instead.
     """
     get = attrgetter(name)
     if shard is None:
@@ -308,7 +310,7 @@ def _on_parameter(act: Act, parameter: Callable[[], Tensor]) -> Act:
 
 
 def _stopping(session: object) -> Act:
-    """The act that ends the pass once every site was seen."""
+    """The act that stops the forward once every site was seen."""
 
     def stop(pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> None:
         if call == 0 and not pass_.outside:

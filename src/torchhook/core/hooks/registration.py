@@ -1,4 +1,4 @@
-"""Hooks that belong to no session: on gradients, optimizer steps and calls, and sentinels for compilers."""
+"""Hooks that do not belong to a session: on gradients, optimizer steps and calls, and sentinels for compilers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ registering = threading.RLock()
 
 
 class Removable(Protocol):
-    """What torch returns for a hook."""
+    """The handle that torch returns for a hook."""
 
     def remove(self) -> None:
         """Remove the hook."""
@@ -29,7 +29,7 @@ def inert_copy() -> tuple[Any, ...]:
 
 
 class Sentinel:
-    """Does nothing, but a compiler that saw it on a module notices hooks that come later."""
+    """A hook that does nothing. A compiler that saw it on a module notices hooks that are added later."""
 
     def __call__(self, *_: Any) -> None:
         return None
@@ -39,12 +39,12 @@ class Sentinel:
 
 
 def armed(module: nn.Module) -> list[Removable]:
-    """Put sentinels onto `module`."""
+    """Register sentinels on `module`."""
     return [module.register_forward_hook(Sentinel()), module.register_forward_pre_hook(Sentinel())]
 
 
 def on_gradient(parameter: Tensor, change: Callable[[Tensor], Tensor]) -> Removable:
-    """Let `change` change every gradient of `parameter` before it is accumulated."""
+    """Replace every gradient of `parameter` by ``change(gradient)`` before it is accumulated."""
     handle: Removable = parameter.register_hook(change)
     return handle
 

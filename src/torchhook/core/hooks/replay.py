@@ -1,7 +1,7 @@
-"""Forwards that a checkpoint runs again in the backward: edits act again, and late gradients are caught.
+"""Forwards that a checkpoint repeats in the backward: edits act again, and late gradients are caught.
 
-A reentrant checkpoint runs its forward first without a graph, and again, with one, in the backward. What wants the
-gradients of the first run waits here for the second.
+A reentrant checkpoint runs its forward without a graph first, and repeats it with one in the backward. Taps that want
+the gradients of the first run wait here for the second.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _MOST_AWAITED = 1_000
 
 
 class Awaited:
-    """Calls of the first run of a checkpoint whose gradients only the second run has.
+    """Calls in the first run of a checkpoint, whose gradients only the second run has.
 
-    The second run of a call is recognised by a sample of its values.
+    A repeated call is recognised by a sample of its values.
     """
 
     __slots__ = ("calls",)
@@ -33,15 +33,15 @@ class Awaited:
         self.calls: deque[tuple[Tensor | None, list[Receive]]] = deque(maxlen=_MOST_AWAITED)
 
     def put(self, value: Any, receives: list[Receive]) -> None:
-        """A call ran for the first time."""
+        """Note a call of the first run."""
         self.calls.append((_sample(value), receives))
 
     def take(self, value: Any) -> list[Receive] | None:
-        """What waits for the gradients of the call that now runs again with `value`."""
+        """What waits for the gradients of the call that is now repeated with `value`; None if nothing does."""
         if not self.calls:
             return None
         sample = _sample(value)
-        for position in range(len(self.calls) - 1, -1, -1):  # checkpoints run again from last to first
+        for position in range(len(self.calls) - 1, -1, -1):  # checkpoints are repeated from last to first
             known, receives = self.calls[position]
             only_one = len(self.calls) == 1  # no need to compare, which would wait for an accelerator
             if only_one or (known is not None and sample is not None and torch.equal(known, sample)):
@@ -50,13 +50,13 @@ class Awaited:
         return None
 
 
-def again(act: Act, site: Site) -> Act:
-    """The act of an edit when a checkpoint runs its call again, of which neither the pass nor the number is known."""
+def repeatable(act: Act, site: Site) -> Act:
+    """The act of an edit for a call that a checkpoint repeats; raises if it depends on the pass or on the call."""
     if isinstance(act, Editing) and not act.edit.by_call:
         return act
     raise TapError(
         f"the edit at the {site} has a schedule or differs from call to call, but a checkpoint does not say which call"
-        " it runs again; use the same edit for all calls and passes, or turn checkpointing off"
+        " it repeats; use the same edit for all calls and passes, or turn checkpointing off"
     )
 
 
