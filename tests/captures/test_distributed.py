@@ -272,7 +272,7 @@ def test_data_parallel_gives_what_the_model_gives():
 
 @pytest.mark.matrix(
     "sharded (2 gloo ranks)",
-    "DDP, FSDP1, FSDP2 and tensor parallel: the names of one process, wrappers are seen through",
+    "DDP, FSDP1, FSDP2 and tensor parallel: the same names as in one process, without those of wrappers",
 )
 @pytest.mark.parametrize("make", ALL)
 def test_sites_have_the_names_of_one_process(ranks, make):
@@ -348,7 +348,9 @@ def check_ddp_parameters(rank):
     assert hooks_of(model) == before
 
 
-@pytest.mark.matrix("sharded (2 gloo ranks)", "FSDP2: parameters are the local shard, or with `full=True` the whole")
+@pytest.mark.matrix(
+    "sharded (2 gloo ranks)", "FSDP2: a parameter is its local shard, or with `full=True` the whole tensor"
+)
 @pytest.mark.parametrize("full", [False, True])
 def test_fsdp2_parameters_are_the_local_shard_or_in_full(ranks, full):
     ranks(check_fsdp2_parameters, full)
@@ -385,7 +387,7 @@ def check_fsdp2_gradients(rank, full, evaluated):
 
 
 @pytest.mark.matrix(
-    "sharded (2 gloo ranks)", "tensor parallel: values and gradients are the local shard, as plain tensors"
+    "sharded (2 gloo ranks)", "tensor parallel: values and gradients are local shards, as plain tensors"
 )
 @pytest.mark.parametrize("make", TENSOR_PARALLEL)
 def test_tensor_parallel_ranks_see_their_shard(ranks, make):
@@ -464,7 +466,7 @@ def check_overwritten(rank):
     same(acts[""].output, Expected(x).outputs["fc2"])
 
 
-@pytest.mark.matrix("sharded (2 gloo ranks)", "an edit on all ranks acts as on one process")
+@pytest.mark.matrix("sharded (2 gloo ranks)", "an edit on all ranks has the same effect as in one process")
 @pytest.mark.parametrize("make", ALL)
 def test_an_edit_on_all_ranks_acts_as_on_one_process(ranks, make):
     ranks(check_edit, make)
@@ -483,7 +485,7 @@ def check_edit(rank, make):
 # --- one rank that looks on alone
 
 
-@pytest.mark.matrix("sharded (2 gloo ranks)", "a capture on one rank keeps no other waiting")
+@pytest.mark.matrix("sharded (2 gloo ranks)", "a capture on one rank does not block the others")
 @pytest.mark.parametrize("make", ALL)
 def test_a_capture_on_one_rank_keeps_no_other_waiting(ranks, make):
     ranks(check_capture_on_one_rank, make)
@@ -523,7 +525,7 @@ def check_edit_on_one_rank(rank, make):
 
 
 @pytest.mark.slow
-@pytest.mark.matrix("sharded (2 gloo ranks)", "`full=True` on one rank alone raises and hangs nobody")
+@pytest.mark.matrix("sharded (2 gloo ranks)", "`full=True` on only one rank raises, and no rank hangs")
 @pytest.mark.parametrize("make", [fsdp2, *TENSOR_PARALLEL])
 def test_a_full_capture_on_one_rank_alone_raises(ranks, make):
     # All ranks have to gather together, so torchhook has to notice by itself that one of them is alone: torch waits

@@ -34,7 +34,7 @@ class Net(nn.Module):
         return x
 
 
-@pytest.mark.matrix("torch.compile", "on a GPU, by inductor: eager's values and gradients in one full graph")
+@pytest.mark.matrix("torch.compile", "on a GPU, by inductor: the values and gradients of eager mode in one full graph")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_by_inductor(dtype):
     net = Net().cuda().to(dtype)
@@ -56,7 +56,7 @@ def test_compiled_by_inductor(dtype):
             assert (got - true).norm() <= 2 * (want - true).norm() + 1e-5 * true.norm(), (path, name)
 
 
-@pytest.mark.matrix("CUDA graphs", 'torch.compile(mode="reduce-overhead"): every run is seen, with its own values')
+@pytest.mark.matrix("CUDA graphs", '`torch.compile(mode="reduce-overhead")`: every run is seen, with its own values')
 @pytest.mark.parametrize("static", [False, True])
 def test_reduce_overhead_shows_every_run(static):
     net = Net().cuda().eval()
@@ -75,7 +75,7 @@ def test_reduce_overhead_shows_every_run(static):
                 torch.testing.assert_close(acts["blocks.1"].output, want, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.matrix("checkpointing", "on a GPU, where autograd computes again in a thread of its own")
+@pytest.mark.matrix("checkpointing", "on a GPU, where autograd repeats the forward in its own thread")
 @pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
 def test_checkpointing(how):
     net, x = Net().cuda(), torch.randn(8, 32, device="cuda", requires_grad=True)
@@ -103,7 +103,7 @@ def test_amp():
     assert acts["blocks.0.up"].output.dtype == torch.float16 and acts["blocks.0.up"].grad.dtype == torch.float16
 
 
-@pytest.mark.matrix("fast paths", "nn.TransformerEncoder on a GPU, with padding")
+@pytest.mark.matrix("fast paths", "`nn.TransformerEncoder` on a GPU, with padding")
 def test_fused_encoder():
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
     net = nn.TransformerEncoder(layer, 2).eval().cuda()

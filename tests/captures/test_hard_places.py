@@ -45,7 +45,7 @@ def run_once(net, x):
     net(x).square().sum().backward()
 
 
-@pytest.mark.matrix("checkpointing", "one event a call and right gradients, reentrant or not")
+@pytest.mark.matrix("checkpointing", "one event per call and correct gradients, reentrant or not")
 @pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
 def test_checkpointing_shows_one_event_a_call_and_right_gradients(how):
     net, x = Checkpointed(), torch.randn(4, 6, requires_grad=True)
@@ -84,7 +84,7 @@ def test_gradients_of_inputs_and_of_several_forwards_before_one_backward(how):
         torch.testing.assert_close(event.value, by_pass[event.pass_number])
 
 
-@pytest.mark.matrix("checkpointing", "what is computed again is dropped, or with `recomputed=True` shown and marked")
+@pytest.mark.matrix("checkpointing", "repeated calls are dropped, or with `recomputed=True` recorded and marked")
 @pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
 def test_recomputed_calls_are_shown_and_marked_if_wanted(how):
     net, x = Checkpointed(how), torch.randn(4, 6, requires_grad=True)
@@ -100,7 +100,7 @@ def test_recomputed_calls_are_shown_and_marked_if_wanted(how):
 
 
 @pytest.mark.matrix(
-    "checkpointing", "edits act again in the second run, so that gradients are those of the edited model"
+    "checkpointing", "edits also act when the forward is repeated, so the gradients are those of the edited model"
 )
 @pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
 def test_edits_act_again_where_a_checkpoint_computes_again(how):
@@ -176,7 +176,9 @@ def encoder(**options):
     return nn.TransformerEncoder(layer, 2).eval()
 
 
-@pytest.mark.matrix("fast paths", "inside `nn.TransformerEncoder` in eval, nested tensors from padding masks too")
+@pytest.mark.matrix(
+    "fast paths", "inside `nn.TransformerEncoder` in eval mode, also with padding masks (nested tensors)"
+)
 @pytest.mark.parametrize("padded", [False, True])
 def test_inside_a_fused_transformer_encoder(padded):
     net, x = encoder(), torch.randn(2, 5, 8)
@@ -217,7 +219,7 @@ def test_the_output_projection_of_multihead_attention(training):
     torch.testing.assert_close(twin(x, x, x)[0], plain)
 
 
-@pytest.mark.matrix("fast paths", "only what is selected leaves it, with one warning")
+@pytest.mark.matrix("fast paths", "only the selected modules leave the fast path, with one warning")
 def test_only_what_is_selected_leaves_the_fast_path():
     class Two(nn.Module):
         def __init__(self):
@@ -287,7 +289,7 @@ def test_inference_mode():
         assert all(map(torch.equal, acts[path].outputs, plain[path].outputs))
 
 
-@pytest.mark.matrix("torch.func", "`functional_call` is right; `vmap` and `grad` are refused")
+@pytest.mark.matrix("torch.func", "`functional_call` works; `vmap` and `grad` are refused")
 def test_functional_call_is_right_and_transforms_are_refused():
     net, x = nn.Sequential(nn.Linear(3, 3), nn.ReLU()), torch.randn(2, 3)
     zeros = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
@@ -323,7 +325,7 @@ def test_functional_call_is_right_and_transforms_are_refused():
         _ = acts["layer"].output
 
 
-@pytest.mark.matrix("torch.jit, torch.export", "their modules are refused, naming the reason")
+@pytest.mark.matrix("torch.jit, torch.export", "their modules are refused with the reason")
 def test_torch_jit_and_torch_export_say_that_hooks_cannot_fire():
     net, x = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.ReLU())), torch.randn(2, 3)
     traced, scripted = torch.jit.trace(net, x), torch.jit.script(net)

@@ -30,7 +30,7 @@ def test_every_call_has_its_buffer_and_keeps_it():
 
 
 @pytest.mark.gpu
-@pytest.mark.matrix("CUDA graphs", "static=True: buffers that a replay fills, forward and gradients")
+@pytest.mark.matrix("CUDA graphs", "`static=True`: a replay fills the buffers of outputs and gradients")
 def test_a_replay_fills_them():
     model = net().cuda()
     x = torch.randn(3, 4, device="cuda")

@@ -56,7 +56,7 @@ HOW = ["torch.compile", "of the original", "module.compile", "function"]
 
 @pytest.mark.matrix(
     "torch.compile",
-    "outputs, inputs, parameters and gradients equal eager's, in one full graph, however it was compiled",
+    "outputs, inputs, parameters and gradients equal those of eager mode, in one full graph, however it was compiled",
 )
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -82,7 +82,7 @@ def test_values_and_gradients_are_eagers_in_one_graph(how, backend):
         assert acts.order == eager.order
 
 
-@pytest.mark.matrix("torch.compile", "no recompiles and no graph breaks, capturing with `keep=None` and editing")
+@pytest.mark.matrix("torch.compile", "no recompilation and no graph breaks when capturing with `keep=None` or editing")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_recompiles_however_often_it_runs(backend):
     net = Blocks()
@@ -97,7 +97,7 @@ def test_no_recompiles_however_often_it_runs(backend):
     assert all(gradient is not None for gradient in acts["blocks.0"].grads)
 
 
-@pytest.mark.matrix("torch.compile", "values that a later op overwrites in place")
+@pytest.mark.matrix("torch.compile", "values that a later op overwrites in place are correct")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_was_overwritten_in_place_is_kept_as_it_flowed(backend):
     net = InPlace()
@@ -139,7 +139,7 @@ class Outer(nn.Module):
         return self.unwrap(self.inner(x, shift=x * 2)) * 1.0
 
 
-@pytest.mark.matrix("torch.compile", "tuples, lists, dicts and dataclasses are kept and edited in their own types")
+@pytest.mark.matrix("torch.compile", "tuples, lists, dicts and dataclasses keep their types when captured and edited")
 @pytest.mark.parametrize(
     "wrap, unwrap, at",
     [
@@ -212,7 +212,7 @@ def test_an_observer_and_the_order_of_a_list():
 
 @pytest.mark.matrix(
     "torch.compile",
-    "attaching to a compiled module that already ran compiles it anew; afterwards the first graph is used",
+    "attaching to a compiled module that already ran recompiles it; afterwards the first graph is used again",
 )
 @pytest.mark.parametrize("how", HOW[:3])
 def test_attaching_to_what_already_ran_compiled(how):

@@ -275,7 +275,7 @@ def test_edits_of_a_compiled_checkpoint():
     torch.testing.assert_close(net.a.weight.grad, want)
 
 
-@pytest.mark.matrix("torch.compile", "with checkpointing: values and edits are right, gradients inside are refused")
+@pytest.mark.matrix("torch.compile", "with checkpointing: values and edits are correct, gradients inside are refused")
 def test_captures_of_a_compiled_checkpoint():
     net, x = Repeated(), torch.randn(2, 3, requires_grad=True)
     with capture(net, "a") as eager:
@@ -284,7 +284,7 @@ def test_captures_of_a_compiled_checkpoint():
     with capture(run, "a") as acts:
         run(x).sum().backward()
     torch.testing.assert_close(acts["a"].outputs, eager["a"].outputs)
-    with pytest.raises(TapError, match="inside a compiled checkpoint cannot be captured; capture them uncompiled"):
+    with pytest.raises(TapError, match="inside a compiled checkpoint cannot be captured; capture the uncompiled model"):
         with capture(run, "a", grads=True):
             run(x).sum().backward()
 

@@ -105,7 +105,7 @@ def equal(merged, expected, places=None):
             torch.testing.assert_close(state, others[key], **tolerance, msg=lambda m, at=(place, key): f"{at}: {m}")
 
 
-@pytest.mark.matrix("several ranks", "`distributed.merge`: what one process with all the data would say")
+@pytest.mark.matrix("several ranks", "`distributed.merge`: the same result as one process with all the data")
 def test_together_they_say_what_one_process_would(ranks):
     ranks(check_together)
 

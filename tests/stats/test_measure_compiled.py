@@ -66,7 +66,9 @@ def trained(call, measured, model, **options):
         ("module.compile", "inductor", 2),
     ],
 )
-@pytest.mark.matrix("torch.compile", "`measure` in one full graph: eager's statistics, no recompiles, with `every=`")
+@pytest.mark.matrix(
+    "torch.compile", "`measure` in one full graph: the statistics of eager mode, no recompilation, also with `every=`"
+)
 def test_one_full_graph_with_the_numbers_of_eager(how, backend, every):
     options = {"inputs": True, "grads": True, "params": True, "param_grads": True, "every": every}
     model = Blocks()
