@@ -1,4 +1,4 @@
-"""Two real ranks: the names and values of one process, and nobody waits for a rank that looks on alone."""
+"""Two real ranks: the names and values of one process, and no rank waits for one that captures alone."""
 
 import faulthandler
 import os
@@ -89,7 +89,7 @@ def _work(rank, store, log, pipe):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # FSDP takes an accelerator where it sees one
     warnings.filterwarnings("error", category=UserWarning, module="torchhook")
     torch.set_num_threads(1)
-    # The default timeout of half an hour: a collective that waits for nobody is a deadlock, not an error.
+    # The default timeout of half an hour: a collective that no other rank joins is a deadlock, not an error.
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     pipe.send("ready")
     with open(log, "w") as stacks:  # noqa: PTH123
@@ -543,7 +543,7 @@ def check_full_on_one_rank(rank, make):
                 with capture(model, "fc1", "fc2", grads=True, params=True, full=True):
                     loss(model(x)).backward()
             shards.PATIENCE = patience
-        loss(model(x)).backward()  # nobody is harmed
+        loss(model(x)).backward()  # the other ranks go on
         assert hooks_of(model) == before
     with capture(model, "fc1", full=True) as acts:  # and together they can
         model(x)

@@ -222,7 +222,7 @@ def test_attaching_to_what_already_ran_compiled(how):
     run, model = compiled_by(how, net, backend="aot_eager")
     plain = run(x)
     before = hooks_of(net)
-    for _ in range(10):  # more often than torch would compile one function anew
+    for _ in range(10):  # more often than torch would recompile one function
         with capture(model, "blocks.*") as acts:
             run(x)
         assert len(acts["blocks.0"].outputs) == 2
@@ -404,7 +404,7 @@ def test_a_mark_in_a_graph_is_refused():
 
     net, x = nn.Sequential(Marking()), torch.ones(1)
     run = torch.compile(net, backend="aot_eager", fullgraph=True)
-    assert run(x).item() == 3  # nobody listens
+    assert run(x).item() == 3  # no session listens
     with pytest.raises(TapError, match="a mark inside a compiled graph"), capture(run, marked("doubled")):
         run(x)
 

@@ -13,7 +13,7 @@ from torchhook import NotRecordedError, Record, Ring, Session, SilentError, Tap,
 
 
 class Branching(nn.Module):
-    """Calls one of two layers, one of them as often as it is told."""
+    """Calls one of two layers, one of them several times."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What was asked for and never came is told, with the reason; HookManager alone stays quiet."""
+"""Sites that were asked for and saw nothing are reported with the reason; only HookManager stays quiet."""
 
 import threading
 import warnings

@@ -1,4 +1,4 @@
-"""Whatever happens inside a scope, the model afterwards carries exactly what it carried before."""
+"""Whatever happens in a session, the model has exactly the hooks that it had before."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""C09–C14, C24, C26, C30–C32, C44–C46 and B01: one test a row of the capabilities."""
+"""C09–C14, C24, C26, C30–C32, C44–C46 and B01: one test per capability."""
 
 import gc
 import re
@@ -301,7 +301,7 @@ def test_b01_correct_under_in_place_ops_at_the_price_of_a_reference():
         bn1 = net.bn1(conv1)
     for path, value in (("conv1", conv1), ("bn1", bn1), ("relu", bn1.relu())):
         assert torch.equal(acts[path].output, value), path
-    # a reference's price: what nobody overwrites shares its memory with the original
+    # the cost of a reference: a value that is not overwritten shares its memory with the original
     big = nn.Sequential(nn.Identity(), nn.Identity())
     x = torch.randn(1000, 1000)
     with capture(big, "0") as acts:

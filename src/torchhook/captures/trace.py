@@ -58,7 +58,7 @@ class Trace:
         self._session = Session(
             model,
             [Tap(where, log.begin, "input"), Tap(where, log.end)],
-            on_silent=None if queries else "ignore",  # without queries, modules that did not run are no surprise
+            on_silent=None if queries else "ignore",  # without queries, modules may well not run
         )
 
     def attach(self) -> Trace:
