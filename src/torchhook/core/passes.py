@@ -33,9 +33,7 @@ class Pass:
         "stop_sites_left",
     )
 
-    def __init__(
-        self, number: int, points: int, pages: list[Page], stop_sites: int = 0, *, outside: bool = False
-    ) -> None:
+    def __init__(self, number: int, points: int, pages: list[Page], stop_sites: int, outside: bool = False) -> None:
         self.number = number
         self.call_counts = [0] * points  # by index of the point
         self.stop_sites_left = stop_sites  # how many sites must still be seen before the pass can stop

@@ -143,8 +143,9 @@ class Scope:
     def add_point(self, point: Point) -> int:
         """Add a hooked place, and return its index."""
         self.points.append(point)
-        for pass_ in self._known_passes():
-            pass_.call_counts.append(0)
+        if self.last is not None:  # checked here, since most points are added before any pass
+            for pass_ in self._known_passes():
+                pass_.call_counts.append(0)
         return len(self.points) - 1
 
     def page_position(self, keeper: Keeper) -> int:
@@ -239,9 +240,10 @@ class Scope:
         return self.alive and (self.options.shared or self.opener.is_here() or self.opener.is_behind_backward())
 
     def _sees(self, module: nn.Module) -> bool:
-        if self.options.skips_transforms and is_transformed():
+        options, opener = self.options, self.opener
+        if options.skips_transforms and is_transformed():
             return False
-        return self.alive and (self.options.shared or self.opener.is_here() or is_replica(module))
+        return opener.alive and (options.shared or opener.is_here() or is_replica(module))
 
     def _pass_of_recompute(self) -> Pass | None:
         """The pass for calls that a checkpoint repeats, None if they are not wanted."""
@@ -270,7 +272,7 @@ class Scope:
             if not outside:
                 number += 1
             pages = [keeper.page(number, outside) for keeper in self.keepers]
-            pass_ = self.last = Pass(number, len(self.points), pages, self.stop_sites, outside=outside)
+            pass_ = self.last = Pass(number, len(self.points), pages, self.stop_sites, outside)
         return pass_
 
     def _replica_pass(self, args: tuple[Any, ...]) -> Pass:
