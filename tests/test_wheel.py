@@ -12,6 +12,8 @@ from zipfile import ZipFile
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "torchhook"
 
@@ -20,8 +22,6 @@ import sys
 import torch, torch.nn.functional as F
 from torch import nn
 import torchhook as th
-
-pytestmark = pytest.mark.slow
 
 assert th.__file__.startswith(sys.prefix), th.__file__
 torch.manual_seed(0)

@@ -69,6 +69,7 @@ def client(request, monkeypatch, tmp_path):
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.delenv("MLFLOW_EXPERIMENT_ID", raising=False)
     monkeypatch.chdir(tmp_path)  # the database has its artifacts in the working folder
+    monkeypatch.setattr(mlflow.tracking.fluent, "_active_experiment_id", None)  # another test may have chosen one
     before = mlflow.get_tracking_uri()
     mlflow.set_tracking_uri(request.getfixturevalue(request.param))
     yield MlflowClient()

@@ -132,7 +132,8 @@ class Inspection:
             return loss
 
         if optimizer is not None and _wants_closure(optimizer):
-            return float(optimizer.step(closure))
+            value = optimizer.step(closure)
+            return float(value.detach() if isinstance(value, Tensor) else value)
         loss = closure()
         if optimizer is not None:
             optimizer.step()

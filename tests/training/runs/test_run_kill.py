@@ -23,6 +23,8 @@ from torchhook.training.runs import Run, RunLog, schema
 from torchhook.training.runs.folders import new_folder
 from torchhook.training.runs.schema import FILE
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 NUMBERS = {"all": "50", "thinned": "8", "journal": "15"}
 
@@ -116,8 +118,6 @@ import torch
 from run_samples import entry_of, snapshot_at
 from torchhook import Finding, Report
 from torchhook.training.runs import RunLog
-
-pytestmark = pytest.mark.slow
 torch.set_num_threads(1)
 snapshot = snapshot_at(0, sites=[f"layer{number}" for number in range(20)])
 for room in map(int, sys.argv[2:]):
