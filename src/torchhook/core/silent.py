@@ -129,4 +129,4 @@ def _or_compiled() -> str:
     """One more possible reason, if anything was compiled in this process."""
     if not graph_count():
         return ""
-    return f", or it ran in a graph that was exported, or compiled before the tap was attached: then {REMEDIES}"
+    return f", or it ran in a graph of torch.export, or one compiled before the tap was attached: then {REMEDIES}"
