@@ -252,6 +252,7 @@ def site(tmp_path_factory):
     return site
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["index.html", "api/stats.html"])
 def test_the_search_works_from_a_folder(site, chrome, page):
     from selenium.webdriver.support.wait import WebDriverWait
@@ -263,6 +264,7 @@ def test_the_search_works_from_a_folder(site, chrome, page):
     assert "examples/dead_neurons.html" in found[0].get_attribute("href")
 
 
+@pytest.mark.slow
 def test_the_site_is_complete_and_needs_no_network(site):
     """It has the rules, commands and examples, no set-up code of tests, and loads nothing from elsewhere."""
     from torchhook.cli.app import command

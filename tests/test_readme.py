@@ -165,6 +165,7 @@ def test_the_demo_finds_a_fault_only_in_the_faulty_training(demo):
         assert list(samples.glob("*.png"))
 
 
+@pytest.mark.slow
 def test_the_report_shown_in_the_readme_is_the_real_one(demo):
     folder, _ = demo
     (path,) = (folder / "demo-output" / "runs").glob("slipped-*")
@@ -176,6 +177,7 @@ def test_the_report_shown_in_the_readme_is_the_real_one(demo):
     assert words[0] == words[1][: len(words[0])]
 
 
+@pytest.mark.slow
 def test_the_demo_writes_every_file_it_names(demo):
     folder, output = demo
     files = re.findall(r"demo-output/\w+\.\w+", output.partition("\nOpen\n")[2])
@@ -188,6 +190,7 @@ def test_the_demo_writes_every_file_it_names(demo):
             assert (folder / file).stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_the_demo_ends_with_next_steps(demo):
     steps = demo[1].partition("\nOpen\n")[2]
     assert "torchhook dashboard demo-output/runs --open" in steps

@@ -14,7 +14,7 @@ from traitlets.config import Config
 import torchhook
 from torchhook.core.errors import RunError
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture(autouse=True)
