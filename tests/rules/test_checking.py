@@ -444,3 +444,19 @@ def test_a_window_is_of_its_step_alone():
             watch.step(value)
     assert [window.snapshot["0"].mean for window in watch.history.windows] == [1, 2, 3]
     assert watch.history.losses == {0: 1.0, 1: 2.0, 2: 3.0}
+
+
+# --- causes
+
+
+def test_every_rule_has_a_cause_of_the_closed_list_which_the_page_has():
+    from pathlib import Path
+
+    from torchhook.rules.rule import CAUSES
+
+    page = (Path(__file__).parents[2] / "docs" / "rules.md").read_text()
+    assert all(f"`{cause}`" in page for cause in CAUSES) and len(CAUSES) == 19
+    for rule in RULES.values():
+        assert rule.cause in CAUSES, rule.code
+        assert rule.finding("something").evidence["cause"] == rule.cause
+        assert rule.finding("something", cause="labels").evidence["cause"] == "labels"

@@ -415,6 +415,13 @@ def a_layer_that_is_never_called(code):
     return looked(code, model)
 
 
+@example("TH404", "2", step=0)
+def a_softmax_over_one_unit(code):
+    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 1), nn.Softmax(1))
+    batches = [(torch.randn(64, 8), torch.rand(64, 1)) for _ in range(8)]
+    return looked(code, model, batches, F.mse_loss)
+
+
 @example("TH404")
 def gradients_everywhere_and_a_frozen_layer(code):
     model = Ends(stopped=False)
@@ -523,6 +530,26 @@ def a_loss_that_jumps(code):
 @example("TH602")
 def a_loss_that_does_not_jump(code):
     return told(code, [1.0 + each for each in noise(60)])
+
+
+@example("TH606", "", step=0)
+def a_loss_that_grows_tenfold_every_few_steps(code):
+    return told(code, [1.3**step for step in range(40)])
+
+
+@example("TH606", "", step=2)
+def a_loss_that_grows_until_it_is_infinite(code):
+    return told(code, [2.0, 1.9, 1.8, 20.0, 4e3, 7e6, float("inf")])
+
+
+@example("TH606")
+def a_loss_that_jumps_and_comes_back(code):
+    return told(code, [2.0, 1.9, 1.8, 90.0, 30.0, 2.5, 2.0, 1.9, 1.8, 1.7])
+
+
+@example("TH606")
+def a_loss_that_wavers_near_zero(code):
+    return told(code, [1e-6 if step % 2 else 1e-4 for step in range(40)])
 
 
 @example("TH603", "1", step=0)

@@ -51,8 +51,9 @@ def _lines(report: Report) -> Iterator[Line]:
 def _finding_lines(finding: Finding) -> Iterator[Line]:
     yield 0, [(f"{finding.severity} {finding.code}", STYLES[finding.severity]), ("  ", ""), (finding.where, "bold")]
     yield 2, [(finding.message, "")]
-    if finding.evidence:
-        yield 2, [("  ".join(f"{name}={shown(value)}" for name, value in finding.evidence.items()), "dim")]
+    numbers = {name: value for name, value in finding.evidence.items() if name != "cause"}  # the message says it
+    if numbers:
+        yield 2, [("  ".join(f"{name}={shown(value)}" for name, value in numbers.items()), "dim")]
     if finding.affected:
         yield 2, [(f"explains {_few(finding.affected)}", "dim")]
     if finding.hint:

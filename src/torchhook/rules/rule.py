@@ -12,6 +12,29 @@ from typing import Any, ClassVar
 from torchhook.core.findings import Finding, Severity
 from torchhook.rules.history import History
 
+CAUSES = (
+    "no-gradient",
+    "output-target-mismatch",
+    "divergence",
+    "loop",
+    "labels",
+    "input-scale",
+    "target-scale",
+    "rate",
+    "init",
+    "activation",
+    "mode",
+    "precision",
+    "undertrained",
+    "capacity",
+    "unused-part",
+    "frozen",
+    "nonfinite",
+    "rank-difference",
+    "other",
+)
+"""The causes that a finding can have, in one word each: ``evidence["cause"]``. The list is closed."""
+
 
 class Phase(IntEnum):
     """Which part of a step a rule is about, in the order in which they come."""
@@ -50,6 +73,8 @@ class Rule(ABC):
     rule's, unless they came earlier, by step and `phase`. Findings of the same rule are folded under the first in the
     order of execution, or under the last if the fault travels with the gradients (`backward`).
 
+    `cause` says in one word of `CAUSES` what is at fault; it is part of the evidence of every finding.
+
     A rule of your own needs a code, a name and `find`:
 
     >>> class Negative(Rule):
@@ -74,6 +99,7 @@ class Rule(ABC):
     explains: ClassVar[tuple[str, ...]] = ()
     phase: ClassVar[Phase] = Phase.FORWARD
     backward: ClassVar[bool] = False
+    cause: ClassVar[str] = "other"
     hint: ClassVar[str] = ""
     wrong: ClassVar[str] = ""
 
@@ -96,6 +122,7 @@ class Rule(ABC):
     ) -> Finding:
         """A finding of this rule."""
         known = {name: _json_value(value) for name, value in evidence.items()}
+        known.setdefault("cause", self.cause)
         return Finding(self.code, Severity(severity or self.severity), message, site, step, known, self.hint)
 
     def __repr__(self) -> str:

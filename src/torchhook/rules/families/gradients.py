@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import median
 
 from torchhook.core.findings import Finding, Severity
-from torchhook.rules.history import History, finite, norm, owner, plain, readings
+from torchhook.rules.history import History, finite, last_of, norm, owner, plain, readings
 from torchhook.rules.registry import register
 from torchhook.rules.rule import Need, Phase, Rule
 from torchhook.rules.series import jumps, outliers
@@ -55,6 +55,7 @@ class VanishingGradient(GradientFlow):
     """
 
     code, name = "TH401", "vanishing-gradient"
+    cause = "activation"
     explains = ("TH502",)
     hint = "Use ReLU or GELU instead of sigmoids, residual connections, norms, or a scale-preserving initialisation."
     wrong = "Models with several parts, the first of which has little weight in the loss."
@@ -83,6 +84,7 @@ class ExplodingGradient(GradientFlow):
     """
 
     code, name, severity = "TH402", "exploding-gradient", Severity.ERROR
+    cause = "init"
     uses = (Need("param_grad"),)
     explains = ("TH101", "TH103", "TH104", "TH2", "TH403", "TH501", "TH6", "TH801")
     hint = "Clip the gradient norm, lower the initial scale of the layer, or put norms between the layers."
@@ -116,6 +118,7 @@ class GradientSpike(Rule):
     """
 
     code, name = "TH403", "gradient-spike"
+    cause = "divergence"
     phase = Phase.BACKWARD
     needs = (Need("param_grad"),)
     explains = ("TH2", "TH501", "TH601", "TH602")
@@ -147,6 +150,7 @@ class NoGradient(Rule):
     """
 
     code, name, severity = "TH404", "no-gradient", Severity.ERROR
+    cause = "no-gradient"
     phase = Phase.BACKWARD
     needs = (Need("param_grad"),)
     uses = (Need("output"),)
@@ -160,6 +164,8 @@ class NoGradient(Rule):
     def find(self, history: History) -> Iterator[Finding]:
         assert history.rest is not None
         reached = self._reached(history)
+        if reached and not any(reached.values()) and len(history.windows) >= self.least:
+            yield self._nowhere(history)
         if max(reached.values(), default=0) < self.least:
             return
         called = {path for path, port in history.whole().rows if port.startswith("output")}
@@ -172,7 +178,17 @@ class NoGradient(Rule):
             is_called = site in called or any(owner(path) == site and reached.get(path) for path in reached)
             problem = "no gradient reaches it" if is_called else "it is never called"
             severity = "error" if is_called else "warning"
-            yield self.finding(f"{problem}: {', '.join(names)}", site, None, severity, parameters=names)
+            cause = "no-gradient" if is_called else "unused-part"
+            yield self.finding(f"{problem}: {', '.join(names)}", site, None, severity, parameters=names, cause=cause)
+
+    def _nowhere(self, history: History) -> Finding:
+        """What to say if no parameter at all gets a gradient."""
+        task = history.task
+        is_alone = task is not None and task.probabilities and task.output_shape[-1:] == (1,)
+        why = "the loss does not depend on them"
+        if is_alone:
+            why = "a softmax over a single unit is always 1; use a sigmoid"
+        return self.finding(f"no gradient reaches any parameter: {why}", last_of(history), history.first_step)
 
     def _reached(self, history: History) -> dict[str, int]:
         """The number of windows in which each parameter had a gradient."""

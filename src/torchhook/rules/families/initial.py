@@ -23,6 +23,7 @@ class PoorInit(Rule):
     """
 
     code, name = "TH301", "poor-init"
+    cause = "init"
     needs = (Need("output", "channels", ("weight",)), Need("input", "channels", ("weight",)))
     uses = (Need("output", "channels", tuple(sorted(ACTIVATIONS | NORMS))),)
     explains = ("TH105", "TH2", "TH4", "TH5", "TH6", "TH8")
@@ -69,6 +70,7 @@ class SymmetricInit(Rule):
     """
 
     code, name = "TH302", "symmetric-init"
+    cause = "init"
     phase = Phase.REST
     facts = ("rest",)
     explains = ("TH2", "TH301", "TH4", "TH502", "TH6", "TH8")
@@ -97,6 +99,7 @@ class InputScale(Rule):
     """
 
     code, name = "TH303", "input-scale"
+    cause = "input-scale"
     needs = (Need("input", "moments", ("weight", "recurrent")), Need("output"))
     explains = ("TH105", "TH2", "TH301", "TH4", "TH501", "TH6", "TH7", "TH8")
     hint = "Normalise the inputs to a mean of about 0 and a standard deviation of about 1."

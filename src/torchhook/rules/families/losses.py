@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 from statistics import fmean, variance
 
 from torchhook.core.findings import Finding, Severity
@@ -21,6 +22,7 @@ class LossNotFalling(Rule):
     """
 
     code, name = "TH601", "loss-not-falling"
+    cause = "undertrained"
     phase = Phase.LOSS
     facts = ("losses",)
     hint = "Try to overfit one batch. If that works, check the labels and their order; if not, the learning rate."
@@ -38,7 +40,7 @@ class LossNotFalling(Rule):
         evidence = {"first": plain(fmean(first)), "last": plain(fmean(last)), "error": plain(error)}
         if fall < -3 * error and fall < -self.share * abs(fmean(first)):
             message = f"the loss rises from {fmean(first):.3g} to {fmean(last):.3g}"
-            yield self.finding(message, "", None, "error", **evidence)
+            yield self.finding(message, "", None, "error", **evidence, cause="divergence")
         elif fall < max(2 * error, self.share * abs(fmean(first))):
             message = f"the loss does not fall: {fmean(first):.3g} at the start, {fmean(last):.3g} at the end"
             yield self.finding(message, "", None, None, **evidence)
@@ -50,10 +52,45 @@ class LossNotFalling(Rule):
 
 
 @register
+class Divergence(Rule):
+    """The loss grows by orders of magnitude: it ends ten times above its start and its lowest value, and grows on.
+
+    Judged by the logarithm, over the steps since the loss was lowest: at least three of them, most of which raise it. A
+    loss that is no longer finite afterwards is the end of the same growth.
+    """
+
+    code, name, severity = "TH606", "divergence", Severity.ERROR
+    cause = "divergence"
+    phase = Phase.LOSS
+    facts = ("losses",)
+    explains = ("TH1", "TH2", "TH4", "TH6", "TH7", "TH8")
+    hint = "Lower the learning rate by ten; if that does not help, clip the gradient norm and check the loss's sign."
+    wrong = "Losses that are not meant to fall, such as those of a GAN."
+    times, least = 10.0, 3
+
+    def find(self, history: History) -> Iterator[Finding]:
+        known = {step: loss for step, loss in history.losses.items() if math.isfinite(loss) and loss > 0}
+        if len(known) <= self.least:
+            return
+        steps = list(known)
+        lowest = min(steps, key=known.__getitem__)
+        since = steps[steps.index(lowest) :]
+        last = fmean(math.log(known[step]) for step in steps[-2:])
+        growth = last - math.log(max(known[lowest], known[steps[0]]))
+        rises = sum(known[b] > known[a] for a, b in pairwise(since))
+        if len(since) <= self.least or growth < math.log(self.times) or rises < 0.6 * (len(since) - 1):
+            return
+        factor = math.exp((math.log(known[steps[-1]]) - math.log(known[lowest])) / (steps[-1] - lowest))
+        message = f"the loss diverges: from {known[lowest]:.3g} to {known[steps[-1]]:.3g}, times {factor:.3g} per step"
+        yield self.finding(message, "", lowest, factor=plain(factor), last=plain(known[steps[-1]]))
+
+
+@register
 class LossSpike(Rule):
     """The loss jumps for one step to over three times, and six robust deviations above, the median of eight before."""
 
     code, name = "TH602", "loss-spike"
+    cause = "divergence"
     phase = Phase.LOSS
     facts = ("losses",)
     explains = ("TH2", "TH403", "TH601")
@@ -74,6 +111,7 @@ class InitialLoss(Rule):
     """
 
     code, name = "TH603", "initial-loss"
+    cause = "init"
     phase = Phase.LOSS
     uses = (Need("output"),)
     facts = ("task",)
@@ -102,6 +140,7 @@ class SoftmaxTwice(Rule):
     """
 
     code, name, severity = "TH604", "softmax-twice", Severity.ERROR
+    cause = "output-target-mismatch"
     phase = Phase.REST
     uses = (Need("output"),)
     facts = ("task",)
@@ -125,6 +164,7 @@ class Broadcast(Rule):
     """
 
     code, name, severity = "TH605", "broadcast-loss", Severity.ERROR
+    cause = "output-target-mismatch"
     phase = Phase.REST
     facts = ("task",)
     explains = ("TH601", "TH603")

@@ -20,6 +20,7 @@ class NonfiniteValues(Rule):
     """
 
     code, name, severity = "TH101", "nonfinite-values", Severity.ERROR
+    cause = "nonfinite"
     needs = (Need("output"),)
     explains = ("TH101", "TH103", "TH104", "TH2", "TH3", "TH4", "TH5", "TH6", "TH7", "TH8", "TH9")
     hint = "Run the step inside torchhook.catch_nonfinite(model): it names the operation and its line."
@@ -45,6 +46,7 @@ class NonfiniteState(Rule):
     """
 
     code, name, severity = "TH102", "nonfinite-state", Severity.ERROR
+    cause = "nonfinite"
     phase = Phase.REST
     facts = ("rest",)
     explains = ("TH1", "TH2", "TH3", "TH4", "TH5", "TH6", "TH7", "TH8", "TH9")
@@ -75,6 +77,7 @@ class NonfiniteGradient(Rule):
     """
 
     code, name, severity = "TH103", "nonfinite-gradient", Severity.ERROR
+    cause = "nonfinite"
     phase = Phase.BACKWARD
     needs = (Need("grad_output"),)
     explains = ("TH101", "TH2", "TH3", "TH4", "TH5", "TH6", "TH7", "TH8")
@@ -101,6 +104,7 @@ class NonfiniteLoss(Rule):
     """The loss is NaN or infinite."""
 
     code, name, severity = "TH104", "nonfinite-loss", Severity.ERROR
+    cause = "nonfinite"
     phase = Phase.LOSS
     facts = ("losses",)
     explains = ("TH103", "TH2", "TH4", "TH5", "TH6", "TH7", "TH8")
@@ -122,6 +126,7 @@ class OverflowHeadroom(Rule):
     """
 
     code, name = "TH105", "overflow-headroom"
+    cause = "precision"
     needs = (Need("output", "headroom"),)
     explains = ("TH101", "TH103", "TH104", "TH303", "TH204", "TH402")
     hint = "Use bfloat16, scale the values down before this layer, or keep this layer in float32."

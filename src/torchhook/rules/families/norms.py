@@ -29,6 +29,7 @@ class RunningStatistics(Rule):
     """
 
     code, name = "TH701", "running-statistics"
+    cause = "mode"
     needs = (Need("input", "channels", ("batchnorm",)),)
     facts = ("rest",)
     explains = ("TH704",)
@@ -88,6 +89,7 @@ class UntrainedNorm(Rule):
     """A batch norm is in eval mode but has never seen a batch: it subtracts zero and divides by one."""
 
     code, name, severity = "TH702", "untrained-norm", Severity.ERROR
+    cause = "mode"
     phase = Phase.REST
     facts = ("rest",)
     explains = ("TH2", "TH3", "TH4", "TH6", "TH701", "TH704", "TH8")
@@ -107,6 +109,7 @@ class RunningVariance(Rule):
     """The running variance of a channel is negative or below 1e-8: eval mode divides by almost zero."""
 
     code, name, severity = "TH703", "running-variance", Severity.ERROR
+    cause = "mode"
     phase = Phase.REST
     facts = ("rest",)
     explains = ("TH101", "TH103", "TH104", "TH2", "TH4", "TH6", "TH701", "TH704")
@@ -133,6 +136,7 @@ class ModesDisagree(Rule):
     """
 
     code, name = "TH704", "modes-disagree"
+    cause = "mode"
     facts = ("modes",)
     explains = ("TH601",)
     hint = "Check the dropout probability, and the batch size and momentum of batch norms."

@@ -23,6 +23,7 @@ class RankCollapse(Rule):
     """
 
     code, name = "TH801", "rank-collapse"
+    cause = "capacity"
     needs = (Need("output", "covariance", ("weight",)), Need("input", "covariance", ("weight",)))
     uses = (Need("output"),)
     explains = ("TH2", "TH401", "TH601")
@@ -68,6 +69,7 @@ class AttentionCollapse(Rule):
     """
 
     code, name = "TH802", "attention-collapse"
+    cause = "init"
     needs = (Need("attention", "attention"),)
     explains = ("TH401", "TH601", "TH801")
     hint = "Normalise queries and keys (QK norm), lower the learning rate, or shrink the initial query and key weights."
@@ -92,6 +94,7 @@ class AttentionLogits(Rule):
     """
 
     code, name = "TH803", "attention-logits"
+    cause = "precision"
     needs = (Need("attention", "attention"),)
     explains = ("TH101", "TH103", "TH4", "TH601", "TH801", "TH802")
     hint = "Normalise queries and keys (QK norm), cap the logits, or check the scale of 1/√d."

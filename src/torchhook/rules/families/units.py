@@ -30,6 +30,7 @@ class DeadUnits(Rule):
     """
 
     code, name = "TH201", "dead-units"
+    cause = "activation"
     needs = (Need("output", "channels", _LAYERS),)
     uses = (Need("output"), *_GIVEN)
     explains = _STUCK
@@ -123,6 +124,7 @@ class DormantUnits(Rule):
     """
 
     code, name = "TH202", "dormant-units"
+    cause = "activation"
     needs = (Need("output", "channels", _LAYERS),)
     uses = (Need("output"), *_GIVEN)
     explains = ("TH204", "TH401", "TH502", "TH601", "TH801")
@@ -156,6 +158,7 @@ class Saturated(Rule):
     """
 
     code, name = "TH203", "saturated"
+    cause = "activation"
     needs = (Need("output", "saturation", ("sigmoid", "tanh")),)
     uses = (Need("output"),)
     explains = ("TH204", "TH301", "TH401", "TH404", "TH502", "TH601", "TH801")
@@ -187,6 +190,7 @@ class ConstantOutput(Rule):
     """
 
     code, name, severity = "TH204", "constant-output", Severity.ERROR
+    cause = "activation"
     needs = (Need("output", "channels", _LAYERS),)
     explains = ("TH202", "TH204", "TH401", "TH404", "TH502", "TH601", "TH801")
     hint = "No information passes this layer: look for zero weights, a dead layer before it, or identical inputs."

@@ -56,6 +56,7 @@ class UpdateTooLarge(UpdateRatios):
     """
 
     code, name = "TH501", "update-too-large"
+    cause = "rate"
     explains = ("TH1", "TH2", "TH402", "TH403", "TH6", "TH7", "TH8", "TH401", "TH404")
     hint = "Lower the learning rate, by a factor of ten to begin with, or warm it up."
     wrong = "The first steps of an optimizer without warm-up; very small layers."
@@ -93,6 +94,7 @@ class UpdateTooSmall(UpdateRatios):
     """
 
     code, name = "TH502", "update-too-small"
+    cause = "rate"
     uses = (Need("param_grad"),)
     explains = ("TH4", "TH601", "TH801")
     hint = "Raise the learning rate; check its schedule, the scale of the loss and the weight decay."
@@ -119,6 +121,7 @@ class NotInOptimizer(Rule):
     """
 
     code, name, severity = "TH503", "not-in-optimizer", Severity.ERROR
+    cause = "frozen"
     phase = Phase.REST
     facts = ("rest", "own_optimizer")
     explains = ("TH302", "TH601")
@@ -141,6 +144,7 @@ class RateZero(Rule):
     """A parameter group has a learning rate of zero, and not because a schedule starts there."""
 
     code, name, severity = "TH504", "rate-zero", Severity.ERROR
+    cause = "rate"
     phase = Phase.REST
     facts = ("rest", "own_optimizer")
     explains = ("TH302", "TH502", "TH601")

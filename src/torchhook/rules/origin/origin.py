@@ -114,7 +114,7 @@ class Origin:
         own = {
             name: getattr(self, name) for name in ("what", "op", "line", "file", "after", "call", "came_with", "note")
         }
-        evidence = {**own, "ranges": [known.to_dict() for known in self.operands]}
+        evidence = {**own, "ranges": [known.to_dict() for known in self.operands], "cause": "nonfinite"}
         evidence = {name: known for name, known in evidence.items() if known not in ("", [])}
         code, step = CODES[self.phase], self.pass_number
         later = [Finding(code, Severity.ERROR, f"call {call} passed it on", path, step) for path, call in affected]
