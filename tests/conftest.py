@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from random import Random
 
@@ -66,6 +67,15 @@ def chrome(tmp_path_factory):
     driver.get("about:blank")  # the browser's own new tab may still be loading
     yield driver
     driver.quit()
+
+
+@pytest.fixture
+def slowdown():
+    """How many times longer work takes now than on an idle machine: limits in seconds are multiplied by it."""
+    wall, cpu = time.monotonic(), time.thread_time()
+    while time.thread_time() - cpu < 0.1:
+        pass
+    return max(1.0, (time.monotonic() - wall) / 0.1)
 
 
 @pytest.fixture

@@ -64,7 +64,7 @@ def numbers_in(acts):
 
 
 def threads():
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("torchhook")]
+    return [thread.name for thread in threading.enumerate() if thread.name == "torchhook-harvest"]
 
 
 FULL = """

@@ -37,7 +37,7 @@ class Raising(Moments):
 
 def test_a_statistic_that_raises_becomes_a_finding_and_the_rules_go_on():
     model = nn.Sequential(nn.Linear(2, 2))
-    with pytest.warns(UserWarning, match="not collected"):
+    with pytest.warns(UserWarning, match="could not collect"):
         with measure(model, stats=[Raising(), "histogram"]) as stats:
             model(torch.ones(1, 2))
     finding = check(stats).findings[-1]

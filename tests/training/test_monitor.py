@@ -653,7 +653,8 @@ def test_many_windows_take_no_more_memory_than_some():
                 windows.append(len(monitor._worker.judge.history.windows))
         history = monitor._worker.judge.history
         assert max(windows) <= 128 and len(history._moments) <= 130 and len(monitor._losses) < 3
-        assert sizes[-1] - sizes[0] < 2000  # in 1500 steps
+        of_windows = 100 * (windows[-1] - windows[0])  # which are some more or some fewer, as it happens
+        assert sizes[-1] - sizes[0] < of_windows + 500  # in 1500 steps
     assert not monitor.report.findings and len(monitor.report.losses) == 2000
 
 

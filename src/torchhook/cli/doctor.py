@@ -264,10 +264,11 @@ def builds(device: str) -> None:
     from torchhook.stats.kernels import kernels
     from torchhook.stats.kernels.plain import Plain
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "statistics on")  # with the reason why they are not used
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         if type(kernels(torch.device(device))) is Plain:
-            raise RuntimeError("plain torch is used instead, which is slower")
+            reasons = [str(warning.message) for warning in caught if "plain torch" in str(warning.message)]
+            raise RuntimeError(reasons[0] if reasons else "plain torch is used instead, which is slower")
 
 
 _ATTEMPTS = {"builds": builds, "compiles": compiles}

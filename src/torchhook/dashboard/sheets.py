@@ -97,7 +97,7 @@ class Curve:
     def refresh(self) -> None:
         """Read new steps."""
         late = self.run.losses_after(self.steps[-1] if self.steps else -1)
-        some = spread(list(late), LOSSES)
+        some = list(dict.fromkeys([*spread(list(late), LOSSES), *list(late)[-1:]]))  # the newest is always drawn
         self.steps = [*self.steps, *some]
         self.values = [*self.values, *(_drawn(late[step]) for step in some)]
         if len(self.steps) > 2 * LOSSES:

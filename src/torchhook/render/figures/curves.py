@@ -156,13 +156,14 @@ def _hover_text(found: list[Finding]) -> str:
 
 
 def _thinned(points: list[Point]) -> list[Point]:
-    """The lowest and the highest point of each stretch, so that spikes stay."""
+    """The lowest and the highest point of each stretch, so that spikes stay; and the last point."""
     if len(points) <= POINTS:
         return points
     width = -(-2 * len(points) // POINTS)
     stretches = [points[start : start + width] for start in range(0, len(points), width)]
     loss = itemgetter(1)
-    return [point for some in stretches for point in sorted({min(some, key=loss), max(some, key=loss)})]
+    kept = [point for some in stretches for point in sorted({min(some, key=loss), max(some, key=loss)})]
+    return kept if kept[-1] == points[-1] else [*kept, points[-1]]
 
 
 def _is_wide(losses: Sequence[float]) -> bool:
