@@ -69,6 +69,22 @@ def keras_init(model: nn.Module) -> None:
                 nn.init.zeros_(module.bias)
 
 
+@torch.no_grad()
+def mean_loss(program: Program) -> float:
+    """The loss over one epoch, in evaluation mode."""
+    program.model.eval()
+    losses = [program.loss(program.model(x), y) for x, y in program.data]
+    return float(sum(losses) / len(losses))
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
+    """The share of samples whose largest output is at their label, in evaluation mode; 0 where outputs are NaN."""
+    model.eval()
+    output = model(x)
+    return float((output.isfinite().all(1) & (output.argmax(1) == y)).float().mean())
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--repaired", action="store_true")
