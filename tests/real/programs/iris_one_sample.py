@@ -1,15 +1,19 @@
 """Three kinds of iris, unscaled, one sample a step; SGD at .1 is too fast for that; scaled data and .03 repair it.
 
-Its class overrides `nn.Module.train`. Scaling alone repairs it, too (.98), which is why `input-scale` counts; the rate
-alone hardly does. Source: BR 077 (mehilshah/Bug_Reproducibility_DL_Bugs).
+Its class overrides `nn.Module.train`. Scaling alone repairs it, too (.97 to .99), which is why `input-scale` counts;
+the rate alone does so on some seeds only (.38 to .93).
+
+Accuracy, median of six seeds: .36 → .97.
+Source: BR 077 (mehilshah/Bug_Reproducibility_DL_Bugs).
 """
 
 import torch
-from real.program import Program, main
 from sklearn.datasets import load_iris
 from sklearn.model_selection import train_test_split
 from sklearn.preprocessing import StandardScaler
 from torch import nn
+
+from real.program import Program, main
 
 CAUSES = ("rate", "divergence", "input-scale")
 SITES = ()

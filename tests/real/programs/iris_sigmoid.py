@@ -1,15 +1,19 @@
 """Three kinds of iris; sigmoid outputs go into cross entropy, and the raw data replace the scaled; logits of
 scaled data repair it.
 
+Neither suffices alone: scaling ends at .76 to .80, logits at .39 to 1.1.
+
+Loss, median of six seeds: .93 → .38.
 Source: DL 51930566 (Stack Overflow).
 """
 
 import torch
-from real.program import Program, batches, main, mean_loss
 from sklearn.datasets import load_iris
 from sklearn.model_selection import train_test_split
 from sklearn.preprocessing import StandardScaler
 from torch import nn
+
+from real.program import Program, batches, main, mean_loss
 
 CAUSES = ("output-target-mismatch", "activation", "input-scale")
 SITES = ("3",)

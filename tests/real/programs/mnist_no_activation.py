@@ -1,13 +1,17 @@
 """An MLP for MNIST with N(0, 1) weights, SGD at 3.0 and MSE diverges: its activations were left out; they repair it.
 
+The twin has sigmoids and keeps loss and rate; the benchmark changes the loss, too.
+
+Test accuracy, median of six seeds: 0 (NaN) → .89.
 Source: DL 48385830 (Stack Overflow).
 """
 
 import torch
-from real.data import mnist
-from real.program import Program, accuracy, batches, main
 from torch import nn
 from torch.nn import functional as F
+
+from real.data import mnist
+from real.program import Program, accuracy, batches, main
 
 CAUSES = ("rate", "divergence", "activation")
 SITES = ()

@@ -1,13 +1,15 @@
 """A CNN for MNIST; `zero_grad` is never called, so that gradients add up; calling it repairs it.
 
+Test accuracy, median of six seeds: .75 → .95.
 Source: TC stackoverflow-60335387 (OrderLab/TrainCheck-Evaluation-Workloads).
 """
 
 import torch
-from real.data import mnist
-from real.program import Program, accuracy, batches, main
 from torch import nn
 from torch.nn import functional as F
+
+from real.data import mnist
+from real.program import Program, accuracy, batches, main
 
 CAUSES = ("loop",)
 SITES = ()

@@ -1,13 +1,15 @@
 """Fits y = 5x² + noise with SGD; a rate of .1 diverges on targets up to 125; .001 repairs it.
 
-Standardised targets alone repair it, too (42 in these units), which is why `target-scale` counts.
+Standardised targets alone repair it, too (26 to 42 in these units), which is why `target-scale` counts.
 
+Loss, median of six seeds: 1404 → 116.
 Source: DL 48934338 (Stack Overflow).
 """
 
 import torch
-from real.program import Program, batches, keras_init, main, mean_loss
 from torch import nn
+
+from real.program import Program, batches, keras_init, main, mean_loss
 
 CAUSES = ("rate", "divergence", "target-scale")
 SITES = ()

@@ -1,11 +1,15 @@
 """Learns XOR with mean absolute error and SGD at .05, which hardly moves; squared error and Adam, longer, repair it.
 
+The answer has Adam at .001 for 10000 epochs; the twin has .01 for 3000.
+
+Absolute error, median of six seeds: .5 → .014.
 Source: DL 31556268 (Stack Overflow).
 """
 
 import torch
-from real.program import Program, keras_init, main
 from torch import nn
+
+from real.program import Program, keras_init, main
 
 CAUSES = ("rate", "undertrained")
 SITES = ()

@@ -3,12 +3,14 @@
 A sigmoid alone, at the rate of .1 that the answer gives, stays on the plateau of weights as small as these for longer
 than its 10000 epochs (.22), so the twin also starts from weights within ±1 and has a rate of .5.
 
+Loss, median of six seeds: .67 → 7e-5.
 Source: DL 34311586 (Stack Overflow).
 """
 
 import torch
-from real.program import Program, main, mean_loss
 from torch import nn
+
+from real.program import Program, main, mean_loss
 
 CAUSES = ("no-gradient", "output-target-mismatch", "activation")
 SITES = ("5",)
