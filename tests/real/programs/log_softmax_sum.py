@@ -1,7 +1,7 @@
 """A CNN for MNIST whose loss is −sum(y log softmax) by hand: log of 0 times 0 is NaN; cross_entropy repairs it.
 
-The original trains for 20000 steps until some softmax is 0. Standardised images in three equal channels bring it about within
-ten, for they make the first outputs larger.
+The original trains for 20000 steps until some softmax is 0. Standardised images in three equal channels bring it
+about within ten, for they make the first outputs larger.
 
 Test accuracy, median of six seeds: 0 (NaN) → .94.
 Source: IPS-1, 33712178 (Stack Overflow).
