@@ -1,7 +1,7 @@
 """A convolution trained in float16 by Adam, whose eps of 1e-8 is zero there: 0 / 0 in the first step. 1e-4 repairs it.
 
-Mean squared error: NaN → .007 (.08 before training). Source: IPS-10 42064941 (Stack Overflow). The asker fed zeros and minimised the
-mean; here the same layer learns what another one says, so that the repaired program has something to learn.
+Mean squared error: NaN → .007 (.08 before training). Source: IPS-10 42064941 (Stack Overflow). The asker fed zeros and
+minimised the mean; here the same layer learns what another one says, so that the repaired program can learn.
 """
 
 from __future__ import annotations
