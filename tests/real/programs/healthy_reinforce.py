@@ -1,6 +1,6 @@
 """PyTorch's official example reinforce: a policy balances a pole and learns from the returns of whole episodes.
 
-Healthy: an episode lasts 130 to 170 steps instead of 20; the loss need not fall. Source: TC fp_rate/workloads/reinforce.
+Healthy: episodes last 130 to 170 steps instead of 20; the loss need not fall. Source: TC fp_rate/workloads/reinforce.
 """
 
 from __future__ import annotations
