@@ -163,7 +163,7 @@ def captions(draw: torch.Generator, side: int = SIDE) -> dict:
     """Pictures with words of their class."""
     pixels, label = pictures(draw, side)
     words = text(draw, length=8)
-    words[:, ::2] = (VOCABULARY - 1 - label)[:, None]
+    words[:, ::2], words[:, -1] = (VOCABULARY - 1 - label)[:, None], END  # where CLIP and its like look
     return {"pixel_values": pixels, "input_ids": words}
 
 
@@ -493,7 +493,7 @@ add("switch_transformers", "SwitchTransformersForConditionalGeneration", transla
 add("t5", "T5ForConditionalGeneration", translation, **T5)
 add("umt5", "UMT5ForConditionalGeneration", translation, **T5)
 
-# Vision.
+# Vision. Those that halve their pictures five times get larger ones, so that more than one place is left.
 VIT = {**SIZES, "image_size": SIDE, "patch_size": 8, "num_labels": CLASSES}
 STAGES = {"num_labels": CLASSES, "depths": [1, 1], "hidden_sizes": [16, 32]}
 SWIN = {"num_labels": CLASSES, "image_size": SIDE, "patch_size": 4, "embed_dim": 16, "depths": [2, 2]}
@@ -513,12 +513,12 @@ add("dpt", "DPTForSemanticSegmentation", segmented, **{**VIT, "num_hidden_layers
     backbone_out_indices=[0, 1, 2, 3], neck_hidden_sizes=[8, 8, 16, 16], fusion_hidden_size=16,
     is_hybrid=False)  # fmt: skip
 # Smaller initial weights, as by default, stay below the eps of its batch norms when it is this narrow.
-add("efficientnet", "EfficientNetForImageClassification", classified, num_labels=CLASSES, image_size=SIDE,
-    width_coefficient=0.25, depth_coefficient=0.5, hidden_dim=320, initializer_range=0.1)  # fmt: skip
+add("efficientnet", "EfficientNetForImageClassification", partial(classified, side=64), num_labels=CLASSES,
+    image_size=64, width_coefficient=0.25, depth_coefficient=0.5, hidden_dim=320, initializer_range=0.1)  # fmt: skip
 add("focalnet", "FocalNetForImageClassification", classified, num_labels=CLASSES, image_size=SIDE,
     patch_size=4, embed_dim=16, depths=[2, 2], hidden_sizes=[16, 32], focal_levels=[2, 2],
     focal_windows=[3, 3])  # fmt: skip
-add("glpn", "GLPNForDepthEstimation", depths, hidden_sizes=[8, 16, 16, 32], depths=[1, 1, 1, 1],
+add("glpn", "GLPNForDepthEstimation", partial(depths, side=64), hidden_sizes=[8, 16, 16, 32], depths=[1, 1, 1, 1],
     num_attention_heads=[1, 1, 2, 2], decoder_hidden_size=16)  # fmt: skip
 add("hgnet_v2", "HGNetV2ForImageClassification", classified, num_labels=CLASSES, embedding_size=16,
     depths=[1, 1], hidden_sizes=[16, 32], stem_channels=[3, 8, 16], stage_in_channels=[16, 16],
@@ -530,24 +530,25 @@ add("hiera", "HieraForImageClassification", classified, num_labels=CLASSES, imag
     query_stride=[2, 2], num_query_pool=1, masked_unit_size=[4, 4],
     masked_unit_attention=[True, False])  # fmt: skip
 add("ijepa", "IJepaForImageClassification", classified, **VIT)
-add("levit", "LevitForImageClassification", partial(classified, side=64), num_labels=CLASSES,
-    image_size=64, hidden_sizes=[16, 32, 32],
+add("levit", "LevitForImageClassification", partial(classified, side=128), num_labels=CLASSES,
+    image_size=128, hidden_sizes=[16, 32, 32],
     num_attention_heads=[1, 2, 2], depths=[1, 1, 1], key_dim=[8, 8, 8], attention_ratio=[2, 2, 2],
     mlp_ratio=[2, 2, 2])  # fmt: skip
 # The default of the next one drops 0.999 of the features: the share that TensorFlow keeps.
-add("mobilenet_v1", "MobileNetV1ForImageClassification", classified, num_labels=CLASSES, image_size=SIDE,
-    depth_multiplier=0.25, classifier_dropout_prob=0.001)  # fmt: skip
-add("mobilenet_v2", "MobileNetV2ForImageClassification", classified, num_labels=CLASSES, image_size=SIDE,
-    depth_multiplier=0.25)  # fmt: skip
+add("mobilenet_v1", "MobileNetV1ForImageClassification", partial(classified, side=64), num_labels=CLASSES,
+    image_size=64, depth_multiplier=0.25, classifier_dropout_prob=0.001)  # fmt: skip
+add("mobilenet_v2", "MobileNetV2ForImageClassification", partial(classified, side=64), num_labels=CLASSES,
+    image_size=64, depth_multiplier=0.25)  # fmt: skip
 add("mobilevit", "MobileViTForImageClassification", partial(classified, side=64), num_labels=CLASSES, image_size=64,
-    hidden_sizes=[16, 24, 32], neck_hidden_sizes=[8, 8, 16, 16, 24, 24, 32], num_attention_heads=2)  # fmt: skip
+    hidden_sizes=[16, 24, 32], neck_hidden_sizes=[8, 8, 16, 16, 24, 24, 32], num_attention_heads=2,
+    output_stride=16)  # fmt: skip
 add("mobilevitv2", "MobileViTV2ForImageClassification", partial(classified, side=64), num_labels=CLASSES,
     image_size=64, width_multiplier=0.25, n_attn_blocks=[1, 1, 1], base_attn_unit_dims=[32, 48, 64])  # fmt: skip
 add("perceiver", "PerceiverForImageClassificationLearned", learned_pixels, num_labels=CLASSES,
     image_size=16, num_latents=8, d_latents=32, num_blocks=1, num_self_attends_per_block=2,
     num_self_attention_heads=4, num_cross_attention_heads=4)  # fmt: skip
-add("poolformer", "PoolFormerForImageClassification", classified, num_labels=CLASSES, depths=[1, 1, 1, 1],
-    hidden_sizes=[16, 16, 32, 32])  # fmt: skip
+add("poolformer", "PoolFormerForImageClassification", partial(classified, side=64), num_labels=CLASSES,
+    depths=[1, 1, 1, 1], hidden_sizes=[16, 16, 32, 32])  # fmt: skip
 add("pvt", "PvtForImageClassification", classified, num_labels=CLASSES, image_size=SIDE, num_encoder_blocks=2,
     depths=[1, 1], sequence_reduction_ratios=[4, 1], hidden_sizes=[16, 32], patch_sizes=[4, 2], strides=[4, 2],
     num_attention_heads=[1, 2], mlp_ratios=[2, 2])  # fmt: skip
@@ -645,8 +646,8 @@ add("whisper", "WhisperForConditionalGeneration", dictated, **{**BART, "max_posi
 SEEN = {**SIZES, "image_size": SIDE, "patch_size": 8}
 READ = {**BERT}
 PAIR = {"text_config": READ, "vision_config": SEEN, "projection_dim": 16}
-add("align", "AlignModel", matched, projection_dim=80, text_config=READ,
-    vision_config={"image_size": SIDE, "width_coefficient": 0.25, "depth_coefficient": 0.5,
+add("align", "AlignModel", partial(matched, side=64), projection_dim=80, text_config=READ,
+    vision_config={"image_size": 64, "width_coefficient": 0.25, "depth_coefficient": 0.5,
     "hidden_dim": 80})  # fmt: skip
 add("blip", "BlipForConditionalGeneration", described, **{**PAIR, "text_config": {**READ, "encoder_hidden_size": 32}})
 add("bridgetower", "BridgeTowerForContrastiveLearning", matched, hidden_size=64, num_attention_heads=4,
