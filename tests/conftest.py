@@ -41,6 +41,14 @@ def _seeded():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _no_open_sessions():
+    """A session that another test left open, or closed in another thread, is not here."""
+    from torchhook.core.scope import sessions_here
+
+    sessions_here.set(frozenset())
+
+
 @pytest.fixture(scope="module")
 def one_thread():
     """More gain nothing for small tensors, and wait for each other where somebody else works, too."""

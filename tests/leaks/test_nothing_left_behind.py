@@ -107,12 +107,12 @@ SCOPES = {
 @pytest.mark.parametrize("opened", SCOPES.values(), ids=SCOPES.keys())
 def test_dropping_the_object_takes_the_hooks_away(opened):
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
-    before = hooks_of(model)
+    before, others = hooks_of(model), sessions_here.get()
     thing = opened(model)
-    assert hooks_of(model) != before
+    assert hooks_of(model) != before and sessions_here.get() - others
     del thing
     gc.collect()
-    assert hooks_of(model) == before and sessions_here.get() == frozenset()
+    assert hooks_of(model) == before and sessions_here.get() <= others  # which another test may have left open
 
 
 @pytest.mark.parametrize("opened", SCOPES.values(), ids=SCOPES.keys())

@@ -53,7 +53,7 @@ class LossNotFalling(Rule):
 
 @register
 class Divergence(Rule):
-    """The loss grows by orders of magnitude: it ends ten times above its start and its lowest value, and grows on.
+    """The loss grows by orders of magnitude: it ends a hundred times above its start and its lowest value.
 
     Judged by the logarithm, over the steps since the loss was lowest: at least three of them, most of which raise it. A
     loss that is no longer finite afterwards is the end of the same growth.
@@ -66,7 +66,7 @@ class Divergence(Rule):
     explains = ("TH1", "TH2", "TH4", "TH6", "TH7", "TH8")
     hint = "Lower the learning rate by ten; if that does not help, clip the gradient norm and check the loss's sign."
     wrong = "Losses that are not meant to fall, such as those of a GAN."
-    times, least = 10.0, 3
+    times, least = 100.0, 3
 
     def find(self, history: History) -> Iterator[Finding]:
         known = {step: loss for step, loss in history.losses.items() if math.isfinite(loss) and loss > 0}
