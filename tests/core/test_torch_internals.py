@@ -37,6 +37,16 @@ def test_this_torch_has_all_of_them():
     assert torch_internals.FALLBACKS == {} and len(torch_internals.NAMES) == len(set(torch_internals.NAMES)) > 40
 
 
+def test_without_the_store_of_the_ranks_the_refusal_says_what_is_missing(monkeypatch):
+    monkeypatch.setattr(torch_internals, "_HIDDEN", [torch_internals._STORE])
+    monkeypatch.setattr(torch_internals, "FALLBACKS", {})
+    with pytest.raises(
+        torch_internals.MissingError, match="_get_default_store, which .* lacks; .* 2.11 and 2.13"
+    ):
+        torch_internals.default_store()
+    assert "full=True" in torch_internals.FALLBACKS[torch_internals._STORE]
+
+
 def test_the_check_finds_names_and_passes_here():
     check = HERE.parents[1] / ".ci" / "private_torch.py"
     done = subprocess.run([sys.executable, check], capture_output=True, text=True, timeout=100)

@@ -406,14 +406,21 @@ def scale_of(scaler: Any) -> Tensor | None:
 # --- distributed
 
 
+_STORE = "torch.distributed.distributed_c10d._get_default_store"
+_WITHOUT_STORE = "full=True is refused where several ranks run, and each rank names its own run"
+NAMES.append(_STORE)
+if _is_hidden(_STORE):
+    FALLBACKS[_STORE] = _WITHOUT_STORE
+
+
 def default_store() -> Any:
-    """The key-value store of the default process group."""
+    """The key-value store of the default process group; looked up late, since its module takes long to import."""
     from torch.distributed import distributed_c10d
 
-    name = "torch.distributed.distributed_c10d._get_default_store"
-    found = None if _is_hidden(name) else getattr(distributed_c10d, "_get_default_store", None)
+    found = None if _is_hidden(_STORE) else getattr(distributed_c10d, "_get_default_store", None)
     if found is None:
-        raise MissingError(name, "agreeing with other ranks")
+        FALLBACKS[_STORE] = _WITHOUT_STORE
+        raise MissingError(_STORE, "agreeing with other ranks")
     return found()
 
 
