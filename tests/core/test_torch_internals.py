@@ -40,9 +40,7 @@ def test_this_torch_has_all_of_them():
 def test_without_the_store_of_the_ranks_the_refusal_says_what_is_missing(monkeypatch):
     monkeypatch.setattr(torch_internals, "_HIDDEN", [torch_internals._STORE])
     monkeypatch.setattr(torch_internals, "FALLBACKS", {})
-    with pytest.raises(
-        torch_internals.MissingError, match="_get_default_store, which .* lacks; .* 2.11 and 2.13"
-    ):
+    with pytest.raises(torch_internals.MissingError, match="_get_default_store, which .* lacks; .* 2.11 and 2.13"):
         torch_internals.default_store()
     assert "full=True" in torch_internals.FALLBACKS[torch_internals._STORE]
 
