@@ -37,11 +37,6 @@ FLAGS = [
 
 
 @pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
 def _no_open_sessions():
     """A session that another test left open, or closed in another thread, is not here."""
     from torchhook.core.scope import sessions_here

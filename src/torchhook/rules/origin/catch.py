@@ -114,7 +114,7 @@ def origin_of(model: nn.Module, run: Callable[[], object]) -> Finding | None:
     >>> import torch
     >>> from torchhook.origins import origin_of
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Softmax(1))
-    >>> finding = origin_of(model, lambda: model(torch.full((1, 2), torch.inf)))
+    >>> finding = origin_of(model, lambda: model(torch.full((1, 2), torch.nan)))
     >>> finding.code, finding.evidence["came_with"]
     ('TH101', 'the argument 0')
     """
