@@ -6,6 +6,7 @@ Both are plain data and do not need torch.
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -47,12 +48,42 @@ class Severity(str, Enum):
 
 
 @dataclass(frozen=True)
+class Trial:
+    """A repair that was tried on a copy: what was changed, and the loss after some steps without and with it.
+
+    >>> print(Trial("inputs standardised", without=2.28, repaired=0.31, steps=100))
+    tried: inputs standardised → loss 0.31 instead of 2.28 after 100 steps
+    """
+
+    change: str
+    without: float
+    repaired: float
+    steps: int
+    helped: bool = True
+
+    def to_dict(self) -> dict[str, Any]:
+        """The trial as numbers and strings; a loss that is not finite, which JSON does not have, as a string."""
+        return {name: json_value(value) for name, value in vars(self).items()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Trial:
+        """The trial that `to_dict` turned into this dictionary."""
+        losses = {name: float(data[name]) for name in ("without", "repaired")}
+        return cls(**{**data, **losses})
+
+    def __str__(self) -> str:
+        end = "" if self.helped else ": no clear difference"
+        losses = f"loss {self.repaired:.3g} instead of {self.without:.3g}"
+        return f"tried: {self.change} → {losses} after {self.steps} steps{end}"
+
+
+@dataclass(frozen=True)
 class Finding:
     """One fact about a model: the code of the rule, how bad it is, what happened, where, since which step, what to do.
 
     `site` is the path of a module or parameter, empty for the whole model. `evidence` has the numbers behind the
     finding. `affected` are the findings that this one explains: sixty layers of NaN are one finding with fifty-nine
-    affected.
+    affected. `tried` is the repair that `diagnose` tried on its copy, if there is one.
 
     >>> finding = Finding("TH201", Severity.ERROR, "61% of the units never fire", site="layer3.1.relu", step=240)
     >>> print(finding)
@@ -67,6 +98,7 @@ class Finding:
     evidence: Mapping[str, Any] = field(default_factory=dict)
     hint: str = ""
     affected: tuple[Finding, ...] = ()
+    tried: Trial | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "severity", Severity(self.severity))
@@ -85,12 +117,15 @@ class Finding:
             "severity": str(self.severity),
             "evidence": dict(self.evidence),
             "affected": [finding.to_dict() for finding in self.affected],
+            "tried": None if self.tried is None else self.tried.to_dict(),
         }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Finding:
         """The finding that `to_dict` turned into this dictionary."""
-        return cls(**{**data, "affected": tuple(map(cls.from_dict, data["affected"]))})
+        tried = data.get("tried")  # reports from before repairs were tried have none
+        parts = {"affected": tuple(map(cls.from_dict, data["affected"])), "tried": tried and Trial.from_dict(tried)}
+        return cls(**{**data, **parts})
 
     def __str__(self) -> str:
         return f"{self.code} {self.severity}: {self.where}: {self.message}"
@@ -199,6 +234,16 @@ class Report:
         return f"<p><b>{html.escape(self.headline)}</b></p><ul>{items}</ul>"
 
 
+def json_value(value: Any) -> Any:
+    """A value for a report; NaN and Inf, which JSON does not have, as strings.
+
+    >>> json_value(float("inf")), json_value(2.0)
+    ('Infinity', 2.0)
+    """
+    words = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+    return words[str(value)] if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _as_text(finding: Finding) -> str:
     """A finding with what it explains and its hint, in a few lines."""
     lines = [str(finding)]
@@ -206,6 +251,8 @@ def _as_text(finding: Finding) -> str:
         lines.append(f"  explains {_consequences(finding)}")
     if finding.hint:
         lines.append(f"  {finding.hint}")
+    if finding.tried is not None:
+        lines.append(f"  {finding.tried}")
     return "\n".join(lines)
 
 

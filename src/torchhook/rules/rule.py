@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, ClassVar
 
-from torchhook.core.findings import Finding, Severity
+from torchhook.core.findings import Finding, Severity, json_value
 from torchhook.rules.history import History
 
 CAUSES = (
@@ -121,18 +120,12 @@ class Rule(ABC):
         self, message: str, site: str = "", step: int | None = None, severity: str | None = None, **evidence: Any
     ) -> Finding:
         """A finding of this rule."""
-        known = {name: _json_value(value) for name, value in evidence.items()}
+        known = {name: json_value(value) for name, value in evidence.items()}
         known.setdefault("cause", self.cause)
         return Finding(self.code, Severity(severity or self.severity), message, site, step, known, self.hint)
 
     def __repr__(self) -> str:
         return f"<{self.code} {self.name}>"
-
-
-def _json_value(value: Any) -> Any:
-    """A value for the evidence; NaN and Inf, which JSON does not have, as strings."""
-    words = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
-    return words[str(value)] if isinstance(value, float) and not math.isfinite(value) else value
 
 
 _FACTS = {
