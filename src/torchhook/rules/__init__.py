@@ -12,6 +12,7 @@ from torchhook.rules.families import (  # noqa: F401 (to register them)
     nonfinite,
     norms,
     representation,
+    targets,
     units,
     updates,
 )

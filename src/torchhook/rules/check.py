@@ -14,12 +14,16 @@ from torchhook.rules.causes import folded
 from torchhook.rules.history import History, joined, mean_unit_std
 from torchhook.rules.kinds import kind_of
 from torchhook.rules.registry import Choice, chosen
+from torchhook.rules.rule import Rule
 from torchhook.stats.reading import Place, Reading, Snapshot
 from torchhook.stats.result import Stats
 from torchhook.stats.stat import unlike
 
 _SHORTLY = 10  # steps
 _LATE = 0.5  # the share of windows, at the end, that the layers' numbers are taken from
+
+Found = Mapping[Rule, Sequence[Finding]]
+"""The findings of each rule."""
 
 BROKEN = "TH000"
 """The code of findings about failures of torchhook itself."""
@@ -33,6 +37,7 @@ def check(
     per_module: Mapping[str, Sequence[str]] | None = None,
     fail_on: str = "error",
     model: str = "model",
+    tried: Callable[[Found], Found] | None = None,
 ) -> Report:
     """Judge measured statistics by the rules, and report what is wrong.
 
@@ -44,6 +49,7 @@ def check(
         per_module: Codes to ignore at the modules that match a glob: ``{"head.*": ["TH201"]}``.
         fail_on: The severity from which the report fails: ``"info"``, ``"warning"`` or ``"error"``.
         model: The name of the model, for the headline.
+        tried: Gets the findings by rule, tries their repairs, and returns them with the outcome.
 
     >>> import torch
     >>> from torch import nn
@@ -56,7 +62,8 @@ def check(
     TH201 error: 1, step 0: 100% of the units never fire
     """
     history = _history(stats)
-    found, skipped = {}, {}
+    found: dict[Rule, Sequence[Finding]] = {}
+    skipped: dict[str, str] = {}
     applied = chosen(rules, ignore)
     exempt = {glob: [rule.code for rule in chosen(codes)] for glob, codes in (per_module or {}).items()}
     broken: list[Finding] = []
@@ -75,8 +82,9 @@ def check(
         for (path, port), name, reason in _missing(history)
         if not unlike(reason)
     ][:1]
+    roots = folded(found if tried is None else tried(found), history.order)
     return Report(
-        findings=(*(_completed(finding, history) for finding in folded(found, history.order)), *broken),
+        findings=(*(_completed(finding, history) for finding in roots), *broken),
         model=model,
         fail_on=Severity(fail_on),
         checked=tuple(rule.code for rule in found),

@@ -35,6 +35,8 @@ def diagnose(
     ignore: Sequence[Choice] = (),
     per_module: Mapping[str, Sequence[str]] | None = None,
     fail_on: str = "error",
+    try_repairs: bool = True,
+    seconds: float = 10.0,
     progress: Progress | None = None,
 ) -> Report:
     """Inspect `model` at rest, in a forward and backward, and in a short training of a copy.
@@ -54,6 +56,8 @@ def diagnose(
         parts: Some of ``"rest"`` (weights, buffers, batch norms, optimizer), ``"pass"`` (a forward and backward of
             some batches) and ``"train"``.
         rules, ignore, per_module, fail_on: As for `check`.
+        try_repairs: Whether to try the repairs of findings on further copies, and say by how much the loss fell.
+        seconds: For how long to try repairs, at most.
         progress: Called with what is being done, how many steps are done, and how many there are.
 
     >>> import torch.nn.functional as F
@@ -79,7 +83,15 @@ def diagnose(
     inspection = Inspection(model, data, loss, optimizer, applied, progress or _no_progress)
     with _state_kept(model):
         inspection.run(steps if "train" in parts else 0, "pass" in parts)
-    report = check(inspection.history, applied, per_module=per_module, fail_on=fail_on, model=type(model).__name__)
+        trials = inspection.trials(steps, seconds) if try_repairs and "train" in parts else None
+        report = check(
+            inspection.history,
+            applied,
+            per_module=per_module,
+            fail_on=fail_on,
+            model=type(model).__name__,
+            tried=None if trials is None else trials.judged,
+        )
     return replace(report, notes=(*inspection.notes, *report.notes))
 
 

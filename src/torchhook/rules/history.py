@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import time
+import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 from torchhook.core.findings import Finding
 from torchhook.rules.entry import Entry
 from torchhook.rules.kinds import kind_of
+from torchhook.rules.loss_graph import LossTerm, merged
 from torchhook.stats.downsample import thinned
 from torchhook.stats.moments import Summary
 from torchhook.stats.reading import Place, Reading, Row, Snapshot
@@ -28,11 +31,8 @@ if TYPE_CHECKING:
 class Task:
     """What the model is trained to do, as seen on one batch."""
 
-    loss: float
     output_shape: tuple[int, ...]
-    target_shape: tuple[int, ...] | None
-    classes: int | None = None  # if the loss is a cross entropy
-    probabilities: bool = False  # whether the outputs are positive and sum to one
+    target_shape: tuple[int, ...]
     broadcast: bool = False  # whether the loss compares every output with every target
 
 
@@ -47,6 +47,24 @@ class Modes:
     eval_loss: float
 
 
+@dataclass(frozen=True)
+class Raised:
+    """An exception of the user's code in the middle of an inspection."""
+
+    kind: str
+    message: str
+    line: str  # the innermost one outside of torch and torchhook
+    step: int
+
+    @staticmethod
+    def of(error: Exception, step: int) -> Raised:
+        """The exception as plain data."""
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if not {"torch", "torchhook"} & set(Path(frame.filename).parts)]
+        line = f"{Path(own[-1].filename).name}:{own[-1].lineno}: {own[-1].line}" if own else ""
+        return Raised(type(error).__name__, str(error), line, step)
+
+
 @dataclass
 class History:
     """What was measured of a model, window by window, and facts about it; facts that were not looked at are None."""
@@ -57,11 +75,13 @@ class History:
     rest: Rest | None = None  # before the first step
     after: Rest | None = None  # after the last one
     task: Task | None = None
+    terms: dict[int, Sequence[LossTerm]] = field(default_factory=dict)  # what the loss compares, in some steps
     modes: Modes | None = None
     profile: Profile | None = None
     first_step: int = 0
     own_optimizer: bool = False  # whether the user passed one
     origin: Finding | None = None  # of the first nonfinite value, if its origin was searched for
+    raised: Raised | None = None  # what the user's code raised, which ended the inspection
     scaled: bool = False  # whether a GradScaler is searching for its scale
     _tables: dict[Any, Any] = field(default_factory=dict, repr=False)  # results to reuse until the next window
     _moments: dict[int, dict[Place, Summary]] = field(default_factory=dict, repr=False)  # by step, already computed
@@ -106,6 +126,17 @@ class History:
             if places and most < 0:
                 kept = {place: _without(row, stat) if place in places else row for place, row in rows.items()}
                 self.windows[number] = replace(self.windows[number], snapshot=Snapshot(kept))
+
+    @property
+    def comparisons(self) -> list[LossTerm]:
+        """What the loss compares, each over all steps in which it was looked at."""
+        return merged(self.terms.values())
+
+    @property
+    def classes(self) -> int:
+        """The number of classes, if the loss is one cross entropy; else 0."""
+        known = {term.classes for terms in self.terms.values() for term in terms if term.kind == "cross-entropy"}
+        return known.pop() if len(known) == 1 and len(self.comparisons) == 1 else 0
 
     def has(self, port: str, stat: str) -> bool:
         """Whether a statistic was measured at a port, at any place."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from statistics import fmean
@@ -12,15 +12,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import set_detect_anomaly
 
 from torchhook.core.batch import Batch, Loss, call, loss_of, on_device
 from torchhook.core.model_state import buffers_kept
-from torchhook.rules.history import History, Modes, settled
+from torchhook.core.torch_internals import BATCH_NORMS
+from torchhook.core.trees import leaves
+from torchhook.rules.history import History, Modes, Raised, settled
+from torchhook.rules.kinds import kind_of
+from torchhook.rules.loss_graph import loss_terms
 from torchhook.rules.model_copy import copies_of
 from torchhook.rules.origin.catch import Catch
 from torchhook.rules.rest import at_rest
 from torchhook.rules.rule import Need, Rule
+from torchhook.rules.step import train_step
 from torchhook.rules.task import task_of
+from torchhook.rules.trials import Trials
 from torchhook.rules.watch import Watch
 from torchhook.stats.optimizer.steps import unwrapped
 
@@ -57,14 +64,26 @@ class Inspection:
             self.data = list(islice(self.data, steps or _THOROUGH))
         if next(self._batches(), None) is None:
             raise ValueError("data has no batches")
-        twin, optimizer = copies_of(self.model, self.optimizer)
+        twin, optimizer = self._copies() if steps else (copies_of(self.model, None)[0], None)
         real = self._has_loss(twin)
-        trained = self._trained(twin, optimizer) if steps and real else None
+        trained = optimizer if real else None
         self._watch(twin, trained, steps if trained is not None else _THOROUGH, real)
-        if real and twin.training and any("modes" in rule.facts for rule in self.rules):
+        if real and _has_modes(twin) and any("modes" in rule.facts for rule in self.rules):
             self._compare_modes(twin)
         if trained is not None:
             self.history.after = at_rest(twin, trained)
+
+    def trials(self, steps: int, seconds: float) -> Trials | None:
+        """Trials of repairs on the batches of one epoch; None if nothing was trained."""
+        if self.history.after is None:
+            return None
+        batches = [Batch.of(on_device(data, self.model)) for data in islice(iter(self.data), steps)]
+        return Trials(self._copies, batches, self.loss, steps, seconds)
+
+    def _copies(self) -> tuple[nn.Module, Any]:
+        """A copy of the model, and the optimizer that trains it; None if there is nothing to train."""
+        twin, optimizer = copies_of(self.model, self.optimizer)
+        return twin, self._trained(twin, optimizer)
 
     def _has_loss(self, twin: nn.Module) -> bool:
         """Whether there is a loss worth minimising; if none was given, the first batch decides."""
@@ -80,64 +99,70 @@ class Inspection:
         """The optimizer that trains the copy; None if there is nothing to train."""
         parameters = [parameter for parameter in twin.parameters() if parameter.requires_grad]
         if not parameters:
-            self.notes.append("no parameter requires a gradient: nothing was trained")
+            self._note("no parameter requires a gradient: nothing was trained")
             return None
         if optimizer is None:
             return self._own_optimizer(twin, parameters)
         for group in optimizer.param_groups:
             if group.get("lr") == 0 and group.get("initial_lr"):
                 group["lr"] = group["initial_lr"]
-                self.notes.append(f"the schedule is at a learning rate of 0: the copy was trained at {group['lr']:.2g}")
+                self._note(f"the schedule is at a learning rate of 0: the copy was trained at {group['lr']:.2g}")
         return optimizer
 
     def _own_optimizer(self, twin: nn.Module, parameters: list[nn.Parameter]) -> Any:
         """An optimizer for the copy if the user gave none; None if no default is safe."""
         if any(parameter.dtype == torch.float16 for parameter in parameters):
-            self.notes.append("no optimizer was given, and no default is safe for float16 weights: nothing was trained")
+            self._note("no optimizer was given, and no default is safe for float16 weights: nothing was trained")
             return None
         if any(getattr(module, "sparse", False) for module in twin.modules()):
-            self.notes.append("no optimizer was given: the copy was trained with SGD at a learning rate of 0.01")
+            self._note("no optimizer was given: the copy was trained with SGD at a learning rate of 0.01")
             return torch.optim.SGD(parameters, lr=0.01)  # supports sparse gradients
-        self.notes.append("no optimizer was given: the copy was trained with AdamW at a learning rate of 1e-3")
+        self._note("no optimizer was given: the copy was trained with AdamW at a learning rate of 1e-3")
         return torch.optim.AdamW(parameters, lr=1e-3)
 
+    def _note(self, note: str) -> None:
+        """Add a note, once."""
+        if note not in self.notes:
+            self.notes.append(note)
+
     def _watch(self, twin: nn.Module, optimizer: Any, count: int, real: bool) -> None:
-        """Run or train the copy, and add each step to the history."""
+        """Run or train the copy, and add each step to the history, until `count` forwards are done."""
         what = "running a copy" if optimizer is None else "training a copy"
-        lost = 0
+        lost = done = step = 0
+        batches = self._batches()
         with Watch(twin, self.rules, optimizer, self.history) as watch, Catch(twin, None, "record") as caught:
-            for step, data in enumerate(islice(self._batches(), count)):
-                watch.be_thorough(step < _THOROUGH or step >= count - _THOROUGH)
-                value = self._step(twin, optimizer, data, step)
+            while done < count:
+                watch.be_thorough(step < _THOROUGH or done >= count - _THOROUGH)
+                try:
+                    value, forwards = self._step(twin, optimizer, next(batches), step, watch.is_thorough)
+                except Exception as error:
+                    if not step and not isinstance(error, IndexError):  # a label out of range raises that
+                        raise
+                    self.history.raised = Raised.of(error, step)
+                    break
                 watch.step(value if real else None)
-                self.progress(what, step + 1, count)
+                done, step = min(done + forwards, count), step + 1
+                self.progress(what, done, count)
                 if caught.finding is not None and self.history.origin is None:
-                    self.history.origin = replace(caught.finding, step=step)
+                    self.history.origin = replace(caught.finding, step=step - 1)
                 lost = 0 if math.isfinite(value) else lost + 1
                 if lost == _LOST:
                     break
 
-    def _step(self, twin: nn.Module, optimizer: Any, data: Any, step: int) -> float:
-        """Run one step of the training, and return its loss."""
+    def _step(self, twin: nn.Module, optimizer: Any, data: Any, step: int, look: bool) -> tuple[float, int]:
+        """Run one step of the training, and return its loss and the number of forwards; `look` at what it compares."""
         batch = Batch.of(on_device(data, twin))
+        makers: dict[Any, str] = {}
 
-        def closure() -> Tensor:
-            twin.zero_grad(set_to_none=True)
-            output = call(twin, batch)
-            loss = loss_of(output, batch.target, self.loss).loss
+        def on_loss(output: Any, loss: Tensor) -> None:
             if step == 0 and self.history.task is None:
                 self.history.task = task_of(output, batch.target, float(loss.detach()), self.loss)
-            if loss.requires_grad:
-                loss.backward()
-            return loss
+            self.history.terms[step] = loss_terms(loss, makers, batch.target)
 
-        if optimizer is not None and _wants_closure(optimizer):
-            value = optimizer.step(closure)
-            return float(value.detach() if isinstance(value, Tensor) else value)
-        loss = closure()
-        if optimizer is not None:
-            optimizer.step()
-        return float(loss.detach())
+        if not look:
+            return train_step(twin, optimizer, batch, self.loss)
+        with makers_noted(twin, makers), set_detect_anomaly(step == 0, check_nan=False):
+            return train_step(twin, optimizer, batch, self.loss, on_loss)
 
     def _batches(self) -> Iterator[Any]:
         """The batches, repeated forever."""
@@ -152,9 +177,10 @@ class Inspection:
     def _compare_modes(self, twin: nn.Module) -> None:
         """Run the same batches in eval and in train mode, once batch norms have caught up with the weights."""
         flags = {module: module.training for module in twin.modules()}
+        settling = _SETTLING if any(isinstance(module, BATCH_NORMS) for module in flags) else 0
         try:
             with torch.no_grad():
-                for data in islice(self._batches(), _SETTLING):
+                for data in islice(self._batches(), settling):
                     call(twin, Batch.of(on_device(data, twin)))
                 for module in flags:
                     module.training = False
@@ -178,7 +204,31 @@ class Inspection:
         return watch.history
 
 
-def _wants_closure(optimizer: Any) -> bool:
-    """Whether `optimizer.step` requires a closure, as that of LBFGS does."""
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
+def _has_modes(twin: nn.Module) -> bool:
+    """Whether anything inside may behave differently in eval mode, as a class that is not torch's own may."""
+    return twin.training and not all(_ignores_mode(module) for module in twin.modules())
+
+
+def _ignores_mode(module: nn.Module) -> bool:
+    modal = ("batchnorm", "dropout", "attention", "recurrent")
+    return type(module).__module__.startswith("torch.nn.modules") and kind_of(type(module).__name__) not in modal
+
+
+@contextmanager
+def makers_noted(model: nn.Module, makers: dict[Any, str]) -> Iterator[None]:
+    """Note in `makers` which module made each node of the autograd graph; the innermost counts."""
+
+    def note(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            for _, leaf in leaves(output):
+                if leaf.grad_fn is not None:
+                    makers.setdefault(leaf.grad_fn, path)
+
+        return hook
+
+    handles = [module.register_forward_hook(note(path)) for path, module in model.named_modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

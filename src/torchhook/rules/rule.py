@@ -133,6 +133,8 @@ _FACTS = {
     "own_optimizer": "an optimizer",
     "losses": "losses",
     "task": "outputs, targets and a loss",
+    "terms": "a loss whose autograd graph could be read",
     "modes": "a comparison of train and eval mode, which only diagnose makes, with a loss and a model in train mode",
     "profile": "a stored profile",
+    "raised": "an exception of the model, the loss or the data",
 }

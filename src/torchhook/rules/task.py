@@ -6,45 +6,27 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from torchhook.core.batch import Loss, loss_of, main_tensor
 from torchhook.rules.history import Task
 
 
-def task_of(output: Any, target: Any, value: float, loss: Loss | None) -> Task:
-    """The kind of task, from the output, target and loss `value` of one batch.
+def task_of(output: Any, target: Any, value: float, loss: Loss | None) -> Task | None:
+    """The kind of task, from the output, target and loss `value` of one batch; None if there is no target.
 
-    >>> output, target = torch.zeros(4, 3), torch.tensor([0, 1, 2, 0])
-    >>> task_of(output, target, math.log(3), F.cross_entropy).classes
-    3
+    >>> output, target = torch.zeros(4, 1), torch.arange(4.0)
+    >>> task_of(output, target, 3.5, lambda output, target: (output - target).square().mean()).broadcast
+    True
     """
     try:
         prediction = main_tensor(output).detach()
     except ValueError:
-        return Task(value, (), None)
-    shape = tuple(prediction.shape)
-    if not isinstance(target, Tensor):
-        return Task(value, shape, None)
-    classes = _classes(prediction, target, value)
-    broadcast = classes is None and _broadcasts(output, target, value, loss)
-    return Task(value, shape, tuple(target.shape), classes, _are_probabilities(prediction), broadcast)
-
-
-def _classes(prediction: Tensor, target: Tensor, value: float) -> int | None:
-    """The number of classes, if the loss is the cross entropy of the outputs."""
-    try:
-        entropy = float(F.cross_entropy(prediction.float(), target))
-    except (RuntimeError, ValueError, IndexError):  # not logits and classes
         return None
-    is_entropy = prediction.dim() > 1 and math.isclose(entropy, value, rel_tol=1e-3, abs_tol=1e-6)
-    return prediction.shape[1] if is_entropy else None
-
-
-def _are_probabilities(prediction: Tensor) -> bool:
-    total = prediction.float().sum(1 if prediction.dim() > 1 else -1) if prediction.dim() else prediction
-    return bool((prediction >= 0).all()) and bool(((total - 1).abs() < 1e-3).all())
+    if not isinstance(target, Tensor):
+        return None
+    shapes = tuple(prediction.shape), tuple(target.shape)
+    return Task(*shapes, _broadcasts(output, target, value, loss))
 
 
 def _broadcasts(output: Any, target: Tensor, value: float, loss: Loss | None) -> bool:

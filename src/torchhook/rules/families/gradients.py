@@ -183,12 +183,11 @@ class NoGradient(Rule):
 
     def _nowhere(self, history: History) -> Finding:
         """What to say if no parameter at all gets a gradient."""
-        task = history.task
-        is_alone = task is not None and task.probabilities and task.output_shape[-1:] == (1,)
-        why = "the loss does not depend on them"
-        if is_alone:
-            why = "a softmax over a single unit is always 1; use a sigmoid"
-        return self.finding(f"no gradient reaches any parameter: {why}", last_of(history), history.first_step)
+        why, site = "the loss does not depend on them", last_of(history)
+        for term in history.comparisons:
+            if term.squash == "relu" and term.output is not None and term.output.high == 0:
+                why, site = "the ReLU on the output is zero for every sample", term.site or site
+        return self.finding(f"no gradient reaches any parameter: {why}", site, history.first_step)
 
     def _reached(self, history: History) -> dict[str, int]:
         """The number of windows in which each parameter had a gradient."""

@@ -47,8 +47,7 @@ class LossNotFalling(Rule):
 
     def _is_small(self, history: History, values: list[float]) -> bool:
         """Whether the loss was so small from the start that there is little left to learn."""
-        chance = math.log(history.task.classes) if history.task is not None and history.task.classes else None
-        return chance is not None and fmean(values[: len(values) // 4]) < 0.1 * chance
+        return history.classes > 1 and fmean(values[: len(values) // 4]) < 0.1 * math.log(history.classes)
 
 
 @register
@@ -114,45 +113,20 @@ class InitialLoss(Rule):
     cause = "init"
     phase = Phase.LOSS
     uses = (Need("output"),)
-    facts = ("task",)
-    explains = ("TH2", "TH4", "TH501", "TH601", "TH602")
+    facts = ("terms", "losses")
+    explains = ("TH602",)
     hint = "Make the initial weights of the last layer smaller, or zero."
     wrong = "Fine-tuning on labels that mean something different than before."
 
     def find(self, history: History) -> Iterator[Finding]:
-        task = history.task
-        assert task is not None
-        if not task.classes or task.classes < 2 or not math.isfinite(task.loss):
+        classes, loss = history.classes, history.losses.get(history.first_step, math.nan)
+        if classes < 2 or not math.isfinite(loss):
             return
-        chance = math.log(task.classes)
-        if task.loss - chance > max(1.0, 0.5 * chance):
-            message = f"the first loss is {task.loss:.3g}, but guessing would give ln {task.classes} = {chance:.3g}"
+        chance = math.log(classes)
+        if loss - chance > max(1.0, 0.5 * chance):
+            message = f"the first loss is {loss:.3g}, but guessing would give ln {classes} = {chance:.3g}"
             yield self.finding(
-                message, last_of(history, "weight"), history.first_step, loss=plain(task.loss), chance=plain(chance)
-            )
-
-
-@register
-class SoftmaxTwice(Rule):
-    """The cross entropy is given probabilities (positive rows that sum to one), but it expects logits.
-
-    The loss then cannot fall below ln(1 + (C - 1)/e), and learning is slow.
-    """
-
-    code, name, severity = "TH604", "softmax-twice", Severity.ERROR
-    cause = "output-target-mismatch"
-    phase = Phase.REST
-    uses = (Need("output"),)
-    facts = ("task",)
-    explains = ("TH401", "TH502", "TH601", "TH603", "TH203")
-    hint = "Remove the softmax at the end of the model, or use nll_loss on the log of its output."
-    wrong = "Only if a second softmax is intended."
-
-    def find(self, history: History) -> Iterator[Finding]:
-        assert history.task is not None
-        if history.task.classes and history.task.probabilities:
-            yield self.finding(
-                "the outputs are already probabilities, and the loss applies softmax again", last_of(history)
+                message, last_of(history, "weight"), history.first_step, loss=plain(loss), chance=plain(chance)
             )
 
 

@@ -1,0 +1,286 @@
+"""Takes a loss apart by its autograd graph: what it compares, and what was done to the output just before.
+
+A loss that is written by hand, and a softmax that is called as a function, show there as well as those that are
+modules. The graph keeps tensors only until its backward, so it has to be read before.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchhook.core.transfer import sent_home
+
+_MOST = 400  # nodes to look at
+_PLUMBING = (
+    "View|UnsafeView|Reshape|Squeeze|Unsqueeze|Select|Slice|Index|Transpose|Permute|T|Clone|ToCopy|Expand|Alias|Copy"
+    "|SplitWithSizes|Split|Chunk|Unbind|Narrow|Gather|Contiguous|AsStrided|MaskedSelect"
+)
+_COMBINING = "Neg|Mean|Sum|Div|Mul|Add|Sub|Rsub|MaskedFill|Where|Stack|Cat|Logsumexp|NanToNum|Clamp|Exp|Dot"
+_LOSSES = {
+    "NllLoss": "nll",
+    "NllLoss2D": "nll",
+    "BinaryCrossEntropy": "binary",
+    "BinaryCrossEntropyWithLogits": "binary-logits",
+    "MseLoss": "squared",
+    "SmoothL1Loss": "squared",
+    "HuberLoss": "squared",
+}
+_SQUASHING = {
+    "Softmax": "softmax",
+    "LogSoftmax": "log_softmax",
+    "Sigmoid": "sigmoid",
+    "Tanh": "tanh",
+    "Relu": "relu",
+    "LogSigmoid": "log_sigmoid",
+    "Log": "log",
+}
+_WEIGHTS = "Addmm|Mm|Bmm|Convolution|ThnnConv2D|Addbmm|Baddbmm|MkldnnConvolution"
+
+
+@dataclass(frozen=True)
+class Range:
+    """The values of a tensor in a few numbers."""
+
+    low: float
+    high: float
+    mean: float
+    std: float
+    count: int
+
+    def __or__(self, other: Range) -> Range:
+        """The range of the values of both."""
+        count = self.count + other.count
+        mean = (self.mean * self.count + other.mean * other.count) / count
+        squares = [(one.std**2 + one.mean**2) * one.count for one in (self, other)]
+        spread = math.sqrt(max(sum(squares) / count - mean**2, 0.0))
+        return Range(min(self.low, other.low), max(self.high, other.high), mean, spread, count)
+
+
+@dataclass(frozen=True)
+class LossTerm:
+    """One comparison of outputs and targets inside a loss.
+
+    `kind` is ``"cross-entropy"``, ``"nll"``, ``"binary"``, ``"binary-logits"``, ``"squared"``, ``"absolute"`` or
+    ``"log"`` (a log by hand); `squash`, the function that was applied to the output just before, if any.
+    """
+
+    kind: str
+    squash: str = ""
+    units: int = 0  # over which a softmax runs
+    classes: int = 0  # of a cross entropy
+    output: Range | None = None  # what the loss is given; for a log, its argument
+    target: Range | None = None
+    sums: float | None = None  # how far the sums of the targets' rows are from one
+    linear: int = 0  # weight layers below, if nothing but weight layers leads to the inputs
+    site: str = ""  # of the squashing function, or the module before it
+    line: str = ""  # where it was called
+
+    def __or__(self, other: LossTerm) -> LossTerm:
+        """The same comparison in several steps."""
+        output = self.output | other.output if self.output and other.output else self.output or other.output
+        target = self.target | other.target if self.target and other.target else self.target or other.target
+        return replace(self, output=output, target=target, sums=max(self.sums or 0.0, other.sums or 0.0))
+
+
+def merged(terms: Iterable[Sequence[LossTerm]]) -> list[LossTerm]:
+    """The comparisons of several steps, each over all of them."""
+    found: dict[tuple[Any, ...], LossTerm] = {}
+    for step in terms:
+        for number, term in enumerate(step):
+            key = number, term.kind, term.squash
+            found[key] = found[key] | term if key in found else term
+    return list(found.values())
+
+
+def loss_terms(loss: Tensor, makers: Mapping[Any, str] | None = None, target: Any = None) -> list[LossTerm]:
+    """The comparisons in a loss. This waits for the device.
+
+    `makers` has the path of the module that made each node of the graph; `target` is used where the graph has none.
+
+    >>> layer = torch.nn.Linear(2, 3)
+    >>> output = layer(torch.ones(4, 2)).softmax(1)
+    >>> [term] = loss_terms(torch.nn.functional.cross_entropy(output, torch.tensor([0, 1, 2, 0])))
+    >>> term.kind, term.squash, term.target.high
+    ('cross-entropy', 'softmax', 2.0)
+    """
+    return terms_arriving(loss, makers, target)()
+
+
+def terms_arriving(
+    loss: Tensor, makers: Mapping[Any, str] | None = None, target: Any = None
+) -> Callable[[], list[LossTerm]]:
+    """As `loss_terms`, but only calling the result waits for the device."""
+    drafts = [_draft(node, makers or {}) for node in _losses(loss.grad_fn)]
+    if len(drafts) == 1 and drafts[0].target is None and isinstance(target, Tensor):
+        drafts = [drafts[0]._replace(target=target)]
+    numbers = [_numbers(values) for draft in drafts for values in (draft.output, draft.target)]
+    arrived = sent_home(torch.stack(numbers)) if numbers else None
+
+    def read() -> list[LossTerm]:
+        rows = [] if arrived is None else arrived().tolist()
+        return [_finished(draft, *rows[2 * n : 2 * n + 2]) for n, draft in enumerate(drafts)]
+
+    return read
+
+
+class _Draft(NamedTuple):
+    """A comparison whose numbers are still tensors."""
+
+    term: LossTerm
+    output: Tensor | None
+    target: Tensor | None
+
+
+@torch.no_grad()
+def _numbers(values: Tensor | None) -> Tensor:
+    """The smallest and largest value, mean, deviation, and how far the sums of rows are from one."""
+    if values is None or not values.numel():
+        device = torch.device("cpu") if values is None else values.device
+        return torch.full((5,), math.nan, dtype=torch.float64, device=device)
+    given = values.detach().double()
+    rows = (given.flatten(1).sum(1) - 1).abs().max() if given.dim() > 1 else given.new_zeros(())
+    return torch.stack([given.min(), given.max(), given.mean(), given.std(correction=0), rows])
+
+
+def _finished(draft: _Draft, output: Sequence[float], target: Sequence[float]) -> LossTerm:
+    ranges = [
+        None if values is None or not values.numel() else Range(row[0], row[1], row[2], row[3], values.numel())
+        for values, row in ((draft.output, output), (draft.target, target))
+    ]
+    return replace(draft.term, output=ranges[0], target=ranges[1], sums=target[4] if ranges[1] else None)
+
+
+def _losses(top: Any) -> Iterator[Any]:
+    """The nodes at which outputs meet targets, or logs are taken by hand."""
+    left: list[Any] = [top]
+    seen: set[Any] = set()
+    while left and len(seen) < _MOST:
+        node = left.pop(0)
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        name = _name(node)
+        if name in _LOSSES or name == "Log" or (name in ("Abs", "Pow") and _is(_below(node), "Sub")):
+            yield node
+        elif name == "LogSoftmax":
+            yield node  # of a cross entropy with soft targets
+        elif re.fullmatch(f"{_PLUMBING}|{_COMBINING}", name):
+            left += [following for following, _ in node.next_functions]
+
+
+def _draft(node: Any, makers: Mapping[Any, str]) -> _Draft:
+    name = _name(node)
+    kind = _LOSSES.get(name, {"Log": "log", "Abs": "absolute", "Pow": "squared"}.get(name, "cross-entropy"))
+    output, target = _saved(node, "self"), _saved(node, "target")
+    before = node
+    if name in ("Abs", "Pow"):
+        before, output = _below(node), None  # what is saved is the difference
+    last = _through(before)
+    classes = 0
+    if kind == "cross-entropy":
+        classes, output = _units(node), None
+    elif kind == "nll" and _is(last, "LogSoftmax"):
+        kind, classes, last, output = "cross-entropy", _units(last), _through(last), None
+    elif kind == "nll" and _is(last, "Log"):
+        kind, output, last = "log", _saved(last, "self"), _through(last)
+    # log(1 - p) is like log p; a clamp only keeps binary cross entropy from raising
+    if _is(last, {"log": "Rsub", "binary": "Clamp"}.get(kind, "")):
+        last = _through(last)
+    squash = _SQUASHING.get(_name(last), "")
+    if squash and kind != "log":
+        output = _saved(last, "result")
+    term = LossTerm(
+        kind=kind,
+        squash=squash,
+        units=_units(last) if squash in ("softmax", "log_softmax") else 0,
+        classes=classes,
+        linear=_linear(last),
+        site=_site(last, makers),
+        line=_line(last),
+    )
+    return _Draft(term, output, target)
+
+
+def _name(node: Any) -> str:
+    """The name of the operation: ``"Addmm"`` for ``AddmmBackward0``."""
+    return "" if node is None else re.sub(r"Backward\d*$", "", node.name())
+
+
+def _is(node: Any, names: str) -> bool:
+    return re.fullmatch(names, _name(node)) is not None
+
+
+def _below(node: Any) -> Any:
+    """The node that made the first argument."""
+    return next((following for following, _ in node.next_functions if following is not None), None)
+
+
+def _through(node: Any) -> Any:
+    """The node that made the argument, past operations that only move values."""
+    node = _below(node)
+    while node is not None and _is(node, _PLUMBING):
+        node = _below(node)
+    return node
+
+
+def _saved(node: Any, name: str) -> Tensor | None:
+    try:
+        value = getattr(node, f"_saved_{name}", None)
+    except RuntimeError:  # freed by a backward, or changed in place since
+        return None
+    return value if isinstance(value, Tensor) else None
+
+
+def _units(softmax: Any) -> int:
+    """The number of units that a softmax runs over."""
+    result, dim = _saved(softmax, "result"), getattr(softmax, "_saved_dim", None)
+    if result is None or dim is None:
+        return 0
+    dim = dim - 2**64 if dim >= 2**63 else dim  # torch shows a negative number as an unsigned one
+    return result.shape[dim] if result.dim() else 1
+
+
+def _linear(node: Any) -> int:
+    """How many weight layers lead from the inputs to `node`, if nothing else does; 0 if something else does."""
+    layers = 0
+    while node is not None and not node.name().endswith("AccumulateGrad"):
+        if _is(node, _WEIGHTS):
+            layers += 1
+            node = _input_of(node)
+        elif _is(node, _PLUMBING):
+            node = _below(node)
+        else:
+            return 0
+    return layers
+
+
+def _input_of(layer: Any) -> Any:
+    """The node that made the input of a weight layer; None if that is data."""
+    place = {"Addmm": 1, "Addbmm": 1, "Baddbmm": 1}.get(_name(layer), 0)
+    return layer.next_functions[place][0]
+
+
+def _site(node: Any, makers: Mapping[Any, str]) -> str:
+    """The module that made a node, or the nearest one before it."""
+    for _ in range(_MOST):
+        if node is None or node in makers:
+            return makers.get(node, "")
+        node = _below(node)
+    return ""
+
+
+def _line(node: Any) -> str:
+    """The line that made a node, outside of torch, if the graph was recorded with tracebacks."""
+    recorded = node.metadata.get("traceback_", ()) if node is not None else ()
+    own = [frame for frame in recorded if "/torch/" not in frame]
+    if not own:
+        return ""
+    found = re.search(r'File "(?:.*[/\\])?([^"]+)", line (\d+).*\n\s*(.*)', own[-1])
+    return f"{found[1]}:{found[2]}: {found[3].strip()}" if found else ""
