@@ -8,6 +8,7 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from real.scoring import NAMES, Outcome, cases, outcome, program
 
@@ -17,27 +18,26 @@ PEERS = {"DeepFD": (0.55, 0.37), "NeuraLint": (0.36, 0.37), "UMLAUT": (0.25, 0.2
 
 
 def score_programs(seeds: range, modes: tuple[str, ...], only: list[str], jobs: int, file: str) -> None:
-    """Look at all programs; print what is wrong, and the tables."""
-    todo = cases(only or NAMES, modes, seeds)
-    outcomes = []
+    """Look at all programs; print what is wrong, and the tables. `file` is written anew after each."""
+    outcomes: list[Outcome] = []
     with ProcessPoolExecutor(jobs) as pool:
-        for done in as_completed([pool.submit(outcome, case) for case in todo]):
-            outcomes.append(done.result())
+        for look in as_completed([pool.submit(outcome, case) for case in cases(only or NAMES, modes, seeds)]):
+            outcomes.append(look.result())
             if wrong := outcomes[-1].wrong:
                 print(f"{outcomes[-1].case}: {wrong}", flush=True)
-    if file:
-        Path(file).write_text(
-            json.dumps([{**asdict(o), "kind": o.case.kind, "wrong": o.wrong} for o in outcomes], indent=1)
-        )
+            if file:
+                Path(file).write_text(json.dumps([_plain(each) for each in outcomes], indent=1), encoding="utf-8")
     print(f"\n| | {' | '.join(HEAD)} |\n| --- |{' --: |' * len(HEAD)}")
     for mode in modes:
-        print(_row(mode, [o for o in outcomes if o.case.mode == mode]))
+        print(_row(mode, [each for each in outcomes if each.case.mode == mode]))
     for name, (recall, precision) in PEERS.items():
         print(f"| {name} | {recall:.2f} | {precision:.2f} | — | — | — | {'278' if name == 'DeepFD' else '—'} | — |")
-    print(
-        "\nThe numbers of the other tools are published ones, on other ports of such programs: the comparison is rough."
-    )
+    print("\nWhat other tools reach is what was published, on other ports of such programs: the comparison is rough.")
     _show_classes(outcomes, modes)
+
+
+def _plain(seen: Outcome) -> dict[str, Any]:
+    return {**asdict(seen), "kind": seen.case.kind, "wrong": seen.wrong}
 
 
 def _row(mode: str, outcomes: list[Outcome]) -> str:

@@ -15,10 +15,13 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from resource import RUSAGE_CHILDREN, getrusage
 from types import ModuleType
+
+from torchhook.core.findings import Finding
 
 PROGRAMS = Path(__file__).parent / "programs"
 NAMES = sorted(path.stem for path in PROGRAMS.glob("*.py") if path.stem != "__init__")
@@ -148,7 +151,7 @@ def diagnosed(name: str, repaired: bool = False, seed: int = 0) -> tuple[list[Sa
         warnings.simplefilter("ignore")
         began = time.process_time()
         report = torchhook.diagnose(model, data, loss, optimizer)
-        return _said(report.findings), time.process_time() - began
+        return warnings_of(report.findings), time.process_time() - began
 
 
 def ran(name: str, repaired: bool = False, seed: int = 0) -> tuple[list[Said], float]:
@@ -171,7 +174,16 @@ def ran(name: str, repaired: bool = False, seed: int = 0) -> tuple[list[Said], f
         if not files and "nothing was trained here" not in ended.stderr:
             raise RuntimeError(f"there is no report: {ended.stderr[-500:]}")
         reports = [from_json(file.read_text(encoding="utf-8")) for file in files]
-    return [said for report in reports for said in _said(report.findings)], seconds
+    return [said for report in reports for said in warnings_of(report.findings)], seconds
+
+
+def warnings_of(findings: Iterable[Finding]) -> list[Said]:
+    """The findings of warning or above."""
+    return [
+        Said(str(f.severity), f.code, f.evidence.get("cause", ""), f.site, f.message, str(f.tried or ""))
+        for f in findings
+        if f.severity >= "warning"
+    ]
 
 
 def _command(name: str, repaired: bool, seed: int) -> list[str]:
@@ -194,14 +206,6 @@ def _environment() -> dict[str, str]:
 def _of_children() -> float:
     used = getrusage(RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
-
-
-def _said(findings) -> list[Said]:
-    return [
-        Said(str(f.severity), f.code, f.evidence.get("cause", ""), f.site, f.message, str(f.tried or ""))
-        for f in findings
-        if f.severity >= "warning"
-    ]
 
 
 def _module_of(site: str) -> str:
