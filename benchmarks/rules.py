@@ -1,6 +1,8 @@
 """The precision and recall of the rules, over the zoo of healthy trainings and planted faults.
 
     PYTHONPATH=tests/site python benchmarks/rules.py --seeds 5000-5004
+    PYTHONPATH=tests/site python benchmarks/rules.py --real --seeds 0-4      # the programs of tests/real
+    PYTHONPATH=tests/site python benchmarks/rules.py --architectures       # those of tests/architectures
 
 A fault counts as found if the first finding of the report has one of its codes, at one of its sites. On a healthy
 training, every finding with severity warning or above counts as false. docs/benchmarks.md lists the seeds that were
@@ -80,19 +82,41 @@ def worth_a_look(name: str, seed: int) -> list[tuple[str, str, str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", default="1000", help="a seed, or a range such as 1000-1004")
-    parser.add_argument("--only", default="", help="only specimens whose name contains this")
+    parser.add_argument("--real", action="store_true", help="score the programs of tests/real instead of the zoo")
+    parser.add_argument(
+        "--architectures", action="store_true", help="look at the models of tests/architectures instead"
+    )
+    parser.add_argument("--seeds", help="a seed, or a range such as 1000-1004; default: 1000, with --real 0-4")
+    parser.add_argument("--only", default="", help="those whose name contains this; with --real: NAME,NAME,…")
+    parser.add_argument("--modes", default="diagnose,run", help="with --real: diagnose, run, or both")
+    parser.add_argument("--json", default="", metavar="FILE", help="with --real: write what was said")
     parser.add_argument("--jobs", type=int, default=2, help="number of processes")
     options = parser.parse_args()
-    first, _, last = options.seeds.partition("-")
-    specimens = [specimen for specimen in (*HEALTHY, *FAULTS) if options.only in specimen.name]
-    pairs = [(specimen, seed) for specimen in specimens for seed in range(int(first), int(last or first) + 1)]
+    first, _, last = (options.seeds or ("0-4" if options.real else "1000")).partition("-")
+    seeds = range(int(first), int(last or first) + 1)
+    names = options.only.split(",") if options.only else []
+    if options.architectures:
+        from standard_models import score_architectures  # imports transformers and timm
+
+        score_architectures(names, options.jobs)
+    elif options.real:
+        from real_programs import score_programs
+
+        score_programs(seeds, tuple(options.modes.split(",")), names, options.jobs, options.json)
+    else:
+        score_zoo(seeds, options.only, options.jobs)
+
+
+def score_zoo(seeds: range, only: str, jobs: int) -> None:
+    """Look at all specimens; print what is wrong, and the table."""
+    specimens = [specimen for specimen in (*HEALTHY, *FAULTS) if only in specimen.name]
+    pairs = [(specimen, seed) for specimen in specimens for seed in seeds]
     score = Score()
-    with ProcessPoolExecutor(options.jobs) as pool:
-        jobs = [pool.submit(worth_a_look, specimen.name, seed) for specimen, seed in pairs]
-        for (specimen, seed), job in zip(pairs, jobs, strict=True):
-            score.add(specimen, seed, job)
-    score.show(options.seeds)
+    with ProcessPoolExecutor(jobs) as pool:
+        looks = [pool.submit(worth_a_look, specimen.name, seed) for specimen, seed in pairs]
+        for (specimen, seed), look in zip(pairs, looks, strict=True):
+            score.add(specimen, seed, look)
+    score.show(f"{seeds[0]}-{seeds[-1]}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,41 @@
+"""The cause of each fault is named first, and nothing is said of repaired and healthy programs.
+
+`diagnose` looks at them, or ``torchhook run`` where the fault is in the loop or there is no module.
+``benchmarks/rules.py --real`` has more seeds, and both ways for each program.
+"""
+
+import pytest
+
+from real.scoring import MODES, NAMES, cases, outcome
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+
+KNOWN_MISSES: dict[str, str] = {}
+"""Programs whose fault is not named first, and why."""
+
+KNOWN_ALARMS: dict[str, str] = {}
+"""Programs of which something is said although they are repaired or healthy, and why."""
+
+
+def each(names, known):
+    marks = {name: [pytest.mark.xfail(reason=known[name])] if name in known else [] for name in names}
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=marks[name]) for name in names])
+
+
+def look(name, faulty):
+    case = next(case for case in cases([name], MODES, range(1)) if (case.kind == "faulty") == faulty)
+    return outcome(case)
+
+
+@pytest.mark.long_list(sample=4)
+@each([name for name in NAMES if not name.startswith("healthy")], KNOWN_MISSES)
+def test_the_cause_is_named_first(name):
+    seen = look(name, faulty=True)
+    assert seen.found, seen.wrong
+
+
+@pytest.mark.long_list(sample=4)
+@each(NAMES, KNOWN_ALARMS)
+def test_nothing_is_said_of_a_program_without_a_fault(name):
+    seen = look(name, faulty=False)
+    assert not seen.alarm, seen.wrong
