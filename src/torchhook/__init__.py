@@ -53,7 +53,7 @@ if TYPE_CHECKING:
         TorchhookError,
     )
     from torchhook.core.event import Event
-    from torchhook.core.findings import Finding, Report, Severity
+    from torchhook.core.findings import Finding, Report, Severity, Trial
     from torchhook.core.marks import mark
     from torchhook.core.selection import Selector, glob, marked, of_type, regex, select
     from torchhook.core.session import Session
@@ -133,6 +133,7 @@ _NAMES = {
     "TapError": "core.errors",
     "TopK": "stats",
     "TorchhookError": "core.errors",
+    "Trial": "core.findings",
     "arm": "edits.edit_model",
     "capture": "captures.capture",
     "catch_nonfinite": "rules.origin.catch",
@@ -219,6 +220,7 @@ __all__ = [
     "TapError",
     "TopK",
     "TorchhookError",
+    "Trial",
     "arm",
     "capture",
     "catch_nonfinite",

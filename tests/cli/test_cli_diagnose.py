@@ -59,6 +59,21 @@ def test_no_steps_is_no_training(diagnosed):
     assert trained not in diagnosed("small.net:Net", steps=0).out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "options"), [([], (True, 10)), (["--no-try"], (False, 10)), (["--seconds", "2.5"], (True, 2.5))]
+)
+def test_repairs_are_tried_for_a_while_unless_told_otherwise(diagnosed, monkeypatch, arguments, options):
+    seen = []
+
+    def inspect(*_, try_repairs, seconds, **__):
+        seen.append((try_repairs, seconds))
+        return torchhook.Report()
+
+    monkeypatch.setattr(diagnosing, "diagnose", inspect)
+    assert diagnosed("small.net:Net", *arguments).code == 0
+    assert seen == [options]
+
+
 def test_the_seed_makes_it_happen_again(diagnosed):
     def losses(seed):
         return json.loads(diagnosed("small.net:Net", "--format", "json", "--seed", seed).out)["losses"]
@@ -150,6 +165,7 @@ def test_refuses_a_page_without_plotly_before_it_works(diagnosed, monkeypatch, t
         (["small.net:Net", "--input", "1,8", "--fail-on", "doom"], "--fail-on"),
         (["small.net:Net", "--input", "1,8", "--format", "pdf"], "--format"),
         (["small.net:Net", "--input", "1,8", "--steps", "-1"], "--steps"),
+        (["small.net:Net", "--input", "1,8", "--seconds", "-1"], "--seconds"),
         (["small.net:Net", "--input", "1,8", "--selekt", "TH1"], "--select"),
         (["small.net:Net", "--input", "1,8", "--select", "TH999"], "there is no rule 'TH999'; did you mean TH901?"),
     ],

@@ -10,11 +10,11 @@ from dashboard_samples import append, ended, garbage, large, newer, snapshot, wr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchhook import Finding, Report, Severity
+from torchhook import Finding, Report, Severity, Trial
 from torchhook.core.errors import RunError
 from torchhook.dashboard import sheets
 from torchhook.dashboard.library import Library
-from torchhook.dashboard.parts import state_of
+from torchhook.dashboard.parts import card, state_of
 from torchhook.dashboard.sheets import LOSSES, WIDE, Book
 from torchhook.stats.reading import Snapshot
 from torchhook.training.logs import Entry
@@ -269,6 +269,15 @@ def test_health_is_the_worst_of_what_was_found_and_of_what_comes_of_it(tmp_path)
     assert [found.code for found in book.findings_at("conv")] == ["TH101", "TH404", "TH601"]
     assert [found.code for found in book.findings_at("fc")] == ["TH102"] and book.findings_at("con") == []
     assert book.stamp() != stamp
+
+
+def test_a_card_says_what_was_tried_unless_its_cause_comes_first():
+    tried = Trial("learning rate a tenth", without=2.28, repaired=0.31, steps=100)
+    found = Finding("TH501", "error", "the steps are too large", hint="Lower the rate.", tried=tried)
+    texts = [part.children for part in card("net", found, []).children]
+    assert texts[-2:] == ["Lower the rate.", str(tried)]
+    caused = [part.children for part in card("net", found, [], cause=Finding("TH303", "error", "x")).children]
+    assert caused[-1][0] == "Caused by TH303 at " and str(tried) not in caused
 
 
 def test_a_run_in_which_an_error_was_found_did_not_end_well(tmp_path):

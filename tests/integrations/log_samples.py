@@ -8,14 +8,15 @@ from contextlib import contextmanager
 import torch
 
 from torchhook import Reduce, Site
-from torchhook.core.findings import Finding, Report
+from torchhook.core.findings import Finding, Report, Trial
 from torchhook.training.logs import Entry
 
 SCRIPT = "blocks[0].<script>alert(1)</script>"
 TWIN = "blocks(0).<script>alert(1)</script>"  # the same, once what is illegal is replaced
 NAMES = [SCRIPT, TWIN, "слой.重み", "x" * 400, "x" * 399 + "y", "a//b", "..", "", "fc\ud800", "fc\x00", "fc", "Ф" * 150]
 
-BROKEN = Finding("TH101", "error", "312 values are NaN", SCRIPT, 7, hint="Look at <b>bold</b>.")
+TRIED = Trial("learning rate a tenth", without=2.28, repaired=0.31, steps=100)
+BROKEN = Finding("TH101", "error", "312 values are NaN", SCRIPT, 7, hint="Look at <b>bold</b>.", tried=TRIED)
 LESSER = Finding("TH403", "warning", "a step moves the weight by 41 %", "fc.weight", 9)
 REPORT = Report((BROKEN, LESSER), model="<Net>", checked=("TH101",))
 

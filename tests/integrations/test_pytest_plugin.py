@@ -109,6 +109,27 @@ def test_what_is_not_bad_enough_is_told_at_the_end(session):
     )
 
 
+TRIED = """
+def test_tried(model_check, monkeypatch):
+    from dataclasses import replace
+    from torchhook import Trial
+    from torchhook.rules import diagnose as module
+    inspect = module.diagnose
+    def diagnose(*arguments, try_repairs, seconds, **options):
+        report = inspect(*arguments, **options)
+        tried = Trial(f"try_repairs={try_repairs}, seconds={seconds}", without=2.28, repaired=0.31, steps=100)
+        return replace(report, findings=tuple(replace(found, tried=tried) for found in report.findings))
+    monkeypatch.setattr(module, "diagnose", diagnose)
+    model = net()
+    model_check(model, BATCHES, F.cross_entropy, adam(model[0].parameters()), try_repairs=False, seconds=3)
+"""
+
+
+def test_options_reach_diagnose_and_what_was_tried_is_told(session):
+    told = "TH503: tried: try_repairs=False, seconds=3 → loss 0.31 instead of 2.28 after 100 steps"
+    session(TRIED).stdout.fnmatch_lines([told])
+
+
 def test_how_bad_is_an_option(session):
     session(SCALED, arguments=["--torchhook-fail-on", "warning"]).assert_outcomes(failed=1)
     session(SCALED, arguments=["--torchhook-fail-on", "error"]).assert_outcomes(passed=1)

@@ -156,6 +156,7 @@ def test_findings_and_the_report_are_text_without_markup_of_their_own(tmp_path):
     for text in (found, report):
         page = markdown_to_safe_html(text)
         assert "<script" not in page and "<b>" not in page and "312 values are NaN" in page
+        assert "tried: learning rate a tenth → loss 0.31 instead of 2.28 after 100 steps" in page
         assert "blocks[0].&lt;script&gt;alert(1)&lt;/script&gt;" in page
     assert len(texts(events, "torchhook/findings/TH403")) == 1
     assert "<table>" in markdown_to_safe_html(report) and "Training ended." in report

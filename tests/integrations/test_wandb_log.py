@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import wandb
-from log_samples import BROKEN, LESSER, NAMES, REPORT, SCRIPT, elsewhere, entry, many, silence
+from log_samples import BROKEN, LESSER, NAMES, REPORT, SCRIPT, TRIED, elsewhere, entry, many, silence
 from PIL import Image
 from wandb.proto.wandb_internal_pb2 import Record
 
@@ -277,11 +277,13 @@ def test_errors_are_alerts_and_the_report_is_a_page_a_table_and_files(begin):
     (alert,) = [record.alert for record in records(run) if record.HasField("alert")]
     assert alert.level == "ERROR" and len(alert.title) < 64
     assert "312 values are NaN" in alert.text and "<" not in alert.text
+    assert alert.text.endswith("tried: learning rate a tenth → loss 0.31 instead of 2.28 after 100 steps")
     said = summary(run)
     page = Path(run.settings.files_dir, said["torchhook_report"]["path"]).read_text()
     assert "<script>alert" not in page and "312 values are NaN" in page and "https:" not in page
     table = json.loads(Path(run.settings.files_dir, said["torchhook_findings"]["path"]).read_text())
     assert [row[1] for row in table["data"]] == ["TH101", "TH403"] and table["data"][0][2] == SCRIPT
+    assert [row[-1] for row in table["data"]] == [str(TRIED), ""]
     (artifact,) = [r.artifact for r in records(run) if r.HasField("artifact") and r.artifact.type == "report"]
     assert {file.path for file in artifact.manifest.contents} == {"report.json", "report.md", "report.html"}
 

@@ -2,8 +2,9 @@
 
 import math
 import random
+from dataclasses import replace
 
-from torchhook.core.findings import Finding, Report
+from torchhook.core.findings import Finding, Report, Trial
 
 BLOCKS = [
     "conv1",
@@ -63,6 +64,7 @@ def sick():
                 step=180,
                 evidence={"update_ratio": 0.41, "healthy": [1e-5, 3e-2]},
                 hint="Lower the learning rate of this group, or warm up.",
+                tried=Trial("learning rate a tenth", without=2.28, repaired=0.31, steps=100),
             ),
             Finding(
                 "TH501",
@@ -90,6 +92,7 @@ def healthy():
 
 def hostile():
     finding = Finding(HOSTILE, "error", HOSTILE, HOSTILE, 3, {HOSTILE: HOSTILE, "list": [HOSTILE]}, HOSTILE)
+    finding = replace(finding, tried=Trial(HOSTILE, math.nan, math.inf, 3, helped=False))
     root = Finding(HOSTILE, "warning", HOSTILE, HOSTILE, 3, {}, HOSTILE, affected=(finding,) * 3)
     module = {"site": HOSTILE, "kind": "module", "module": HOSTILE, "std": 1.0, "zero_fraction": 0.5, "grad_norm": 0.1}
     parameter = {"site": HOSTILE, "kind": "parameter", "norm": math.inf, "grad_norm": 0.0, "update_ratio": math.nan}

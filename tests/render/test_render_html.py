@@ -93,6 +93,12 @@ def test_severity_is_said_in_words():
     assert '<span class="pill error">error</span>' in page and '<span class="pill verdict failed">failed</span>' in page
 
 
+def test_what_was_tried_follows_what_to_do():
+    page = render.html(report_samples.sick())
+    tried = '<p class="tried">tried: learning rate a tenth → loss 0.31 instead of 2.28 after 100 steps</p>'
+    assert page.count(f"or warm up.</p>{tried}") == page.count('class="tried"') == 1
+
+
 def test_without_plotly_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
     with pytest.raises(ImportError, match=r'pip install "torchhook\[plot\]"'):

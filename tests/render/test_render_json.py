@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from torchhook import render
-from torchhook.core.findings import Finding, Report
+from torchhook.core.findings import Finding, Report, Trial
 from torchhook.render.to_json import from_json
 from torchhook.rules.diagnose import diagnose
 
@@ -23,6 +23,14 @@ SCHEMA = json.loads(Path(render.__file__).with_name("report.schema.json").read_t
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
 
 numbers = st.floats() | st.integers(-(2**60), 2**60)
+trials = st.builds(
+    Trial,
+    change=st.text(),
+    without=st.floats(),
+    repaired=st.floats(),
+    steps=st.integers(0),
+    helped=st.booleans(),
+)
 evidence = st.dictionaries(
     st.text(), st.recursive(numbers | st.text() | st.none() | st.booleans(), st.lists, max_leaves=5)
 )
@@ -35,6 +43,7 @@ findings = st.builds(
     step=st.none() | st.integers(0),
     evidence=evidence,
     hint=st.text(),
+    tried=st.none() | trials,
 )
 layer = st.fixed_dictionaries(
     {"site": st.text(), "kind": st.sampled_from(["module", "parameter"])},
@@ -100,6 +109,21 @@ def test_numbers_that_are_not_finite_come_back_as_numbers_but_as_words_in_the_ev
     assert back.layers[0]["site"] == "NaN" and back.layers[0]["module"] == "Infinity"
     assert math.isnan(back.layers[0]["std"]) and back.layers[0]["mean"] is None
     assert back.findings[0].message == "NaN"
+
+
+def test_what_was_tried_comes_back_also_where_a_loss_is_not_finite():
+    tried = Trial("learning rate a tenth", without=math.inf, repaired=0.31, steps=100)
+    data = strict(render.json(Report((Finding("TH501", "error", "", tried=tried),))))
+    assert data["findings"][0]["tried"]["without"] == "Infinity"
+    assert from_json(json.dumps(data)).findings[0].tried == tried
+
+
+def test_a_report_from_before_repairs_were_tried_can_be_read():
+    data = strict(render.json(report_samples.sick()))
+    for finding in data["findings"]:
+        del finding["tried"]
+    VALIDATOR.validate(data)
+    assert {finding.tried for finding in from_json(json.dumps(data)).findings} == {None}
 
 
 def test_scalars_of_numpy_and_torch_are_numbers():

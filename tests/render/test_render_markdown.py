@@ -25,6 +25,11 @@ def test_the_headline_the_table_and_what_is_folded():
     assert "- Skipped TH502, TH503: no validation loss was given" in text
 
 
+def test_what_was_tried_is_in_the_cell_of_what_to_do():
+    text = render.markdown(report_samples.sick())
+    assert "or warm up. tried: learning rate a tenth → loss 0.31 instead of 2.28 after 100 steps |\n" in text
+
+
 def test_nothing_found_has_no_table():
     text = render.markdown(report_samples.healthy())
     assert text.startswith("## ✅ ResNet: nothing found\n") and "|" not in text

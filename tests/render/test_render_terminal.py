@@ -27,6 +27,8 @@ warning TH403  fc.weight, step 180
   A step moves the weight by 41 % of its size
   update_ratio=0.41  healthy=1e-05, 0.03
   > Lower the learning rate of this group, or warm up.
+  tried: learning rate a tenth → loss 0.31 instead of 2.28
+  after 100 steps
 
 info TH501  the model
   The loss at step 0 is what guessing gives

@@ -57,6 +57,12 @@ def diagnose(
     steps: Annotated[
         int, typer.Option(metavar="N", min=0, rich_help_panel=_TASK, help="Steps to train a copy for; 0 for none.")
     ] = 100,
+    no_try: Annotated[
+        bool, typer.Option("--no-try", rich_help_panel=_TASK, help="Do not try repairs of what is found on the copy.")
+    ] = False,
+    seconds: Annotated[
+        float, typer.Option(metavar="S", min=0, rich_help_panel=_TASK, help="How long to try repairs for, at most.")
+    ] = 10.0,
     device: Annotated[
         str | None, typer.Option(metavar="NAME", rich_help_panel=_TASK, help="Device to run on: cuda, cpu, ...")
     ] = None,
@@ -112,6 +118,8 @@ def diagnose(
             loss_of(loss) if loss else None,
             optimizer_of(optimizer, net) if optimizer else None,
             steps,
+            try_repairs=not no_try,
+            seconds=seconds,
             progress=progress,
             **config.arguments(),
         )

@@ -109,6 +109,15 @@ class Finding:
         place = self.site or "the model"
         return place if self.step is None else f"{place}, step {self.step}"
 
+    @property
+    def advice(self) -> list[str]:
+        """What to do, and what came of trying it: a line for each of the two that there is.
+
+        >>> Finding("TH603", "warning", "the loss jumps", hint="Lower the rate.").advice
+        ['Lower the rate.']
+        """
+        return [str(part) for part in (self.hint, self.tried) if part]
+
     def to_dict(self) -> dict[str, Any]:
         """The finding as numbers, strings, lists and dicts."""
         own = {name: getattr(self, name) for name in ("code", "message", "site", "step", "hint")}
@@ -245,15 +254,11 @@ def json_value(value: Any) -> Any:
 
 
 def _as_text(finding: Finding) -> str:
-    """A finding with what it explains and its hint, in a few lines."""
+    """A finding with what it explains, its hint and what was tried, in a few lines."""
     lines = [str(finding)]
     if finding.affected:
         lines.append(f"  explains {_consequences(finding)}")
-    if finding.hint:
-        lines.append(f"  {finding.hint}")
-    if finding.tried is not None:
-        lines.append(f"  {finding.tried}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"  {line}" for line in finding.advice)])
 
 
 def _consequences(finding: Finding) -> str:

@@ -61,10 +61,14 @@ def card(run: str, finding: Finding, layers: Iterable[str], cause: Finding | Non
             ),
             html.H3(printable(finding.message)),
             html.P([dcc.Link(where, href=address(run, "layer", path=at)) if at is not None else where, f" {affected}"]),
-            html.P(printable(finding.hint) if cause is None else _caused_by(run, cause, layers), className="quiet"),
+            *(html.P(line, className="quiet") for line in _advice(run, finding, layers, cause)),
         ],
         className=f"card {finding.severity}",
     )
+
+
+def _advice(run: str, finding: Finding, layers: list[str], cause: Finding | None) -> list[Any]:
+    return list(map(printable, finding.advice)) if cause is None else [_caused_by(run, cause, layers)]
 
 
 def _caused_by(run: str, cause: Finding, layers: list[str]) -> list[Any]:

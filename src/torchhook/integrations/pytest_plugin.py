@@ -32,7 +32,8 @@ def model_check(request: pytest.FixtureRequest) -> Callable[..., Report]:
     """Check a model: ``model_check(model, batch, loss)`` returns a `Report`, or fails the test with its findings.
 
     `batch` may be a list of batches. The other arguments are those of `torchhook.diagnose`, but `steps` is twenty by
-    default. Settings come from ``[tool.torchhook]`` in pyproject.toml.
+    default; ``try_repairs=False`` saves the time to try repairs of what is found. Settings come from
+    ``[tool.torchhook]`` in pyproject.toml.
     """
     try:
         fail_on = request.config.getoption("--torchhook-fail-on")
@@ -84,6 +85,6 @@ def _as_text(report: Report) -> str:
 
 
 def _details(found: Finding) -> list[str]:
-    """What does not fit into the table: the rest of the message, what it explains, and the hint."""
+    """What does not fit into the table: the rest of the message, what it explains, the hint, and what was tried."""
     explained = f"explains {len(found.affected)} more findings" if found.affected else ""
-    return [line.strip() for line in (*found.message.split("\n")[1:], explained, found.hint) if line]
+    return [line.strip() for line in (*found.message.split("\n")[1:], explained, *found.advice) if line]

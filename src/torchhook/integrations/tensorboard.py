@@ -69,7 +69,7 @@ class TensorBoard(Log):
 
     def found(self, finding: Finding) -> None:
         # One tag per code: TensorBoard shows only ten texts of a tag.
-        text = f"**{escaped(str(finding))}**\n\n{escaped(finding.hint)}"
+        text = "\n\n".join([f"**{escaped(str(finding))}**", *map(escaped, finding.advice)])
         step = self._step if finding.step is None else finding.step
         self._writer.add_text(metric_name("findings", finding.code), text, step)
         self._writer.flush()

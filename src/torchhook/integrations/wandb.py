@@ -62,12 +62,12 @@ class WandB(Log):
 
     def found(self, finding: Finding) -> None:
         if finding.severity == "error":  # alerts may be sent by mail, so only for errors
-            text = html.escape(printable(f"{finding}\n{finding.hint}"), quote=False)
+            text = html.escape(printable("\n".join([str(finding), *finding.advice])), quote=False)
             self._run.alert(short(finding_title(finding), 63), text, level="ERROR")
 
     def end(self, report: Report, state: str) -> None:
-        columns = ["severity", "code", "site", "step", "message", "hint"]
-        rows = [[printable(str(getattr(found, name))) for name in columns] for found in report.findings]
+        columns = ["severity", "code", "site", "step", "message", "hint", "tried"]
+        rows = [[_cell(getattr(found, name)) for name in columns] for found in report.findings]
         shown: dict[str, Any] = {"torchhook_findings": self._library.Table(columns=columns, data=rows)}
         texts = files(report)
         if "report.html" in texts:
@@ -99,6 +99,10 @@ class WandB(Log):
 
 def _key(name: str) -> str:
     return name.replace(".", ":")
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else printable(str(value))
 
 
 def _even(bins: Bins) -> tuple[list[float], list[float]]:

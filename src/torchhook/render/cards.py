@@ -1,4 +1,4 @@
-"""The findings of the HTML report as cards: what and where, what to do, the evidence, the findings it explains."""
+"""The findings of the HTML report as cards: what and where, what to do, what was tried, evidence, what it explains."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ def _card(number: int, finding: Finding) -> str:
         f"<h3>{text(finding.message)}</h3>",
         f'<p class="place">{code(finding.site)}</p>',
         f'<p class="hint">{text(finding.hint)}</p>' if finding.hint else "",
+        f'<p class="tried">{text(str(finding.tried))}</p>' if finding.tried else "",
         _evidence(finding.evidence),
         folded(f"Explains {len(finding.affected)} more", list(map(_brief, finding.affected)))
         if finding.affected

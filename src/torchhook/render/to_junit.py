@@ -82,6 +82,6 @@ def _add_text(parent: Element, tag: str, text: str, **attributes: str) -> None:
 
 def _described(finding: Finding) -> str:
     evidence = [f"  {name}: {shown(value)}" for name, value in finding.evidence.items()]
-    hint = [f"  {finding.hint}"] if finding.hint else []
+    advice = [f"  {line}" for line in finding.advice]
     explained = [f"  explains {finding_title(other)}: {other.message}" for other in finding.affected]
-    return "\n".join([str(finding), *evidence, *hint, *explained])
+    return "\n".join([str(finding), *evidence, *advice, *explained])

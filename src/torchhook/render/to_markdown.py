@@ -62,7 +62,8 @@ def _row(finding: Finding) -> str:
     mark = f"{MARKS[finding.severity]} {finding.severity}"
     step = "" if finding.step is None else f"step {finding.step}"
     where = ", ".join(filter(None, [_code(finding.site) if finding.site else "the model", step]))
-    return f"| {mark} | {escaped(finding.code)} | {where} | {escaped(finding.message)} | {escaped(finding.hint)} |"
+    advice = " ".join(map(escaped, finding.advice))
+    return f"| {mark} | {escaped(finding.code)} | {where} | {escaped(finding.message)} | {advice} |"
 
 
 def _folded(finding: Finding) -> str:

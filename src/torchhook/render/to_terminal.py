@@ -58,6 +58,8 @@ def _finding_lines(finding: Finding) -> Iterator[Line]:
         yield 2, [(f"explains {_few(finding.affected)}", "dim")]
     if finding.hint:
         yield 2, [(f"> {finding.hint}", "green")]
+    if finding.tried:
+        yield 2, [(str(finding.tried), "green" if finding.tried.helped else "dim")]
 
 
 def _few(findings: tuple[Finding, ...]) -> str:

@@ -31,6 +31,8 @@ def diagnose(
     steps: int = 100,
     *,
     parts: Sequence[str] = PARTS,
+    try_repairs: bool = True,
+    seconds: float = 10.0,
     rules: Iterable[Choice] | None = None,
     ignore: Sequence[Choice] = (),
     per_module: Mapping[str, Sequence[str]] | None = None,
@@ -55,6 +57,8 @@ def diagnose(
         steps: How many steps to train for.
         parts: Some of ``"rest"`` (weights, buffers, batch norms, optimizer), ``"pass"`` (a forward and backward of
             some batches) and ``"train"``.
+        try_repairs: Whether to try mechanical repairs on the copy, and to say what they changed.
+        seconds: How long to try repairs for, at most.
         rules, ignore, per_module, fail_on: As for `check`.
         try_repairs: Whether to try the repairs of findings on further copies, and say by how much the loss fell.
         seconds: For how long to try repairs, at most.

@@ -6,6 +6,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+from contextlib import closing
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from run_samples import SITES, entry_at, snapshot_at, states_of, written
 from torch import nn
 
-from torchhook import Finding, NotRecordedError, Report, Stat, check
+from torchhook import Finding, NotRecordedError, Report, Stat, Trial, check
 from torchhook.core.errors import RunError
 from torchhook.core.site import Site
 from torchhook.rules.history import History
@@ -104,7 +105,8 @@ def test_attention_and_what_only_some_windows_have(folder):
 def test_everything_else_reads_back(folder):
     log = written(RunLog(folder), range(0, 30, 10))
     first = Finding("TH201", "error", "61 % never fire", "head", 10, {"share": 0.61, "list": [1, 2]}, "Warm up.")
-    second = Finding("TH601", "warning", "the loss does not fall", step=20, affected=(first,))
+    tried = Trial("learning rate raised tenfold", without=2.28, repaired=0.31, steps=100)
+    second = Finding("TH601", "warning", "the loss does not fall", step=20, affected=(first,), tried=tried)
     log.found(first)
     log.found(second)
     log.keep(Report((first,), "Net", checked=("TH201",), losses={0: 9.0}), 20)
@@ -123,6 +125,17 @@ def test_everything_else_reads_back(folder):
     with Run(folder / FILE) as run:
         assert run.state == "failed" and run.ended >= run.started and run.report.findings == (second,)
     assert [file.name for file in folder.iterdir()] == [FILE]
+
+
+def test_findings_from_before_repairs_were_tried_are_read(folder):
+    found = Finding("TH201", "error", "61 % never fire", "head")
+    written(RunLog(folder), [0]).found(found)
+    with closing(sqlite3.connect(folder / FILE)) as db, db:
+        data = json.loads(db.execute("SELECT data FROM findings").fetchone()[0])
+        del data["findings"][0]["tried"]
+        db.execute("UPDATE findings SET data = ?", [json.dumps(data)])
+    with Run(folder) as run:
+        assert run.findings == [found]
 
 
 def test_losses_that_are_not_finite_and_steps_without_one(folder):
