@@ -75,7 +75,7 @@ def looked(code, model, data=None, loss=F.cross_entropy, **options):
 
 
 def trained(code, model, optimizer, data=None, loss=square, steps=25):
-    return diagnose(model, data or batches(), loss, optimizer, steps, rules=[code])
+    return diagnose(model, data or batches(), loss, optimizer, steps, rules=[code], try_repairs=False)
 
 
 def told(code, losses):

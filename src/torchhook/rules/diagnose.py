@@ -37,8 +37,6 @@ def diagnose(
     ignore: Sequence[Choice] = (),
     per_module: Mapping[str, Sequence[str]] | None = None,
     fail_on: str = "error",
-    try_repairs: bool = True,
-    seconds: float = 10.0,
     progress: Progress | None = None,
 ) -> Report:
     """Inspect `model` at rest, in a forward and backward, and in a short training of a copy.
@@ -57,8 +55,6 @@ def diagnose(
         steps: How many steps to train for.
         parts: Some of ``"rest"`` (weights, buffers, batch norms, optimizer), ``"pass"`` (a forward and backward of
             some batches) and ``"train"``.
-        try_repairs: Whether to try mechanical repairs on the copy, and to say what they changed.
-        seconds: How long to try repairs for, at most.
         rules, ignore, per_module, fail_on: As for `check`.
         try_repairs: Whether to try the repairs of findings on further copies, and say by how much the loss fell.
         seconds: For how long to try repairs, at most.
