@@ -54,12 +54,24 @@ def _is_cause(cause: Rule, rule: Rule, first: Mapping[Rule, Finding], order: Map
 
 def _may_cause(cause: Rule, early: Finding, consequence: Rule, late: Finding) -> bool:
     """Whether one finding may explain another, by its rule and its step; an info never explains anything worse."""
-    if cause is consequence or not consequence.code.startswith(cause.causes(early)):
+    if cause is consequence:
+        return False
+    if _share_a_repair(cause, early, consequence, late):
+        return True
+    if not consequence.code.startswith(cause.causes(early)):
         return False
     if early.severity == Severity.INFO and late.severity > Severity.INFO:
         return False
     first, second = _when(cause, early), _when(consequence, late)
     return first is None or second is None or first <= second
+
+
+def _share_a_repair(cause: Rule, early: Finding, consequence: Rule, late: Finding) -> bool:
+    """Whether the same repair helps both, and it repairs what the first rule is about."""
+    if early.tried is None or late.tried is None or not early.tried.helped:
+        return False
+    fault = early.evidence.get("cause")
+    return early.tried == late.tried and fault == cause.cause != consequence.cause
 
 
 def _when(rule: Rule, finding: Finding) -> tuple[int, int] | None:

@@ -138,6 +138,12 @@ class History:
         known = {term.classes for terms in self.terms.values() for term in terms if term.kind == "cross-entropy"}
         return known.pop() if len(known) == 1 and len(self.comparisons) == 1 else 0
 
+    @property
+    def chance(self) -> float:
+        """The loss of the best constant prediction, by the targets; NaN if it is unknown."""
+        known = [term.chance for term in self.comparisons]
+        return known[0] if len(known) == 1 else math.nan
+
     def has(self, port: str, stat: str) -> bool:
         """Whether a statistic was measured at a port, at any place."""
         return any(

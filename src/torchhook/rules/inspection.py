@@ -78,7 +78,7 @@ class Inspection:
         if self.history.after is None:
             return None
         batches = [Batch.of(on_device(data, self.model)) for data in islice(iter(self.data), steps)]
-        return Trials(self._copies, batches, self.loss, steps, seconds)
+        return Trials(self._copies, batches, self.loss, steps, seconds, self.history.chance)
 
     def _copies(self) -> tuple[nn.Module, Any]:
         """A copy of the model, and the optimizer that trains it; None if there is nothing to train."""

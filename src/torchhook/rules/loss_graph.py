@@ -82,6 +82,22 @@ class LossTerm:
     site: str = ""  # of the squashing function, or the module before it
     line: str = ""  # where it was called
 
+    @property
+    def chance(self) -> float:
+        """The loss of the best constant prediction, about; NaN if it is unknown.
+
+        >>> LossTerm("cross-entropy", classes=10).chance
+        2.302585092994046
+        """
+        if self.kind == "cross-entropy" and self.classes:
+            return math.log(self.classes)
+        if self.target is None:
+            return math.nan
+        if self.kind in ("binary", "binary-logits"):
+            share = min(max(self.target.mean, 0.0), 1.0)
+            return -sum(p * math.log(p) for p in (share, 1 - share) if p)
+        return {"squared": self.target.std**2, "absolute": 0.8 * self.target.std}.get(self.kind, math.nan)
+
     def __or__(self, other: LossTerm) -> LossTerm:
         """The same comparison in several steps."""
         output = self.output | other.output if self.output and other.output else self.output or other.output
@@ -190,8 +206,8 @@ def _draft(node: Any, makers: Mapping[Any, str]) -> _Draft:
         kind, classes, last, output = "cross-entropy", _units(last), _through(last), None
     elif kind == "nll" and _is(last, "Log"):
         kind, output, last = "log", _saved(last, "self"), _through(last)
-    # log(1 - p) is like log p; a clamp only keeps binary cross entropy from raising
-    if _is(last, {"log": "Rsub", "binary": "Clamp"}.get(kind, "")):
+    # log(1 - p) is like log p, and p may be normalised; a clamp keeps a loss from being infinite
+    while _is(last, {"log": "Rsub|Clamp|Div", "binary": "Clamp"}.get(kind, "")):
         last = _through(last)
     squash = _SQUASHING.get(_name(last), "")
     if squash and kind != "log":

@@ -26,10 +26,11 @@ class Setup:
 
 
 class Repair(NamedTuple):
-    """What to change, in words and as a function of the setup."""
+    """What to change, in words and as a function of the setup; `cause` is what is at fault if that helps."""
 
     change: str
     apply: Callable[[Setup], None]
+    cause: str = ""
 
 
 def repairs_for(finding: Finding) -> list[Repair]:
@@ -44,13 +45,13 @@ def repairs_for(finding: Finding) -> list[Repair]:
 
 def _slower(finding: Finding) -> list[Repair]:
     return [
-        Repair("a tenth of the learning rate", lambda setup: _scale_rate(setup, 0.1)),
-        Repair("a hundredth of the learning rate", lambda setup: _scale_rate(setup, 0.01)),
+        Repair("a tenth of the learning rate", lambda setup: _scale_rate(setup, 0.1), "rate"),
+        Repair("a hundredth of the learning rate", lambda setup: _scale_rate(setup, 0.01), "rate"),
     ]
 
 
 def _faster(finding: Finding) -> list[Repair]:
-    return [Repair("ten times the learning rate", lambda setup: _scale_rate(setup, 10.0))]
+    return [Repair("ten times the learning rate", lambda setup: _scale_rate(setup, 10.0), "rate")]
 
 
 def _scale_rate(setup: Setup, factor: float) -> None:
@@ -59,7 +60,7 @@ def _scale_rate(setup: Setup, factor: float) -> None:
 
 
 def _inputs(finding: Finding) -> list[Repair]:
-    return [Repair("inputs standardised", _standardise_inputs)]
+    return [Repair("inputs standardised", _standardise_inputs, "input-scale")]
 
 
 def _standardise_inputs(setup: Setup) -> None:
@@ -104,12 +105,14 @@ def _standardise_targets(setup: Setup) -> None:
 
 
 def _activations(finding: Finding) -> list[Repair]:
-    return [Repair("ReLU instead of sigmoids and tanhs inside", _with_relu)]
+    return [Repair("ReLU instead of sigmoids and tanhs inside", _with_relu, "activation")]
 
 
 def _with_relu(setup: Setup) -> None:
     """Replace sigmoids and tanhs by ReLU, except the last of them, which shapes the output."""
     found = [(p, n, c) for p, n, c in _children(setup.model) if isinstance(c, (nn.Sigmoid, nn.Tanh))]
+    if not found:
+        raise LookupError("there is no sigmoid or tanh")
     last = list(setup.model.modules())[-1]
     for parent, name, child in found:
         if child is not last:
@@ -143,7 +146,8 @@ def _draw_again(module: nn.Module) -> None:
 
 
 def _all_weights(finding: Finding) -> list[Repair]:
-    return [*_weights(finding), Repair("all weights drawn again", lambda setup: _draw_again(setup.model))]
+    again = Repair("all weights drawn again", lambda setup: _draw_again(setup.model))
+    return [*_activations(finding), *_weights(finding), again]
 
 
 def _bare(finding: Finding) -> list[Repair]:
@@ -208,7 +212,7 @@ _REPAIRS: dict[str, Callable[[Finding], list[Repair]]] = {
     "TH501": _slower,
     "TH502": _faster,
     "TH503": _thawed,
-    "TH601": lambda finding: [*_faster(finding), *_slower(finding)],
+    "TH601": lambda finding: [*_faster(finding), *_inputs(finding), *_slower(finding)],
     "TH602": _slower,
     "TH603": _all_weights,
     "TH604": _bare,

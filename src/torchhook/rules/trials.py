@@ -19,8 +19,14 @@ from torchhook.rules.rule import Rule
 from torchhook.rules.step import train_step
 
 _LEAST = 10  # steps of a training that say something
-_SHARE = 0.1  # of the loss that a repair has to take away
+_LONGER = 10  # times the steps of the inspection, if there is time: much is decided late
+_SHARE = 0.25  # of the loss that a repair has to take away
+_LITTLE = 0.1  # the same, where the loss is stuck without the repair and not with it
+_STUCK = 0.95  # of an earlier loss: a training that ends above has learnt nothing since
+_EARLY = 4  # after one in so many steps, the loss is looked at once more
 _FIRST = 0.03  # of the first loss that it has to take away: a loss near zero needs no repair
+_GOOD = 0.45  # of the loss of guessing: a training that ends below works
+_PROVING = ("TH301", "TH303", "TH609", "TH612")  # an info becomes a warning if its repair helps
 _HELD = 5  # one batch in so many is held back to judge by
 
 
@@ -37,51 +43,77 @@ class Trials:
         loss: Loss | None,
         steps: int,
         seconds: float,
+        chance: float = math.nan,
     ) -> None:
         self.copies = copies
+        self.chance = chance  # the loss of the best constant prediction
         self.loss = loss
-        self.most = steps
+        self.steps = steps
         self.until = time.monotonic() + seconds
         held = len(batches) // _HELD if len(batches) >= _HELD else 0
         self.batches = list(batches[: len(batches) - held])
         self.held = list(batches[-held:]) if held else list(batches)
         self.notes: list[str] = []
         self._plain: _Outcome | None = None  # without any repair
+        self._known: dict[str, Trial | None] = {}  # by what was changed
 
     def judged(self, found: Mapping[Rule, Sequence[Finding]]) -> dict[Rule, list[Finding]]:
         """The findings after their repairs were tried: the worst of each rule, the worst rules first."""
         first = {rule: max(findings, key=lambda one: one.severity.rank) for rule, findings in found.items() if findings}
         repaired: dict[Rule, list[Finding]] = {rule: list(findings) for rule, findings in found.items()}
         for rule, finding in sorted(first.items(), key=lambda item: -item[1].severity.rank):
-            trial = self._trial(repairs_for(finding))
-            if trial is not None:
-                repaired[rule] = [_after(one, trial, one is finding) for one in found[rule]]
+            if finding.severity == Severity.INFO and rule.code not in _PROVING:
+                continue
+            tried = self._trial(repairs_for(finding))
+            if tried is not None:
+                repaired[rule] = [self._after(one, *tried, one is finding) for one in found[rule]]
         return repaired
 
-    def _trial(self, repairs: Sequence[Repair]) -> Trial | None:
-        """The first repair that helps, else the best of those that were tried; None if none could be tried."""
-        tried: list[Trial] = []
+    def _after(self, finding: Finding, trial: Trial, cause: str, is_shown: bool) -> Finding:
+        """The finding after a trial: at least a warning if the repair helped, a severity lower if it did not."""
+        tried = trial if is_shown else None
+        if not trial.helped or (finding.severity < Severity.ERROR and self._works(finding)):
+            severity = {Severity.ERROR: Severity.WARNING}.get(finding.severity, Severity.INFO)
+            return replace(finding, severity=severity, tried=tried)
+        severity = max(finding.severity, Severity.WARNING, key=lambda severity: severity.rank)
+        evidence = {**finding.evidence, "cause": cause} if cause else finding.evidence
+        return replace(finding, severity=severity, evidence=evidence, tried=tried)
+
+    def _works(self, finding: Finding) -> bool:
+        """Whether the training without a repair gets well below what guessing gives, or is on its way there."""
+        assert self._plain is not None
+        if finding.code == "TH601":
+            return self._plain.last < _STUCK * self._plain.first
+        return self._plain.last < _GOOD * self.chance
+
+    def _trial(self, repairs: Sequence[Repair]) -> tuple[Trial, str] | None:
+        """The first repair that helps and what is at fault then, else the best; None if none could be tried."""
+        tried: list[tuple[Trial, str]] = []
         for repair in repairs:
             trial = self._tried(repair)
             if trial is not None:
-                tried.append(trial)
+                tried.append((trial, repair.cause))
                 if trial.helped:
                     break
-        known = [trial for trial in tried if not math.isnan(trial.repaired)]
-        return min(known or tried, key=lambda trial: (not trial.helped, trial.repaired), default=None)
+        return min(tried, key=lambda pair: _or_infinite(pair[0].repaired), default=None)
 
     def _tried(self, repair: Repair) -> Trial | None:
+        if repair.change not in self._known:
+            self._known[repair.change] = self._new_trial(repair)
+        return self._known[repair.change]
+
+    def _new_trial(self, repair: Repair) -> Trial | None:
         if self._plain is None:
             self._plain = self._outcome(None)
             if self._plain is None or self._plain.steps < _LEAST:
                 self.until = 0.0
-                self.notes.append("no repair was tried: a training of ten steps takes too long; raise seconds=")
+                self.notes.append("no repair was tried: ten steps of the training take too long; raise seconds=")
         if self._plain is None or time.monotonic() + self._plain.seconds > self.until:
             return None
         outcome = self._outcome(repair)
         if outcome is None:
             return None
-        return Trial(repair.change, self._plain.mean, outcome.mean, self._plain.steps, _helps(self._plain, outcome))
+        return Trial(repair.change, self._plain.last, outcome.last, self._plain.steps, _helps(self._plain, outcome))
 
     def _outcome(self, repair: Repair | None) -> _Outcome | None:
         """Train a copy, with a repair or without; None if the repair does not apply to this model."""
@@ -92,23 +124,28 @@ class Trials:
                 torch.manual_seed(0)
                 if repair is not None:
                     repair.apply(setup)
-                first, steps = self._train(setup)
-                return _Outcome(first, self._held_losses(setup), steps, time.monotonic() - begun)
+                first = fmean(self._held_losses(setup))
+                early, steps = self._train(setup)
+                return _Outcome(first, early, self._held_losses(setup), steps, time.monotonic() - begun)
         except Exception:  # of the user's code, or because the repair does not fit
             return None
 
     def _train(self, setup: Setup) -> tuple[float, int]:
-        """Train for as many steps as the first training did, or as there is time for; the first loss, and how many."""
-        first, begun = math.nan, time.monotonic()
+        """Train for as many steps as the training without a repair, or as there is time for.
+
+        Returns the loss after a part of them, and how many there were.
+        """
+        begun, early = time.monotonic(), math.nan
         share = (self.until - begun) / 4  # this one, and some repairs
-        most = self.most if self._plain is None else self._plain.steps
+        most = _LONGER * self.steps if self._plain is None else self._plain.steps
         for step in range(most):
             batch = setup.batches[step % len(setup.batches)]
             value, _ = train_step(setup.model, setup.optimizer, batch, self.loss)
-            first = value if step == 0 else first
+            if step == self.steps // _EARLY:
+                early = fmean(self._held_losses(setup))
             if not math.isfinite(value) or (self._plain is None and time.monotonic() - begun > share):
-                return first, step + 1
-        return first, most
+                return early, step + 1
+        return early, most
 
     @torch.no_grad()
     def _held_losses(self, setup: Setup) -> list[float]:
@@ -121,32 +158,29 @@ class Trials:
 
 
 class _Outcome:
-    """How a short training ended."""
+    """How a short training went: the loss on the batches held back, before it, early and after it."""
 
-    def __init__(self, first: float, losses: list[float], steps: int, seconds: float) -> None:
+    def __init__(self, first: float, early: float, losses: list[float], steps: int, seconds: float) -> None:
         self.first = first
+        self.early = early  # after a quarter of the inspection's steps
         self.losses = losses
         self.steps = steps
         self.seconds = seconds
-        self.mean = fmean(losses)
+        self.last = fmean(losses)
 
 
 def _helps(plain: _Outcome, repaired: _Outcome) -> bool:
     """Whether the loss is clearly lower with the repair: by a share of it, and by two standard errors."""
-    if not math.isfinite(repaired.mean):
+    if not math.isfinite(repaired.last):
         return False
-    if not math.isfinite(plain.mean):
+    if not math.isfinite(plain.last):
         return True
     gains = [a - b for a, b in zip(plain.losses, repaired.losses, strict=True)]
     error = stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else 0.0
-    first = abs(plain.first) if math.isfinite(plain.first) else 0.0
-    return fmean(gains) > max(_SHARE * abs(plain.mean), _FIRST * first, 2 * error)
+    first = min(abs(plain.first), abs(repaired.first))
+    share = _LITTLE if plain.last > _STUCK * plain.early and repaired.last < _STUCK * repaired.early else _SHARE
+    return fmean(gains) > max(share * abs(plain.last), _FIRST * first, 2 * error)
 
 
-def _after(finding: Finding, trial: Trial, is_shown: bool) -> Finding:
-    """The finding after a trial: at least a warning if the repair helped, a severity lower if it did not."""
-    if trial.helped:
-        severity = max(finding.severity, Severity.WARNING, key=lambda severity: severity.rank)
-    else:
-        severity = {Severity.ERROR: Severity.WARNING}.get(finding.severity, Severity.INFO)
-    return replace(finding, severity=severity, tried=trial if is_shown else None)
+def _or_infinite(loss: float) -> float:
+    return math.inf if math.isnan(loss) else loss

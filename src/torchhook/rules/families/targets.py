@@ -64,8 +64,8 @@ class WrongOutputs(Fit):
         if term.kind == "nll" and term.squash in ("", "softmax", "sigmoid", "relu"):
             given = f"the outputs of a {name}" if name else "raw outputs"
             return f"nll_loss expects log-probabilities, but gets {given}"
-        if term.kind == "binary" and term.squash == "relu":
-            return "binary cross entropy expects probabilities, but gets the outputs of a ReLU"
+        if term.kind in ("binary", "log") and term.squash == "relu":
+            return "the loss takes its inputs for probabilities, but gets the outputs of a ReLU"
         return ""
 
 
@@ -80,7 +80,7 @@ class OutOfReach(Fit):
     explains = ("TH201", "TH203", "TH204", "TH401", "TH404", "TH502", "TH601")
     hint = "Remove the last activation, or choose one whose range covers the targets."
     wrong = "A few outliers among the targets that may be missed."
-    margin = 0.05  # of the spread of the targets
+    margin = 0.25  # of the spread of the targets
 
     def find(self, history: History) -> Iterator[Finding]:
         for term in history.comparisons:
