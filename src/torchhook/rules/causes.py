@@ -60,7 +60,8 @@ def _may_cause(cause: Rule, early: Finding, consequence: Rule, late: Finding) ->
         return True
     if not consequence.code.startswith(cause.causes(early)):
         return False
-    if early.severity == Severity.INFO and late.severity > Severity.INFO:
+    was_info = early.severity == Severity.INFO and early.tried is None  # a trial may have lowered it
+    if was_info and late.severity > Severity.INFO:
         return False
     first, second = _when(cause, early), _when(consequence, late)
     return first is None or second is None or first <= second

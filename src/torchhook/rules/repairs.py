@@ -51,7 +51,10 @@ def _slower(finding: Finding) -> list[Repair]:
 
 
 def _faster(finding: Finding) -> list[Repair]:
-    return [Repair("ten times the learning rate", lambda setup: _scale_rate(setup, 10.0), "rate")]
+    return [
+        Repair("ten times the learning rate", lambda setup: _scale_rate(setup, 10.0), "rate"),
+        Repair("a thousand times the learning rate", lambda setup: _scale_rate(setup, 1e3), "rate"),
+    ]
 
 
 def _scale_rate(setup: Setup, factor: float) -> None:
@@ -208,12 +211,10 @@ _REPAIRS: dict[str, Callable[[Finding], list[Repair]]] = {
     "TH303": _inputs,
     "TH401": _activations,
     "TH402": _slower,
-    "TH403": _slower,
     "TH501": _slower,
     "TH502": _faster,
     "TH503": _thawed,
-    "TH601": lambda finding: [*_faster(finding), *_inputs(finding), *_slower(finding)],
-    "TH602": _slower,
+    "TH601": lambda finding: [_faster(finding)[0], *_inputs(finding), *_slower(finding)],
     "TH603": _all_weights,
     "TH604": _bare,
     "TH606": _slower,

@@ -72,6 +72,8 @@ class Rule(ABC):
     rule's, unless they came earlier, by step and `phase`. Findings of the same rule are folded under the first in the
     order of execution, or under the last if the fault travels with the gradients (`backward`).
 
+    `forgiving` rules are about what healthy trainings have, too: where the training works all the same, they only inform.
+
     `cause` says in one word of `CAUSES` what is at fault; it is part of the evidence of every finding.
 
     A rule of your own needs a code, a name and `find`:
@@ -98,6 +100,7 @@ class Rule(ABC):
     explains: ClassVar[tuple[str, ...]] = ()
     phase: ClassVar[Phase] = Phase.FORWARD
     backward: ClassVar[bool] = False
+    forgiving: ClassVar[bool] = False
     cause: ClassVar[str] = "other"
     hint: ClassVar[str] = ""
     wrong: ClassVar[str] = ""

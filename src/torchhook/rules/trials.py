@@ -23,7 +23,7 @@ _LONGER = 10  # times the steps of the inspection, if there is time: much is dec
 _SHARE = 0.25  # of the loss that a repair has to take away
 _LITTLE = 0.1  # the same, where the loss is stuck without the repair and not with it
 _STUCK = 0.95  # of an earlier loss: a training that ends above has learnt nothing since
-_EARLY = 4  # after one in so many steps, the loss is looked at once more
+_FIRST_LOOK = 16  # steps, then twice as many, and so on: when the loss is looked at on the way
 _FIRST = 0.03  # of the first loss that it has to take away: a loss near zero needs no repair
 _GOOD = 0.45  # of the loss of guessing: a training that ends below works
 _PROVING = ("TH301", "TH303", "TH609", "TH612")  # an info becomes a warning if its repair helps
@@ -66,25 +66,28 @@ class Trials:
                 continue
             tried = self._trial(repairs_for(finding))
             if tried is not None:
-                repaired[rule] = [self._after(one, *tried, one is finding) for one in found[rule]]
+                repaired[rule] = [self._after(one, rule, *tried, one is finding) for one in found[rule]]
         return repaired
 
-    def _after(self, finding: Finding, trial: Trial, cause: str, is_shown: bool) -> Finding:
-        """The finding after a trial: at least a warning if the repair helped, a severity lower if it did not."""
-        tried = trial if is_shown else None
-        if not trial.helped or (finding.severity < Severity.ERROR and self._works(finding)):
-            severity = {Severity.ERROR: Severity.WARNING}.get(finding.severity, Severity.INFO)
-            return replace(finding, severity=severity, tried=tried)
-        severity = max(finding.severity, Severity.WARNING, key=lambda severity: severity.rank)
-        evidence = {**finding.evidence, "cause": cause} if cause else finding.evidence
-        return replace(finding, severity=severity, evidence=evidence, tried=tried)
+    def _after(self, finding: Finding, rule: Rule, trial: Trial, cause: str, is_shown: bool) -> Finding:
+        """The finding after a trial: at least a warning if the repair helped, a severity lower if it is not needed.
+
+        Where nothing is learnt, a repair that does not help proves nothing: there may be another fault beside.
+        """
+        tried, works = trial if is_shown else None, self._works(finding)
+        if trial.helped and not (works and rule.forgiving):
+            severity = max(finding.severity, Severity.WARNING, key=lambda severity: severity.rank)
+            evidence = {**finding.evidence, "cause": cause} if cause else finding.evidence
+            return replace(finding, severity=severity, evidence=evidence, tried=tried)
+        lower = {Severity.ERROR: Severity.WARNING}.get(finding.severity, Severity.INFO)
+        return replace(finding, severity=lower if works else finding.severity, tried=tried)
 
     def _works(self, finding: Finding) -> bool:
         """Whether the training without a repair gets well below what guessing gives, or is on its way there."""
         assert self._plain is not None
         if finding.code == "TH601":
             return self._plain.last < _STUCK * self._plain.first
-        return self._plain.last < _GOOD * self.chance
+        return self._plain.last < _GOOD * min(self.chance, self._plain.first)
 
     def _trial(self, repairs: Sequence[Repair]) -> tuple[Trial, str] | None:
         """The first repair that helps and what is at fault then, else the best; None if none could be tried."""
@@ -113,7 +116,9 @@ class Trials:
         outcome = self._outcome(repair)
         if outcome is None:
             return None
-        return Trial(repair.change, self._plain.last, outcome.last, self._plain.steps, _helps(self._plain, outcome))
+        steps = next((at for at in (self._plain.steps, self._short) if _helps(self._plain, outcome, at)), None)
+        at = steps or self._plain.steps
+        return Trial(repair.change, self._plain.at(at), outcome.at(at), at, steps is not None)
 
     def _outcome(self, repair: Repair | None) -> _Outcome | None:
         """Train a copy, with a repair or without; None if the repair does not apply to this model."""
@@ -124,28 +129,33 @@ class Trials:
                 torch.manual_seed(0)
                 if repair is not None:
                     repair.apply(setup)
-                first = fmean(self._held_losses(setup))
-                early, steps = self._train(setup)
-                return _Outcome(first, early, self._held_losses(setup), steps, time.monotonic() - begun)
+                return _Outcome(self._train(setup), time.monotonic() - begun)
         except Exception:  # of the user's code, or because the repair does not fit
             return None
 
-    def _train(self, setup: Setup) -> tuple[float, int]:
+    @property
+    def _short(self) -> int:
+        """The last look within the steps of the inspection itself."""
+        assert self._plain is not None
+        return max((at for at in self._plain.losses if at <= self.steps), default=0)
+
+    def _train(self, setup: Setup) -> dict[int, list[float]]:
         """Train for as many steps as the training without a repair, or as there is time for.
 
-        Returns the loss after a part of them, and how many there were.
+        Returns the losses of the batches held back, by step: before, now and then on the way, and at the end.
         """
-        begun, early = time.monotonic(), math.nan
+        begun, looks = time.monotonic(), {0: self._held_losses(setup)}
         share = (self.until - begun) / 4  # this one, and some repairs
         most = _LONGER * self.steps if self._plain is None else self._plain.steps
-        for step in range(most):
-            batch = setup.batches[step % len(setup.batches)]
+        for step in range(1, most + 1):
+            batch = setup.batches[(step - 1) % len(setup.batches)]
             value, _ = train_step(setup.model, setup.optimizer, batch, self.loss)
-            if step == self.steps // _EARLY:
-                early = fmean(self._held_losses(setup))
-            if not math.isfinite(value) or (self._plain is None and time.monotonic() - begun > share):
-                return early, step + 1
-        return early, most
+            is_over = not math.isfinite(value) or (self._plain is None and time.monotonic() - begun > share)
+            if is_over or step == most or (step >= _FIRST_LOOK and step & (step - 1) == 0):
+                looks[step] = self._held_losses(setup)
+            if is_over:
+                break
+        return looks
 
     @torch.no_grad()
     def _held_losses(self, setup: Setup) -> list[float]:
@@ -158,28 +168,36 @@ class Trials:
 
 
 class _Outcome:
-    """How a short training went: the loss on the batches held back, before it, early and after it."""
+    """How a short training went: the losses of the batches held back, by step."""
 
-    def __init__(self, first: float, early: float, losses: list[float], steps: int, seconds: float) -> None:
-        self.first = first
-        self.early = early  # after a quarter of the inspection's steps
+    def __init__(self, losses: dict[int, list[float]], seconds: float) -> None:
         self.losses = losses
-        self.steps = steps
         self.seconds = seconds
-        self.last = fmean(losses)
+        self.steps = max(losses)
+        self.first, self.last = fmean(losses[0]), fmean(losses[self.steps])
+
+    def at(self, step: int) -> float:
+        """The loss after `step` steps; a training that broke off stays where it was."""
+        return fmean(self.losses.get(step, self.losses[self.steps]))
+
+    def is_stuck(self, step: int) -> bool:
+        """Whether the loss did not fall in the second half of the first `step` steps."""
+        half = max(at for at in self.losses if at <= step / 2)
+        return self.at(step) > _STUCK * self.at(half)
 
 
-def _helps(plain: _Outcome, repaired: _Outcome) -> bool:
-    """Whether the loss is clearly lower with the repair: by a share of it, and by two standard errors."""
-    if not math.isfinite(repaired.last):
+def _helps(plain: _Outcome, repaired: _Outcome, step: int) -> bool:
+    """Whether the loss is clearly lower with the repair: by a share of it, and by a standard error."""
+    if not math.isfinite(repaired.at(step)):
         return False
-    if not math.isfinite(plain.last):
+    if not math.isfinite(plain.at(step)):
         return True
-    gains = [a - b for a, b in zip(plain.losses, repaired.losses, strict=True)]
+    pairs = zip(plain.losses.get(step, plain.losses[plain.steps]), repaired.losses[step], strict=True)
+    gains = [a - b for a, b in pairs]
     error = stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else 0.0
-    first = min(abs(plain.first), abs(repaired.first))
-    share = _LITTLE if plain.last > _STUCK * plain.early and repaired.last < _STUCK * repaired.early else _SHARE
-    return fmean(gains) > max(share * abs(plain.last), _FIRST * first, 2 * error)
+    share = _LITTLE if plain.is_stuck(step) and not repaired.is_stuck(step) else _SHARE
+    least = _FIRST * min(abs(plain.first), abs(repaired.first))
+    return fmean(gains) > max(share * abs(plain.at(step)), least, error)
 
 
 def _or_infinite(loss: float) -> float:

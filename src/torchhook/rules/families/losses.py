@@ -22,6 +22,7 @@ class LossNotFalling(Rule):
     """
 
     code, name = "TH601", "loss-not-falling"
+    forgiving = True
     cause = "undertrained"
     phase = Phase.LOSS
     facts = ("losses",)
@@ -110,6 +111,7 @@ class InitialLoss(Rule):
     """
 
     code, name = "TH603", "initial-loss"
+    forgiving = True
     cause = "init"
     phase = Phase.LOSS
     uses = (Need("output"),)

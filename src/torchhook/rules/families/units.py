@@ -158,6 +158,7 @@ class Saturated(Rule):
     """
 
     code, name = "TH203", "saturated"
+    forgiving = True
     cause = "activation"
     needs = (Need("output", "saturation", ("sigmoid", "tanh")),)
     uses = (Need("output"),)

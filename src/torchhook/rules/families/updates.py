@@ -56,6 +56,7 @@ class UpdateTooLarge(UpdateRatios):
     """
 
     code, name = "TH501", "update-too-large"
+    forgiving = True
     cause = "rate"
     explains = ("TH1", "TH2", "TH402", "TH403", "TH6", "TH7", "TH8", "TH401", "TH404")
     hint = "Lower the learning rate, by a factor of ten to begin with, or warm it up."
