@@ -72,7 +72,7 @@ class Rule(ABC):
     rule's, unless they came earlier, by step and `phase`. Findings of the same rule are folded under the first in the
     order of execution, or under the last if the fault travels with the gradients (`backward`).
 
-    `forgiving` rules are about what healthy trainings have, too: where the training works all the same, they only inform.
+    `forgiving` rules are about what healthy trainings have, too: where the training works, they only inform.
 
     `cause` says in one word of `CAUSES` what is at fault; it is part of the evidence of every finding.
 
