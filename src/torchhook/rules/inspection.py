@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from torchhook.core.batch import Batch, Loss, call, loss_of, on_device
 from torchhook.core.model_state import buffers_kept
+from torchhook.rules.effects import effects_of, unreached
 from torchhook.rules.history import History, Modes, settled
 from torchhook.rules.model_copy import copies_of
 from torchhook.rules.origin.catch import Catch
@@ -61,6 +62,7 @@ class Inspection:
         real = self._has_loss(twin)
         trained = self._trained(twin, optimizer) if steps and real else None
         self._watch(twin, trained, steps if trained is not None else _THOROUGH, real)
+        self.history.effects = effects_of(unreached(self.history), twin, next(self._batches()), self.loss)
         if real and twin.training and any("modes" in rule.facts for rule in self.rules):
             self._compare_modes(twin)
         if trained is not None:
