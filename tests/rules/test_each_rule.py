@@ -415,6 +415,51 @@ def a_layer_that_is_never_called(code):
     return looked(code, model)
 
 
+class Choosing(nn.Module):
+    """One of its experts gets all that comes."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 4) for _ in range(3))
+
+    def forward(self, x):
+        return self.experts[1](x)
+
+
+@example("TH404")
+def experts_that_get_nothing(code):
+    return looked(code, Choosing())
+
+
+class Reading(nn.Module):
+    """A model of an installed package, which has a pooler that is not used here."""
+
+    def __init__(self, stopped):
+        super().__init__()
+        from transformers import BertConfig, BertModel
+
+        config = BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
+        self.bert, self.head, self.stopped = BertModel(config), nn.Linear(8, 4), stopped
+
+    def forward(self, x):
+        x = self.bert(x).last_hidden_state.mean(1)
+        return self.head(x.detach() if self.stopped else x)
+
+
+@example("TH404", "bert.encoder.layer.0.output.LayerNorm")
+def a_detached_model_of_a_package(code):
+    return looked(code, Reading(stopped=True), words())
+
+
+@example("TH404")
+def a_pooler_of_a_package_that_is_not_used(code):
+    return looked(code, Reading(stopped=False), words())
+
+
+def words():
+    return [(torch.randint(8, (16, 6)), torch.randint(4, (16,))) for _ in range(8)]
+
+
 @example("TH404", "2", step=0)
 def a_softmax_over_one_unit(code):
     model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 1), nn.Softmax(1))

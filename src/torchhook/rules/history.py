@@ -83,6 +83,7 @@ class History:
     origin: Finding | None = None  # of the first nonfinite value, if its origin was searched for
     raised: Raised | None = None  # what the user's code raised, which ended the inspection
     scaled: bool = False  # whether a GradScaler is searching for its scale
+    effects: dict[str, bool] = field(default_factory=dict)  # of parameters without a gradient: does the loss need them?
     _tables: dict[Any, Any] = field(default_factory=dict, repr=False)  # results to reuse until the next window
     _moments: dict[int, dict[Place, Summary]] = field(default_factory=dict, repr=False)  # by step, already computed
 
@@ -250,6 +251,15 @@ def owner(path: str) -> str:
     'layer1.0'
     """
     return path.rpartition(".")[0]
+
+
+def is_within(path: str, part: str) -> bool:
+    """Whether a path is that of a module, or of something inside it.
+
+    >>> is_within("layer1.0", "layer1"), is_within("layer10", "layer1")
+    (True, False)
+    """
+    return path == part or not part or path.startswith(f"{part}.")
 
 
 def finite(values: Iterable[float]) -> list[float]:

@@ -18,6 +18,7 @@ from torchhook.core.batch import Batch, Loss, call, loss_of, on_device
 from torchhook.core.model_state import buffers_kept
 from torchhook.core.torch_internals import BATCH_NORMS
 from torchhook.core.trees import leaves
+from torchhook.rules.effects import effects_of, unreached
 from torchhook.rules.history import History, Modes, Raised, settled
 from torchhook.rules.kinds import kind_of
 from torchhook.rules.loss_graph import loss_terms
@@ -68,6 +69,8 @@ class Inspection:
         real = self._has_loss(twin)
         trained = optimizer if real else None
         self._watch(twin, trained, steps if trained is not None else _THOROUGH, real)
+        if self.history.raised is None:
+            self.history.effects = effects_of(unreached(self.history), twin, next(self._batches()), self.loss)
         if real and _has_modes(twin) and any("modes" in rule.facts for rule in self.rules):
             self._compare_modes(twin)
         if trained is not None:

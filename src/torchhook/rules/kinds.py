@@ -8,7 +8,7 @@ from functools import cache
 _KINDS = {
     "batchnorm": r"BatchNorm",
     "norm": r"Norm",
-    "leaky": r"(Leaky|P|R)ReLU|(?<!R)ELU|SiLU|Swish|Mish|Softplus|GELU|Activation",
+    "leaky": r"(Leaky|P|R)ReLU|(?<!R)ELU|SiLU|Swish|Mish|Softplus|GELU|^(?!.*ReLU).*Activation",
     "rectifier": r"ReLU",
     "sigmoid": r"^Sigmoid$",
     "tanh": r"^Tanh$",
@@ -30,5 +30,7 @@ def kind_of(label: str) -> str:
 
     >>> kind_of("Conv2d"), kind_of("ReLU6"), kind_of("LeakyReLU"), kind_of("MyBatchNorm2d"), kind_of("Flatten")
     ('weight', 'rectifier', 'leaky', 'batchnorm', 'other')
+    >>> kind_of("ReLUSquaredActivation"), kind_of("QuickGELUActivation")
+    ('rectifier', 'leaky')
     """
     return next((kind for kind, pattern in _PATTERNS.items() if pattern.search(label)), "other")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,6 +55,7 @@ class Rest:
     norms: dict[str, NormState]
     has_optimizer: bool = False
     strangers: int = 0  # parameters of the optimizer that are not in the model
+    installed: frozenset[str] = frozenset()  # modules whose class is from an installed package
 
 
 @torch.no_grad()
@@ -73,7 +77,24 @@ def at_rest(model: nn.Module, optimizer: Any = None) -> Rest:
         norms={plain(path): _norm(module) for path, module in model.named_modules() if _is_tracking(module)},
         has_optimizer=optimizer is not None,
         strangers=sum(id(parameter) not in own for group in groups for parameter in group["params"]),
+        installed=frozenset(_installed(model)),
     )
+
+
+def _installed(model: nn.Module) -> Iterator[str]:
+    """The paths of modules whose class is from an installed package; a container belongs to the module around it."""
+    known: dict[str, bool] = {}
+    for path, module in model.named_modules():
+        around = known.get(path.rpartition(".")[0], False)
+        is_container = type(module) in (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+        known[path] = around if is_container else _is_installed(type(module))
+        if known[path]:
+            yield plain(path)
+
+
+def _is_installed(cls: type[nn.Module]) -> bool:
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    return file is not None and not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
 def _parameter(parameter: nn.Parameter, groups: list[dict[str, Any]]) -> ParameterState:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchhook.core.attention import UNSEEN
-from torchhook.stats.stat import Stat
+from torchhook.stats.stat import Stat, UnlikeError
 
 
 class Focus(NamedTuple):
@@ -37,6 +37,8 @@ class Attention(Stat):
 
     def update(self, state: Tensor, x: Tensor) -> None:
         x = _heads(x)
+        if x.shape[1] != state.shape[1]:
+            raise UnlikeError(f"there were {state.shape[1]} heads, and now there are {x.shape[1]}")
         seen = x > UNSEEN
         keys = seen.sum(-1)
         entropy = entropy_of(weights_of(x, seen), keys)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator, Mapping
 from itertools import pairwise
 from statistics import median
 
 from torchhook.core.findings import Finding, Severity
-from torchhook.rules.history import History, finite, last_of, norm, owner, plain, readings
+from torchhook.rules.effects import reached, unreached
+from torchhook.rules.history import History, finite, is_within, last_of, norm, owner, plain, readings
 from torchhook.rules.registry import register
 from torchhook.rules.rule import Need, Phase, Rule
 from torchhook.rules.series import jumps, outliers
@@ -145,8 +147,10 @@ class GradientSpike(Rule):
 class NoGradient(Rule):
     """A trainable parameter gets no gradient, or only zeros, in at least three steps in which others get one.
 
-    The finding names the module. If the module is never called, this is a warning, since experts and spare heads may be
-    unused; if it is called, something after it blocks the gradient.
+    The finding names the module. It is an error if the loss needs the parameter all the same: something between them
+    blocks the gradient. `diagnose` tries that, by changing the parameter; otherwise a module that is called counts. A
+    part that the loss does not need is a warning, or an info if the code that does not use it is from an installed
+    package, which knows what it does, or if others of the same list are used, as experts are.
     """
 
     code, name, severity = "TH404", "no-gradient", Severity.ERROR
@@ -163,23 +167,29 @@ class NoGradient(Rule):
 
     def find(self, history: History) -> Iterator[Finding]:
         assert history.rest is not None
-        reached = self._reached(history)
-        if reached and not any(reached.values()) and len(history.windows) >= self.least:
+        seen = reached(history)
+        if seen and not any(seen.values()) and len(history.windows) >= self.least:
             yield self._nowhere(history)
-        if max(reached.values(), default=0) < self.least:
+        if max(seen.values(), default=0) < self.least:
             return
         called = {path for path, port in history.whole().rows if port.startswith("output")}
         missed: dict[str, list[str]] = {}
-        for path, known in history.rest.parameters.items():
-            if known.trainable and not reached.get(path) and (known.groups or not history.rest.has_optimizer):
-                missed.setdefault(owner(path), []).append(path)
+        for path in unreached(history):
+            missed.setdefault(owner(path), []).append(path)
         for site, paths in missed.items():
             names = [path.removeprefix(f"{site}.") for path in paths]
-            is_called = site in called or any(owner(path) == site and reached.get(path) for path in reached)
-            problem = "no gradient reaches it" if is_called else "it is never called"
-            severity = "error" if is_called else "warning"
-            cause = "no-gradient" if is_called else "unused-part"
-            yield self.finding(f"{problem}: {', '.join(names)}", site, None, severity, parameters=names, cause=cause)
+            part, user = _unused(site, [path for path, count in seen.items() if count])
+            is_part_of = user in history.rest.installed
+            is_called = any(is_within(path, site) for path in called)
+            effects = [history.effects[path] for path in paths if path in history.effects]
+            if any(effects) or (not effects and is_called and not is_part_of):
+                yield self.finding(f"no gradient reaches it: {', '.join(names)}", site, parameters=names)
+                continue
+            problem = "the loss does not depend on it" if is_called else "it is never called"
+            is_meant = is_part_of or _has_used_siblings(part, seen)
+            severity = "info" if is_meant else "warning"
+            message = f"{problem}: {', '.join(names)}"
+            yield self.finding(message, site, None, severity, parameters=names, cause="unused-part")
 
     def _nowhere(self, history: History) -> Finding:
         """What to say if no parameter at all gets a gradient."""
@@ -189,9 +199,22 @@ class NoGradient(Rule):
                 why, site = "the ReLU on the output is zero for every sample", term.site or site
         return self.finding(f"no gradient reaches any parameter: {why}", site, history.first_step)
 
-    def _reached(self, history: History) -> dict[str, int]:
-        """The number of windows in which each parameter had a gradient."""
-        found: dict[str, int] = {}
-        for (path, _), by_step in history.summaries("param_grad").items():
-            found[path] = sum(moments.nonfinite > 0 or moments.l2 > 0 for moments in by_step.values())
-        return found
+
+def _unused(site: str, used: Collection[str]) -> tuple[str, str]:
+    """The largest part around `site` without a used parameter, and the module that should have used it.
+
+    >>> _unused("block.expert.fc", ["block.router.weight"])
+    ('block.expert', 'block')
+    """
+    part, user = site, site
+    while user and not any(is_within(path, user) for path in used):
+        part, user = user, owner(user)
+    return part, user
+
+
+def _has_used_siblings(part: str, seen: Mapping[str, int]) -> bool:
+    """Whether a part is a member of a list of which others have a gradient."""
+    listed = re.compile(rf"{re.escape(owner(part))}\.(\w*?)\d+\.")
+    mine = re.fullmatch(r"(\D*)\d+", part.rpartition(".")[2])
+    others = (match for path, count in seen.items() if count and (match := listed.match(path)))
+    return mine is not None and any(match[1] == mine[1] for match in others)

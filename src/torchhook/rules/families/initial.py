@@ -15,11 +15,13 @@ from torchhook.rules.rule import Need, Phase, Rule
 
 @register
 class PoorInit(Rule):
-    """Before any training, the spread of activations differs by a factor of more than a thousand between layers.
+    """Before any training, signals have died out or blown up when they reach the last layer.
 
-    The spread is the standard deviation of each unit over the batch, averaged over the layer: over the whole tensor,
-    biases would hide that a signal has died out. Layers before a norm, and layers initialised to zero, do not count.
-    The finding names the layer that changes the spread most, by its weights or by what follows it.
+    Their spread is the standard deviation of each unit over the batch, averaged over the layer: over the whole tensor,
+    biases would hide that a signal has died out. At the input of the last layer it is more than a thousand times that
+    at the input of the first (or one), or less than a thousandth, and the last layer's biases drown what is left (a
+    millionth is enough without them). In between, it may be as it likes: queries, gates and small weights before a norm
+    do no harm. The finding names the layer that changes the spread most, by its weights or by what follows it.
     """
 
     code, name = "TH301", "poor-init"
@@ -29,20 +31,30 @@ class PoorInit(Rule):
     explains = ("TH105", "TH2", "TH4", "TH5", "TH6", "TH8")
     hint = "Initialise with kaiming_normal_ (ReLU) or xavier_uniform_ (tanh), or add a norm after the layer."
     wrong = "Models that scale layers on purpose (muP, Fixup) and have no norms."
-    ratio = 1e3
+    ratio, drowned = 1e3, 1e-3
 
     def find(self, history: History) -> Iterator[Finding]:
         if history.windows[0].step > history.first_step:
             return
         spreads = self._spreads(history)
-        known = [spread for _, spread in spreads]
-        if len(known) < 2 or max(known) <= self.ratio * min(known):
+        if len(spreads) < 2:
             return
-        changes = [(path, abs(math.log(now / before))) for (path, before), (_, now) in pairwise(spreads)]
+        first, last = spreads[0][1], spreads[-2][1]
+        lost = self.ratio**2 if self._share_of_inputs(history) > self.drowned else self.ratio
+        if first <= lost * last and last <= self.ratio * max(first, 1.0):  # a norm may lift small inputs to one
+            return
+        way = 1 if last > first else -1
+        changes = [(path, way * math.log(now / before)) for (path, before), (_, now) in pairwise(spreads)]
         most = max(change for _, change in changes)
         site = next(path for path, change in changes if change > 0.5 * most)
-        message = f"the spread of activations goes from {known[0]:.2g} to {known[-1]:.2g} over the layers"
-        yield self.finding(message, site, history.first_step, largest=plain(max(known)), smallest=plain(min(known)))
+        message = f"the spread of activations goes from {first:.2g} to {last:.2g} over the layers"
+        yield self.finding(message, site, history.first_step, first=plain(first), last=plain(last))
+
+    def _share_of_inputs(self, history: History) -> float:
+        """How much the outputs of the last layer vary with the inputs, as a share of their size."""
+        *_, last = readings(history.first(), "output", "channels", "weight")
+        size = float(last["channels"].abs_mean.mean())
+        return (mean_unit_std(last) or 0.0) / size if size else 1.0
 
     def _spreads(self, history: History) -> list[tuple[str, float]]:
         """The spread of each layer's input and output, each with the path of the layer that changes it next."""

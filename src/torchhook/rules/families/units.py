@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from torchhook.core.findings import Finding, Severity
@@ -88,6 +89,11 @@ class _Pair(NamedTuple):
     given: Tensor  # the mean absolute value of each unit, as the next layer gets it
     least: float  # the smallest value that the next layer gets
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether nothing is between the two layers: what is small then is small on purpose."""
+        return torch.allclose(self.given, self.before.abs_mean, rtol=1e-3, atol=0)
+
 
 def _pairs(window: Snapshot) -> Iterator[_Pair]:
     """Pairs of layers that follow each other in execution, where the second takes some values from each unit."""
@@ -139,7 +145,7 @@ class DormantUnits(Rule):
             for reading in readings(window, "output", "channels", "leaky")
         }
         for pair in _pairs(window):
-            if pair.least < 0:
+            if pair.least < 0 and not pair.is_direct:
                 sizes.setdefault(pair.path, (pair.given, pair.samples))
         for site, (size, count) in sizes.items():
             dormant = size <= self.tau * size.mean()
