@@ -127,6 +127,20 @@ def finite_state_and_a_mask(code):
     return at_rest(code, model)
 
 
+@example("TH102", "0.weight", step=1)
+def an_update_that_divides_zero_by_zero(code):
+    model = mlp().half()
+    optimizer = torch.optim.Adam(model.parameters(), eps=1e-8)  # which is zero in half precision
+    return trained(code, model, optimizer, [(1e-3 * torch.randn(64, 8).half(), torch.zeros(64).half())])
+
+
+@example("TH102")
+def updates_of_half_precision(code):
+    model = mlp().half()
+    optimizer = torch.optim.Adam(model.parameters(), eps=1e-4)
+    return trained(code, model, optimizer, [(1e-3 * torch.randn(64, 8).half(), torch.zeros(64).half())])
+
+
 @example("TH103", "1", step=0)
 def a_root_at_zero(code):
     return flowed(code, mlp(nn.Identity(), Returning(lambda x: (0 * x).sqrt())))

@@ -138,6 +138,11 @@ class Monitor:
         if self._open:
             self._react()
 
+    def wait(self) -> None:
+        """Measure the next step first: the one that runs now began before the monitor did."""
+        if self._open:
+            self._instruments.clock.wait()
+
     def unscaled(self, loss: Tensor) -> Tensor:
         """`loss` without the factor of a GradScaler."""
         return self._instruments.watch.unscaled(loss) if self._open else loss

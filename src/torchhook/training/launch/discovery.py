@@ -1,9 +1,11 @@
 """Finds out what a script trains, without its help.
 
-Until an optimizer has stepped, every module that is called with gradients enabled is noted. Then the outermost of them
-that hold parameters of this optimizer are what it trains. The tensor on which `backward` is called between two steps is
-the loss. Hooks on all modules are there for that step only. Later there is one hook on the steps of optimizers; when an
-unknown optimizer steps, modules are noted again until its next step.
+From the moment an optimizer is created until its first step, every module that is called with gradients enabled is
+noted. A module that is not inside another one and holds parameters of an optimizer is watched from this first call on,
+so that nothing of the first step is missed. When the optimizer begins to step, the outermost of all noted modules are
+what it trains. The tensor on which `backward` is called between two steps is the loss. Hooks on all modules are there
+for that time only. Later there is one hook on the steps of optimizers; when one steps that was not seen when it was
+created, modules are noted again until its next step.
 """
 
 from __future__ import annotations
@@ -28,10 +30,12 @@ from torchhook.core.compiled import tracing
 from torchhook.core.errors import StopTraining
 from torchhook.core.hooks.registration import on_any_call, on_any_step
 from torchhook.core.text import warn
+from torchhook.core.torch_internals import forward_pre_hooks, is_transformed
 from torchhook.rules.registry import Choice
 from torchhook.stats.optimizer.steps import is_inside_a_step
 from torchhook.training.monitor import Monitor, OnFinding, state_of
-from torchhook.training.process import rank
+from torchhook.training.process import rank, world_size
+from torchhook.training.runs.folders import delete
 
 _ATTEMPTS = 20  # steps of an optimizer until we stop waiting for its modules to be called
 _PATIENCE = 100  # steps of other optimizers during which we look for the modules of an unknown one
@@ -65,8 +69,9 @@ class Discovery:
             "on_finding": on_finding,
         }
         self._called: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()  # in the order of calls
+        self._inner: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the parts of those that were called
         self._trainings: list[Training] = []
-        self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # steps of each so far
+        self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # of all optimizers so far
         self._roots: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[nn.Module]]] = weakref.WeakKeyDictionary()
         self._losses: deque[Tensor] = deque(maxlen=_BACKWARDS)
         self._before: list[Tensor] = []  # losses from before the step began
@@ -85,6 +90,7 @@ class Discovery:
         self._always.enter_context(_unwarned("Using `torch.compile.* when there are global hooks on modules"))
         for handle in on_any_step(self._guarded(self._begun), self._guarded(self._stepped)):
             self._always.callback(handle.remove)
+        self._always.enter_context(_patched(Optimizer, "__init__", after=self._guarded(self._made)))
         self._always.enter_context(_patched(torch.autograd, "backward", before=self._guarded(self._backward)))
         self._always.enter_context(_patched(torch.amp.GradScaler, "update", after=self._guarded(self._updated)))
         self._look()
@@ -95,22 +101,54 @@ class Discovery:
     ) -> None:
         self._look_no_more()
         self._always.close()
+        for training in [training for training in self._trainings if not training.has_begun]:
+            self._drop(training)
         for monitor in self.watched:
             monitor.close(state_of(error))
 
     def _look(self) -> None:
         """Note the modules that are called, from now on."""
-        self._called.clear()
+        if not self._patience:
+            self._called.clear()
+            self._inner.clear()
+            self._looking.callback(on_any_call(self._guarded(self._note)).remove)
         self._patience = _PATIENCE
-        self._looking.callback(on_any_call(self._guarded(self._note)).remove)
 
     def _look_no_more(self) -> None:
         self._patience = 0
         self._looking.close()
 
+    def _made(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        """An optimizer was created: who is called from now on may be what it trains."""
+        self._steps[optimizer] = 0
+        self._look()
+
     def _note(self, module: nn.Module, args: Any) -> None:
-        if torch.is_grad_enabled():
-            self._called[module] = None
+        """A module is called; if it is what an optimizer trains, it is watched from now on."""
+        if not torch.is_grad_enabled() or module in self._called:
+            return
+        self._called[module] = None
+        if module in self._inner or is_transformed():
+            return
+        self._inner.update(part for part in module.modules() if part is not module)
+        optimizer = self._trainer_of(module)
+        if optimizer is None or sum(training.optimizer() is optimizer for training in self._trainings) >= _WATCHED:
+            return
+        before = set(forward_pre_hooks(module))
+        self._watch(module, optimizer)
+        for number, hook in list(forward_pre_hooks(module).items()):
+            if number not in before:  # torch has its list of those to call by now
+                hook(module, args, {})
+
+    def _trainer_of(self, module: nn.Module) -> Optimizer | None:
+        """The optimizer that has not stepped yet and holds most of the parameters of a module that nobody watches."""
+        if any(training.model() is module for training in self._trainings):
+            return None
+        own = {id(parameter) for parameter in module.parameters()}
+        new = [optimizer for optimizer, steps in self._steps.items() if not steps]
+        shares = {optimizer: len(own & _held(optimizer)) for optimizer in new}
+        best = max(shares, key=shares.__getitem__, default=None)
+        return best if best is not None and shares[best] else None
 
     def _backward(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
         """A backward begins; the tensors that it starts from are the loss, or parts of it."""
@@ -125,52 +163,65 @@ class Discovery:
 
     def _begun(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An optimizer begins to step; backwards from now on come from its closure, which it may call several times."""
-        if not is_inside_a_step():
-            self._before = list(self._losses)
-            self._losses.clear()
+        if is_inside_a_step():  # an optimizer may call the step of its parent class
+            return
+        self._before = list(self._losses)
+        self._losses.clear()
+        is_first = not self._steps.setdefault(optimizer, 0)
+        if is_first or not self._own(optimizer):
+            self._meet(optimizer)
 
     def _stepped(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An optimizer has stepped."""
-        if is_inside_a_step():  # an optimizer may call the step of its parent class
+        if is_inside_a_step():
             return
-        self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        self._steps[optimizer] += 1
         losses = [*self._before, *list(self._losses)[-1:]]
         self._losses.clear()
-        own = [training for training in self._trainings if training.optimizer() is optimizer]
         for training in self._trainings:
             training.idle += 1
-        for training in own:
+        for training in self._own(optimizer):
             training.step(losses)
-        if not own:
-            self._meet(optimizer)
-        self._patience -= 1
-        if self._patience <= 0 or all(known in self._roots for known in self._steps):
+        self._patience = max(self._patience - 1, 0)
+        if not self._patience or all(known in self._roots for known in self._steps):
             self._look_no_more()
 
+    def _own(self, optimizer: Optimizer) -> list[Training]:
+        return [training for training in self._trainings if training.optimizer() is optimizer]
+
     def _meet(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped that no monitor watches."""
+        """An optimizer is about to step, for the first time or without a monitor."""
         if optimizer not in self._roots:
             self._find(optimizer)
-        for root in [found for known in self._roots.get(optimizer, ()) if (found := known()) is not None]:
+        roots = [found for known in self._roots.get(optimizer, ()) if (found := known()) is not None]
+        for root in roots:
             training = next((training for training in self._trainings if training.model() is root), None)
-            if training is None:
-                self._watch(root, optimizer)
-            elif training.is_replaced():  # until then they may alternate, and watching one of them is enough
+            if training is not None and training.optimizer() is optimizer:
+                continue
+            if training is not None and not training.has_begun:  # another one was expected to train it
+                self._drop(training)
+            elif training is not None and training.is_replaced():
                 self._end(training)
-                self._watch(root, optimizer)
+            elif training is not None:  # they may alternate, and watching one of them is enough
+                continue
+            self._watch(root, optimizer, is_late=True)
+        for training in self._own(optimizer):
+            if roots and not training.has_begun and training.model() not in roots:  # it is a part of one of them
+                self._drop(training)
 
     def _find(self, optimizer: Optimizer) -> None:
-        """Find out what an optimizer trains; if that is not clear yet, try again after its next step."""
+        """Find out what an optimizer trains; if that is not clear yet, try again before its next step."""
         if not self._patience:
             self._look()
             return
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        held = _held(optimizer)
         is_late = self._steps[optimizer] >= _ATTEMPTS
         roots = _holding(held, self._called) or (_holding(held, _all_modules()) if is_late else [])
         if roots or is_late:
             self._roots[optimizer] = [weakref.ref(root) for root in _largest(roots)]
 
-    def _watch(self, root: nn.Module, optimizer: Optimizer) -> None:
+    def _watch(self, root: nn.Module, optimizer: Optimizer, is_late: bool = False) -> None:
+        """Begin to watch a model; `is_late` if its forward is over, so that its next step is the first to measure."""
         name = f"{self._name}-{type(root).__name__}" if self.watched else self._name
         weak = weakref.proxy(optimizer)  # the training is over when the script drops its optimizer
         try:
@@ -179,6 +230,8 @@ class Discovery:
             self._roots[optimizer] = []  # do not try again
             _warn(f"could not watch {type(root).__name__}: {type(error).__name__}: {error}")
             return
+        if is_late:
+            monitor.wait()
         self.watched.append(monitor)
         self._trainings.append(Training(root, optimizer, monitor))
 
@@ -189,8 +242,19 @@ class Discovery:
                 self._end(training)
 
     def _end(self, training: Training) -> None:
+        if not training.has_begun:
+            self._drop(training)
+            return
         training.monitor.close()
         self._trainings.remove(training)
+
+    def _drop(self, training: Training) -> None:
+        """Forget a training that never took a step."""
+        training.monitor.close()
+        self._trainings.remove(training)
+        self.watched.remove(training.monitor)
+        if training.monitor.run is not None and world_size() == 1:  # other ranks may still write below it
+            delete(training.monitor.run)
 
     def _guarded(self, action: Callable[..., None]) -> Callable[..., None]:
         """A fault of ours must not stop the script."""
@@ -217,11 +281,13 @@ class Training:
         self.model = weakref.ref(model)
         self.optimizer = weakref.ref(optimizer)
         self.monitor = monitor
+        self.has_begun = False  # whether the optimizer has stepped
         self.idle = 0  # steps of other optimizers since our last one
         self.others = 0  # those of them that trained the same model
 
     def step(self, losses: list[Tensor]) -> None:
         """The optimizer has stepped, after a backward of each of `losses`."""
+        self.has_begun = True
         self.idle = self.others = 0
         total = torch.stack([loss.to(losses[0].device, torch.float64) for loss in losses]).sum() if losses else None
         self.monitor.step(None if total is None else self.monitor.unscaled(total))
@@ -243,6 +309,11 @@ def outermost(called: Iterable[nn.Module]) -> list[nn.Module]:
     modules = list(called)
     inside = {child for module in modules for child in module.modules() if child is not module}
     return [module for module in modules if module not in inside]
+
+
+def _held(optimizer: Optimizer) -> set[int]:
+    """The ids of the parameters that an optimizer has."""
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def _holding(held: set[int], modules: Iterable[nn.Module]) -> list[nn.Module]:
