@@ -23,7 +23,7 @@ from torchhook.core.transfer import sent_home
 from torchhook.rules.check import check
 from torchhook.rules.history import History, settled
 from torchhook.rules.registry import Choice, chosen
-from torchhook.rules.rest import at_rest
+from torchhook.rules.rest import Rest, at_rest
 from torchhook.stats.optimizer.steps import unwrapped as torch_optimizer
 from torchhook.stats.reading import Snapshot
 from torchhook.training.instruments import SELDOM, Instruments
@@ -138,10 +138,14 @@ class Monitor:
         if self._open:
             self._react()
 
-    def wait(self) -> None:
-        """Measure the next step first: the one that runs now began before the monitor did."""
+    def wait(self, rest: Rest | None = None) -> None:
+        """Measure the next step first: the one that runs now began before the monitor did.
+
+        `rest` is the state of the model before its first step, if that is known.
+        """
         if self._open:
             self._instruments.clock.wait()
+            self._worker.judge.history.rest = rest or self._worker.judge.history.rest
 
     def unscaled(self, loss: Tensor) -> Tensor:
         """`loss` without the factor of a GradScaler."""

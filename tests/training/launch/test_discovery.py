@@ -355,7 +355,7 @@ def test_a_model_that_becomes_part_of_another(found):
 
 
 def test_what_is_not_called_at_first(found):
-    """Nor does an optimizer of bare parameters find a model."""
+    """A bare parameter is a training of its own."""
     model, scale = First(), nn.Parameter(torch.ones(3))
     optimizer, bare = sgd(model), torch.optim.SGD([scale], 0.1)
     with found:
@@ -369,8 +369,9 @@ def test_what_is_not_called_at_first(found):
         for _ in range(discovery._ATTEMPTS + 2):
             bare.step()
         assert not torch.nn.modules.module._global_forward_pre_hooks  # nobody looks any more
-    [monitor] = found.watched
+    [tensors, monitor] = found.watched
     assert monitor.steps == 12 and min(monitor.report.losses) == 5
+    assert (tensors.model_name, tensors.steps) == ("Tensors", 12 + discovery._ATTEMPTS + 2)
 
 
 @pytest.mark.parametrize("how", ["wrapped", "in place", "function"])
@@ -674,3 +675,142 @@ def test_hooks_for_all_modules_are_there_for_a_step_alone(found):
         assert len(known) == 1
         train(model, optimizer, discovery._PATIENCE)
         assert not known and once.param_groups
+
+
+# ------------------------------------------------------------ without modules, and without optimizers
+
+
+weight, shifts = torch.zeros(3, 1, requires_grad=True), [torch.zeros(1, requires_grad=True)]  # variables to name
+
+
+@pytest.fixture
+def bare():
+    """A line to fit, by the variables of this file."""
+    with torch.no_grad():
+        weight.zero_()
+        shifts[0].zero_()
+    weight.grad = shifts[0].grad = None
+    x = torch.randn(40, 16, 3)
+    return [(part, part.sum(1, keepdim=True)) for part in x]
+
+
+def bare_loss(x, y):
+    return F.mse_loss(x @ weight + shifts[0], y)
+
+
+def found_in(monitor):
+    return {finding.code for top in monitor.report.findings for finding in (top, *top.affected)}
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, nn.Parameter])
+def test_tensors_of_no_module(found, kind):
+    tensors = [kind(torch.zeros(3, 1)).requires_grad_(), kind(torch.zeros(1)).requires_grad_()]
+    with found:
+        optimizer = torch.optim.SGD(tensors, 0.1)
+        losses = []
+        for _ in range(12):
+            x = torch.randn(16, 3)
+            loss = F.mse_loss(x @ tensors[0] + tensors[1], x.sum(1, keepdim=True))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    [monitor] = found.watched
+    assert monitor.model_name == "Tensors" and monitor.report.ok
+    steps, told = measured(monitor)
+    assert steps == [1, 5, 9] and told == pytest.approx(dict(enumerate(losses)))
+    with Run(monitor.run) as run:
+        ports = {"param_grad", "step_grad_norm", "update_ratio"}
+        assert {(path, port) for path in ("param0", "param1") for port in ports} <= run.window(1).rows.keys()
+
+
+def test_tensors_have_the_names_of_variables(found, bare):
+    with found:
+        optimizer = torch.optim.SGD([weight, *shifts], 0.1)
+        for x, y in bare:
+            optimizer.zero_grad()
+            bare_loss(x, y).backward()
+            optimizer.step()
+    assert {layer["site"] for layer in found.watched[0].report.layers} == {"weight", "shifts[0]"}
+
+
+def test_tensors_that_the_script_itself_updates(found, bare):
+    """A step is from one backward to the next."""
+    losses = []
+    with found:
+        for x, y in bare:
+            loss = bare_loss(x, y)
+            loss.backward()
+            with torch.no_grad():
+                for tensor in (weight, *shifts):
+                    tensor -= 0.1 * tensor.grad
+                    tensor.grad = None
+            losses.append(loss.item())
+    [monitor] = found.watched
+    steps, told = measured(monitor)
+    assert (monitor.steps, steps[0]) == (40, 1) and told == pytest.approx(dict(enumerate(losses)))
+    with Run(monitor.run) as run:
+        assert run.window(1).rows.keys() == {("weight", "param_grad"), ("shifts[0]", "param_grad")}
+    assert monitor.report.ok
+
+
+def test_tensors_that_are_replaced_in_every_step(found):
+    with found:
+        value = torch.ones(2, requires_grad=True)
+        losses = []
+        for _ in range(10):
+            loss = value.square().sum()
+            loss.backward()
+            value = (value - 0.1 * value.grad).detach().requires_grad_()
+            losses.append(loss.item())
+    assert found.watched[0].report.losses == pytest.approx(dict(enumerate(losses)))
+
+
+@pytest.mark.parametrize("unused", [False, True])
+def test_a_model_that_the_script_itself_updates(found, unused):
+    """Also if there is an optimizer, which never steps."""
+    model = First()
+    losses, mean = [], []
+    with found:
+        kept = [sgd(model)] if unused else []
+        for _ in range(40):
+            x = torch.randn(16, 4)
+            loss = model(x).square().mean()
+            model.zero_grad()
+            loss.backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.01 * parameter.grad
+            losses.append(loss.item())
+            mean.append(x.mean().item())
+    [monitor] = found.watched
+    first = discovery._LONELY * unused
+    steps, told = measured(monitor)
+    assert told == pytest.approx(dict(enumerate(losses[first:]))) and monitor.report.ok and len(kept) == unused
+    with Run(monitor.run) as run:
+        assert run.about["optimizer"] is None and steps[0] == 2
+        assert run.window(2)["0", "input"]["moments"].mean == pytest.approx(mean[first + 2], abs=1e-6)
+
+
+def test_gradients_that_nobody_learns_from(found, tmp_path):
+    """Nor is an attack a training: the inputs change, but not the model."""
+    model = First()
+    with found:
+        x = torch.randn(16, 4, requires_grad=True)
+        for _ in range(30):
+            model(x).square().mean().backward()
+            x = (x + 0.01 * x.grad.sign()).detach().requires_grad_()
+        assert not torch.nn.modules.module._global_forward_pre_hooks  # nobody looks any more
+    assert not found.watched and not list(tmp_path.iterdir())
+
+
+def test_an_image_is_trained_and_not_the_model_that_judges_it(found):
+    judge = First()
+    image = torch.randn(16, 4, requires_grad=True)
+    with found:
+        optimizer = torch.optim.Adam([image], 0.01)
+        for _ in range(10):
+            optimizer.zero_grad()
+            judge(image).square().mean().backward()
+            optimizer.step()
+    assert named(found) == ["Tensors"] and found.watched[0].steps == 10

@@ -62,6 +62,12 @@ def on_call(module: nn.Module, before: Callable[..., None], after: Callable[...,
     )
 
 
+def before_call(module: nn.Module, before: Callable[..., None]) -> Removable:
+    """Call `before` before every call of `module`."""
+    handle: Removable = module.register_forward_pre_hook(before, prepend=True)
+    return handle
+
+
 def on_any_step(before: Callable[..., None], after: Callable[..., None]) -> list[Removable]:
     """Call `before` and `after` around every step of every optimizer."""
     return [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]

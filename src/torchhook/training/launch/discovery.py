@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import gc
 import os
-import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import wraps
 from pathlib import Path
 from types import TracebackType
@@ -33,6 +32,9 @@ from torchhook.core.text import warn
 from torchhook.core.torch_internals import forward_pre_hooks, is_transformed
 from torchhook.rules.registry import Choice
 from torchhook.stats.optimizer.steps import is_inside_a_step
+from torchhook.training.launch.by_hand import HandTraining, Suspicion, total
+from torchhook.training.launch.patches import patched, unwarned
+from torchhook.training.launch.tensors import Tensors, leaves_of, named
 from torchhook.training.monitor import Monitor, OnFinding, state_of
 from torchhook.training.process import rank, world_size
 from torchhook.training.runs.folders import delete
@@ -43,6 +45,8 @@ _REPLACED = 20  # steps that an optimizer takes alone until it counts as the suc
 _IDLE = 1000  # steps of other optimizers after which a training is over
 _WATCHED = 8  # models of one optimizer that are watched, at most
 _BACKWARDS = 1000  # losses that are kept between two steps, at most
+_LONELY = 8  # backwards of which an optimizer may make one step before we ask whether the script trains by hand
+_SEARCHES = 3  # times that all modules of the process are searched for parameters of which none was called, at most
 
 
 class Discovery:
@@ -73,6 +77,12 @@ class Discovery:
         self._trainings: list[Training] = []
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # of all optimizers so far
         self._roots: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[nn.Module]]] = weakref.WeakKeyDictionary()
+        self._bare: weakref.WeakKeyDictionary[Optimizer, Tensors] = weakref.WeakKeyDictionary()  # those of no module
+        self._by_hand: list[HandTraining] = []
+        self._suspicion: Suspicion | None = None  # backwards that may be a training without an optimizer
+        self._has_stepped = self._is_unfounded = False
+        self._lonely = 0  # backwards where there is an optimizer, but none has ever stepped
+        self._searches = 0
         self._losses: deque[Tensor] = deque(maxlen=_BACKWARDS)
         self._before: list[Tensor] = []  # losses from before the step began
         self._patience = 0  # for how many more steps modules are noted
@@ -87,12 +97,12 @@ class Discovery:
         return rank() == 0
 
     def __enter__(self) -> Discovery:
-        self._always.enter_context(_unwarned("Using `torch.compile.* when there are global hooks on modules"))
+        self._always.enter_context(unwarned("Using `torch.compile.* when there are global hooks on modules"))
         for handle in on_any_step(self._guarded(self._begun), self._guarded(self._stepped)):
             self._always.callback(handle.remove)
-        self._always.enter_context(_patched(Optimizer, "__init__", after=self._guarded(self._made)))
-        self._always.enter_context(_patched(torch.autograd, "backward", before=self._guarded(self._backward)))
-        self._always.enter_context(_patched(torch.amp.GradScaler, "update", after=self._guarded(self._updated)))
+        self._always.enter_context(patched(Optimizer, "__init__", after=self._guarded(self._made)))
+        self._always.enter_context(patched(torch.autograd, "backward", before=self._guarded(self._backward)))
+        self._always.enter_context(patched(torch.amp.GradScaler, "update", after=self._guarded(self._updated)))
         self._look()
         return self
 
@@ -101,6 +111,8 @@ class Discovery:
     ) -> None:
         self._look_no_more()
         self._always.close()
+        for hand in self._by_hand:
+            hand.close()
         for training in [training for training in self._trainings if not training.has_begun]:
             self._drop(training)
         for monitor in self.watched:
@@ -153,9 +165,44 @@ class Discovery:
     def _backward(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
         """A backward begins; the tensors that it starts from are the loss, or parts of it."""
         self._forget()
-        for tensor in (tensors,) if isinstance(tensors, Tensor) else tensors:
-            if isinstance(tensor, Tensor) and tensor.numel() == 1:
-                self._losses.append(tensor.detach().reshape(()).clone())
+        several = (tensors,) if isinstance(tensors, Tensor) else tensors
+        losses = [tensor for tensor in several if isinstance(tensor, Tensor) and tensor.numel() == 1]
+        values = [loss.detach().reshape(()).clone() for loss in losses]
+        self._losses += values
+        if not self._has_stepped:
+            self._suspect(losses, values)
+
+    def _suspect(self, losses: list[Tensor], values: list[Tensor]) -> None:
+        """A backward begins where no optimizer has ever stepped; the script may train by hand."""
+        if self._steps and self._lonely < _LONELY:  # it accumulates, as far as we know
+            self._lonely += 1
+            return
+        if self._suspicion is None and not self._by_hand and not self._is_unfounded:
+            leaves = leaves_of(losses)
+            roots = _largest(_holding(set(map(id, leaves)), self._called))
+            self._suspicion = Suspicion(roots, leaves) if leaves else None
+        elif self._suspicion is not None and self._suspicion.has_changed(lambda: leaves_of(losses)):
+            self._watch_by_hand(self._suspicion, losses)
+        for hand in self._by_hand:
+            hand.backward(values)
+        if self._suspicion is not None:
+            self._suspicion.losses += values
+            if self._suspicion.is_unfounded:
+                self._suspicion, self._is_unfounded = None, True
+                self._look_no_more()
+
+    def _watch_by_hand(self, suspicion: Suspicion, losses: list[Tensor]) -> None:
+        """Begin to watch what is trained without an optimizer, in its second step."""
+        self._suspicion = None
+        self._look_no_more()
+        for training in [known for known in self._trainings if known.model() in suspicion.roots]:
+            self._drop(training)
+        roots = suspicion.roots or [Tensors(named(leaves_of(losses)))]
+        for root, rest in zip(roots, suspicion.rests, strict=True):
+            monitor = self._monitor(root, None, 0)
+            if monitor is not None:
+                monitor.wait(rest)
+                self._by_hand.append(HandTraining(root, monitor, suspicion, self._guarded))
 
     def _updated(self, *args: Any, **kwargs: Any) -> None:
         """A GradScaler was updated; losses that are left belong to a step that it skipped."""
@@ -167,6 +214,8 @@ class Discovery:
             return
         self._before = list(self._losses)
         self._losses.clear()
+        self._has_stepped = True
+        self._end_by_hand()
         is_first = not self._steps.setdefault(optimizer, 0)
         if is_first or not self._own(optimizer):
             self._meet(optimizer)
@@ -185,6 +234,12 @@ class Discovery:
         self._patience = max(self._patience - 1, 0)
         if not self._patience or all(known in self._roots for known in self._steps):
             self._look_no_more()
+
+    def _end_by_hand(self) -> None:
+        for hand in self._by_hand:
+            hand.close()
+            hand.monitor.close()
+        self._by_hand, self._suspicion = [], None
 
     def _own(self, optimizer: Optimizer) -> list[Training]:
         return [training for training in self._trainings if training.optimizer() is optimizer]
@@ -217,23 +272,47 @@ class Discovery:
         held = _held(optimizer)
         is_late = self._steps[optimizer] >= _ATTEMPTS
         roots = _holding(held, self._called) or (_holding(held, _all_modules()) if is_late else [])
-        if roots or is_late:
+        if not roots and (is_late or self._is_bare(optimizer)):
+            roots = [self._stand_in(optimizer)]
+        if roots:
             self._roots[optimizer] = [weakref.ref(root) for root in _largest(roots)]
+
+    def _is_bare(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer trains tensors that are in no module, as far as that is known yet."""
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if all(parameter.grad is None for parameter in held):
+            return False
+        if not any(isinstance(parameter, nn.Parameter) for parameter in held):
+            return True
+        self._searches += 1
+        return self._searches <= _SEARCHES and not _holding(_held(optimizer), _all_modules())
+
+    def _stand_in(self, optimizer: Optimizer) -> nn.Module:
+        """A module that stands for the tensors of an optimizer."""
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._bare[optimizer] = Tensors(named(held))
+        return self._bare[optimizer]
 
     def _watch(self, root: nn.Module, optimizer: Optimizer, is_late: bool = False) -> None:
         """Begin to watch a model; `is_late` if its forward is over, so that its next step is the first to measure."""
-        name = f"{self._name}-{type(root).__name__}" if self.watched else self._name
         weak = weakref.proxy(optimizer)  # the training is over when the script drops its optimizer
-        try:
-            monitor = Monitor(root, weak, name=name, first_step=self._steps[optimizer], **self._options)
-        except Exception as error:
+        monitor = self._monitor(root, weak, self._steps[optimizer])
+        if monitor is None:
             self._roots[optimizer] = []  # do not try again
-            _warn(f"could not watch {type(root).__name__}: {type(error).__name__}: {error}")
             return
         if is_late:
             monitor.wait()
-        self.watched.append(monitor)
         self._trainings.append(Training(root, optimizer, monitor))
+
+    def _monitor(self, root: nn.Module, optimizer: Any, first_step: int) -> Monitor | None:
+        name = f"{self._name}-{type(root).__name__}" if self.watched else self._name
+        try:
+            monitor = Monitor(root, optimizer, name=name, first_step=first_step, **self._options)
+        except Exception as error:
+            _warn(f"could not watch {type(root).__name__}: {type(error).__name__}: {error}")
+            return None
+        self.watched.append(monitor)
+        return monitor
 
     def _forget(self) -> None:
         """End the trainings that are over. (Not from a finalizer of the optimizer, which may run at any point.)"""
@@ -289,8 +368,8 @@ class Training:
         """The optimizer has stepped, after a backward of each of `losses`."""
         self.has_begun = True
         self.idle = self.others = 0
-        total = torch.stack([loss.to(losses[0].device, torch.float64) for loss in losses]).sum() if losses else None
-        self.monitor.step(None if total is None else self.monitor.unscaled(total))
+        whole = total(losses)
+        self.monitor.step(None if whole is None else self.monitor.unscaled(whole))
 
     def is_replaced(self) -> bool:
         """Whether another optimizer, which just stepped, has replaced ours."""
@@ -340,38 +419,3 @@ def _warn(message: str) -> None:
     """Warn, but never raise: a warning that is an error would stop the script."""
     with suppress(UserWarning):
         warn(message)
-
-
-@contextmanager
-def _unwarned(pattern: str) -> Iterator[None]:
-    """Suppress the warnings that match `pattern`, which our own hooks would cause."""
-    warnings.filterwarnings("ignore", pattern, UserWarning)
-    ours = warnings.filters[0]
-    try:
-        yield
-    finally:
-        with suppress(ValueError, AttributeError):  # the script may have changed the filters
-            warnings.filters.remove(ours)  # type: ignore[attr-defined]  # a list, in fact
-
-
-@contextmanager
-def _patched(
-    owner: Any, name: str, before: Callable[..., None] | None = None, after: Callable[..., None] | None = None
-) -> Iterator[None]:
-    """Call functions before or after one of torch's that offers no hook."""
-    original = getattr(owner, name)
-
-    @wraps(original)
-    def around(*args: Any, **kwargs: Any) -> Any:
-        if before is not None:
-            before(*args, **kwargs)
-        result = original(*args, **kwargs)
-        if after is not None:
-            after(*args, **kwargs)
-        return result
-
-    setattr(owner, name, around)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
