@@ -15,6 +15,7 @@ from torch import nn
 from specimens import Returning
 from torchhook import Profile, check, diagnose
 from torchhook.rules import RULES, History
+from torchhook.rules.loop import Loop
 from torchhook.rules.watch import Watch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -81,6 +82,11 @@ def trained(code, model, optimizer, data=None, loss=square, steps=25):
 def told(code, losses):
     """The report of one rule on some losses."""
     return check(History(losses=dict(enumerate(losses))), [code])
+
+
+def looped(code, **seen):
+    """The report of one rule on what was seen of a loop."""
+    return check(History(loop=Loop(**seen)), [code])
 
 
 # --- TH1: not finite
@@ -507,6 +513,19 @@ def an_optimizer_of_another_model(code):
 def an_optimizer_of_the_model(code):
     model = mlp()
     return at_rest(code, model, torch.optim.SGD(model.parameters(), 0.1))
+
+
+# --- TH51: the loop
+
+
+@example("TH511", "")
+def gradients_are_never_set_to_zero(code):
+    return looped(code, looked=20, unzeroed=19)
+
+
+@example("TH511")
+def gradients_are_set_to_zero(code):
+    return looped(code, looked=20, unzeroed=1)
 
 
 # --- TH6: losses

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torchhook.core.hooks.registration import before_call
 from torchhook.rules.rest import Rest, at_rest
 from torchhook.stats.stat import counted
+from torchhook.training.launch.loop import LoopNotes
+from torchhook.training.launch.patches import Guard
 from torchhook.training.launch.tensors import Tensors, named
+from torchhook.training.launch.trainings import total
 from torchhook.training.monitor import Monitor
-
-Guard = Callable[[Callable[..., None]], Callable[..., None]]
-"""Makes of a function one that never raises."""
 
 _PATIENCE = 20  # backwards until we stop waiting for a change
 _LOOKED_AT = 8  # tensors of which we compare values
@@ -56,6 +56,8 @@ class HandTraining:
 
     def __init__(self, root: nn.Module, monitor: Monitor, suspicion: Suspicion, guard: Guard) -> None:
         self.monitor = monitor
+        self.notes = LoopNotes(root, None, root.parameters())
+        monitor.notes = self.notes
         self._backwards = max(len(suspicion.losses), 1)
         self._losses = list(suspicion.losses)
         self._handle = before_call(root, guard(self._called))
@@ -63,16 +65,19 @@ class HandTraining:
         if suspicion.roots:  # the forward of the second step is over
             monitor.wait()
 
-    def backward(self, losses: list[Tensor]) -> None:
-        """A backward begins."""
+    def backward(self, losses: list[Tensor], values: list[Tensor]) -> None:
+        """A backward of `losses` begins, which have these values."""
         if len(self._losses) >= self._backwards:
             self.step()
-        self._losses += losses
+        self.notes.backward(losses)
+        self._losses += values
 
     def step(self) -> None:
         """A step has ended."""
         losses, self._losses = self._losses, []
+        self.notes.stepped({})
         self.monitor.step(total(losses))
+        self.notes.plan(self.monitor.is_measuring)
 
     def close(self) -> None:
         """The script has ended."""
@@ -84,13 +89,7 @@ class HandTraining:
         """The model is called: if all backwards of a step are over, so is the step."""
         if torch.is_grad_enabled() and len(self._losses) >= self._backwards:
             self.step()
-
-
-def total(losses: Sequence[Tensor]) -> Tensor | None:
-    """The sum of losses that may be on several devices; None if there are none."""
-    if not losses:
-        return None
-    return torch.stack([loss.to(losses[0].device, torch.float64) for loss in losses]).sum()
+        self.notes.called(module, args)
 
 
 def _some(leaf: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,18 +30,21 @@ from torchhook.core.errors import StopTraining
 from torchhook.core.hooks.registration import on_any_call, on_any_step
 from torchhook.core.text import warn
 from torchhook.core.torch_internals import forward_pre_hooks, is_transformed
+from torchhook.rules.loss_graph import terms_arriving
 from torchhook.rules.registry import Choice
 from torchhook.stats.optimizer.steps import is_inside_a_step
-from torchhook.training.launch.by_hand import HandTraining, Suspicion, total
+from torchhook.training.launch.by_hand import HandTraining, Suspicion
+from torchhook.training.launch.feeding import Sources
 from torchhook.training.launch.patches import patched, unwarned
+from torchhook.training.launch.schedules import Schedules
 from torchhook.training.launch.tensors import Tensors, leaves_of, named
-from torchhook.training.monitor import Monitor, OnFinding, state_of
+from torchhook.training.launch.trainings import Training
+from torchhook.training.monitor import Monitor, OnFinding, Terms, state_of
 from torchhook.training.process import rank, world_size
 from torchhook.training.runs.folders import delete
 
 _ATTEMPTS = 20  # steps of an optimizer until we stop waiting for its modules to be called
 _PATIENCE = 100  # steps of other optimizers during which we look for the modules of an unknown one
-_REPLACED = 20  # steps that an optimizer takes alone until it counts as the successor of another
 _IDLE = 1000  # steps of other optimizers after which a training is over
 _WATCHED = 8  # models of one optimizer that are watched, at most
 _BACKWARDS = 1000  # losses that are kept between two steps, at most
@@ -83,8 +86,10 @@ class Discovery:
         self._has_stepped = self._is_unfounded = False
         self._lonely = 0  # backwards where there is an optimizer, but none has ever stepped
         self._searches = 0
+        self._sources, self._schedules = Sources(), Schedules()
         self._losses: deque[Tensor] = deque(maxlen=_BACKWARDS)
         self._before: list[Tensor] = []  # losses from before the step began
+        self._terms: list[Terms] = []  # what they compare
         self._patience = 0  # for how many more steps modules are noted
         self._is_broken = False
         self._process = os.getpid()
@@ -102,6 +107,8 @@ class Discovery:
             self._always.callback(handle.remove)
         self._always.enter_context(patched(Optimizer, "__init__", after=self._guarded(self._made)))
         self._always.enter_context(patched(torch.autograd, "backward", before=self._guarded(self._backward)))
+        self._always.enter_context(self._sources.seen(self._guarded))
+        self._always.enter_context(self._schedules.seen(self._guarded))
         self._always.enter_context(patched(torch.amp.GradScaler, "update", after=self._guarded(self._updated)))
         self._look()
         return self
@@ -115,6 +122,8 @@ class Discovery:
             hand.close()
         for training in [training for training in self._trainings if not training.has_begun]:
             self._drop(training)
+        for training in self._trainings:
+            training.close(state_of(error))
         for monitor in self.watched:
             monitor.close(state_of(error))
 
@@ -169,8 +178,16 @@ class Discovery:
         losses = [tensor for tensor in several if isinstance(tensor, Tensor) and tensor.numel() == 1]
         values = [loss.detach().reshape(()).clone() for loss in losses]
         self._losses += values
+        for training in self._trainings:
+            training.notes.backward(losses)
+        self._dissect(losses)
         if not self._has_stepped:
             self._suspect(losses, values)
+
+    def _dissect(self, losses: list[Tensor]) -> None:
+        """Take the loss apart before its backward frees the graph; of several trainings, nobody knows whose it is."""
+        if len(self._steps) == 1 and any(training.notes.looks for training in self._trainings):
+            self._terms += [terms_arriving(loss) for loss in losses]
 
     def _suspect(self, losses: list[Tensor], values: list[Tensor]) -> None:
         """A backward begins where no optimizer has ever stepped; the script may train by hand."""
@@ -184,7 +201,7 @@ class Discovery:
         elif self._suspicion is not None and self._suspicion.has_changed(lambda: leaves_of(losses)):
             self._watch_by_hand(self._suspicion, losses)
         for hand in self._by_hand:
-            hand.backward(values)
+            hand.backward(losses, values)
         if self._suspicion is not None:
             self._suspicion.losses += values
             if self._suspicion.is_unfounded:
@@ -207,6 +224,7 @@ class Discovery:
     def _updated(self, *args: Any, **kwargs: Any) -> None:
         """A GradScaler was updated; losses that are left belong to a step that it skipped."""
         self._losses.clear()
+        self._terms.clear()
 
     def _begun(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An optimizer begins to step; backwards from now on come from its closure, which it may call several times."""
@@ -219,6 +237,9 @@ class Discovery:
         is_first = not self._steps.setdefault(optimizer, 0)
         if is_first or not self._own(optimizer):
             self._meet(optimizer)
+        for training in self._own(optimizer):
+            training.notes.schedules = self._schedules.of(optimizer)
+            training.notes.stepping()
 
     def _stepped(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An optimizer has stepped."""
@@ -227,10 +248,12 @@ class Discovery:
         self._steps[optimizer] += 1
         losses = [*self._before, *list(self._losses)[-1:]]
         self._losses.clear()
+        terms, self._terms = self._terms, []
+        drawn = self._sources.drawn()
         for training in self._trainings:
             training.idle += 1
         for training in self._own(optimizer):
-            training.step(losses)
+            training.step(losses, terms, drawn)
         self._patience = max(self._patience - 1, 0)
         if not self._patience or all(known in self._roots for known in self._steps):
             self._look_no_more()
@@ -302,7 +325,14 @@ class Discovery:
             return
         if is_late:
             monitor.wait()
-        self._trainings.append(Training(root, optimizer, monitor))
+        training = Training(root, optimizer, monitor, self._guarded)
+        training.notes.others = partial(self._held_by_others, training)
+        self._trainings.append(training)
+
+    def _held_by_others(self, training: Training) -> set[int]:
+        """The ids of the parameters that other optimizers have."""
+        own = training.optimizer()
+        return {known for optimizer in list(self._steps) if optimizer is not own for known in _held(optimizer)}
 
     def _monitor(self, root: nn.Module, optimizer: Any, first_step: int) -> Monitor | None:
         name = f"{self._name}-{type(root).__name__}" if self.watched else self._name
@@ -324,12 +354,12 @@ class Discovery:
         if not training.has_begun:
             self._drop(training)
             return
-        training.monitor.close()
+        training.close()
         self._trainings.remove(training)
 
     def _drop(self, training: Training) -> None:
         """Forget a training that never took a step."""
-        training.monitor.close()
+        training.close()
         self._trainings.remove(training)
         self.watched.remove(training.monitor)
         if training.monitor.run is not None and world_size() == 1:  # other ranks may still write below it
@@ -351,30 +381,6 @@ class Discovery:
                 _warn(f"torchhook stopped looking for what is trained: {type(error).__name__}: {error}")
 
         return guarded
-
-
-class Training:
-    """A model, the optimizer that trains it, and the monitor that watches both."""
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer, monitor: Monitor) -> None:
-        self.model = weakref.ref(model)
-        self.optimizer = weakref.ref(optimizer)
-        self.monitor = monitor
-        self.has_begun = False  # whether the optimizer has stepped
-        self.idle = 0  # steps of other optimizers since our last one
-        self.others = 0  # those of them that trained the same model
-
-    def step(self, losses: list[Tensor]) -> None:
-        """The optimizer has stepped, after a backward of each of `losses`."""
-        self.has_begun = True
-        self.idle = self.others = 0
-        whole = total(losses)
-        self.monitor.step(None if whole is None else self.monitor.unscaled(whole))
-
-    def is_replaced(self) -> bool:
-        """Whether another optimizer, which just stepped, has replaced ours."""
-        self.others += 1
-        return self.others > _REPLACED
 
 
 def outermost(called: Iterable[nn.Module]) -> list[nn.Module]:
