@@ -15,6 +15,7 @@ from torch import nn
 from specimens import Returning
 from torchhook import Profile, check, diagnose
 from torchhook.rules import RULES, History
+from torchhook.rules.loop import Loop
 from torchhook.rules.watch import Watch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -83,6 +84,11 @@ def told(code, losses):
     return check(History(losses=dict(enumerate(losses))), [code])
 
 
+def looped(code, **seen):
+    """The report of one rule on what was seen of a loop."""
+    return check(History(loop=Loop(**seen)), [code])
+
+
 # --- TH1: not finite
 
 
@@ -125,6 +131,20 @@ def finite_state_and_a_mask(code):
     model = mlp(nn.BatchNorm1d(32))
     model.register_buffer("mask", torch.full((4, 4), -math.inf).triu(1))
     return at_rest(code, model)
+
+
+@example("TH102", "0.weight", step=1)
+def an_update_that_divides_zero_by_zero(code):
+    model = mlp().half()
+    optimizer = torch.optim.Adam(model.parameters(), eps=1e-8)  # which is zero in half precision
+    return trained(code, model, optimizer, [(1e-3 * torch.randn(64, 8).half(), torch.zeros(64).half())])
+
+
+@example("TH102")
+def updates_of_half_precision(code):
+    model = mlp().half()
+    optimizer = torch.optim.Adam(model.parameters(), eps=1e-4)
+    return trained(code, model, optimizer, [(1e-3 * torch.randn(64, 8).half(), torch.zeros(64).half())])
 
 
 @example("TH103", "1", step=0)
@@ -538,6 +558,19 @@ def an_optimizer_of_another_model(code):
 def an_optimizer_of_the_model(code):
     model = mlp()
     return at_rest(code, model, torch.optim.SGD(model.parameters(), 0.1))
+
+
+# --- TH51: the loop
+
+
+@example("TH511", "")
+def gradients_are_never_set_to_zero(code):
+    return looped(code, looked=20, unzeroed=19)
+
+
+@example("TH511")
+def gradients_are_set_to_zero(code):
+    return looped(code, looked=20, unzeroed=1)
 
 
 # --- TH6: losses

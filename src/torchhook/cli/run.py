@@ -156,7 +156,7 @@ class Launch:
     def _why_nothing(self) -> str:
         if self.fault is not None:
             return f"nothing was watched: {self.fault}"
-        no_model = "no module was called with gradients enabled and then stepped by an optimizer"
+        no_model = "no optimizer took a step, and nothing changed between two backwards"
         reason = "the script did not import torch" if self.discovery is None else no_model
         return f"nothing was trained here: {reason}. Trainings in child processes are not seen."
 

@@ -403,6 +403,13 @@ def scale_of(scaler: Any) -> Tensor | None:
     return scale
 
 
+# --- data
+
+LOADER_ITERATOR: Any = _of_torch(
+    "torch.utils.data.dataloader._BaseDataLoaderIter", None, "run does not see which batches a script takes"
+)
+"""The class of a DataLoader's iterators."""
+
 # --- distributed
 
 

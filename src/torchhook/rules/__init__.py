@@ -9,6 +9,7 @@ from torchhook.rules.families import (  # noqa: F401 (to register them)
     gradients,
     initial,
     losses,
+    loop,
     nonfinite,
     norms,
     representation,

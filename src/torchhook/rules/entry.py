@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
+from torchhook.rules.loop import Loop
+from torchhook.rules.loss_graph import LossTerm
 from torchhook.stats.reading import Snapshot
 
 _SHOWN = ("mean", "std", "zero_fraction", "grad_norm", "norm", "update_ratio")
@@ -21,7 +23,8 @@ class Entry:
 
     `losses` and `rates` (the largest learning rates) cover every step since the previous entry. `maps` are feature maps
     of one sample (channels × height × width) by layer path. `wires` are pairs of layers whose first feeds the second.
-    Most entries have neither maps nor wires.
+    Most entries have neither maps nor wires. `terms` is what the loss compares, by step, and `loop` what the script did
+    so far between its steps, if that was seen.
     """
 
     step: int
@@ -32,6 +35,8 @@ class Entry:
     maps: Mapping[str, Tensor] = field(default_factory=dict)
     wires: Sequence[tuple[str, str]] = ()
     rates: Mapping[int, float] = field(default_factory=dict)
+    terms: Mapping[int, Sequence[LossTerm]] = field(default_factory=dict)
+    loop: Loop | None = None
 
     def __iter__(self) -> Iterator[Any]:
         yield self.step

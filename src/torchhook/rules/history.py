@@ -16,6 +16,7 @@ from torch import Tensor
 from torchhook.core.findings import Finding
 from torchhook.rules.entry import Entry
 from torchhook.rules.kinds import kind_of
+from torchhook.rules.loop import Loop
 from torchhook.rules.loss_graph import LossTerm, merged
 from torchhook.stats.downsample import thinned
 from torchhook.stats.moments import Summary
@@ -77,6 +78,7 @@ class History:
     task: Task | None = None
     terms: dict[int, Sequence[LossTerm]] = field(default_factory=dict)  # what the loss compares, in some steps
     modes: Modes | None = None
+    loop: Loop | None = None
     profile: Profile | None = None
     first_step: int = 0
     own_optimizer: bool = False  # whether the user passed one
@@ -111,6 +113,8 @@ class History:
             self.windows = [window for window in self.windows if window.step not in gone]
             self._moments = {step: known for step, known in self._moments.items() if step not in gone}
             self._tables.clear()
+        for step in thinned(list(self.terms), keep) if len(self.terms) > most else ():
+            del self.terms[step]
         for by_step in (self.losses, self.rates):
             if len(by_step) > 100 * most:
                 for step in thinned(list(by_step), {*keep, *(window.step for window in self.windows)}):

@@ -50,6 +50,11 @@ class Clock:
         for follower in self.followers:
             follower.follow(self)
 
+    def wait(self) -> None:
+        """Do not measure the step that runs now, which began before the clock did, but the next one."""
+        for clock in (self, *self.followers):
+            clock.step, clock.active = -1, False
+
     def page(self, number: int, outside: bool) -> Tick:
         """A pass begins: count it, and return a page that says whether it is measured."""
         if self.by_passes and not outside:

@@ -49,6 +49,9 @@ class Judge:
             self.history.add(entry.step, entry.snapshot)
         self.history.losses.update(entry.losses)
         self.history.rates.update(entry.rates)
+        self.history.terms.update(entry.terms)
+        if entry.loop is not None and (self.history.loop is None or entry.loop.steps > self.history.loop.steps):
+            self.history.loop = entry.loop
         self.history.thin(_WINDOWS, keep={finding.step for finding in self.seen.values() if finding.step is not None})
         self.history.drop(Covariance.name, most=2)
         self._windows += 1

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,10 @@ from torchhook.core.text import warn
 from torchhook.core.transfer import sent_home
 from torchhook.rules.check import check
 from torchhook.rules.history import History, settled
+from torchhook.rules.loop import Loop
+from torchhook.rules.loss_graph import LossTerm
 from torchhook.rules.registry import Choice, chosen
-from torchhook.rules.rest import at_rest
+from torchhook.rules.rest import Rest, at_rest
 from torchhook.stats.optimizer.steps import unwrapped as torch_optimizer
 from torchhook.stats.reading import Snapshot
 from torchhook.training.instruments import SELDOM, Instruments
@@ -36,7 +38,17 @@ from torchhook.training.worker import Arriving, Worker
 
 OnFinding = Literal["stop", "warn"] | Callable[[Finding], None]
 Loss = Tensor | float | Callable[[], float]  # a callable reads a loss that is on its way to the host
+Terms = Callable[[], Sequence[LossTerm]]
 _MOST = 20_000  # losses that wait while the logs are slower than the training
+
+
+class Notes(Protocol):
+    """Takes notes of the loop around a training."""
+
+    has_ended: bool
+
+    def facts(self) -> Callable[[], Loop]:
+        """A reader of what is known by now."""
 
 
 class Monitor:
@@ -101,6 +113,8 @@ class Monitor:
         self._open = True
         self._rates: dict[int, float] = {}  # by step, until the worker takes them
         self._losses: dict[int, Loss] = {}
+        self._terms: dict[int, Terms] = {}  # what the losses compare
+        self.notes: Notes | None = None  # on the loop around the training, if somebody takes them
         history = History(rest=at_rest(model, optimizer), own_optimizer=optimizer is not None, first_step=first_step)
         checked = partial(check, rules=applied, per_module=per_module, model=self.model_name)
         faulted = partial(_faulted, weakref.ref(self))
@@ -138,6 +152,24 @@ class Monitor:
         if self._open:
             self._react()
 
+    def wait(self, rest: Rest | None = None) -> None:
+        """Measure the next step first: the one that runs now began before the monitor did.
+
+        `rest` is the state of the model before its first step, if that is known.
+        """
+        if self._open:
+            self._instruments.clock.wait()
+            self._worker.judge.history.rest = rest or self._worker.judge.history.rest
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether the step that runs now is measured."""
+        return self._open and self._instruments.clock.active
+
+    def compare(self, terms: Terms) -> None:
+        """What the loss of the step that runs now compares; `terms` is called later, in another thread."""
+        self._terms[self.steps] = terms
+
     def unscaled(self, loss: Tensor) -> Tensor:
         """`loss` without the factor of a GradScaler."""
         return self._instruments.watch.unscaled(loss) if self._open else loss
@@ -162,7 +194,11 @@ class Monitor:
         self._open = False
         last = None
         try:
-            self._worker.judge.history.after = self._instruments.watch.rest()
+            history = self._worker.judge.history
+            history.after = self._instruments.watch.rest()
+            if self.notes is not None:
+                self.notes.has_ended = state == "ended"
+                history.loop = self.notes.facts()()
             last = self._last()
         except Exception as error:
             self._worker.fail("reading the last step", error)
@@ -195,7 +231,7 @@ class Monitor:
             self._instruments.plan()
         elif self._losses and len(self._losses) % (SELDOM * self.every) == 0:  # the optimizer does not step
             self._give(self._entry(self.steps))
-        for numbers in (self._losses, self._rates):
+        for numbers in (self._losses, self._rates, self._terms):
             if len(numbers) > _MOST:
                 numbers.pop(next(iter(numbers)))
 
@@ -215,7 +251,8 @@ class Monitor:
         """An entry on its way to the host, with the losses and rates that wait."""
         readers = _sent(self._losses)
         self._losses = dict(readers)  # in case they have to wait for the next entry, they are not sent again
-        rates, now = dict(self._rates), time.time()
+        rates, terms, now = dict(self._rates), dict(self._terms), time.time()
+        loop = None if self.notes is None else self.notes.facts()
         return lambda: Entry(
             step,
             now,
@@ -225,6 +262,8 @@ class Monitor:
             maps(),
             wires,
             rates,
+            {at: read() for at, read in terms.items()},
+            None if loop is None else loop(),
         )
 
     def _give(self, entry: Arriving) -> bool:
@@ -232,7 +271,7 @@ class Monitor:
         self._worker.judge.history.scaled |= self._instruments.watch.is_scaled
         has_room = self._worker.put(entry)
         if has_room:
-            self._losses, self._rates = {}, {}
+            self._losses, self._rates, self._terms = {}, {}, {}
         return has_room
 
     def _react(self) -> None:

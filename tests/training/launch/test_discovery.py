@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import math
 import os
 import socket
 import sys
@@ -19,7 +20,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
 )
 
+from specimens import Returning
 from torchhook.core.errors import StopTraining
+from torchhook.core.findings import Severity
 from torchhook.training.launch import discovery
 from torchhook.training.launch.discovery import Discovery
 from torchhook.training.runs import Run
@@ -30,9 +33,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(autouse=True)
 def _nothing_left():
     """Whatever a test does, torch is as it was before."""
-    before = torch.autograd.backward, vars(torch.amp.GradScaler)["update"], hooks()
+    before = torch.autograd.backward, vars(torch.amp.GradScaler)["update"], torch.optim.Optimizer.__init__, hooks()
     yield
-    assert (torch.autograd.backward, vars(torch.amp.GradScaler)["update"], hooks()) == before
+    after = torch.autograd.backward, vars(torch.amp.GradScaler)["update"], torch.optim.Optimizer.__init__, hooks()
+    assert after == before
     assert not [known for known in warnings.filters if "global hooks" in str(known)]
     assert not [thread for thread in threading.enumerate() if thread.name == "torchhook"]
 
@@ -93,19 +97,78 @@ def measured(monitor):
 
 
 def test_a_plain_loop(found, tmp_path):
-    model = First()
-    optimizer = sgd(model)
+    """All of its first step is seen: the forward, the backward, and the update."""
     with found:
+        model = First()
+        optimizer = sgd(model)
         losses = train(model, optimizer, 20)
     [monitor] = found.watched
     steps, told = measured(monitor)
-    assert steps == [1, 5, 9, 13, 17]  # in the first, which is 0, it is found
-    assert told == pytest.approx({step: loss for step, loss in enumerate(losses) if step})
+    assert steps == [0, 4, 8, 12, 16] and told == pytest.approx(dict(enumerate(losses)))
     assert monitor.steps == 20 and monitor.report.ok and found.is_main
     with Run(monitor.run) as run:
         assert (run.model, run.state, run.about["optimizer"]) == ("First", "ended", "SGD")
-        assert run.window(5)["0"].count == 128
+        assert run.window(0)["0"].count == run.window(4)["0"].count == 128
+        places = [run.window(0).rows, run.window(4).rows]
+        assert places[0].keys() == places[1].keys() >= {("0.weight", "update_ratio"), ("0", "input"), ("2", "output")}
     assert monitor.run.name.startswith("script-")
+
+
+def test_an_optimizer_that_was_not_seen_when_it_was_created(found):
+    """The loss of its first step is known, and what was there before it; the second step is the first to measure."""
+    model = First()
+    optimizer = sgd(model, lr=math.inf)
+    with found:
+        losses = train(model, optimizer, 10)
+    steps, told = measured(found.watched[0])
+    assert steps == [1, 5, 9] and told == pytest.approx(dict(enumerate(losses)), nan_ok=True)
+    codes = {finding.code for top in found.watched[0].report.findings for finding in (top, *top.affected)}
+    assert "TH101" in codes and "TH102" not in codes
+
+
+@pytest.mark.parametrize("model", [nn.Linear(4, 2), nn.Sequential(nn.Linear(4, 2))], ids=["a layer", "a model"])
+def test_the_first_call_is_seen_from_its_beginning(found, model):
+    """Its hooks are there while torch is already calling it."""
+    x = torch.randn(16, 4) + 7
+    with found:
+        train(model, sgd(model), 2, x)
+    [path] = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    with Run(found.watched[0].run) as run:
+        assert run.window(0)[path, "input"]["moments"].mean == pytest.approx(x.mean().item())
+        assert run.window(0)[path, "output"].count == 32
+
+
+def test_a_part_that_is_called_before_the_whole_is_no_model(found, tmp_path):
+    """What was begun for it leaves no trace."""
+    model = First()
+    with found:
+        optimizer = sgd(model)
+        for _ in range(5):
+            optimizer.zero_grad()
+            (model[0](torch.ones(2, 4)).mean() + model(torch.randn(16, 4)).square().mean()).backward()
+            optimizer.step()
+    assert named(found) == ["First"] and measured(found.watched[0])[0] == [0, 4]
+    assert [path.name for path in tmp_path.iterdir() if not path.is_symlink()] == [found.watched[0].run.name]
+
+
+def test_of_two_optimizers_the_one_that_steps_trains(found, tmp_path):
+    model = First()
+    with found:
+        unused, used = torch.optim.Adam(model.parameters()), sgd(model)
+        losses = train(model, used, 6)
+    [monitor] = found.watched
+    with Run(monitor.run) as run:
+        assert run.about["optimizer"] == "SGD" and unused.param_groups
+    assert measured(monitor)[1] == pytest.approx(dict(enumerate(losses)))
+    assert len([path for path in tmp_path.iterdir() if not path.is_symlink()]) == 1
+
+
+def test_a_model_that_is_called_but_never_trained(found, tmp_path):
+    model = First()
+    with found:
+        optimizer = sgd(model)
+        model(torch.randn(16, 4)).sum().backward()
+    assert not found.watched and not list(tmp_path.iterdir()) and optimizer.param_groups
 
 
 def test_nothing_is_trained(found, tmp_path):
@@ -165,9 +228,9 @@ def test_a_wrapper_of_processes(found, tmp_path, monkeypatch):
             train(small, sgd(small), 6)
         assert named(found) == ["First", "Linear"]
         steps, told = measured(found.watched[0])
-        assert steps == [1, 5] and told == pytest.approx(dict(enumerate(losses[1:], 1)))
+        assert steps == [0, 4] and told == pytest.approx(dict(enumerate(losses)))
         with Run(found.watched[0].run) as run:
-            assert run.window(1)["0"].count == 128 and ("0.weight", "param_grad_norm") in run.window(1)
+            assert run.window(0)["0"].count == 128 and ("0.weight", "param_grad_norm") in run.window(0)
     finally:
         distributed.destroy_process_group()
 
@@ -182,9 +245,9 @@ def test_two_models_that_are_trained_against_each_other(found):
         pass
 
     generator, critic = Generator(), Critic(2, 1)
-    makes, judges = sgd(generator), sgd(critic)
     expected = {"Critic": [], "Generator": []}
     with found:
+        makes, judges = sgd(generator), sgd(critic)
         for _ in range(12):
             judges.zero_grad()
             fake = generator(torch.randn(16, 4))
@@ -201,7 +264,7 @@ def test_two_models_that_are_trained_against_each_other(found):
     for monitor in found.watched:
         steps, told = measured(monitor)
         assert told == pytest.approx({step: expected[monitor.model_name][step] for step in told})
-        assert set(told) >= set(range(2, 12)) and steps[0] in (1, 2)
+        assert set(told) == set(range(12)) and steps[0] == 0
         assert monitor.steps == 12
 
 
@@ -292,7 +355,7 @@ def test_a_model_that_becomes_part_of_another(found):
 
 
 def test_what_is_not_called_at_first(found):
-    """Nor does an optimizer of bare parameters find a model."""
+    """A bare parameter is a training of its own."""
     model, scale = First(), nn.Parameter(torch.ones(3))
     optimizer, bare = sgd(model), torch.optim.SGD([scale], 0.1)
     with found:
@@ -306,8 +369,9 @@ def test_what_is_not_called_at_first(found):
         for _ in range(discovery._ATTEMPTS + 2):
             bare.step()
         assert not torch.nn.modules.module._global_forward_pre_hooks  # nobody looks any more
-    [monitor] = found.watched
-    assert monitor.steps == 12 and min(monitor.report.losses) == 6
+    [tensors, monitor] = found.watched
+    assert monitor.steps == 12 and min(monitor.report.losses) == 5
+    assert (tensors.model_name, tensors.steps) == ("Tensors", 12 + discovery._ATTEMPTS + 2)
 
 
 @pytest.mark.parametrize("how", ["wrapped", "in place", "function"])
@@ -336,6 +400,25 @@ def test_compiled_models(found, how, nothing_compiled):
     assert monitor.model_name == "Net" and monitor.steps == len(losses)
 
 
+@pytest.mark.parametrize(
+    "fault, expected",
+    [("forward", ("TH101", "1", 0)), ("loss", ("TH104", "", 0)), ("backward", ("TH103", "2", 0))],
+)
+def test_what_is_not_finite_in_the_first_step_has_its_own_cause(found, fault, expected):
+    """It is not "the parameters are broken", which they are from the second step on."""
+    between = torch.log if fault == "forward" else torch.relu
+    model = nn.Sequential(nn.Linear(4, 8), Returning(between), nn.Linear(8, 2))
+    losses = {"loss": lambda y: y.mean() / 0, "backward": lambda y: (y - y.detach()).sum().abs().sqrt()}
+    with found:
+        optimizer = sgd(model)
+        for _ in range(10):
+            optimizer.zero_grad()
+            losses.get(fault, torch.mean)(model(torch.randn(16, 4))).backward()
+            optimizer.step()
+    [first] = [finding for finding in found.watched[0].report.findings if finding.severity >= Severity.WARNING]
+    assert (first.code, first.site, first.step) == expected
+
+
 # ------------------------------------------------------------ losses and steps
 
 
@@ -352,7 +435,7 @@ def test_micro_batches_are_summed_as_they_were_divided(found):
             optimizer.step()
             expected[step] = sum(part.item() for part in parts)
     steps, told = measured(found.watched[0])
-    assert steps == [1, 5] and told == pytest.approx({step: loss for step, loss in expected.items() if step})
+    assert steps == [1, 5] and told == pytest.approx(expected)
 
 
 def test_a_scaler_is_taken_off_and_what_it_leaves_out_does_not_pile_up(found):
@@ -371,7 +454,7 @@ def test_a_scaler_is_taken_off_and_what_it_leaves_out_does_not_pile_up(found):
                 taken.append(loss.item())
     assert len(taken) == 13
     steps, told = measured(found.watched[0])
-    assert steps == [1, 5, 9] and told == pytest.approx(dict(enumerate(taken[1:], 1)))
+    assert steps == [1, 5, 9] and told == pytest.approx(dict(enumerate(taken)))
     assert found.watched[0].report.ok
 
 
@@ -393,7 +476,7 @@ def test_the_loss_of_a_closure_is_that_of_a_single_call(found):
             optimizer.step(closure)
             seen.append(calls)
     _, told = measured(found.watched[0])
-    assert list(told) == [1, 2, 3, 4, 5]
+    assert list(told) == [0, 1, 2, 3, 4, 5]
     assert all(any(told[step] == pytest.approx(loss) for loss in seen[step]) for step in told)
 
 
@@ -416,7 +499,7 @@ def test_micro_batches_before_a_closure_are_part_of_the_step(found):
             part()
             optimizer.step(part)
             expected[step] = sum(parts)
-    assert measured(found.watched[0])[1] == pytest.approx({step: loss for step, loss in expected.items() if step})
+    assert measured(found.watched[0])[1] == pytest.approx(expected)
 
 
 def test_a_step_that_calls_that_of_its_parent_is_one(found):
@@ -432,7 +515,7 @@ def test_a_step_that_calls_that_of_its_parent_is_one(found):
         losses = train(model, optimizer, 10)
     [monitor] = found.watched
     steps, told = measured(monitor)
-    assert (steps, monitor.steps) == ([1, 5, 9], 10) and told == pytest.approx(dict(enumerate(losses[1:], 1)))
+    assert (steps, monitor.steps) == ([1, 5, 9], 10) and told == pytest.approx(dict(enumerate(losses)))
 
 
 def test_backwards_that_nobody_steps_after_do_not_pile_up(found, monkeypatch):
@@ -476,7 +559,7 @@ def test_what_nobody_trains_any_more_is_freed(found):
     gc.collect()
     assert models[-1]() is None
     assert [monitor.steps for monitor in found.watched] == [6, 6, 6, 6]
-    assert all(monitor.report.ok and measured(monitor)[0][0] in (1, 2) for monitor in found.watched)
+    assert all(monitor.report.ok and measured(monitor)[0][0] == 0 for monitor in found.watched)
     with Run(found.watched[0].run) as run:
         assert run.state == "ended"
 
@@ -504,7 +587,7 @@ def test_how_the_script_ended(found, error, state):
         train(model, optimizer, 6)
         raise error
     with Run(found.watched[0].run) as run:
-        assert run.state == state and list(run.losses) == [1, 2, 3, 4, 5]
+        assert run.state == state and list(run.losses) == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_finding_may_stop_the_script(tmp_path):
@@ -585,7 +668,6 @@ def test_hooks_for_all_modules_are_there_for_a_step_alone(found):
         train(model, optimizer, 1)
         assert not known
         late = sgd(model)
-        train(model, late, 1)
         assert len(known) == 1
         train(model, late, 1)
         assert not known
@@ -593,3 +675,142 @@ def test_hooks_for_all_modules_are_there_for_a_step_alone(found):
         assert len(known) == 1
         train(model, optimizer, discovery._PATIENCE)
         assert not known and once.param_groups
+
+
+# ------------------------------------------------------------ without modules, and without optimizers
+
+
+weight, shifts = torch.zeros(3, 1, requires_grad=True), [torch.zeros(1, requires_grad=True)]  # variables to name
+
+
+@pytest.fixture
+def bare():
+    """A line to fit, by the variables of this file."""
+    with torch.no_grad():
+        weight.zero_()
+        shifts[0].zero_()
+    weight.grad = shifts[0].grad = None
+    x = torch.randn(40, 16, 3)
+    return [(part, part.sum(1, keepdim=True)) for part in x]
+
+
+def bare_loss(x, y):
+    return F.mse_loss(x @ weight + shifts[0], y)
+
+
+def found_in(monitor):
+    return {finding.code for top in monitor.report.findings for finding in (top, *top.affected)}
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, nn.Parameter])
+def test_tensors_of_no_module(found, kind):
+    tensors = [kind(torch.zeros(3, 1)).requires_grad_(), kind(torch.zeros(1)).requires_grad_()]
+    with found:
+        optimizer = torch.optim.SGD(tensors, 0.1)
+        losses = []
+        for _ in range(12):
+            x = torch.randn(16, 3)
+            loss = F.mse_loss(x @ tensors[0] + tensors[1], x.sum(1, keepdim=True))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    [monitor] = found.watched
+    assert monitor.model_name == "Tensors" and monitor.report.ok
+    steps, told = measured(monitor)
+    assert steps == [1, 5, 9] and told == pytest.approx(dict(enumerate(losses)))
+    with Run(monitor.run) as run:
+        ports = {"param_grad", "step_grad_norm", "update_ratio"}
+        assert {(path, port) for path in ("param0", "param1") for port in ports} <= run.window(1).rows.keys()
+
+
+def test_tensors_have_the_names_of_variables(found, bare):
+    with found:
+        optimizer = torch.optim.SGD([weight, *shifts], 0.1)
+        for x, y in bare:
+            optimizer.zero_grad()
+            bare_loss(x, y).backward()
+            optimizer.step()
+    assert {layer["site"] for layer in found.watched[0].report.layers} == {"weight", "shifts[0]"}
+
+
+def test_tensors_that_the_script_itself_updates(found, bare):
+    """A step is from one backward to the next."""
+    losses = []
+    with found:
+        for x, y in bare:
+            loss = bare_loss(x, y)
+            loss.backward()
+            with torch.no_grad():
+                for tensor in (weight, *shifts):
+                    tensor -= 0.1 * tensor.grad
+                    tensor.grad = None
+            losses.append(loss.item())
+    [monitor] = found.watched
+    steps, told = measured(monitor)
+    assert (monitor.steps, steps[0]) == (40, 1) and told == pytest.approx(dict(enumerate(losses)))
+    with Run(monitor.run) as run:
+        assert run.window(1).rows.keys() == {("weight", "param_grad"), ("shifts[0]", "param_grad")}
+    assert monitor.report.ok
+
+
+def test_tensors_that_are_replaced_in_every_step(found):
+    with found:
+        value = torch.ones(2, requires_grad=True)
+        losses = []
+        for _ in range(10):
+            loss = value.square().sum()
+            loss.backward()
+            value = (value - 0.1 * value.grad).detach().requires_grad_()
+            losses.append(loss.item())
+    assert found.watched[0].report.losses == pytest.approx(dict(enumerate(losses)))
+
+
+@pytest.mark.parametrize("unused", [False, True])
+def test_a_model_that_the_script_itself_updates(found, unused):
+    """Also if there is an optimizer, which never steps."""
+    model = First()
+    losses, mean = [], []
+    with found:
+        kept = [sgd(model)] if unused else []
+        for _ in range(40):
+            x = torch.randn(16, 4)
+            loss = model(x).square().mean()
+            model.zero_grad()
+            loss.backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.01 * parameter.grad
+            losses.append(loss.item())
+            mean.append(x.mean().item())
+    [monitor] = found.watched
+    first = discovery._LONELY * unused
+    steps, told = measured(monitor)
+    assert told == pytest.approx(dict(enumerate(losses[first:]))) and monitor.report.ok and len(kept) == unused
+    with Run(monitor.run) as run:
+        assert run.about["optimizer"] is None and steps[0] == 2
+        assert run.window(2)["0", "input"]["moments"].mean == pytest.approx(mean[first + 2], abs=1e-6)
+
+
+def test_gradients_that_nobody_learns_from(found, tmp_path):
+    """Nor is an attack a training: the inputs change, but not the model."""
+    model = First()
+    with found:
+        x = torch.randn(16, 4, requires_grad=True)
+        for _ in range(30):
+            model(x).square().mean().backward()
+            x = (x + 0.01 * x.grad.sign()).detach().requires_grad_()
+        assert not torch.nn.modules.module._global_forward_pre_hooks  # nobody looks any more
+    assert not found.watched and not list(tmp_path.iterdir())
+
+
+def test_an_image_is_trained_and_not_the_model_that_judges_it(found):
+    judge = First()
+    image = torch.randn(16, 4, requires_grad=True)
+    with found:
+        optimizer = torch.optim.Adam([image], 0.01)
+        for _ in range(10):
+            optimizer.zero_grad()
+            judge(image).square().mean().backward()
+            optimizer.step()
+    assert named(found) == ["Tensors"] and found.watched[0].steps == 10

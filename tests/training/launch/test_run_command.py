@@ -96,8 +96,8 @@ def test_nothing_trained_is_said_in_a_line(told):
     code, out, err = told("train.py", script="import torch\ntorch.nn.Linear(2, 2)(torch.ones(2))")
     assert (code, out) == (0, "")
     assert err == (
-        "torchhook: nothing was trained here: no module was called with gradients enabled and then stepped by an"
-        " optimizer. Trainings in child processes are not seen.\n"
+        "torchhook: nothing was trained here: no optimizer took a step, and nothing changed between two backwards."
+        " Trainings in child processes are not seen.\n"
     )
 
 

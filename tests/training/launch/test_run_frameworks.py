@@ -130,10 +130,10 @@ def test_lightning(done):
     assert steps == "30" and "passed  Regression: " in err and err.count("passed") == 1
     with Run(folder) as run:
         assert (run.model, run.state, run.about["optimizer"]) == ("Regression", "ended", "Adam")
-        assert measured(run) == [1, 5, 9, 13, 17, 21, 25, 29]
-        assert run.losses == pytest.approx({step: float(losses[step]) for step in range(1, 30)}, abs=1e-5)
-        assert run.window(5)["net.0"].count == 32 * 8  # of the training, and not of the validation
-        assert run.rates[1] == pytest.approx(0.01) and run.rates[29] == pytest.approx(0.01 * 0.9**2)
+        assert measured(run) == [0, 4, 8, 12, 16, 20, 24, 28]
+        assert run.losses == pytest.approx({step: float(losses[step]) for step in range(30)}, abs=1e-5)
+        assert run.window(4)["net.0"].count == 32 * 8  # of the training, and not of the validation
+        assert run.rates[0] == pytest.approx(0.01) and run.rates[28] == pytest.approx(0.01 * 0.9**2)
 
 
 def test_the_trainer_of_transformers(done):
@@ -141,8 +141,8 @@ def test_the_trainer_of_transformers(done):
     assert out.split()[-1] == "14" and "BertForSequenceClassification: " in err
     with Run(folder) as run:
         assert (run.model, run.state) == ("BertForSequenceClassification", "ended")
-        assert measured(run) == [1, 5, 9, 13] and list(run.losses) == list(range(1, 14))
-        assert run.window(5)["classifier"].count == 2 * 8 * 2  # of both micro-batches
+        assert measured(run) == [0, 4, 8, 12] and list(run.losses) == list(range(14))
+        assert run.window(4)["classifier"].count == 2 * 8 * 2  # of both micro-batches
         assert 0.3 < run.losses[1] < 2  # a mean over them
 
 
@@ -153,6 +153,6 @@ def test_every_rank_writes_and_the_first_one_tells(done):
     for number, path in enumerate([folder, folder / "rank1"]):
         with Run(path) as run:
             assert (run.state, run.about["rank"], run.about["world_size"]) == ("ended", number, 2)
-            assert measured(run) == [1, 5, 9] and list(run.losses) == list(range(1, 12))
-            assert run.window(5)["0"].count == 8 * 8 * (number + 1)  # each saw its own batches
+            assert measured(run) == [0, 4, 8] and list(run.losses) == list(range(12))
+            assert run.window(4)["0"].count == 8 * 8 * (number + 1)  # each saw its own batches
     assert not (Path(folder) / "rank0").exists()

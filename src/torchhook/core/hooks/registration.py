@@ -38,6 +38,19 @@ class Sentinel:
         return inert_copy()
 
 
+class Listener:
+    """A hook that calls a function; copies and pickles of it do nothing."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self.call = call
+
+    def __call__(self, module: nn.Module, args: Any, *_: Any) -> None:
+        self.call(module, args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return inert_copy()
+
+
 def armed(module: nn.Module) -> list[Removable]:
     """Register sentinels on `module`."""
     return [module.register_forward_hook(Sentinel()), module.register_forward_pre_hook(Sentinel())]
@@ -60,6 +73,12 @@ def on_call(module: nn.Module, before: Callable[..., None], after: Callable[...,
         lambda: module.register_forward_pre_hook(before, prepend=True),
         lambda: module.register_forward_hook(after, always_call=True),
     )
+
+
+def before_call(module: nn.Module, before: Callable[..., None]) -> Removable:
+    """Call `before` before every call of `module`, but not of its copies."""
+    handle: Removable = module.register_forward_pre_hook(Listener(before), prepend=True)
+    return handle
 
 
 def on_any_step(before: Callable[..., None], after: Callable[..., None]) -> list[Removable]:

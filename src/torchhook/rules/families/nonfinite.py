@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from torchhook.core.findings import Finding, Severity
 from torchhook.rules.history import History, plain
@@ -42,13 +43,15 @@ class NonfiniteValues(Rule):
 class NonfiniteState(Rule):
     """A parameter or buffer holds NaN or Inf before anything has run (-Inf in a buffer is a mask, and fine).
 
-    A nonfinite running variance has no effect in train mode, but breaks every output in eval mode.
+    A nonfinite running variance has no effect in train mode, but breaks every output in eval mode. Also found is an
+    update of the optimizer that is not finite although the parameter and its gradient are.
     """
 
     code, name, severity = "TH102", "nonfinite-state", Severity.ERROR
     cause = "nonfinite"
     phase = Phase.REST
     facts = ("rest",)
+    uses = (Need("update_ratio"), Need("param_grad"))
     explains = ("TH1", "TH2", "TH3", "TH4", "TH5", "TH6", "TH7", "TH8", "TH9")
     hint = "Load a checkpoint from before it broke; if it was loaded like this, check how it was saved."
     wrong = "Memory that is allocated with torch.empty and filled before it is first used."
@@ -66,6 +69,21 @@ class NonfiniteState(Rule):
         origin = history.origin
         if origin is not None and origin.code == self.code and origin.site not in broken:
             yield origin  # it broke later
+        elif not broken:
+            yield from self._updates(history)
+
+    def _updates(self, history: History) -> Iterator[Finding]:
+        """The parameters that the optimizer itself broke, which are broken before the step after."""
+        before = {port: history.summaries(port) for port in ("param_norm", "step_grad_norm")}
+        for (path, _), by_step in history.summaries("update_norm").items():
+            step = next((step for step, moments in by_step.items() if moments.nonfinite), None)
+            if step is None:
+                continue
+            given = [known.get((path, port), {}).get(step) for port, known in before.items()]
+            if all(moments is not None and not moments.nonfinite for moments in given):
+                message = f"the update of step {step} is not finite, although the parameter and its gradient are"
+                finding = self.finding(message, path, step + 1)
+                yield replace(finding, hint="Look at the optimizer's settings: its eps, its rate, and its state.")
 
 
 @register
@@ -80,7 +98,7 @@ class NonfiniteGradient(Rule):
     cause = "nonfinite"
     phase = Phase.BACKWARD
     needs = (Need("grad_output"),)
-    explains = ("TH101", "TH2", "TH3", "TH4", "TH5", "TH6", "TH7", "TH8")
+    explains = ("TH101", "TH104", "TH2", "TH3", "TH4", "TH5", "TH6", "TH7", "TH8")
     backward = True
     hint = "Run the step inside torchhook.catch_nonfinite(model); a sqrt, norm or division at zero is the usual cause."
     wrong = "With a loss scaler of your own, whose overflows are expected."
@@ -107,7 +125,7 @@ class NonfiniteLoss(Rule):
     cause = "nonfinite"
     phase = Phase.LOSS
     facts = ("losses",)
-    explains = ("TH103", "TH2", "TH4", "TH5", "TH6", "TH7", "TH8")
+    explains = ("TH101", "TH103", "TH2", "TH4", "TH5", "TH6", "TH7", "TH8")
     hint = "If all outputs are finite, the loss itself produces it: a log of zero, or the mean over an empty batch."
     wrong = "Never."
 

@@ -82,6 +82,8 @@ class Steps:
                 raise ValueError(f"{path!r} has no values yet; run the model once before you measure its parameters")
             self._prepare(path, parameter)
         self.reduce.shelves += [self.drafts.whole, self.numbers.shelf]
+        if _steps_under_way():  # whose closure runs now; we see its end
+            self.depth, self.in_closure = 1, True
         self._handles = on_step(self.optimizer, self.begin, self.end)
 
     def detach(self) -> None:
@@ -196,12 +198,17 @@ class Steps:
 
 def is_inside_a_step() -> bool:
     """Whether the current step was called by another step."""
+    return _steps_under_way() > 1
+
+
+def _steps_under_way() -> int:
+    """How many steps of optimizers run now, one inside the other."""
     frame: FrameType | None = sys._getframe(1)
     steps = 0
     while frame is not None:
         steps += frame.f_code is _STEP
         frame = frame.f_back
-    return steps > 1
+    return steps
 
 
 _STEP = Optimizer.profile_hook_step(lambda: None).__code__  # torch wraps every step in it

@@ -1,21 +1,22 @@
 """Finds out what a script trains, without its help.
 
-Until an optimizer has stepped, every module that is called with gradients enabled is noted. Then the outermost of them
-that hold parameters of this optimizer are what it trains. The tensor on which `backward` is called between two steps is
-the loss. Hooks on all modules are there for that step only. Later there is one hook on the steps of optimizers; when an
-unknown optimizer steps, modules are noted again until its next step.
+From the moment an optimizer is created until its first step, every module that is called with gradients enabled is
+noted. A module that is not inside another one and holds parameters of an optimizer is watched from this first call on,
+so that nothing of the first step is missed. When the optimizer begins to step, the outermost of all noted modules are
+what it trains. The tensor on which `backward` is called between two steps is the loss. Hooks on all modules are there
+for that time only. Later there is one hook on the steps of optimizers; when one steps that was not seen when it was
+created, modules are noted again until its next step.
 """
 
 from __future__ import annotations
 
 import gc
 import os
-import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from functools import wraps
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial, wraps
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,17 +29,27 @@ from torchhook.core.compiled import tracing
 from torchhook.core.errors import StopTraining
 from torchhook.core.hooks.registration import on_any_call, on_any_step
 from torchhook.core.text import warn
+from torchhook.core.torch_internals import forward_pre_hooks, is_transformed
+from torchhook.rules.loss_graph import terms_arriving
 from torchhook.rules.registry import Choice
 from torchhook.stats.optimizer.steps import is_inside_a_step
-from torchhook.training.monitor import Monitor, OnFinding, state_of
-from torchhook.training.process import rank
+from torchhook.training.launch.by_hand import HandTraining, Suspicion
+from torchhook.training.launch.feeding import Sources
+from torchhook.training.launch.patches import patched, unwarned
+from torchhook.training.launch.schedules import Schedules
+from torchhook.training.launch.tensors import Tensors, leaves_of, named
+from torchhook.training.launch.trainings import Training
+from torchhook.training.monitor import Monitor, OnFinding, Terms, state_of
+from torchhook.training.process import rank, world_size
+from torchhook.training.runs.folders import delete
 
 _ATTEMPTS = 20  # steps of an optimizer until we stop waiting for its modules to be called
 _PATIENCE = 100  # steps of other optimizers during which we look for the modules of an unknown one
-_REPLACED = 20  # steps that an optimizer takes alone until it counts as the successor of another
 _IDLE = 1000  # steps of other optimizers after which a training is over
 _WATCHED = 8  # models of one optimizer that are watched, at most
 _BACKWARDS = 1000  # losses that are kept between two steps, at most
+_LONELY = 8  # backwards of which an optimizer may make one step before we ask whether the script trains by hand
+_SEARCHES = 3  # times that all modules of the process are searched for parameters of which none was called, at most
 
 
 class Discovery:
@@ -65,11 +76,20 @@ class Discovery:
             "on_finding": on_finding,
         }
         self._called: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()  # in the order of calls
+        self._inner: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the parts of those that were called
         self._trainings: list[Training] = []
-        self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # steps of each so far
+        self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # of all optimizers so far
         self._roots: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[nn.Module]]] = weakref.WeakKeyDictionary()
+        self._bare: weakref.WeakKeyDictionary[Optimizer, Tensors] = weakref.WeakKeyDictionary()  # those of no module
+        self._by_hand: list[HandTraining] = []
+        self._suspicion: Suspicion | None = None  # backwards that may be a training without an optimizer
+        self._has_stepped = self._is_unfounded = False
+        self._lonely = 0  # backwards where there is an optimizer, but none has ever stepped
+        self._searches = 0
+        self._sources, self._schedules = Sources(), Schedules()
         self._losses: deque[Tensor] = deque(maxlen=_BACKWARDS)
         self._before: list[Tensor] = []  # losses from before the step began
+        self._terms: list[Terms] = []  # what they compare
         self._patience = 0  # for how many more steps modules are noted
         self._is_broken = False
         self._process = os.getpid()
@@ -82,11 +102,14 @@ class Discovery:
         return rank() == 0
 
     def __enter__(self) -> Discovery:
-        self._always.enter_context(_unwarned("Using `torch.compile.* when there are global hooks on modules"))
+        self._always.enter_context(unwarned("Using `torch.compile.* when there are global hooks on modules"))
         for handle in on_any_step(self._guarded(self._begun), self._guarded(self._stepped)):
             self._always.callback(handle.remove)
-        self._always.enter_context(_patched(torch.autograd, "backward", before=self._guarded(self._backward)))
-        self._always.enter_context(_patched(torch.amp.GradScaler, "update", after=self._guarded(self._updated)))
+        self._always.enter_context(patched(Optimizer, "__init__", after=self._guarded(self._made)))
+        self._always.enter_context(patched(torch.autograd, "backward", before=self._guarded(self._backward)))
+        self._always.enter_context(self._sources.seen(self._guarded))
+        self._always.enter_context(self._schedules.seen(self._guarded))
+        self._always.enter_context(patched(torch.amp.GradScaler, "update", after=self._guarded(self._updated)))
         self._look()
         return self
 
@@ -95,92 +118,231 @@ class Discovery:
     ) -> None:
         self._look_no_more()
         self._always.close()
+        for hand in self._by_hand:
+            hand.close()
+        for training in [training for training in self._trainings if not training.has_begun]:
+            self._drop(training)
+        for training in self._trainings:
+            training.close(state_of(error))
         for monitor in self.watched:
             monitor.close(state_of(error))
 
     def _look(self) -> None:
         """Note the modules that are called, from now on."""
-        self._called.clear()
+        if not self._patience:
+            self._called.clear()
+            self._inner.clear()
+            self._looking.callback(on_any_call(self._guarded(self._note)).remove)
         self._patience = _PATIENCE
-        self._looking.callback(on_any_call(self._guarded(self._note)).remove)
 
     def _look_no_more(self) -> None:
         self._patience = 0
         self._looking.close()
 
+    def _made(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        """An optimizer was created: who is called from now on may be what it trains."""
+        self._steps[optimizer] = 0
+        self._look()
+
     def _note(self, module: nn.Module, args: Any) -> None:
-        if torch.is_grad_enabled():
-            self._called[module] = None
+        """A module is called; if it is what an optimizer trains, it is watched from now on."""
+        if not torch.is_grad_enabled() or module in self._called:
+            return
+        self._called[module] = None
+        if module in self._inner or is_transformed():
+            return
+        self._inner.update(part for part in module.modules() if part is not module)
+        optimizer = self._trainer_of(module)
+        if optimizer is None or sum(training.optimizer() is optimizer for training in self._trainings) >= _WATCHED:
+            return
+        before = set(forward_pre_hooks(module))
+        self._watch(module, optimizer)
+        for number, hook in list(forward_pre_hooks(module).items()):
+            if number not in before:  # torch has its list of those to call by now
+                hook(module, args, {})
+
+    def _trainer_of(self, module: nn.Module) -> Optimizer | None:
+        """The optimizer that has not stepped yet and holds most of the parameters of a module that nobody watches."""
+        if any(training.model() is module for training in self._trainings):
+            return None
+        own = {id(parameter) for parameter in module.parameters()}
+        new = [optimizer for optimizer, steps in self._steps.items() if not steps]
+        shares = {optimizer: len(own & _held(optimizer)) for optimizer in new}
+        best = max(shares, key=shares.__getitem__, default=None)
+        return best if best is not None and shares[best] else None
 
     def _backward(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
         """A backward begins; the tensors that it starts from are the loss, or parts of it."""
         self._forget()
-        for tensor in (tensors,) if isinstance(tensors, Tensor) else tensors:
-            if isinstance(tensor, Tensor) and tensor.numel() == 1:
-                self._losses.append(tensor.detach().reshape(()).clone())
+        several = (tensors,) if isinstance(tensors, Tensor) else tensors
+        losses = [tensor for tensor in several if isinstance(tensor, Tensor) and tensor.numel() == 1]
+        values = [loss.detach().reshape(()).clone() for loss in losses]
+        self._losses += values
+        for training in self._trainings:
+            training.notes.backward(losses)
+        self._dissect(losses)
+        if not self._has_stepped:
+            self._suspect(losses, values)
+
+    def _dissect(self, losses: list[Tensor]) -> None:
+        """Take the loss apart before its backward frees the graph; of several trainings, nobody knows whose it is."""
+        if len(self._steps) == 1 and any(training.notes.looks for training in self._trainings):
+            self._terms += [terms_arriving(loss) for loss in losses]
+
+    def _suspect(self, losses: list[Tensor], values: list[Tensor]) -> None:
+        """A backward begins where no optimizer has ever stepped; the script may train by hand."""
+        if self._steps and self._lonely < _LONELY:  # it accumulates, as far as we know
+            self._lonely += 1
+            return
+        if self._suspicion is None and not self._by_hand and not self._is_unfounded:
+            leaves = leaves_of(losses)
+            roots = _largest(_holding(set(map(id, leaves)), self._called))
+            self._suspicion = Suspicion(roots, leaves) if leaves else None
+        elif self._suspicion is not None and self._suspicion.has_changed(lambda: leaves_of(losses)):
+            self._watch_by_hand(self._suspicion, losses)
+        for hand in self._by_hand:
+            hand.backward(losses, values)
+        if self._suspicion is not None:
+            self._suspicion.losses += values
+            if self._suspicion.is_unfounded:
+                self._suspicion, self._is_unfounded = None, True
+                self._look_no_more()
+
+    def _watch_by_hand(self, suspicion: Suspicion, losses: list[Tensor]) -> None:
+        """Begin to watch what is trained without an optimizer, in its second step."""
+        self._suspicion = None
+        self._look_no_more()
+        for training in [known for known in self._trainings if known.model() in suspicion.roots]:
+            self._drop(training)
+        roots = suspicion.roots or [Tensors(named(leaves_of(losses)))]
+        for root, rest in zip(roots, suspicion.rests, strict=True):
+            monitor = self._monitor(root, None, 0)
+            if monitor is not None:
+                monitor.wait(rest)
+                self._by_hand.append(HandTraining(root, monitor, suspicion, self._guarded))
 
     def _updated(self, *args: Any, **kwargs: Any) -> None:
         """A GradScaler was updated; losses that are left belong to a step that it skipped."""
         self._losses.clear()
+        self._terms.clear()
 
     def _begun(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An optimizer begins to step; backwards from now on come from its closure, which it may call several times."""
-        if not is_inside_a_step():
-            self._before = list(self._losses)
-            self._losses.clear()
+        if is_inside_a_step():  # an optimizer may call the step of its parent class
+            return
+        self._before = list(self._losses)
+        self._losses.clear()
+        self._has_stepped = True
+        self._end_by_hand()
+        is_first = not self._steps.setdefault(optimizer, 0)
+        if is_first or not self._own(optimizer):
+            self._meet(optimizer)
+        for training in self._own(optimizer):
+            training.notes.schedules = self._schedules.of(optimizer)
+            training.notes.stepping()
 
     def _stepped(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An optimizer has stepped."""
-        if is_inside_a_step():  # an optimizer may call the step of its parent class
+        if is_inside_a_step():
             return
-        self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        self._steps[optimizer] += 1
         losses = [*self._before, *list(self._losses)[-1:]]
         self._losses.clear()
-        own = [training for training in self._trainings if training.optimizer() is optimizer]
+        terms, self._terms = self._terms, []
+        drawn = self._sources.drawn()
         for training in self._trainings:
             training.idle += 1
-        for training in own:
-            training.step(losses)
-        if not own:
-            self._meet(optimizer)
-        self._patience -= 1
-        if self._patience <= 0 or all(known in self._roots for known in self._steps):
+        for training in self._own(optimizer):
+            training.step(losses, terms, drawn)
+        self._patience = max(self._patience - 1, 0)
+        if not self._patience or all(known in self._roots for known in self._steps):
             self._look_no_more()
 
+    def _end_by_hand(self) -> None:
+        for hand in self._by_hand:
+            hand.close()
+            hand.monitor.close()
+        self._by_hand, self._suspicion = [], None
+
+    def _own(self, optimizer: Optimizer) -> list[Training]:
+        return [training for training in self._trainings if training.optimizer() is optimizer]
+
     def _meet(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped that no monitor watches."""
+        """An optimizer is about to step, for the first time or without a monitor."""
         if optimizer not in self._roots:
             self._find(optimizer)
-        for root in [found for known in self._roots.get(optimizer, ()) if (found := known()) is not None]:
+        roots = [found for known in self._roots.get(optimizer, ()) if (found := known()) is not None]
+        for root in roots:
             training = next((training for training in self._trainings if training.model() is root), None)
-            if training is None:
-                self._watch(root, optimizer)
-            elif training.is_replaced():  # until then they may alternate, and watching one of them is enough
+            if training is not None and training.optimizer() is optimizer:
+                continue
+            if training is not None and not training.has_begun:  # another one was expected to train it
+                self._drop(training)
+            elif training is not None and training.is_replaced():
                 self._end(training)
-                self._watch(root, optimizer)
+            elif training is not None:  # they may alternate, and watching one of them is enough
+                continue
+            self._watch(root, optimizer, is_late=True)
+        for training in self._own(optimizer):
+            if roots and not training.has_begun and training.model() not in roots:  # it is a part of one of them
+                self._drop(training)
 
     def _find(self, optimizer: Optimizer) -> None:
-        """Find out what an optimizer trains; if that is not clear yet, try again after its next step."""
+        """Find out what an optimizer trains; if that is not clear yet, try again before its next step."""
         if not self._patience:
             self._look()
             return
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        held = _held(optimizer)
         is_late = self._steps[optimizer] >= _ATTEMPTS
         roots = _holding(held, self._called) or (_holding(held, _all_modules()) if is_late else [])
-        if roots or is_late:
+        if not roots and (is_late or self._is_bare(optimizer)):
+            roots = [self._stand_in(optimizer)]
+        if roots:
             self._roots[optimizer] = [weakref.ref(root) for root in _largest(roots)]
 
-    def _watch(self, root: nn.Module, optimizer: Optimizer) -> None:
-        name = f"{self._name}-{type(root).__name__}" if self.watched else self._name
+    def _is_bare(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer trains tensors that are in no module, as far as that is known yet."""
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if all(parameter.grad is None for parameter in held):
+            return False
+        if not any(isinstance(parameter, nn.Parameter) for parameter in held):
+            return True
+        self._searches += 1
+        return self._searches <= _SEARCHES and not _holding(_held(optimizer), _all_modules())
+
+    def _stand_in(self, optimizer: Optimizer) -> nn.Module:
+        """A module that stands for the tensors of an optimizer."""
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._bare[optimizer] = Tensors(named(held))
+        return self._bare[optimizer]
+
+    def _watch(self, root: nn.Module, optimizer: Optimizer, is_late: bool = False) -> None:
+        """Begin to watch a model; `is_late` if its forward is over, so that its next step is the first to measure."""
         weak = weakref.proxy(optimizer)  # the training is over when the script drops its optimizer
-        try:
-            monitor = Monitor(root, weak, name=name, first_step=self._steps[optimizer], **self._options)
-        except Exception as error:
+        monitor = self._monitor(root, weak, self._steps[optimizer])
+        if monitor is None:
             self._roots[optimizer] = []  # do not try again
-            _warn(f"could not watch {type(root).__name__}: {type(error).__name__}: {error}")
             return
+        if is_late:
+            monitor.wait()
+        training = Training(root, optimizer, monitor, self._guarded)
+        training.notes.others = partial(self._held_by_others, training)
+        self._trainings.append(training)
+
+    def _held_by_others(self, training: Training) -> set[int]:
+        """The ids of the parameters that other optimizers have."""
+        own = training.optimizer()
+        return {known for optimizer in list(self._steps) if optimizer is not own for known in _held(optimizer)}
+
+    def _monitor(self, root: nn.Module, optimizer: Any, first_step: int) -> Monitor | None:
+        name = f"{self._name}-{type(root).__name__}" if self.watched else self._name
+        try:
+            monitor = Monitor(root, optimizer, name=name, first_step=first_step, **self._options)
+        except Exception as error:
+            _warn(f"could not watch {type(root).__name__}: {type(error).__name__}: {error}")
+            return None
         self.watched.append(monitor)
-        self._trainings.append(Training(root, optimizer, monitor))
+        return monitor
 
     def _forget(self) -> None:
         """End the trainings that are over. (Not from a finalizer of the optimizer, which may run at any point.)"""
@@ -189,8 +351,19 @@ class Discovery:
                 self._end(training)
 
     def _end(self, training: Training) -> None:
-        training.monitor.close()
+        if not training.has_begun:
+            self._drop(training)
+            return
+        training.close()
         self._trainings.remove(training)
+
+    def _drop(self, training: Training) -> None:
+        """Forget a training that never took a step."""
+        training.close()
+        self._trainings.remove(training)
+        self.watched.remove(training.monitor)
+        if training.monitor.run is not None and world_size() == 1:  # other ranks may still write below it
+            delete(training.monitor.run)
 
     def _guarded(self, action: Callable[..., None]) -> Callable[..., None]:
         """A fault of ours must not stop the script."""
@@ -210,28 +383,6 @@ class Discovery:
         return guarded
 
 
-class Training:
-    """A model, the optimizer that trains it, and the monitor that watches both."""
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer, monitor: Monitor) -> None:
-        self.model = weakref.ref(model)
-        self.optimizer = weakref.ref(optimizer)
-        self.monitor = monitor
-        self.idle = 0  # steps of other optimizers since our last one
-        self.others = 0  # those of them that trained the same model
-
-    def step(self, losses: list[Tensor]) -> None:
-        """The optimizer has stepped, after a backward of each of `losses`."""
-        self.idle = self.others = 0
-        total = torch.stack([loss.to(losses[0].device, torch.float64) for loss in losses]).sum() if losses else None
-        self.monitor.step(None if total is None else self.monitor.unscaled(total))
-
-    def is_replaced(self) -> bool:
-        """Whether another optimizer, which just stepped, has replaced ours."""
-        self.others += 1
-        return self.others > _REPLACED
-
-
 def outermost(called: Iterable[nn.Module]) -> list[nn.Module]:
     """The modules that no other of them contains.
 
@@ -243,6 +394,11 @@ def outermost(called: Iterable[nn.Module]) -> list[nn.Module]:
     modules = list(called)
     inside = {child for module in modules for child in module.modules() if child is not module}
     return [module for module in modules if module not in inside]
+
+
+def _held(optimizer: Optimizer) -> set[int]:
+    """The ids of the parameters that an optimizer has."""
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def _holding(held: set[int], modules: Iterable[nn.Module]) -> list[nn.Module]:
@@ -269,38 +425,3 @@ def _warn(message: str) -> None:
     """Warn, but never raise: a warning that is an error would stop the script."""
     with suppress(UserWarning):
         warn(message)
-
-
-@contextmanager
-def _unwarned(pattern: str) -> Iterator[None]:
-    """Suppress the warnings that match `pattern`, which our own hooks would cause."""
-    warnings.filterwarnings("ignore", pattern, UserWarning)
-    ours = warnings.filters[0]
-    try:
-        yield
-    finally:
-        with suppress(ValueError, AttributeError):  # the script may have changed the filters
-            warnings.filters.remove(ours)  # type: ignore[attr-defined]  # a list, in fact
-
-
-@contextmanager
-def _patched(
-    owner: Any, name: str, before: Callable[..., None] | None = None, after: Callable[..., None] | None = None
-) -> Iterator[None]:
-    """Call functions before or after one of torch's that offers no hook."""
-    original = getattr(owner, name)
-
-    @wraps(original)
-    def around(*args: Any, **kwargs: Any) -> Any:
-        if before is not None:
-            before(*args, **kwargs)
-        result = original(*args, **kwargs)
-        if after is not None:
-            after(*args, **kwargs)
-        return result
-
-    setattr(owner, name, around)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
