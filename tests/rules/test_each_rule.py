@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -672,6 +673,142 @@ def a_column_against_a_row(code):
 @example("TH605")
 def a_column_against_a_column(code):
     return looked(code, nn.Linear(8, 1), regression(1), F.mse_loss)
+
+
+def bounded(last, low=-1.0, high=1.0):
+    """A net that ends in `last`, and targets between `low` and `high`."""
+    data = [(torch.randn(64, 8), low + (high - low) * torch.rand(64, 1)) for _ in range(8)]
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1), last), data
+
+
+@example("TH604", "2")
+def a_sigmoid_before_the_cross_entropy(code):
+    return looked(code, nn.Sequential(*mlp(), nn.Sigmoid()))
+
+
+@example("TH604", "1")
+def a_relu_on_the_logits_that_is_a_function(code):
+    class Rectified(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, x):
+            return self.net(x).relu()
+
+    report = looked(code, Rectified())
+    assert report.findings[0].evidence["line"].endswith("return self.net(x).relu()")
+    return replace(report, findings=tuple(replace(f, site=f.site.removeprefix("net.")) for f in report.findings))
+
+
+@example("TH604", "1")
+def raw_outputs_for_the_likelihood(code):
+    return looked(code, mlp(), loss=F.nll_loss)
+
+
+@example("TH604")
+def a_sigmoid_for_probabilities(code):
+    return looked(code, *bounded(nn.Sigmoid(), 0.0), F.binary_cross_entropy)
+
+
+@example("TH607", "3")
+def a_relu_for_negative_targets(code):
+    return looked(code, *bounded(nn.ReLU()), F.mse_loss)
+
+
+@example("TH607", "3")
+def a_sigmoid_for_targets_up_to_ten(code):
+    return looked(code, *bounded(nn.Sigmoid(), 0.0, 10.0), F.l1_loss)
+
+
+@example("TH607", "3")
+def a_softmax_over_one_of_one(code):
+    return looked(code, *bounded(nn.Softmax(1), 0.0), F.binary_cross_entropy)
+
+
+@example("TH607")
+def a_tanh_for_targets_within_its_reach(code):
+    return looked(code, *bounded(nn.Tanh()), F.mse_loss)
+
+
+@example("TH607")
+def a_relu_for_positive_targets(code):
+    return looked(code, *bounded(nn.ReLU(), 0.0, 10.0), F.mse_loss)
+
+
+@example("TH608", "")
+def labels_of_one_class(code):
+    return looked(code, mlp(), [(x, torch.zeros_like(y)) for x, y in batches()])
+
+
+@example("TH608", "")
+def binary_labels_of_minus_one_and_one(code):
+    model, data = bounded(nn.Identity())
+    return looked(code, model, [(x, y.sign()) for x, y in data], F.binary_cross_entropy_with_logits)
+
+
+@example("TH608")
+def labels_of_all_classes(code):
+    return looked(code, mlp())
+
+
+@example("TH609", "", step=0)
+def targets_of_a_hundred_million(code):
+    return looked(code, *bounded(nn.Identity(), 0.0, 1e8), F.mse_loss)
+
+
+@example("TH609")
+def targets_of_one(code):
+    return looked(code, *bounded(nn.Identity()), F.mse_loss)
+
+
+def likelihood_by_hand(output, target):
+    return -(F.one_hot(target, 4) * output.log()).sum(1).mean()
+
+
+@example("TH610", "1")
+def the_log_of_raw_outputs(code):
+    return looked(code, mlp(), loss=likelihood_by_hand)
+
+
+@example("TH610")
+def a_log_softmax(code):
+    return looked(code, nn.Sequential(*mlp(), nn.LogSoftmax(1)), loss=F.nll_loss)
+
+
+@example("TH611", "", step=0)
+def a_loss_with_the_wrong_sign(code):
+    return looked(code, mlp(), loss=lambda output, target: -F.cross_entropy(output, target))
+
+
+@example("TH611")
+def a_loss_above_zero(code):
+    return looked(code, mlp())
+
+
+@example("TH612", "1")
+def two_layers_with_nothing_between(code):
+    return looked(code, mlp())
+
+
+@example("TH612")
+def two_layers_with_a_relu_between(code):
+    return looked(code, mlp(nn.ReLU()))
+
+
+@example("TH613", "", step=0)
+def a_label_out_of_range(code):
+    return looked(code, mlp(), [(x, y + 1) for x, y in batches()])
+
+
+@example("TH613", "", step=2)
+def a_batch_that_does_not_fit(code):
+    return looked(code, mlp(), [*batches(2), (torch.randn(64, 7), torch.zeros(64, dtype=torch.long))])
+
+
+@example("TH613")
+def batches_that_fit(code):
+    return looked(code, mlp())
 
 
 # --- TH7: batch norms and modes

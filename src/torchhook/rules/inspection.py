@@ -38,6 +38,7 @@ Progress = Callable[[str, int, int], None]
 _THOROUGH = 8  # steps at the beginning and at the end in which everything is measured
 _SETTLING = 30  # batches after which the running statistics of batch norms match the current weights
 _COMPARED = 12  # batches to run in both modes
+_FORWARDS, _LEAST_FORWARDS = 10, 100  # most per step, on average, of an optimizer that calls a closure several times
 _LOST = 3  # consecutive steps without a finite loss after which the training is stopped
 _MODES = (Need("output", "channels", ("dropout", "batchnorm")), Need("input", "channels", ("batchnorm",)))
 
@@ -65,9 +66,9 @@ class Inspection:
             self.data = list(islice(self.data, steps or _THOROUGH))
         if next(self._batches(), None) is None:
             raise ValueError("data has no batches")
-        twin, optimizer = self._copies() if steps else (copies_of(self.model, None)[0], None)
+        twin, optimizer = copies_of(self.model, self.optimizer)
         real = self._has_loss(twin)
-        trained = optimizer if real else None
+        trained = self._trained(twin, optimizer) if steps and real else None
         self._watch(twin, trained, steps if trained is not None else _THOROUGH, real)
         if self.history.raised is None:
             self.history.effects = effects_of(unreached(self.history), twin, next(self._batches()), self.loss)
@@ -129,27 +130,26 @@ class Inspection:
             self.notes.append(note)
 
     def _watch(self, twin: nn.Module, optimizer: Any, count: int, real: bool) -> None:
-        """Run or train the copy, and add each step to the history, until `count` forwards are done."""
+        """Run or train the copy for `count` steps, and add each to the history."""
         what = "running a copy" if optimizer is None else "training a copy"
-        lost = done = step = 0
-        batches = self._batches()
+        lost = forwards = 0
+        most, batches = max(_FORWARDS * count, _LEAST_FORWARDS), self._batches()
         with Watch(twin, self.rules, optimizer, self.history) as watch, Catch(twin, None, "record") as caught:
-            while done < count:
-                watch.be_thorough(step < _THOROUGH or done >= count - _THOROUGH)
+            for step in range(count):
+                watch.be_thorough(step < _THOROUGH or step >= count - _THOROUGH)
                 try:
-                    value, forwards = self._step(twin, optimizer, next(batches), step, watch.is_thorough)
+                    value, more = self._step(twin, optimizer, next(batches), step, watch.is_thorough)
                 except Exception as error:
                     if not step and not isinstance(error, IndexError):  # a label out of range raises that
                         raise
                     self.history.raised = Raised.of(error, step)
                     break
                 watch.step(value if real else None)
-                done, step = min(done + forwards, count), step + 1
-                self.progress(what, done, count)
+                self.progress(what, step + 1, count)
                 if caught.finding is not None and self.history.origin is None:
-                    self.history.origin = replace(caught.finding, step=step - 1)
-                lost = 0 if math.isfinite(value) else lost + 1
-                if lost == _LOST:
+                    self.history.origin = replace(caught.finding, step=step)
+                lost, forwards = 0 if math.isfinite(value) else lost + 1, forwards + more
+                if lost == _LOST or forwards >= most:
                     break
 
     def _step(self, twin: nn.Module, optimizer: Any, data: Any, step: int, look: bool) -> tuple[float, int]:

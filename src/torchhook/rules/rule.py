@@ -140,5 +140,4 @@ _FACTS = {
     "modes": "a comparison of train and eval mode, which only diagnose makes, with a loss and a model in train mode",
     "loop": "a look at the loop, which only torchhook run takes",
     "profile": "a stored profile",
-    "raised": "an exception of the model, the loss or the data",
 }

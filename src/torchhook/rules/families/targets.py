@@ -264,13 +264,13 @@ class UserError(Rule):
 
     code, name, severity = "TH613", "raised", Severity.ERROR
     phase = Phase.LOSS
-    facts = ("raised",)
     hint = "Run this batch by itself. If a label is out of range, compare the labels with the number of outputs."
     wrong = "Never."
 
     def find(self, history: History) -> Iterator[Finding]:
         raised = history.raised
-        assert raised is not None
+        if raised is None:
+            return
         cause = "labels" if raised.kind == "IndexError" and "out of bounds" in raised.message else self.cause
         at = f", at {raised.line}" if raised.line else ""
         message = f"{raised.kind}: {raised.message}{at}"
