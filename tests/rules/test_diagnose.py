@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import json
 import math
 import random
 import threading
+import types
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -607,6 +609,53 @@ def test_the_forwards_inside_closures_are_limited():
 
     diagnose(model, batches(), loss, torch.optim.LBFGS(model.parameters(), 0.1), steps=20, try_repairs=False)
     assert 100 <= len(calls) <= 300
+
+
+def by_closure(model):
+    original = model.forward
+    model.forward = lambda x: 2 * original(x)
+
+
+def by_a_wrapper(model):
+    original = model.forward
+
+    @functools.wraps(original)
+    def forward(*args, **kwargs):
+        return original(*args, **kwargs) * 2
+
+    model.forward = forward
+
+
+def by_binding(model):
+    def forward(self, x):
+        return 2 * nn.Sequential.forward(self, x)
+
+    model.forward = types.MethodType(forward, model)
+
+
+def by_partial(model):
+    model.forward = functools.partial(lambda net, x: 2 * net[2](net[1](net[0](x))), model)
+
+
+def by_a_part(model):
+    part, original = model[0], model[0].forward
+    part.forward = lambda x: 2 * original(x)
+
+
+def by_name(model):
+    globals()["THE_MODEL"] = model
+    model.forward = lambda x: 2 * THE_MODEL[2](THE_MODEL[1](THE_MODEL[0](x)))  # noqa: F821
+
+
+@pytest.mark.parametrize("change", [by_closure, by_a_wrapper, by_binding, by_partial, by_a_part, by_name])
+def test_a_forward_that_was_replaced_uses_the_weights_of_the_copy(change):
+    model = mlp()
+    change(model)
+    forward, before = vars(model).get("forward"), state_of(model, None)
+    report = diagnose(model, batches(), F.cross_entropy, torch.optim.SGD(model.parameters(), 0.1), steps=30)
+    assert report.losses[29] < report.losses[0] and not any(finding.code == "TH404" for finding in report.findings)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert state_of(model, None) == before and vars(model).get("forward") is forward
 
 
 # --- what is broken does not break the diagnosis

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from contextlib import suppress
+from functools import partial
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -26,6 +29,7 @@ def copies_of(model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module,
     memo: dict[int, Any] = {}
     try:
         twin = copy.deepcopy(model, memo)
+        _rebind(model, memo)
         for module in twin.modules():
             if isinstance(module, nn.RNNBase):  # cuDNN wants its weights in one block, and warns about copies
                 module.flatten_parameters()
@@ -35,6 +39,44 @@ def copies_of(model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module,
             f"the model cannot be copied ({type(error).__name__}: {error}), and diagnose must not change the original;"
             " pass parts=('rest',), which needs no copy"
         ) from error
+
+
+def _rebind(model: nn.Module, memo: dict[int, Any]) -> None:
+    """Make functions that were set on a module, such as a new `forward`, use the copy: `deepcopy` shares functions."""
+    known = {id(module): memo[id(module)] for module in model.modules() if id(module) in memo}
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, (FunctionType, MethodType, partial)) and id(module) in known:
+                known[id(module)].__dict__[name] = _rebound(value, known, {})
+
+
+def _rebound(value: Any, known: dict[int, nn.Module], done: dict[int, Any]) -> Any:
+    """A function with the modules that it refers to replaced: bound, in its closure, as defaults or by name."""
+    if id(value) in known:
+        return known[id(value)]
+    if id(value) in done:
+        return done[id(value)]
+    if isinstance(value, MethodType):
+        return MethodType(_rebound(value.__func__, known, done), _rebound(value.__self__, known, done))
+    if isinstance(value, partial):
+        args = [_rebound(one, known, done) for one in value.args]
+        keywords = {name: _rebound(one, known, done) for name, one in value.keywords.items()}
+        return partial(_rebound(value.func, known, done), *args, **keywords)
+    if not isinstance(value, FunctionType):
+        return value
+    named = {name: value.__globals__.get(name) for name in value.__code__.co_names}
+    globals_ = {name: known[id(one)] for name, one in named.items() if id(one) in known}
+    cells = tuple(CellType() for _ in value.__closure__ or ())
+    copied = FunctionType(value.__code__, {**value.__globals__, **globals_} if globals_ else value.__globals__,
+                          value.__name__, None, cells or None)  # fmt: skip
+    done[id(value)] = copied
+    for old, new in zip(value.__closure__ or (), cells, strict=True):
+        with suppress(ValueError):  # an empty cell
+            new.cell_contents = _rebound(old.cell_contents, known, done)
+    copied.__defaults__ = value.__defaults__ and tuple(_rebound(one, known, done) for one in value.__defaults__)
+    copied.__kwdefaults__ = value.__kwdefaults__
+    copied.__dict__.update(value.__dict__)
+    return copied
 
 
 def _refusal(model: nn.Module) -> str:
