@@ -24,7 +24,7 @@ _SHARE = 0.25  # of the loss that a repair has to take away
 _LITTLE = 0.1  # the same, where the loss is stuck without the repair and not with it
 _STUCK = 0.95  # of an earlier loss: a training that ends above has learnt nothing since
 _FIRST_LOOK = 16  # steps, then twice as many, and so on: when the loss is looked at on the way
-_FIRST = 0.03  # of the first loss that it has to take away: a loss near zero needs no repair
+_LEAST_GAIN = 0.03  # of the first loss, or that of guessing: a loss near zero needs no repair
 _GOOD = 0.45  # of the loss of guessing: a training that ends below works
 _PROVING = ("TH301", "TH303", "TH609", "TH612")  # an info becomes a warning if its repair helps
 _HELD = 5  # one batch in so many is held back to judge by
@@ -116,7 +116,7 @@ class Trials:
         outcome = self._outcome(repair)
         if outcome is None:
             return None
-        steps = next((at for at in (self._plain.steps, self._short) if _helps(self._plain, outcome, at)), None)
+        steps = next((at for at in (self._plain.steps, self._short) if self._helps(outcome, at)), None)
         at = steps or self._plain.steps
         return Trial(repair.change, self._plain.at(at), outcome.at(at), at, steps is not None)
 
@@ -132,6 +132,20 @@ class Trials:
                 return _Outcome(self._train(setup), time.monotonic() - begun)
         except Exception:  # of the user's code, or because the repair does not fit
             return None
+
+    def _helps(self, repaired: _Outcome, step: int) -> bool:
+        """Whether the loss is clearly lower with the repair: by a share of it, and by a standard error."""
+        plain = self._plain
+        assert plain is not None
+        if not math.isfinite(plain.at(step)) or not math.isfinite(repaired.at(step)):
+            return math.isfinite(repaired.at(step))
+        pairs = zip(plain.losses.get(step, plain.losses[plain.steps]), repaired.losses[step], strict=True)
+        gains = [a - b for a, b in pairs]
+        error = stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else 0.0
+        share = _LITTLE if plain.is_stuck(step) and not repaired.is_stuck(step) else _SHARE
+        levels = (abs(plain.first), abs(repaired.first), self.chance)
+        least = _LEAST_GAIN * min(level for level in levels if not math.isnan(level))
+        return fmean(gains) > max(share * abs(plain.at(step)), least, error)
 
     @property
     def _short(self) -> int:
@@ -184,20 +198,6 @@ class _Outcome:
         """Whether the loss did not fall in the second half of the first `step` steps."""
         half = max(at for at in self.losses if at <= step / 2)
         return self.at(step) > _STUCK * self.at(half)
-
-
-def _helps(plain: _Outcome, repaired: _Outcome, step: int) -> bool:
-    """Whether the loss is clearly lower with the repair: by a share of it, and by a standard error."""
-    if not math.isfinite(repaired.at(step)):
-        return False
-    if not math.isfinite(plain.at(step)):
-        return True
-    pairs = zip(plain.losses.get(step, plain.losses[plain.steps]), repaired.losses[step], strict=True)
-    gains = [a - b for a, b in pairs]
-    error = stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else 0.0
-    share = _LITTLE if plain.is_stuck(step) and not repaired.is_stuck(step) else _SHARE
-    least = _FIRST * min(abs(plain.first), abs(repaired.first))
-    return fmean(gains) > max(share * abs(plain.at(step)), least, error)
 
 
 def _or_infinite(loss: float) -> float:

@@ -87,7 +87,10 @@ class Divergence(Rule):
 
 @register
 class LossSpike(Rule):
-    """The loss jumps for one step to over three times, and six robust deviations above, the median of eight before."""
+    """The loss jumps for one step to over three times, and six robust deviations above, the median of eight before.
+
+    Only if it is then nearly as high as at the start: a loss near zero jumps by itself.
+    """
 
     code, name = "TH602", "loss-spike"
     cause = "divergence"
@@ -98,7 +101,7 @@ class LossSpike(Rule):
     wrong = "Batches of very different difficulty or length; a loss near zero."
 
     def find(self, history: History) -> Iterator[Finding]:
-        for step, times in outliers(history.losses, factor=3):
+        for step, times in outliers(history.losses, factor=3, little=0.7):
             message = f"the loss jumped to {times:.0f} times its recent level"
             yield self.finding(message, "", step, loss=plain(history.losses[step]), times=plain(times))
 
