@@ -73,7 +73,9 @@ def check(
             if reason:
                 skipped[rule.code] = reason
             else:
-                found[rule] = [finding for finding in rule.find(history) if not _is_ignored(finding, exempt)]
+                lowered = rule.forgiving and history.works
+                findings = (replace(one, severity=Severity.INFO) if lowered else one for one in rule.find(history))
+                found[rule] = [finding for finding in findings if not _is_ignored(finding, exempt)]
         except Exception as error:  # noqa: PERF203 (one rule must not stop the others)
             skipped[rule.code] = f"raised {type(error).__name__}: {error}"
             broken.append(failed(f"rule {rule.code}", f"{type(error).__name__}: {error}"))

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,10 @@ from torchhook.stats.stat import unlike
 if TYPE_CHECKING:
     from torchhook.rules.profile import Profile
     from torchhook.rules.rest import Rest
+
+
+GOOD = 0.45
+"""Of the loss of guessing: a training that ends below works."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +153,13 @@ class History:
         """The loss of the best constant prediction, by the targets; NaN if it is unknown."""
         known = [term.chance for term in self.comparisons]
         return known[0] if len(known) == 1 else math.nan
+
+    @property
+    def works(self) -> bool:
+        """Whether the training has got well below what guessing gives: the loss, over its last quarter of steps."""
+        values = list(self.losses.values())
+        late = values[-max(1, len(values) // 4) :]
+        return bool(late) and fmean(late) < GOOD * min(self.chance, values[0])
 
     def has(self, port: str, stat: str) -> bool:
         """Whether a statistic was measured at a port, at any place."""

@@ -14,6 +14,7 @@ from torch import nn
 
 from torchhook.core.batch import Batch, Loss, call, loss_of
 from torchhook.core.findings import Finding, Severity, Trial
+from torchhook.rules.history import GOOD
 from torchhook.rules.repairs import Repair, Setup, repairs_for
 from torchhook.rules.rule import Rule
 from torchhook.rules.step import train_step
@@ -25,7 +26,6 @@ _LITTLE = 0.1  # the same, where the loss is stuck without the repair and not wi
 _STUCK = 0.95  # of an earlier loss: a training that ends above has learnt nothing since
 _FIRST_LOOK = 16  # steps, then twice as many, and so on: when the loss is looked at on the way
 _LEAST_GAIN = 0.03  # of the first loss, or that of guessing: a loss near zero needs no repair
-_GOOD = 0.45  # of the loss of guessing: a training that ends below works
 _PROVING = ("TH301", "TH303", "TH609", "TH612")  # an info becomes a warning if its repair helps
 _HELD = 5  # one batch in so many is held back to judge by
 
@@ -87,7 +87,7 @@ class Trials:
         assert self._plain is not None
         if finding.code == "TH601":
             return self._plain.last < _STUCK * self._plain.first
-        return self._plain.last < _GOOD * min(self.chance, self._plain.first)
+        return self._plain.last < GOOD * min(self.chance, self._plain.first)
 
     def _trial(self, repairs: Sequence[Repair]) -> tuple[Trial, str] | None:
         """The first repair that helps and what is at fault then, else the best; None if none could be tried."""

@@ -105,9 +105,10 @@ class SymmetricInit(Rule):
 
 @register
 class InputScale(Rule):
-    """The inputs of the first layer have a mean or a standard deviation beyond ten.
+    """The inputs of the first layer have a mean or a standard deviation beyond ten; beyond a hundred is an error.
 
-    Images with values from 0 to 255 and raw measurements are the usual cause. Only inputs of the model itself count.
+    Images with values from 0 to 255 and raw measurements are the usual cause. Only inputs of the model itself count. If
+    a norm follows the layer, which undoes the scale, this is only an info.
     """
 
     code, name = "TH303", "input-scale"
@@ -116,15 +117,19 @@ class InputScale(Rule):
     explains = ("TH105", "TH2", "TH301", "TH4", "TH501", "TH6", "TH7", "TH8")
     hint = "Normalise the inputs to a mean of about 0 and a standard deviation of about 1."
     wrong = "A model that normalises its inputs itself, or whose first layer expects raw values."
-    limit = 10.0
+    limit, error = 10.0, 100.0
 
     def find(self, history: History) -> Iterator[Finding]:
         snapshot = history.first()
-        first = next(iter(readings(snapshot, "output", "moments")), None)
-        if first is None or (first.path, "input") not in snapshot.rows:
+        order = list(readings(snapshot, "output", "moments"))
+        if not order or (order[0].path, "input") not in snapshot.rows:
             return
+        first = order[0]
         inputs = snapshot[first.path, "input"]["moments"]
-        if max(abs(inputs.mean), inputs.std) > self.limit:
+        size = max(abs(inputs.mean), inputs.std)
+        if size > self.limit:
             message = f"the inputs have a mean of {inputs.mean:.3g} and a standard deviation of {inputs.std:.3g}"
+            is_undone = len(order) > 1 and kind_of(order[1].module_class) in NORMS
+            severity = "info" if is_undone else "error" if size > self.error else None
             step = history.windows[0].step
-            yield self.finding(message, first.path, step, mean=plain(inputs.mean), std=plain(inputs.std))
+            yield self.finding(message, first.path, step, severity, mean=plain(inputs.mean), std=plain(inputs.std))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import pairwise
-from statistics import fmean, variance
+from statistics import fmean, median, variance
 
 from torchhook.core.findings import Finding, Severity
 from torchhook.rules.history import History, finite, last_of, plain
@@ -26,9 +26,11 @@ class LossNotFalling(Rule):
     cause = "undertrained"
     phase = Phase.LOSS
     facts = ("losses",)
+    uses = (Need("update_ratio"),)
     hint = "Try to overfit one batch. If that works, check the labels and their order; if not, the learning rate."
     wrong = "Losses that are not meant to fall, such as those of a GAN or a policy: do not pass them."
     least, share = 40, 0.05
+    usual = (1e-4, 1e-2)  # the size of a step relative to the weights
 
     def find(self, history: History) -> Iterator[Finding]:
         values = finite(history.losses.values())
@@ -44,7 +46,14 @@ class LossNotFalling(Rule):
             yield self.finding(message, "", None, "error", **evidence, cause="divergence")
         elif fall < max(2 * error, self.share * abs(fmean(first))):
             message = f"the loss does not fall: {fmean(first):.3g} at the start, {fmean(last):.3g} at the end"
-            yield self.finding(message, "", None, None, **evidence)
+            cause = "rate" if self._moves_oddly(history) else self.cause
+            yield self.finding(message, "", None, None, **evidence, cause=cause)
+
+    def _moves_oddly(self, history: History) -> bool:
+        """Whether the steps of the optimizer are far from the usual 0.1% of the weights."""
+        table = history.summaries("update_ratio").values()
+        sizes = finite(moments.mean for by_step in table for moments in by_step.values())
+        return bool(sizes) and not self.usual[0] < median(sizes) < self.usual[1]
 
     def _is_small(self, history: History, values: list[float]) -> bool:
         """Whether the loss was so small from the start that there is little left to learn."""
@@ -55,8 +64,8 @@ class LossNotFalling(Rule):
 class Divergence(Rule):
     """The loss grows by orders of magnitude: it ends a hundred times above its start and its lowest value.
 
-    Judged by the logarithm, over the steps since the loss was lowest: at least three of them, most of which raise it. A
-    loss that is no longer finite afterwards is the end of the same growth.
+    Judged by the logarithm, over the steps since the loss was lowest: at least three of them, most of which raise it,
+    or one if the loss is no longer finite after it, which is the end of the same growth.
     """
 
     code, name, severity = "TH606", "divergence", Severity.ERROR
@@ -70,15 +79,17 @@ class Divergence(Rule):
 
     def find(self, history: History) -> Iterator[Finding]:
         known = {step: loss for step, loss in history.losses.items() if math.isfinite(loss) and loss > 0}
-        if len(known) <= self.least:
+        breaks = bool(history.losses) and not math.isfinite(list(history.losses.values())[-1])
+        least = 1 if breaks else self.least
+        if len(known) <= least:
             return
         steps = list(known)
         lowest = min(steps, key=known.__getitem__)
         since = steps[steps.index(lowest) :]
-        last = fmean(math.log(known[step]) for step in steps[-2:])
-        growth = last - math.log(max(known[lowest], known[steps[0]]))
+        last = known[steps[-1]] if breaks else math.exp(fmean(math.log(known[step]) for step in steps[-2:]))
+        growth = math.log(last / max(known[lowest], known[steps[0]]))
         rises = sum(known[b] > known[a] for a, b in pairwise(since))
-        if len(since) <= self.least or growth < math.log(self.times) or rises < 0.6 * (len(since) - 1):
+        if len(since) <= least or growth < math.log(self.times) or rises < 0.6 * (len(since) - 1):
             return
         factor = math.exp((math.log(known[steps[-1]]) - math.log(known[lowest])) / (steps[-1] - lowest))
         message = f"the loss diverges: from {known[lowest]:.3g} to {known[steps[-1]]:.3g}, times {factor:.3g} per step"

@@ -194,6 +194,7 @@ class ConstantOutput(Rule):
     """All units of a layer vary by less than a millionth of their size: its output is the same for every input.
 
     Judged after some training, since layers that start at zero on purpose (LoRA, residual branches) do not stay there.
+    If all targets are the same, this is only an info: the answer is right.
     """
 
     code, name, severity = "TH204", "constant-output", Severity.ERROR
@@ -207,12 +208,15 @@ class ConstantOutput(Rule):
     def find(self, history: History) -> Iterator[Finding]:
         if len(history.windows) < self.least:
             return
+        targets = [term.target for term in history.comparisons]
+        severity = "info" if targets and all(target is not None and not target.std for target in targets) else None
         for reading in readings(history.whole(0), "output", "channels", *_LAYERS):
             units: Units = reading["channels"]
             spread = finite(units.std.tolist())
             if spread and max(spread) <= 1e-6 * max(float(units.abs_mean.max()), 1e-30) and samples(reading) > 1:
                 message = "its output is the same for every input"
-                yield self.finding(message, reading.path, spread=plain(max(spread)), size=plain(units.abs_mean.max()))
+                size = plain(units.abs_mean.max())
+                yield self.finding(message, reading.path, None, severity, spread=plain(max(spread)), size=size)
 
 
 def _since(history: History, site: str, dead: Tensor, active: float) -> int | None:
