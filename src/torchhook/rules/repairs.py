@@ -26,11 +26,15 @@ class Setup:
 
 
 class Repair(NamedTuple):
-    """What to change, in words and as a function of the setup; `cause` is what is at fault if that helps."""
+    """What to change, in words and as a function of the setup.
+
+    `cause` is what is at fault if that helps. If it `decides` and does not help, the finding does no harm.
+    """
 
     change: str
     apply: Callable[[Setup], None]
     cause: str = ""
+    decides: bool = True
 
 
 def repairs_for(finding: Finding) -> list[Repair]:
@@ -123,14 +127,8 @@ def _with_relu(setup: Setup) -> None:
             _draw_again(parent)
 
 
-def _leaky(finding: Finding) -> list[Repair]:
-    return [Repair("LeakyReLU instead of ReLU", _with_leaky), *_slower(finding)]
-
-
-def _with_leaky(setup: Setup) -> None:
-    for parent, name, child in _children(setup.model):
-        if isinstance(child, nn.ReLU):
-            setattr(parent, name, nn.LeakyReLU(0.1))
+def _if_slower(finding: Finding) -> list[Repair]:
+    return [repair._replace(decides=False) for repair in _slower(finding)]  # units may be dead for another reason
 
 
 def _weights(finding: Finding) -> list[Repair]:
@@ -204,7 +202,7 @@ def _at(model: nn.Module, path: str) -> nn.Module:
 
 
 _REPAIRS: dict[str, Callable[[Finding], list[Repair]]] = {
-    "TH201": _leaky,
+    "TH201": _if_slower,
     "TH203": _activations,
     "TH301": _all_weights,
     "TH302": _weights,

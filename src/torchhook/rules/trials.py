@@ -90,15 +90,15 @@ class Trials:
         return self._plain.last < GOOD * min(self.chance, self._plain.first)
 
     def _trial(self, repairs: Sequence[Repair]) -> tuple[Trial, str] | None:
-        """The first repair that helps and what is at fault then, else the best; None if none could be tried."""
+        """The first repair that helps and what is at fault then, else the best; None if nothing can be said."""
         tried: list[tuple[Trial, str]] = []
         for repair in repairs:
             trial = self._tried(repair)
-            if trial is not None:
+            if trial is not None and (trial.helped or repair.decides):
                 tried.append((trial, repair.cause))
-                if trial.helped:
-                    break
-        return min(tried, key=lambda pair: _or_infinite(pair[0].repaired), default=None)
+            if trial is not None and trial.helped:
+                break
+        return min(tried, key=lambda pair: (not pair[0].helped, _or_infinite(pair[0].repaired)), default=None)
 
     def _tried(self, repair: Repair) -> Trial | None:
         if repair.change not in self._known:
