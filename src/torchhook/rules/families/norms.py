@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from torchhook.core.findings import Finding, Severity
-from torchhook.rules.history import History, joined, plain, readings, samples
-from torchhook.rules.kinds import kind_of
+from torchhook.rules.history import History, Modes, joined, plain, readings, samples
 from torchhook.rules.registry import register
 from torchhook.rules.rest import NormState
 from torchhook.rules.rule import Need, Phase, Rule
 from torchhook.stats.channels import Units
-from torchhook.stats.reading import Place, Snapshot
+from torchhook.stats.reading import Place, Reading, Snapshot
+
+_YOUNG = 30  # steps
 
 
 @register
@@ -25,7 +25,7 @@ class RunningStatistics(Rule):
 
     Compared with the batches, averaged over the channels, with at least 40 values per channel, and once it has seen
     enough batches for its momentum (a momentum below 0.005 is too small to wait for). Eval mode then computes something
-    different from train mode.
+    different from train mode. A training of fewer than thirty steps is too young to judge.
     """
 
     code, name = "TH701", "running-statistics"
@@ -40,6 +40,8 @@ class RunningStatistics(Rule):
     def find(self, history: History) -> Iterator[Finding]:
         rest = history.after or history.rest
         assert rest is not None
+        if is_young(history):
+            return
         batches = history.modes.batches if history.modes is not None else [history.whole(0.25)]
         for reading in readings(joined(batches), "input", "channels", "batchnorm"):
             norm = rest.norms.get(reading.path)
@@ -56,6 +58,11 @@ class RunningStatistics(Rule):
                 yield self.finding(
                     message, reading.path, shift=plain(shift), factor=plain(factor), momentum=norm.momentum
                 )
+
+
+def is_young(history: History) -> bool:
+    """Whether so few steps were taken that the weights, and with them the running statistics, still change fast."""
+    return history.after is not None and len(history.losses) < _YOUNG
 
 
 def has_settled(norm: NormState) -> bool:
@@ -128,11 +135,13 @@ class RunningVariance(Rule):
 
 @register
 class ModesDisagree(Rule):
-    """On the same batches, the model computes something different in eval mode than in train mode.
+    """On the same batches, the model computes something different in eval mode than in train mode, and does worse.
 
     The outputs of a batch norm are shifted by a tenth of their size (root mean square) or change in size by 12%,
-    averaged over the channels; those of a dropout change in size by a factor of 2.3; or the losses differ by a factor
-    of two and by a half. Batch norms first see thirty batches, to catch up with the weights.
+    averaged over the channels, and the loss is a fifth higher in eval mode, or there are at most eight values per
+    channel and batch; a change in size by 50% is enough by itself. The outputs of a dropout change in size by a factor
+    of 2.3, beyond what the dropouts before it do. Or the loss is twice as high in eval mode, and higher by a half.
+    Batch norms first see thirty batches, to catch up with the weights; a training of fewer steps is too young to judge.
     """
 
     code, name = "TH704", "modes-disagree"
@@ -141,36 +150,52 @@ class ModesDisagree(Rule):
     explains = ("TH601",)
     hint = "Check the dropout probability, and the batch size and momentum of batch norms."
     wrong = "Strong regularisation on purpose; batches that differ a lot from each other."
-    shift, samples = 0.1, 20
-    factors: ClassVar[dict[str, float]] = {"batchnorm": 1.12, "dropout": 2.3}
-    times, least = 2.0, 0.5
+    shift, factor, much, dropped = 0.1, 1.12, 1.5, 2.3
+    worse, times, least = 1.2, 2.0, 0.5
+    samples, few = 20, 8
 
     def find(self, history: History) -> Iterator[Finding]:
         modes, rest = history.modes, history.after or history.rest
         assert modes is not None
-        norms = rest.norms if rest is not None else {}
-        if not all(has_settled(norm) for norm in norms.values() if norm.training):
-            return  # too few steps to judge by
+        norms = [norm for norm in (rest.norms if rest is not None else {}).values() if norm.training]
+        if not all(map(has_settled, norms)) or (norms and is_young(history)):
+            return
         named = False
-        for reading in readings(modes.train, "output", "channels", *self.factors):
+        for path, shift, factor in (*self._norms(modes), *self._dropouts(modes)):
+            message = (
+                f"in eval mode its outputs shift by {shift:.2g} of their size and change in size"
+                f" by a factor of {factor:.2g}"
+            )
+            yield self.finding(message, path, shift=plain(shift), factor=plain(factor))
+            named = True
+        train, evaluated = modes.train_loss, modes.eval_loss
+        if not named and train >= 0 and evaluated > self.times * train and evaluated - train > self.least:
+            message = f"the loss is {train:.3g} in train mode and {evaluated:.3g} in eval mode"
+            yield self.finding(message, train=plain(train), eval=plain(evaluated))
+
+    def _norms(self, modes: Modes) -> Iterator[tuple[str, float, float]]:
+        """Batch norms that do something else in eval mode: the path, the shift and the factor."""
+        is_worse = modes.eval_loss > self.worse * modes.train_loss
+        for reading, shift, factor in self._compared(modes, "batchnorm"):
+            is_tiny = samples(reading) <= self.few * len(modes.batches)
+            differs = factor > self.factor or shift > self.shift
+            if factor > self.much or (differs and (is_worse or is_tiny)):
+                yield reading.path, shift, factor
+
+    def _dropouts(self, modes: Modes) -> Iterator[tuple[str, float, float]]:
+        """Dropouts that drop too much: the path, the shift and the factor."""
+        before = 1.0  # what the dropouts so far have done: it adds up over the layers
+        for reading, shift, factor in self._compared(modes, "dropout"):
+            if factor > self.dropped * before:
+                yield reading.path, shift, factor
+            before = max(before, factor)
+
+    def _compared(self, modes: Modes, kind: str) -> Iterator[tuple[Reading, float, float]]:
+        """The modules of a kind in train mode, and how far their outputs shift and by which factor they change."""
+        for reading in readings(modes.train, "output", "channels", kind):
             place = reading.path, reading.port
-            if place not in modes.eval.rows:
-                continue
-            units, kind = reading["channels"], kind_of(reading.module_class)
-            shift, factor = _difference(units, modes.eval[place]["channels"])
-            if samples(reading) < self.samples:
-                continue
-            if factor > self.factors[kind] or (kind == "batchnorm" and shift > self.shift):
-                message = (
-                    f"in eval mode its outputs shift by {shift:.2g} of their size and change in size"
-                    f" by a factor of {factor:.2g}"
-                )
-                yield self.finding(message, reading.path, shift=plain(shift), factor=plain(factor))
-                named = True
-        low, high = sorted((modes.train_loss, modes.eval_loss))
-        if not named and low >= 0 and high > self.times * low and high - low > self.least:
-            message = f"the loss is {modes.train_loss:.3g} in train mode and {modes.eval_loss:.3g} in eval mode"
-            yield self.finding(message, train=plain(modes.train_loss), eval=plain(modes.eval_loss))
+            if place in modes.eval.rows and samples(reading) >= self.samples:
+                yield reading, *_difference(reading["channels"], modes.eval[place]["channels"])
 
 
 def _difference(a: Units, b: Units) -> tuple[float, float]:
