@@ -17,7 +17,6 @@ from torchhook.core.torch_internals import BATCH_NORMS
 from torchhook.stats import Moments
 from torchhook.stats.moments import Summary
 
-
 _SCALE_FREE = {"betas", "eps", "etas", "history_size"}  # options of optimizers that divide by a gradient's size
 
 
@@ -129,8 +128,9 @@ def _parameter(parameter: nn.Parameter, groups: list[dict[str, Any]], module: st
 def _eps(group: dict[str, Any]) -> float | None:
     """What is added to a denominator in the parameter's own precision; None if nothing is."""
     eps = group.get("eps")
-    is_number = isinstance(eps, (int, float)) and not isinstance(eps, bool)
-    return float(eps) if is_number and not group.get("fused") else None  # fused kernels compute in float32
+    if group.get("fused") or not isinstance(eps, (int, float)):  # fused kernels compute in float32
+        return None
+    return float(eps)
 
 
 def rate_of(group: dict[str, Any]) -> float | None:

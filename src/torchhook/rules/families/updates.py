@@ -119,10 +119,10 @@ class UpdateTooSmall(UpdateRatios):
 class NotInOptimizer(Rule):
     """A parameter that requires a gradient is not in the optimizer: it is never trained.
 
-    If the optimizer has parameters that are not in the model, or never get a gradient, the model was copied or moved, or
-    its layers were replaced, after the optimizer was created. If all that the optimizer has is frozen, that is named. If
-    it has the last part of the model alone, the others may be left out on purpose, and this is an info. Parameters of
-    another optimizer do not count.
+    If the optimizer has parameters that are not in the model, or never get a gradient, the model was copied or moved,
+    or its layers were replaced, after the optimizer was created. If all that the optimizer has is frozen, that is
+    named. If it has the last part of the model alone, the others may be left out on purpose, and this is an info.
+    Parameters of another optimizer do not count.
     """
 
     code, name, severity = "TH503", "not-in-optimizer", Severity.ERROR
@@ -131,8 +131,8 @@ class NotInOptimizer(Rule):
     facts = ("rest", "own_optimizer")
     explains = ("TH302", "TH601")
     hint = (
-        "Create the optimizer last, of model.parameters(), once the model is moved, wrapped and complete; if a layer should"
-        " stay frozen, call requires_grad_(False)."
+        "Create the optimizer last, of model.parameters(), once the model is moved, wrapped and complete; if a layer"
+        " should stay frozen, call requires_grad_(False)."
     )
     wrong = "Several optimizers, each for a part of the model, where run does not see them."
     least = 3
@@ -221,7 +221,7 @@ class EpsTooSmall(Rule):
 
 
 def _is_last_part(paths: list[str], left: Collection[str], held: Collection[str]) -> bool:
-    """Whether what the optimizer has is the last part of a model, such as its head, and all that is left comes before."""
+    """Whether what the optimizer has is the last part of a model, such as its head, and what is left comes before."""
     parts = {path.partition(".")[0] for path in held}
     return len(parts) == 1 and max(map(paths.index, left), default=0) < min(map(paths.index, held))
 

@@ -314,7 +314,7 @@ class Discovery:
         return self._searches <= _SEARCHES and not _holding(_held(optimizer), _all_modules())
 
     def _untrained(self) -> list[nn.Module]:
-        """The models that get gradients but are in no optimizer: whose optimizer may be one that has other parameters."""
+        """The models that get gradients but are in no optimizer: theirs may be one that has other parameters."""
         held = {known for optimizer in self._steps for known in _held(optimizer)}
         models = [root for root in outermost(self._called) if any(p.grad is not None for p in root.parameters())]
         return [root for root in models if not any(id(parameter) in held for parameter in root.parameters())]
