@@ -17,6 +17,7 @@ from specimens import Returning
 from torchhook import Profile, check, diagnose
 from torchhook.rules import RULES, History
 from torchhook.rules.loop import Loop
+from torchhook.rules.rest import at_rest as state_of
 from torchhook.rules.watch import Watch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -543,6 +544,28 @@ def an_optimizer_that_has_all_but_a_frozen_layer(code):
     return at_rest(code, model, torch.optim.SGD(model[1].parameters(), 0.1))
 
 
+@example("TH503", "1")
+def an_optimizer_of_nothing_but_a_frozen_layer(code):
+    model = mlp()
+    model[1].requires_grad_(False)
+    return at_rest(code, model, torch.optim.SGD(model[1].parameters(), 0.1))
+
+
+@example("TH503", "")
+def an_optimizer_whose_parameters_never_get_a_gradient(code):
+    model = mlp()
+    rest = state_of(model, torch.optim.SGD(model.parameters(), 0.1))
+    return check(History(rest=rest, own_optimizer=True, loop=Loop(looked=20, idle=20)), [code])
+
+
+@example("TH503")
+def a_layer_of_another_optimizer(code):
+    model = mlp()
+    rest = state_of(model, torch.optim.SGD(model[0].parameters(), 0.1))
+    loop = Loop(looked=20, elsewhere=frozenset({"1.weight", "1.bias"}))
+    return check(History(rest=rest, own_optimizer=True, loop=loop), [code])
+
+
 @example("TH504", "0")
 def a_group_whose_rate_is_zero(code):
     model = mlp()
@@ -558,6 +581,36 @@ def an_optimizer_of_another_model(code):
 @example("TH504")
 def an_optimizer_of_the_model(code):
     model = mlp()
+    return at_rest(code, model, torch.optim.SGD(model.parameters(), 0.1))
+
+
+@example("TH505", "0.weight")
+def an_eps_that_is_zero_in_half_precision(code):
+    model = mlp().half()
+    return at_rest(code, model, torch.optim.Adam(model.parameters()))
+
+
+@example("TH505", "0.weight")
+def an_eps_of_zero(code):
+    model = mlp()
+    return at_rest(code, model, torch.optim.RMSprop(model.parameters(), eps=0))
+
+
+@example("TH505")
+def an_eps_for_half_precision(code):
+    model = mlp().half()
+    return at_rest(code, model, torch.optim.Adam(model.parameters(), eps=1e-4))
+
+
+@example("TH505")
+def an_eps_for_single_precision(code):
+    model = mlp()
+    return at_rest(code, model, torch.optim.Adam(model.parameters()))
+
+
+@example("TH505")
+def an_optimizer_that_does_not_divide(code):
+    model = mlp().half()
     return at_rest(code, model, torch.optim.SGD(model.parameters(), 0.1))
 
 
@@ -881,6 +934,26 @@ def a_loss_that_differs_by_mode(code):
 @example("TH704")
 def a_light_dropout(code):
     return looked(code, mlp(nn.Dropout(0.05)))
+
+
+@example("TH705", "")
+def trained_in_eval_mode(code):
+    return looped(code, switches=("1",), trained=50, trained_in_eval=50, evaluated_in_eval=50)
+
+
+@example("TH705", "")
+def evaluated_in_train_mode(code):
+    return looped(code, switches=("1",), trained=50, evaluated_in_train=10)
+
+
+@example("TH705")
+def trained_and_evaluated_as_it_should_be(code):
+    return looped(code, switches=("1",), trained=50, evaluated_in_eval=10)
+
+
+@example("TH705")
+def a_model_without_modes(code):
+    return looped(code, trained=50, trained_in_eval=50, evaluated_in_train=10)
 
 
 # --- TH8: representations

@@ -17,6 +17,8 @@ from torchhook.core.torch_internals import BATCH_NORMS
 from torchhook.stats import Moments
 from torchhook.stats.moments import Summary
 
+_SCALE_FREE = {"betas", "eps", "etas", "history_size"}  # options of optimizers that divide by a gradient's size
+
 
 @dataclass(frozen=True)
 class ParameterState:
@@ -28,6 +30,10 @@ class ParameterState:
     alike: bool  # whether all its units have the same weights
     groups: tuple[int, ...] = ()  # of the optimizer
     lr: float | None = None
+    dtype: torch.dtype = torch.float32
+    eps: float | None = None  # by which the optimizer keeps from dividing by zero
+    decay: float = 0.0
+    module: str = ""  # the class of its module
 
     @property
     def is_matrix(self) -> bool:
@@ -56,6 +62,7 @@ class Rest:
     has_optimizer: bool = False
     strangers: int = 0  # parameters of the optimizer that are not in the model
     installed: frozenset[str] = frozenset()  # modules whose class is from an installed package
+    is_scale_free: bool = False  # whether the optimizer's steps do not depend on the scale of the gradients
 
 
 @torch.no_grad()
@@ -71,11 +78,16 @@ def at_rest(model: nn.Module, optimizer: Any = None) -> Rest:
     known = {plain(path): p for path, p in model.named_parameters() if not is_lazy(p) and not p.is_meta}
     own = {id(parameter) for parameter in known.values()}
     buffers = {plain(path): buffer for path, buffer in model.named_buffers() if _is_measurable(buffer)}
+    classes = {plain(path): type(module).__name__ for path, module in model.named_modules()}
     return Rest(
-        parameters={path: _parameter(parameter, groups) for path, parameter in known.items()},
+        parameters={
+            path: _parameter(parameter, groups, classes.get(path.rpartition(".")[0], ""))
+            for path, parameter in known.items()
+        },
         buffers={path: Moments().of(buffer) for path, buffer in buffers.items()},
         norms={plain(path): _norm(module) for path, module in model.named_modules() if _is_tracking(module)},
         has_optimizer=optimizer is not None,
+        is_scale_free=bool(groups) and all(_SCALE_FREE & group.keys() for group in groups),
         strangers=sum(id(parameter) not in own for group in groups for parameter in group["params"]),
         installed=frozenset(_installed(model)),
     )
@@ -97,7 +109,7 @@ def _is_installed(cls: type[nn.Module]) -> bool:
     return file is not None and not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
-def _parameter(parameter: nn.Parameter, groups: list[dict[str, Any]]) -> ParameterState:
+def _parameter(parameter: nn.Parameter, groups: list[dict[str, Any]], module: str) -> ParameterState:
     inside = [number for number, group in enumerate(groups) if any(p is parameter for p in group["params"])]
     return ParameterState(
         summary=Moments().of(parameter),
@@ -106,7 +118,19 @@ def _parameter(parameter: nn.Parameter, groups: list[dict[str, Any]]) -> Paramet
         alike=parameter.dim() > 1 and len(parameter) > 1 and bool((parameter == parameter[:1]).all()),
         groups=tuple(inside),
         lr=max((rate for number in inside if (rate := rate_of(groups[number])) is not None), default=None),
+        dtype=parameter.dtype,
+        eps=min((eps for number in inside if (eps := _eps(groups[number])) is not None), default=None),
+        decay=max((float(groups[number].get("weight_decay") or 0) for number in inside), default=0.0),
+        module=module,
     )
+
+
+def _eps(group: dict[str, Any]) -> float | None:
+    """What is added to a denominator in the parameter's own precision; None if nothing is."""
+    eps = group.get("eps")
+    if group.get("fused") or not isinstance(eps, (int, float)):  # fused kernels compute in float32
+        return None
+    return float(eps)
 
 
 def rate_of(group: dict[str, Any]) -> float | None:

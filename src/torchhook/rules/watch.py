@@ -20,6 +20,7 @@ from torchhook.core.call_wrapper import compiled_among
 from torchhook.core.event import Event
 from torchhook.core.selection import Selector, walk
 from torchhook.core.session import ScopeName, Session
+from torchhook.core.shards import shards_of_gathered
 from torchhook.core.site import Port, Site
 from torchhook.core.tap import Tap
 from torchhook.core.torch_internals import graph_count
@@ -211,8 +212,9 @@ class Watch:
         return taps
 
     def _is_ours(self) -> bool:
-        """Whether the optimizer has parameters of the model."""
-        own = {id(parameter) for parameter in self.model.parameters()}
+        """Whether the optimizer has parameters of the model; while FSDP computes, others are in their place."""
+        shards = shards_of_gathered(self.model)
+        own = {id(shards.get(id(parameter), parameter)) for parameter in self.model.parameters()}
         return any(id(p) in own for group in self.optimizer.param_groups for p in group["params"])
 
     def _session(self, taps: list[Tap]) -> Session:

@@ -1,5 +1,7 @@
 """What `torchhook run` says about the loop of a script: what it does, or forgets, between two steps."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -100,3 +102,115 @@ def test_a_script_without_an_optimizer_forgets_it_too(said):
                     weight.grad.zero_()
 
     assert "TH511" in said(by_hand, False)[0] and "TH511" not in said(by_hand, True)[0]
+
+
+# ------------------------------------------------------------ what the optimizer has
+
+
+def trains(model, optimizer, data=DATA):
+    for x, y in data:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+
+def test_a_model_that_was_copied_after_its_optimizer_was_made(said):
+    def copied():
+        old = small()
+        optimizer = sgd(old)
+        trains(copy.deepcopy(old), optimizer)
+
+    codes, [first, *_] = said(copied)
+    assert codes[0] == "TH503" and first.evidence["cause"] == "loop" and first.evidence["strangers"] == 4
+
+
+def test_a_model_whose_parameters_were_replaced_after_its_first_call(said):
+    """As FSDP replaces them."""
+
+    class Replacing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, x):
+            out = self.layer(x)
+            self.layer.weight = nn.Parameter(self.layer.weight.detach().clone())
+            self.layer.bias = nn.Parameter(self.layer.bias.detach().clone())
+            return self.layer(x) + 0 * out.detach()
+
+    def replaced():
+        model = Replacing()
+        trains(model, sgd(model))
+
+    codes, [first, *_] = said(replaced)
+    assert codes[0] == "TH503" and "no longer those of the model" in first.message
+
+
+def test_each_part_has_its_own_optimizer(said):
+    def parts():
+        model = small()
+        one, other = sgd(model[0]), sgd(model[2])
+        for x, y in DATA:
+            one.zero_grad()
+            other.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            one.step()
+            other.step()
+
+    assert said(parts)[0] == []
+
+
+# ------------------------------------------------------------ modes
+
+
+def evaluates(model, data=DATA[:5]):
+    with torch.no_grad():
+        for x, _ in data:
+            model(x)
+
+
+@pytest.mark.parametrize("part", [nn.Dropout(0.1), nn.BatchNorm1d(16)])
+def test_a_model_that_is_trained_in_eval_mode(said, part):
+    model = small(part)
+
+    def forgets_to_return():
+        trains(model.eval(), sgd(model))
+
+    codes, [first, *_] = said(forgets_to_return)
+    assert codes == ["TH705"] and first.evidence["cause"] == "mode" and "trained in eval mode" in first.message
+
+
+def test_a_model_that_is_evaluated_in_train_mode(said):
+    model = small(nn.Dropout(0.1))
+
+    def never_switches():
+        optimizer = sgd(model)
+        for _ in range(2):
+            trains(model, optimizer)
+            evaluates(model)
+
+    codes, [first, *_] = said(never_switches)
+    assert codes == ["TH705"] and "evaluated in train mode, 10 times" in first.message
+
+
+@pytest.mark.parametrize("how", ["switches", "has no modes", "freezes its norms", "looks at its batch", "warms up"])
+def test_modes_as_they_should_be(said, how):
+    model = small() if how == "has no modes" else small(nn.BatchNorm1d(16))
+    for x, _ in DATA:
+        model(x)  # as if it were pretrained
+
+    def script():
+        optimizer = sgd(model)
+        if how == "warms up":
+            evaluates(model)
+        if how == "freezes its norms":
+            model[2].eval()
+        for x, y in DATA:
+            trains(model, optimizer, [(x, y)])
+            if how == "looks at its batch":
+                evaluates(model, [(x, y)])
+        if how in ("switches", "has no modes"):
+            evaluates(model.eval() if how == "switches" else model)
+            trains(model.train(), optimizer, DATA[:10])
+
+    assert said(script)[0] == []

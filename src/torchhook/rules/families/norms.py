@@ -198,6 +198,36 @@ class ModesDisagree(Rule):
                 yield reading, *_difference(reading["channels"], modes.eval[place]["channels"])
 
 
+@register
+class WrongMode(Rule):
+    """A model with dropout or batch norms is trained in eval mode, or evaluated in train mode.
+
+    Trained: all backwards that were seen follow a forward with the whole model in eval mode; batch norms that alone are
+    in eval mode are frozen on purpose. Evaluated: there are at least three forwards in a row without gradients in train
+    mode, after training has begun, and none in eval mode.
+    """
+
+    code, name = "TH705", "wrong-mode"
+    cause = "mode"
+    facts = ("loop",)
+    explains = ("TH601", "TH701", "TH702")
+    hint = "Call model.train() before training and model.eval() before evaluating."
+    wrong = "Dropout that stays on in evaluation on purpose; a fine-tuning that is meant to run in eval mode."
+    least = 5
+
+    def find(self, history: History) -> Iterator[Finding]:
+        loop = history.loop
+        assert loop is not None
+        if not loop.switches:
+            return
+        what = f"{len(loop.switches)} dropouts and batch norms"
+        if loop.trained >= self.least and loop.trained_in_eval == loop.trained:
+            yield self.finding(f"it is trained in eval mode, in which its {what} do nothing", modules=loop.switches[:5])
+        if loop.evaluated_in_train and not loop.evaluated_in_eval:
+            message = f"it is evaluated in train mode, {loop.evaluated_in_train} times: its {what} are active"
+            yield self.finding(message, modules=loop.switches[:5], forwards=loop.evaluated_in_train)
+
+
 def _difference(a: Units, b: Units) -> tuple[float, float]:
     """The distance of the means, relative to the size, and the factor between the sizes; averaged over the channels.
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from statistics import median
+
+import torch
 
 from torchhook.core.findings import Finding, Severity
 from torchhook.rules.history import History, finite, owner, percent, plain
@@ -117,8 +119,10 @@ class UpdateTooSmall(UpdateRatios):
 class NotInOptimizer(Rule):
     """A parameter that requires a gradient is not in the optimizer: it is never trained.
 
-    If the optimizer has parameters that are not in the model, the model was copied, or its layers were replaced, after
-    the optimizer was created.
+    If the optimizer has parameters that are not in the model, or never get a gradient, the model was copied or moved,
+    or its layers were replaced, after the optimizer was created. If all that the optimizer has is frozen, that is
+    named. If it has the last part of the model alone, the others may be left out on purpose, and this is an info.
+    Parameters of another optimizer do not count.
     """
 
     code, name, severity = "TH503", "not-in-optimizer", Severity.ERROR
@@ -126,18 +130,44 @@ class NotInOptimizer(Rule):
     phase = Phase.REST
     facts = ("rest", "own_optimizer")
     explains = ("TH302", "TH601")
-    hint = "Pass model.parameters() of the whole model; if the layer should stay frozen, call requires_grad_(False)."
-    wrong = "Several optimizers, each for a part of the model."
+    hint = (
+        "Create the optimizer last, of model.parameters(), once the model is moved, wrapped and complete; if a layer"
+        " should stay frozen, call requires_grad_(False)."
+    )
+    wrong = "Several optimizers, each for a part of the model, where run does not see them."
+    least = 3
 
     def find(self, history: History) -> Iterator[Finding]:
         assert history.rest is not None
-        if history.rest.has_optimizer:
-            left = {path: p for path, p in history.rest.parameters.items() if p.trainable and not p.groups}
-            strangers = history.rest.strangers
-            others = f" (the optimizer has {strangers} parameters that are not in the model)" if strangers else ""
-            for site, names in _by_owner(left).items():
-                message = f"not in the optimizer: {', '.join(names)}{others}"
-                yield self.finding(message, site, parameters=names, strangers=strangers)
+        if not history.rest.has_optimizer:
+            return
+        held = {path: p for path, p in history.rest.parameters.items() if p.groups}
+        if held and not any(parameter.trainable for parameter in held.values()):
+            for site, names in _by_owner(held).items():
+                message = f"frozen, but there is nothing else in the optimizer: {', '.join(names)}"
+                yield self.finding(message, site, parameters=names)
+        elif held and self._is_idle(history):
+            message = "no parameter of the optimizer ever gets a gradient: they are no longer those of the model"
+            yield self.finding(message, cause="loop", parameters=len(held))
+        else:
+            yield from self._left_out(history, held)
+
+    def _left_out(self, history: History, held: Collection[str]) -> Iterator[Finding]:
+        """The parameters that nobody trains, by module."""
+        assert history.rest is not None
+        elsewhere = history.loop.elsewhere if history.loop is not None else frozenset[str]()
+        parameters, strangers = history.rest.parameters, history.rest.strangers
+        left = [path for path, p in parameters.items() if p.trainable and not p.groups and path not in elsewhere]
+        others = f" (the optimizer has {strangers} parameters that are not in the model)" if strangers else ""
+        severity = "info" if not strangers and _is_last_part(list(parameters), left, held) else None
+        cause = "loop" if strangers and not held else self.cause  # the optimizer is that of another model
+        for site, names in _by_owner(left).items():
+            message = f"not in the optimizer: {', '.join(names)}{others}"
+            yield self.finding(message, site, None, severity, parameters=names, strangers=strangers, cause=cause)
+
+    def _is_idle(self, history: History) -> bool:
+        loop = history.loop
+        return loop is not None and loop.looked >= self.least and loop.idle >= loop.looked
 
 
 @register
@@ -159,6 +189,41 @@ class RateZero(Rule):
             still = {path: p for path, p in still.items() if history.after.parameters[path].lr == 0}
         for site, names in _by_owner(still).items():
             yield self.finding(f"its learning rate is 0: {', '.join(names)}", site, parameters=names)
+
+
+@register
+class EpsTooSmall(Rule):
+    """The eps of an optimizer like Adam is zero in the precision of a parameter.
+
+    It keeps a step from dividing zero by zero: 1e-8 is zero in float16. An eps of exactly zero is a warning, and one
+    that is below the smallest normal number, which is 6e-5 in float16, an info.
+    """
+
+    code, name, severity = "TH505", "eps-too-small", Severity.ERROR
+    cause = "precision"
+    phase = Phase.REST
+    facts = ("rest", "own_optimizer")
+    explains = ("TH1", "TH2", "TH4", "TH501", "TH6", "TH8")
+    hint = "Set eps=1e-4 or more, or keep the parameters in float32 and use torch.autocast."
+    wrong = "An optimizer that computes in float32 and rounds at the end."
+
+    def find(self, history: History) -> Iterator[Finding]:
+        assert history.rest is not None
+        for path, known in history.rest.parameters.items():
+            least = torch.finfo(known.dtype).tiny if known.dtype.is_floating_point else 0.0
+            if known.eps is None or not known.trainable or known.eps >= least:
+                continue
+            dtype = str(known.dtype).removeprefix("torch.")
+            is_lost = not torch.tensor(known.eps, dtype=known.dtype)
+            message = f"the optimizer's eps of {known.eps:.1g} is {'zero' if is_lost else 'hardly a number'} in {dtype}"
+            severity = "error" if is_lost and known.eps else "warning" if is_lost else "info"
+            yield self.finding(message, path, None, severity, eps=known.eps, dtype=dtype)
+
+
+def _is_last_part(paths: list[str], left: Collection[str], held: Collection[str]) -> bool:
+    """Whether what the optimizer has is the last part of a model, such as its head, and what is left comes before."""
+    parts = {path.partition(".")[0] for path in held}
+    return len(parts) == 1 and max(map(paths.index, left), default=0) < min(map(paths.index, held))
 
 
 def _by_owner(paths: Iterable[str]) -> dict[str, list[str]]:

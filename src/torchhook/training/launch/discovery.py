@@ -44,6 +44,7 @@ from torchhook.training.process import rank, world_size
 from torchhook.training.runs.folders import delete
 
 _ATTEMPTS = 20  # steps of an optimizer until we stop waiting for its modules to be called
+_STALE = 3  # steps without a gradient after which an optimizer is that of another model
 _PATIENCE = 100  # steps of other optimizers during which we look for the modules of an unknown one
 _IDLE = 1000  # steps of other optimizers after which a training is over
 _WATCHED = 8  # models of one optimizer that are watched, at most
@@ -295,6 +296,8 @@ class Discovery:
         held = _held(optimizer)
         is_late = self._steps[optimizer] >= _ATTEMPTS
         roots = _holding(held, self._called) or (_holding(held, _all_modules()) if is_late else [])
+        if not roots and self._steps[optimizer] >= _STALE and not _has_gradient(optimizer):
+            roots = self._untrained()
         if not roots and (is_late or self._is_bare(optimizer)):
             roots = [self._stand_in(optimizer)]
         if roots:
@@ -302,13 +305,19 @@ class Discovery:
 
     def _is_bare(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer trains tensors that are in no module, as far as that is known yet."""
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if all(parameter.grad is None for parameter in held):
+        if not _has_gradient(optimizer):
             return False
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if not any(isinstance(parameter, nn.Parameter) for parameter in held):
             return True
         self._searches += 1
         return self._searches <= _SEARCHES and not _holding(_held(optimizer), _all_modules())
+
+    def _untrained(self) -> list[nn.Module]:
+        """The models that get gradients but are in no optimizer: theirs may be one that has other parameters."""
+        held = {known for optimizer in self._steps for known in _held(optimizer)}
+        models = [root for root in outermost(self._called) if any(p.grad is not None for p in root.parameters())]
+        return [root for root in models if not any(id(parameter) in held for parameter in root.parameters())]
 
     def _stand_in(self, optimizer: Optimizer) -> nn.Module:
         """A module that stands for the tensors of an optimizer."""
@@ -399,6 +408,10 @@ def outermost(called: Iterable[nn.Module]) -> list[nn.Module]:
 def _held(optimizer: Optimizer) -> set[int]:
     """The ids of the parameters that an optimizer has."""
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _has_gradient(optimizer: Optimizer) -> bool:
+    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _holding(held: set[int], modules: Iterable[nn.Module]) -> list[nn.Module]:

@@ -48,7 +48,7 @@ class LoopNotes:
         self._calls = self._row = 0  # forwards in this step, and forwards without gradients in a row
         self._in_eval: bool | None = None  # the mode of the last forward with gradients
         self._sources: dict[Source, None] = {}
-        self._hasty = False
+        self._hasty = self._is_idle = False
         self._elsewhere: frozenset[str] = frozenset()
         self.has_ended = False
 
@@ -80,10 +80,7 @@ class LoopNotes:
 
     def stepping(self) -> None:
         """The optimizer begins to step."""
-        optimizer = None if self._optimizer is None else self._optimizer()
-        if self.looks and optimizer is not None:
-            held = (parameter for group in optimizer.param_groups for parameter in group["params"])
-            self._found["idle"] += all(parameter.grad is None for parameter in held)
+        self._is_idle = self.looks and self._has_no_gradient()
         if not self.steps:
             self._hasty = any(schedule.steps == 1 for schedule in self.schedules)
 
@@ -92,6 +89,7 @@ class LoopNotes:
         self._sources.update(dict.fromkeys(drawn))
         if self.looks and self._dirty:
             self._found["looked"] += 1
+            self._found["idle"] += self._is_idle and self._has_no_gradient()  # a closure may have made some
             self._backwards[len(self._dirty)] += 1
             self._forwards[self._calls] += 1
             if drawn:
@@ -110,7 +108,7 @@ class LoopNotes:
         """A reader of what is known by now; only reading waits for the device."""
         root = self._root()
         if root is not None and (self.steps <= FIRST or self.has_ended):
-            self._elsewhere = _paths(root, self.others())
+            self._elsewhere |= _paths(root, self.others())  # an optimizer may be gone by now
         stepped = [schedule.steps for schedule in self.schedules]
         unzeroed = list(self._unzeroed)
         known = Loop(
@@ -128,6 +126,11 @@ class LoopNotes:
             **self._found,
         )
         return lambda: replace(known, unzeroed=sum(bool(arrived()) for arrived in unzeroed))
+
+    def _has_no_gradient(self) -> bool:
+        optimizer = None if self._optimizer is None else self._optimizer()
+        groups = [] if optimizer is None else optimizer.param_groups
+        return bool(groups) and all(parameter.grad is None for group in groups for parameter in group["params"])
 
     def _left(self) -> Tensor | None:
         """Whether some gradients, one by one, are not zero; None if none of them exists."""
