@@ -92,7 +92,8 @@ def diagnose(
             model=type(model).__name__,
             tried=None if trials is None else trials.judged,
         )
-    return replace(report, notes=(*inspection.notes, *report.notes))
+    tried = trials.notes if trials is not None else ()
+    return replace(report, notes=(*inspection.notes, *tried, *report.notes))
 
 
 @contextmanager

@@ -108,7 +108,7 @@ class Trials:
     def _new_trial(self, repair: Repair) -> Trial | None:
         if self._plain is None:
             self._plain = self._outcome(None)
-            if self._plain is None or self._plain.steps < _LEAST:
+            if self._plain is None or (self._plain.steps < _LEAST and math.isfinite(self._plain.last)):
                 self.until = 0.0
                 self.notes.append("no repair was tried: ten steps of the training take too long; raise seconds=")
         if self._plain is None or time.monotonic() + self._plain.seconds > self.until:
@@ -116,8 +116,8 @@ class Trials:
         outcome = self._outcome(repair)
         if outcome is None:
             return None
-        steps = next((at for at in (self._plain.steps, self._short) if self._helps(outcome, at)), None)
-        at = steps or self._plain.steps
+        steps = next((at for at in (outcome.steps, self._short) if self._helps(outcome, at)), None)
+        at = outcome.steps if steps is None else steps
         return Trial(repair.change, self._plain.at(at), outcome.at(at), at, steps is not None)
 
     def _outcome(self, repair: Repair | None) -> _Outcome | None:
@@ -139,13 +139,19 @@ class Trials:
         assert plain is not None
         if not math.isfinite(plain.at(step)) or not math.isfinite(repaired.at(step)):
             return math.isfinite(repaired.at(step))
-        pairs = zip(plain.losses.get(step, plain.losses[plain.steps]), repaired.losses[step], strict=True)
-        gains = [a - b for a, b in pairs]
+        gains = [a - b for a, b in zip(plain.losses[step], repaired.losses[step], strict=True)]
         error = stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else 0.0
         share = _LITTLE if plain.is_stuck(step) and not repaired.is_stuck(step) else _SHARE
         levels = (abs(plain.first), abs(repaired.first), self.chance)
         least = _LEAST_GAIN * min(level for level in levels if not math.isnan(level))
         return fmean(gains) > max(share * abs(plain.at(step)), least, error)
+
+    @property
+    def _most(self) -> int:
+        """As many steps as the training without a repair took; if that broke down, as many as the inspection."""
+        if self._plain is None:
+            return _LONGER * self.steps
+        return self._plain.steps if math.isfinite(self._plain.last) else self.steps
 
     @property
     def _short(self) -> int:
@@ -160,7 +166,7 @@ class Trials:
         """
         begun, looks = time.monotonic(), {0: self._held_losses(setup)}
         share = (self.until - begun) / 4  # this one, and some repairs
-        most = _LONGER * self.steps if self._plain is None else self._plain.steps
+        most = self._most
         for step in range(1, most + 1):
             batch = setup.batches[(step - 1) % len(setup.batches)]
             value, _ = train_step(setup.model, setup.optimizer, batch, self.loss)

@@ -1,0 +1,146 @@
+"""Repairs that `diagnose` tries: what they change, what it says then, and what that does to a finding."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torchhook import Finding, Report, Trial, diagnose
+from torchhook.render import json as as_json
+from torchhook.rules.repairs import repairs_for
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def mlp(*between, inputs=8, outputs=2):
+    return nn.Sequential(nn.Linear(inputs, 32), *(between or (nn.ReLU(),)), nn.Linear(32, outputs))
+
+
+def classes(scale=1.0, shift=0.0, count=20):
+    """Two classes, told apart by the sign of a sum; the inputs scaled and shifted by feature."""
+    scales = scale ** torch.linspace(0, 1, 8)
+    return [(x * scales + shift, (x.sum(1) > 0).long()) for x in torch.randn(count, 32, 8)]
+
+
+def first(report, code):
+    return next(finding for finding in report.findings if finding.code == code)
+
+
+def test_inputs_out_of_scale_are_standardised_and_the_loss_is_told():
+    model = mlp()
+    report = diagnose(model, classes(1e4, 500.0), F.cross_entropy, torch.optim.SGD(model.parameters(), 0.1))
+    finding = report.findings[0]
+    assert finding.code == "TH303" and finding.severity >= "warning"
+    assert finding.tried.change == "inputs standardised" and finding.tried.helped
+    assert finding.tried.repaired < 0.5 and not finding.tried.without < 2 * finding.tried.repaired
+    assert "tried: inputs standardised → loss" in str(report)
+
+
+class Normed(nn.Module):
+    """Undoes the scale of its inputs by a function, which only a trial can tell."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 32), nn.Linear(32, 2)
+
+    def forward(self, x):
+        return self.last(F.layer_norm(self.first(x), (32,)).relu())
+
+
+def test_a_scale_that_does_no_harm_is_an_info():
+    model, data = Normed(), [(30 * x, y) for x, y in classes()]
+    report = diagnose(model, data, F.cross_entropy, torch.optim.Adam(model.parameters(), 1e-2))
+    assert first(report, "TH303").severity == "info" and not first(report, "TH303").tried.helped
+    untried = diagnose(model, data, F.cross_entropy, torch.optim.Adam(model.parameters(), 1e-2), try_repairs=False)
+    assert first(untried, "TH303").severity == "warning" and first(untried, "TH303").tried is None
+
+
+def test_a_rate_that_is_too_low_is_told_from_a_training_that_is_slow():
+    stuck, slow = mlp(), mlp()
+    report = diagnose(stuck, classes(), F.cross_entropy, torch.optim.SGD(stuck.parameters(), 1e-6))
+    finding = report.findings[0]
+    assert (
+        finding.evidence["cause"] == "rate"
+        and finding.tried.helped
+        and "times the learning rate" in finding.tried.change
+    )
+    report = diagnose(slow, classes(), F.cross_entropy, torch.optim.SGD(slow.parameters(), 3e-3))
+    assert not any(finding.severity >= "warning" for finding in report.findings)
+
+
+def test_a_rate_that_is_too_high_explains_the_dead_units_that_come_of_it():
+    x = torch.randn(20, 32, 4)
+    data = [(one, 50 + 100 * one.sum(1, keepdim=True)) for one in x]
+    model = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1))
+    report = diagnose(model, data, F.mse_loss, torch.optim.SGD(model.parameters(), 0.03))
+    assert report.findings[0].evidence["cause"] in ("rate", "divergence", "target-scale")
+    assert not any(finding.code == "TH201" for finding in report.findings)  # but among the affected, if at all
+
+
+def test_targets_are_standardised_and_judged_in_their_own_units():
+    data = [(x, 1e5 * (3 + x.sum(1, keepdim=True))) for x in torch.randn(20, 32, 8)]
+    model = mlp(outputs=1)
+    report = diagnose(model, data, F.mse_loss, torch.optim.Adam(model.parameters(), 1e-2))
+    finding = first(report, "TH609")
+    assert finding.tried.change == "targets standardised" and finding.tried.helped
+    assert (
+        finding.tried.repaired < 0.5 * finding.tried.without and finding.tried.repaired > 1
+    )  # not of standardised ones
+
+
+def test_the_last_activation_is_left_out():
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1), nn.ReLU())
+    data = [(x, x.sum(1, keepdim=True)) for x in torch.randn(20, 32, 8)]
+    finding = diagnose(model, data, F.mse_loss, torch.optim.Adam(model.parameters(), 1e-2)).findings[0]
+    assert (
+        (finding.code, finding.site) == ("TH607", "3")
+        and finding.tried.change == "without '3'"
+        and finding.tried.helped
+    )
+
+
+def test_the_model_its_data_and_the_dice_are_left_alone():
+    model = mlp()
+    data = classes(1e4, 500.0)
+    before = [value.clone() for value in (*model.parameters(), *(one for batch in data for one in batch))]
+    dice = torch.get_rng_state()
+    diagnose(model, data, F.cross_entropy, torch.optim.SGD(model.parameters(), 0.1))
+    after = [*model.parameters(), *(one for batch in data for one in batch)]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert torch.equal(dice, torch.get_rng_state()) and all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_it_keeps_to_its_time():
+    model = mlp()
+    report = diagnose(model, classes(1e4, 500.0), F.cross_entropy, torch.optim.SGD(model.parameters(), 0.1), seconds=0)
+    assert all(finding.tried is None for finding in report.findings)
+    assert any("raise seconds=" in note for note in report.notes)
+
+
+def test_repairs_that_do_not_fit_are_passed_over():
+    class Alone(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 2))
+
+        def forward(self, x):
+            return (x @ self.weight).softmax(1)
+
+    model = Alone()
+    report = diagnose(model, classes(), F.cross_entropy, torch.optim.SGD(model.parameters(), 0.1))
+    assert report.findings[0].code == "TH604" and report.findings[0].tried is None
+
+
+def test_a_report_keeps_what_was_tried():
+    trial = Trial("inputs standardised", math.inf, 0.5, 100)
+    report = Report((Finding("TH303", "warning", "out of scale", tried=trial),))
+    assert Report.from_dict(report.to_dict()) == report and "Infinity" in as_json(report)
+
+
+def test_every_repair_has_words():
+    for code in ("TH201", "TH203", "TH301", "TH303", "TH501", "TH502", "TH503", "TH601", "TH604", "TH609", "TH612"):
+        for repair in repairs_for(Finding(code, "error", "", site="0")):
+            assert repair.change and callable(repair.apply)
+    assert repairs_for(Finding("TH101", "error", "")) == []
