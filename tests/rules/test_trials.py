@@ -43,7 +43,7 @@ class Normed(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.last = nn.Linear(8, 32), nn.Linear(32, 2)
+        self.first, self.last = nn.Linear(8, 32, bias=False), nn.Linear(32, 2)
 
     def forward(self, x):
         return self.last(F.layer_norm(self.first(x), (32,)).relu())

@@ -73,7 +73,7 @@ def check(
             if reason:
                 skipped[rule.code] = reason
             else:
-                lowered = rule.forgiving and history.works
+                lowered = rule.forgiving and tried is None and history.works  # else trials decide
                 findings = (replace(one, severity=Severity.INFO) if lowered else one for one in rule.find(history))
                 found[rule] = [finding for finding in findings if not _is_ignored(finding, exempt)]
         except Exception as error:  # noqa: PERF203 (one rule must not stop the others)

@@ -155,6 +155,12 @@ class History:
         return known[0] if len(known) == 1 else math.nan
 
     @property
+    def has_one_answer(self) -> bool:
+        """Whether all targets are the same, so that a constant output is right."""
+        targets = [term.target for term in self.comparisons]
+        return bool(targets) and all(target is not None and not target.std for target in targets)
+
+    @property
     def works(self) -> bool:
         """Whether the training has got well below what guessing gives: the loss, over its last quarter of steps."""
         values = list(self.losses.values())

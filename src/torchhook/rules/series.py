@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping
 from statistics import median
 
 
-def outliers(values: Mapping[int, float], factor: float, little: float = 0.1) -> Iterator[tuple[int, float]]:
+def outliers(
+    values: Mapping[int, float], factor: float, little: float = 0.1, noise: int = 8
+) -> Iterator[tuple[int, float]]:
     """Steps at which a positive number is far above its values before and after, and how many times.
 
     On a log scale: above `factor` times the median of the eight values before, and more than six robust deviations of
-    the 32 before from it. The window of the level is short because the numbers fall or rise by themselves; that of the
-    deviation is long, since a few values of small batches may be close by chance. The first sixteen values are skipped,
-    and those below `little` times the first eight.
+    the `noise` values before from it. The window is short because the numbers fall or rise by themselves. The first
+    sixteen values are skipped, and those below `little` times the first eight.
 
     >>> [(step, round(times)) for step, times in outliers({**dict.fromkeys(range(30), 1.0), 30: 50.0}, factor=5)]
     [(30, 50)]
@@ -21,7 +22,7 @@ def outliers(values: Mapping[int, float], factor: float, little: float = 0.1) ->
     steps = [step for step, value in values.items() if 0 < value < math.inf]
     levels = [math.log(values[step]) for step in steps]
     for number in range(_WARMUP, len(levels)):
-        before, after = levels[max(0, number - _NOISE) : number], levels[number + 1 : number + 1 + _WINDOW]
+        before, after = levels[max(0, number - noise) : number], levels[number + 1 : number + 1 + _WINDOW]
         centre = median(before[-_WINDOW:])
         limit = max(math.log(factor), 6 * 1.4826 * median(abs(level - centre) for level in before))
         has_returned = not after or median(after) < (levels[number] + centre) / 2
@@ -40,4 +41,4 @@ def jumps(values: Mapping[int, float], step: int, factor: float) -> bool:
 
 _LITTLE = 0.1  # of the first values
 
-_WARMUP, _WINDOW, _NOISE = 16, 8, 32
+_WARMUP, _WINDOW = 16, 8

@@ -26,7 +26,7 @@ _LITTLE = 0.1  # the same, where the loss is stuck without the repair and not wi
 _STUCK = 0.95  # of an earlier loss: a training that ends above has learnt nothing since
 _FIRST_LOOK = 16  # steps, then twice as many, and so on: when the loss is looked at on the way
 _LEAST_GAIN = 0.03  # of the first loss, or that of guessing: a loss near zero needs no repair
-_PROVING = ("TH301", "TH303", "TH609", "TH612")  # an info becomes a warning if its repair helps
+_DECIDED = ("TH301", "TH303", "TH603", "TH609", "TH612")  # by the trial alone: even an info becomes a warning
 _HELD = 5  # one batch in so many is held back to judge by
 
 
@@ -62,7 +62,7 @@ class Trials:
         first = {rule: max(findings, key=lambda one: one.severity.rank) for rule, findings in found.items() if findings}
         repaired: dict[Rule, list[Finding]] = {rule: list(findings) for rule, findings in found.items()}
         for rule, finding in sorted(first.items(), key=lambda item: -item[1].severity.rank):
-            if finding.severity == Severity.INFO and rule.code not in _PROVING:
+            if finding.severity == Severity.INFO and rule.code not in _DECIDED:
                 continue
             tried = self._trial(repairs_for(finding))
             if tried is not None:
@@ -75,7 +75,7 @@ class Trials:
         Where nothing is learnt, a repair that does not help proves nothing: there may be another fault beside.
         """
         tried, works = trial if is_shown else None, self._works(finding)
-        if trial.helped and not (works and rule.forgiving):
+        if trial.helped and not (works and rule.forgiving and rule.code not in _DECIDED):
             severity = max(finding.severity, Severity.WARNING, key=lambda severity: severity.rank)
             evidence = {**finding.evidence, "cause": cause} if cause else finding.evidence
             return replace(finding, severity=severity, evidence=evidence, tried=tried)

@@ -183,7 +183,10 @@ class NoGradient(Rule):
             is_called = any(is_within(path, site) for path in called)
             effects = [history.effects[path] for path in paths if path in history.effects]
             if any(effects) or (not effects and is_called and not is_part_of):
-                yield self.finding(f"no gradient reaches it: {', '.join(names)}", site, parameters=names)
+                severity = "info" if history.has_one_answer else None  # then nothing has to be learnt here
+                yield self.finding(
+                    f"no gradient reaches it: {', '.join(names)}", site, None, severity, parameters=names
+                )
                 continue
             problem = "the loss does not depend on it" if is_called else "it is never called"
             is_meant = is_part_of or _has_used_siblings(part, seen)

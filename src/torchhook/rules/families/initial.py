@@ -112,6 +112,7 @@ class InputScale(Rule):
     """
 
     code, name = "TH303", "input-scale"
+    forgiving = True
     cause = "input-scale"
     needs = (Need("input", "moments", ("weight", "recurrent")), Need("output"))
     explains = ("TH105", "TH2", "TH301", "TH4", "TH501", "TH6", "TH7", "TH8")

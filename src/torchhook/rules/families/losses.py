@@ -110,9 +110,10 @@ class LossSpike(Rule):
     explains = ("TH2", "TH403", "TH601")
     hint = "Inspect the batch of that step; clip the gradient norm; lower the learning rate."
     wrong = "Batches of very different difficulty or length; a loss near zero."
+    noise = 32  # losses to judge the noise of the batches by: a few of small batches may be close by chance
 
     def find(self, history: History) -> Iterator[Finding]:
-        for step, times in outliers(history.losses, factor=3, little=0.7):
+        for step, times in outliers(history.losses, factor=3, little=0.7, noise=self.noise):
             message = f"the loss jumped to {times:.0f} times its recent level"
             yield self.finding(message, "", step, loss=plain(history.losses[step]), times=plain(times))
 
