@@ -133,6 +133,7 @@ class Rule(ABC):
 
 _FACTS = {
     "rest": "a look at the model at rest",
+    "after": "a look at the model after some steps",
     "own_optimizer": "an optimizer",
     "losses": "losses",
     "task": "outputs, targets and a loss",
