@@ -765,6 +765,41 @@ def an_iterator_for_every_epoch(code):
     return looped(code, feedings=(Feeding(batches=10, iterators=5, taken=50),))
 
 
+def parallel(code, model, change):
+    """The report of one rule on two ranks, of which the other one's norms differ by a factor for each parameter."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Watch(model, [RULES[code]], optimizer) as watch:
+        for x, _ in batches(4):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            watch.step()
+    for (path, _), by_step in watch.history.summaries("param_norm").items():
+        other = watch.history.ranks.setdefault(1, {})
+        other[path] = {step: moments.mean * change(path, step) for step, moments in by_step.items()}
+    return check(watch.history, [code])
+
+
+@example("TH521", "1", step=2)
+def a_layer_that_comes_apart_between_ranks(code):
+    return parallel(code, mlp(), lambda path, step: 1.001 if path == "1.weight" and step >= 2 else 1.0)
+
+
+@example("TH521")
+def ranks_that_agree(code):
+    return parallel(code, mlp(), lambda path, step: 1.0)
+
+
+@example("TH521")
+def shards_that_were_never_the_same(code):
+    return parallel(code, mlp(), lambda path, step: 1.1 + 0.1 * step if path == "1.weight" else 1.0)
+
+
+@example("TH521")
+def shards_of_a_norm_that_start_with_ones(code):
+    return parallel(code, mlp(nn.LayerNorm(32)), lambda path, step: 1.0 + 0.1 * step if path == "1.weight" else 1.0)
+
+
 # --- TH6: losses
 
 

@@ -139,6 +139,7 @@ _FACTS = {
     "task": "outputs, targets and a loss",
     "terms": "a loss whose autograd graph could be read",
     "modes": "a comparison of train and eval mode, which only diagnose makes, with a loss and a model in train mode",
+    "ranks": "several ranks, each of which is watched",
     "loop": "a look at the loop, which only torchhook run takes",
     "profile": "a stored profile",
 }
