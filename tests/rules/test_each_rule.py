@@ -16,7 +16,7 @@ from torch import nn
 from specimens import Returning
 from torchhook import Profile, check, diagnose
 from torchhook.rules import RULES, History
-from torchhook.rules.loop import Loop
+from torchhook.rules.loop import Feeding, Loop
 from torchhook.rules.rest import at_rest as state_of
 from torchhook.rules.watch import Watch
 
@@ -496,6 +496,29 @@ def gradients_everywhere_and_a_frozen_layer(code):
     return looked(code, model)
 
 
+@example("TH405", "1", step=0)
+def a_loss_that_is_too_small_for_half_precision(code):
+    return halved(code, 1e-7)
+
+
+@example("TH405")
+def a_loss_for_half_precision(code):
+    return halved(code, 1.0)
+
+
+@example("TH405")
+def a_small_loss_in_single_precision(code):
+    return halved(code, 1e-7, torch.float32)
+
+
+def halved(code, scale, dtype=torch.float16):
+    """The report of one rule on a training with a loss that is scaled."""
+    model = mlp().to(dtype)
+    data = [(x.to(dtype), y.to(dtype)) for x, y in batches()]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return trained(code, model, optimizer, data, lambda output, target: scale * square(output, target).float())
+
+
 # --- TH5: updates
 
 
@@ -614,6 +637,26 @@ def an_optimizer_that_does_not_divide(code):
     return at_rest(code, model, torch.optim.SGD(model.parameters(), 0.1))
 
 
+@example("TH506", "1")
+def gains_that_weight_decay_takes_away(code):
+    model = mlp(nn.LayerNorm(32))
+    return trained(code, model, torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=30.0), steps=60)
+
+
+@example("TH506")
+def gains_without_decay(code):
+    model = mlp(nn.LayerNorm(32))
+    groups = [{"params": [*model[0].parameters(), *model[2].parameters()]}, {"params": model[1].parameters()}]
+    groups[1]["weight_decay"] = 0.0
+    return trained(code, model, torch.optim.AdamW(groups, 1e-3, weight_decay=30.0), steps=60)
+
+
+@example("TH506")
+def gains_with_the_usual_decay(code):
+    model = mlp(nn.LayerNorm(32))
+    return trained(code, model, torch.optim.AdamW(model.parameters(), 1e-3), steps=60)
+
+
 # --- TH51: the loop
 
 
@@ -625,6 +668,136 @@ def gradients_are_never_set_to_zero(code):
 @example("TH511")
 def gradients_are_set_to_zero(code):
     return looped(code, looked=20, unzeroed=1)
+
+
+@example("TH512", "")
+def four_losses_that_nobody_divides(code):
+    rest = state_of(model := mlp(), torch.optim.SGD(model.parameters(), 0.1))
+    loop = Loop(looked=20, backwards={4: 20}, forwards={4: 20}, fed={4: 20}, undivided=80, total=80)
+    return check(History(rest=rest, loop=loop), [code])
+
+
+@example("TH512")
+def four_losses_that_are_divided(code):
+    return looped(code, looked=20, backwards={4: 20}, forwards={4: 20}, fed={4: 20}, undivided=0, total=80)
+
+
+@example("TH512")
+def the_real_and_the_fake_batch(code):
+    return looped(code, looked=20, backwards={2: 20}, forwards={2: 20}, fed={1: 20}, undivided=40, total=40)
+
+
+@example("TH513", "")
+def a_schedule_that_is_never_stepped(code):
+    return looped(code, schedules=("StepLR",), steps=500, has_ended=True)
+
+
+@example("TH513", "", step=0)
+def a_schedule_that_is_stepped_too_early(code):
+    return looped(code, schedules=("StepLR",), scheduled=True, hasty=True, steps=500, has_ended=True)
+
+
+@example("TH513")
+def a_schedule_of_epochs_in_a_single_one(code):
+    return looped(code, schedules=("StepLR",), steps=500, has_ended=True, feedings=(Feeding(500, 1, 500),))
+
+
+@example("TH513")
+def a_schedule_that_is_stepped(code):
+    return looped(code, schedules=("StepLR",), scheduled=True, steps=500, has_ended=True)
+
+
+@example("TH514", "")
+def a_gradient_of_which_nothing_is_left(code):
+    return clipped(code, torch.optim.SGD, 1e-4)
+
+
+@example("TH514")
+def a_gradient_whose_outliers_are_clipped(code):
+    return clipped(code, torch.optim.SGD, 0.5)
+
+
+@example("TH514")
+def a_gradient_that_is_divided(code):
+    return clipped(code, torch.optim.SGD, None)
+
+
+def clipped(code, optimizer, limit):
+    """The report of one rule on steps of clipped gradients; without a limit, they are divided by a thousand."""
+    model = mlp()
+    stepped = optimizer(model.parameters(), 0.1)
+    with Watch(model, [RULES[code]], stepped) as watch:
+        for x, _ in batches(8):
+            stepped.zero_grad()
+            model(x).square().mean().backward()
+            if limit is None:
+                for parameter in model.parameters():
+                    parameter.grad /= 1000
+            else:
+                nn.utils.clip_grad_norm_(model.parameters(), limit)
+            stepped.step()
+            watch.step()
+    return check(watch.history, [code])
+
+
+@example("TH515", "")
+def the_first_batch_of_every_iterator(code):
+    return looped(code, feedings=(Feeding(batches=10, iterators=50, taken=50, firsts=50),))
+
+
+@example("TH515", "")
+def a_batch_from_every_worker(code):
+    return looped(code, feedings=(Feeding(iterators=1, taken=64, workers=2, repeated=32, groups=32),))
+
+
+@example("TH515")
+def a_single_batch_is_all_there_is(code):
+    return looped(code, feedings=(Feeding(batches=1, iterators=50, taken=50, firsts=50),))
+
+
+@example("TH516", "")
+def an_iterator_that_is_used_up(code):
+    return looped(code, feedings=(Feeding(batches=10, iterators=1, taken=10, used_up=4),))
+
+
+@example("TH516")
+def an_iterator_for_every_epoch(code):
+    return looped(code, feedings=(Feeding(batches=10, iterators=5, taken=50),))
+
+
+def parallel(code, model, change):
+    """The report of one rule on two ranks, of which the other one's norms differ by a factor for each parameter."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Watch(model, [RULES[code]], optimizer) as watch:
+        for x, _ in batches(4):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            watch.step()
+    for (path, _), by_step in watch.history.summaries("param_norm").items():
+        other = watch.history.ranks.setdefault(1, {})
+        other[path] = {step: moments.mean * change(path, step) for step, moments in by_step.items()}
+    return check(watch.history, [code])
+
+
+@example("TH521", "1", step=2)
+def a_layer_that_comes_apart_between_ranks(code):
+    return parallel(code, mlp(), lambda path, step: 1.001 if path == "1.weight" and step >= 2 else 1.0)
+
+
+@example("TH521")
+def ranks_that_agree(code):
+    return parallel(code, mlp(), lambda path, step: 1.0)
+
+
+@example("TH521")
+def shards_that_were_never_the_same(code):
+    return parallel(code, mlp(), lambda path, step: 1.1 + 0.1 * step if path == "1.weight" else 1.0)
+
+
+@example("TH521")
+def shards_of_a_norm_that_start_with_ones(code):
+    return parallel(code, mlp(nn.LayerNorm(32)), lambda path, step: 1.0 + 0.1 * step if path == "1.weight" else 1.0)
 
 
 # --- TH6: losses

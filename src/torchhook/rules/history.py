@@ -84,6 +84,7 @@ class History:
     terms: dict[int, Sequence[LossTerm]] = field(default_factory=dict)  # what the loss compares, in some steps
     modes: Modes | None = None
     loop: Loop | None = None
+    ranks: dict[int, dict[str, dict[int, float]]] = field(default_factory=dict)  # norms of parameters in other ranks
     profile: Profile | None = None
     first_step: int = 0
     own_optimizer: bool = False  # whether the user passed one

@@ -28,10 +28,11 @@ from torchhook.rules.registry import Choice, chosen
 from torchhook.rules.rest import Rest, at_rest
 from torchhook.stats.optimizer.steps import unwrapped as torch_optimizer
 from torchhook.stats.reading import Snapshot
+from torchhook.training.beside import norms_of_ranks
 from torchhook.training.instruments import SELDOM, Instruments
 from torchhook.training.judge import Judge
 from torchhook.training.logs import Entry, Log
-from torchhook.training.process import agreed, described, rank
+from torchhook.training.process import agreed, described, rank, world_size
 from torchhook.training.runs.folders import new_folder
 from torchhook.training.runs.writer import RunLog
 from torchhook.training.worker import Arriving, Worker
@@ -110,6 +111,7 @@ class Monitor:
         self.run: Path | None = None
         self._report: Report | None = None
         self._process = os.getpid()
+        self._has_ranks = rank() == 0 and world_size() > 1
         self._open = True
         self._rates: dict[int, float] = {}  # by step, until the worker takes them
         self._losses: dict[int, Loss] = {}
@@ -196,6 +198,8 @@ class Monitor:
         try:
             history = self._worker.judge.history
             history.after = self._instruments.watch.rest()
+            if self._has_ranks and self.run is not None:
+                history.ranks = norms_of_ranks(self.run)
             if self.notes is not None:
                 self.notes.has_ended = state == "ended"
                 history.loop = self.notes.facts()()

@@ -33,10 +33,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(autouse=True)
 def _nothing_left():
     """Whatever a test does, torch is as it was before."""
-    before = torch.autograd.backward, vars(torch.amp.GradScaler)["update"], torch.optim.Optimizer.__init__, hooks()
+    before = patched(), hooks()
     yield
-    after = torch.autograd.backward, vars(torch.amp.GradScaler)["update"], torch.optim.Optimizer.__init__, hooks()
-    assert after == before
+    assert (patched(), hooks()) == before
     assert not [known for known in warnings.filters if "global hooks" in str(known)]
     assert not [thread for thread in threading.enumerate() if thread.name == "torchhook"]
 
@@ -45,6 +44,22 @@ def _nothing_left():
 def found(tmp_path):
     """A discovery, to be entered."""
     return Discovery(every=4, to=tmp_path, name="script")
+
+
+def patched():
+    """The functions of torch that are listened to."""
+    schedulers = torch.optim.lr_scheduler
+    of = {
+        torch.amp.GradScaler: ["update"],
+        torch.optim.Optimizer: ["__init__"],
+        torch.utils.data.DataLoader: ["__iter__"],
+        torch.utils.data.dataloader._BaseDataLoaderIter: ["__next__"],
+        schedulers.LRScheduler: ["__init__", "step"],
+        schedulers.ReduceLROnPlateau: ["__init__", "step"],
+        schedulers.SequentialLR: ["__init__"],
+        schedulers.CosineAnnealingWarmRestarts: ["step"],
+    }
+    return [torch.autograd.backward, *(vars(owner)[name] for owner, names in of.items() for name in names)]
 
 
 def hooks():

@@ -1,11 +1,13 @@
 """What `torchhook run` says about the loop of a script: what it does, or forgets, between two steps."""
 
 import copy
+import warnings
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 from torchhook.core.findings import Severity
 from torchhook.training.launch.discovery import Discovery
@@ -214,3 +216,144 @@ def test_modes_as_they_should_be(said, how):
             trains(model.train(), optimizer, DATA[:10])
 
     assert said(script)[0] == []
+
+
+# ------------------------------------------------------------ accumulation, schedules and clipping
+
+
+@pytest.mark.parametrize(
+    "number, divide, optimizer, expected",
+    [
+        (2, 1, torch.optim.SGD, ["TH512"]),
+        (2, 2, torch.optim.SGD, []),
+        (2, 1, torch.optim.Adam, []),
+        (1, 1, torch.optim.SGD, []),
+    ],
+)
+def test_losses_that_add_up(said, number, divide, optimizer, expected):
+    def accumulate():
+        model = small()
+        stepped = optimizer(model.parameters(), 0.01)
+        for count, (x, y) in enumerate(loader(4)):
+            (F.mse_loss(model(x), y) / divide if divide > 1 else F.mse_loss(model(x), y)).backward()
+            if count % number == number - 1:
+                stepped.step()
+                stepped.zero_grad()
+
+    codes, tops = said(accumulate)
+    assert [code for code in codes if code == "TH512"] == expected
+    assert ("TH512" in [finding.code for finding in tops]) == (number > divide)
+
+
+@pytest.mark.parametrize("how", ["never", "early", "by step", "by epoch", "in a sequence", "on a plateau"])
+def test_schedules(said, how):
+    def scheduled():
+        model = small()
+        optimizer = sgd(model)
+        steady = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+        if how == "in a sequence":
+            steady = torch.optim.lr_scheduler.SequentialLR(
+                optimizer, [steady, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)], [1000]
+            )
+        if how == "on a plateau":
+            steady = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1000)
+        for _ in range(3):
+            for x, y in DATA:
+                if how == "early":
+                    steady.step()
+                trains(model, optimizer, [(x, y)])
+                if how == "by step":
+                    steady.step()
+            if how in ("by epoch", "in a sequence", "on a plateau"):
+                steady.step(*([0.5] if how == "on a plateau" else []))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch itself warns of an early step
+        assert said(scheduled)[0] == (["TH513"] if how in ("never", "early") else [])
+
+
+@pytest.mark.parametrize("limit, expected", [(1e-5, ["TH514"]), (1.0, [])])
+def test_gradients_that_are_clipped(said, limit, expected):
+    def clips():
+        model = small()
+        optimizer = sgd(model)
+        for x, y in DATA:
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), limit)
+            optimizer.step()
+
+    assert said(clips)[0] == expected
+
+
+# ------------------------------------------------------------ loaders
+
+
+def loader(size=32, **options):
+    x = torch.cat([x for x, _ in DATA])
+    y = torch.cat([y for _, y in DATA])
+    return DataLoader(TensorDataset(x, y), size, **options)
+
+
+class Stream(IterableDataset):
+    """Gives the same samples in each worker, or its share of them."""
+
+    def __init__(self, split):
+        self.split = split
+
+    def __iter__(self):
+        info = get_worker_info()
+        step = info.num_workers if self.split else 1
+        for x, y in DATA[info.id if self.split else 0 :: step]:
+            yield from zip(x, y, strict=True)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_new_iterator_in_each_step(said, shuffle):
+    """If it is shuffled, its first batch is another one each time."""
+
+    def anew():
+        model, batches = small(), loader(shuffle=shuffle)
+        optimizer = sgd(model)
+        for _ in range(30):
+            trains(model, optimizer, [next(iter(batches))])
+
+    assert ("TH515" in said(anew)[0]) is not shuffle
+
+
+def test_batches_as_they_should_be(said):
+    """All of the data at once, one batch over and over, and the first batch of what only validates."""
+
+    def script(how):
+        model = small()
+        optimizer = sgd(model)
+        whole, parts, one = loader(2000), loader(), next(iter(loader()))
+        for _ in range(20):
+            trains(model, optimizer, [next(iter(whole))] if how == "whole" else [one] if how == "one" else parts)
+            with torch.no_grad():
+                model(next(iter(parts))[0])
+
+    for how in ("whole", "one", "parts"):
+        assert not {"TH515", "TH516"} & set(said(script, how)[0])
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_samples_that_every_worker_repeats(said, split):
+    def script():
+        model = small()
+        trains(model, sgd(model), DataLoader(Stream(split), 32, num_workers=2))
+
+    assert said(script)[0] == ([] if split else ["TH515"])
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("anew", [False, True])
+def test_an_iterator_that_is_used_up(said, anew, persistent):
+    def script():
+        model = small()
+        optimizer, batches = sgd(model), loader(num_workers=persistent, persistent_workers=persistent)
+        once = iter(batches)
+        for _ in range(3):
+            trains(model, optimizer, batches if anew else once)
+
+    assert said(script)[0] == ([] if anew else ["TH516"])

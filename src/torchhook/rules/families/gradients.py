@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterator, Mapping
 from itertools import pairwise
 from statistics import median
 
+import torch
+
 from torchhook.core.findings import Finding, Severity
 from torchhook.rules.effects import reached, unreached
 from torchhook.rules.history import History, finite, is_within, last_of, norm, owner, plain, readings
@@ -201,6 +203,42 @@ class NoGradient(Rule):
             if term.squash == "relu" and term.output is not None and term.output.high == 0:
                 why, site = "the ReLU on the output is zero for every sample", term.site or site
         return self.finding(f"no gradient reaches any parameter: {why}", site, history.first_step)
+
+
+@register
+class GradientUnderflow(Rule):
+    """All gradients are zero, in at least three steps, where the model computes in float16 and the loss does vary.
+
+    The smallest float16 is 6e-8: gradients of a small loss, or of a mean over very many values, are zero there.
+    """
+
+    code, name, severity = "TH405", "gradient-underflow", Severity.ERROR
+    cause = "precision"
+    phase = Phase.BACKWARD
+    needs = (Need("param_grad"), Need("output", "headroom"))
+    uses = (Need("output"),)
+    facts = ("rest", "losses")
+    explains = ("TH404", "TH502", "TH6")
+    hint = "Scale the loss with torch.amp.GradScaler, or use bfloat16."
+    wrong = "A model whose output does not depend on its parameters."
+    least = 3
+
+    def find(self, history: History) -> Iterator[Finding]:
+        seen = {path: by_step for (path, _), by_step in history.summaries("param_grad").items()}
+        if not self._is_half(history) or len({loss for loss in history.losses.values() if math.isfinite(loss)}) < 2:
+            return
+        steps = {step for by_step in seen.values() for step in by_step}
+        if len(steps) >= self.least and all(
+            m.zero_fraction == 1 for by_step in seen.values() for m in by_step.values()
+        ):
+            message = "all gradients are zero: they are too small for float16"
+            yield self.finding(message, last_of(history), min(steps), steps=len(steps))
+
+    def _is_half(self, history: History) -> bool:
+        assert history.rest is not None
+        if any(parameter.dtype == torch.float16 for parameter in history.rest.parameters.values()):
+            return True
+        return any(reading["headroom"] > 0 for reading in readings(history.whole(), "output", "headroom"))
 
 
 def _unused(site: str, used: Collection[str]) -> tuple[str, str]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator
-from statistics import median
+from statistics import fmean, median
 
 import torch
 
 from torchhook.core.findings import Finding, Severity
 from torchhook.rules.history import History, finite, owner, percent, plain
+from torchhook.rules.kinds import NORMS, kind_of
 from torchhook.rules.registry import register
+from torchhook.rules.rest import ParameterState
 from torchhook.rules.rule import Need, Phase, Rule
 
 
@@ -218,6 +221,49 @@ class EpsTooSmall(Rule):
             message = f"the optimizer's eps of {known.eps:.1g} is {'zero' if is_lost else 'hardly a number'} in {dtype}"
             severity = "error" if is_lost and known.eps else "warning" if is_lost else "info"
             yield self.finding(message, path, None, severity, eps=known.eps, dtype=dtype)
+
+
+@register
+class DecayOfGains(Rule):
+    """Weight decay pulls the gains of norms towards zero.
+
+    An info if it alone takes away a fifth of them over the training, given the learning rate. A warning if it takes at
+    least 0.05% in each step, and the gains really shrink to less than half, mostly by that.
+    """
+
+    code, name = "TH506", "decay-of-gains"
+    cause = "rate"
+    phase = Phase.UPDATE
+    facts = ("rest", "own_optimizer", "after")
+    explains = ("TH401", "TH601", "TH801")
+    hint = "Put norms and biases into a parameter group of their own, with weight_decay=0."
+    wrong = "A decay that was chosen for the gains, too."
+    taken, each, shrunk = 0.2, 5e-4, 0.5
+
+    def find(self, history: History) -> Iterator[Finding]:
+        assert history.rest is not None
+        assert history.after is not None
+        before, after = history.rest.parameters, history.after.parameters
+        gains = [path for path, known in before.items() if _is_decaying_gain(path, known) and path in after]
+        steps = max(history.losses, default=history.first_step - 1) - history.first_step + 1
+        if not gains or not steps:
+            return
+        first, last = (fmean(parameters[path].summary.mean for path in gains) for parameters in (before, after))
+        rate = fmean(history.rates.values()) if history.rates else before[gains[0]].lr or 0.0
+        each = rate * max(before[path].decay for path in gains)
+        if math.exp(-each * steps) > 1 - self.taken or not first > 0:
+            return
+        has_shrunk = 0 < last < self.shrunk * first and each * steps > 0.5 * math.log(first / last)
+        message = f"weight decay takes {percent(each)}% of the gains of {len(gains)} norms in each step"
+        severity = None if has_shrunk and each >= self.each else "info"
+        yield self.finding(
+            f"{message}: from {first:.2g} to {last:.2g}", owner(gains[0]), None, severity, each=plain(each)
+        )
+
+
+def _is_decaying_gain(path: str, parameter: ParameterState) -> bool:
+    is_gain = kind_of(parameter.module) in NORMS and path.endswith("weight")
+    return is_gain and parameter.decay > 0 and parameter.trainable
 
 
 def _is_last_part(paths: list[str], left: Collection[str], held: Collection[str]) -> bool:

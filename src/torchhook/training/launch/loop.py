@@ -109,7 +109,6 @@ class LoopNotes:
         root = self._root()
         if root is not None and (self.steps <= FIRST or self.has_ended):
             self._elsewhere |= _paths(root, self.others())  # an optimizer may be gone by now
-        stepped = [schedule.steps for schedule in self.schedules]
         unzeroed = list(self._unzeroed)
         known = Loop(
             elsewhere=self._elsewhere,
@@ -117,7 +116,7 @@ class LoopNotes:
             forwards=dict(self._forwards),
             fed=dict(self._fed),
             schedules=tuple(schedule.name for schedule in self.schedules),
-            scheduled=any(steps is None or steps > 0 for steps in stepped),
+            scheduled=any(schedule.steps for schedule in self.schedules),
             hasty=self._hasty,
             switches=tuple(self._switches),
             feedings=tuple(source.facts() for source in self._sources),
