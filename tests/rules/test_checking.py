@@ -414,7 +414,7 @@ def test_a_watch_collects_no_more_for_several_rules_than_for_each():
 
 def test_a_watch_without_rules_collects_nothing():
     assert not watched([], with_optimizer=True)
-    assert not watched(chosen(["TH601", "TH503"]), with_optimizer=True)
+    assert not watched(chosen(["TH602", "TH503"]), with_optimizer=True)
 
 
 def test_what_is_dear_is_collected_while_the_watch_is_thorough():
