@@ -24,7 +24,7 @@ def random_labels(seed: int) -> Case:
     return case
 
 
-@fault("TH601")
+@fault("TH601", "TH606")
 def uphill(seed: int) -> Case:
     """A sign is wrong: the optimizer ascends."""
     case = pick(seed, convnet, resnet_inplace).build(seed)

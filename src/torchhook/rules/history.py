@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 GOOD = 0.45
 """Of the loss of guessing: a training that ends below works."""
 
+GREAT = 0.2
+"""The same of the first loss, where the loss of guessing is unknown."""
+
 
 @dataclass(frozen=True)
 class Task:
@@ -166,7 +169,8 @@ class History:
         """Whether the training has got well below what guessing gives: the loss, over its last quarter of steps."""
         values = list(self.losses.values())
         late = values[-max(1, len(values) // 4) :]
-        return bool(late) and fmean(late) < GOOD * min(self.chance, values[0])
+        is_known = not math.isnan(self.chance)
+        return bool(late) and fmean(late) < (GOOD * min(self.chance, values[0]) if is_known else GREAT * values[0])
 
     def has(self, port: str, stat: str) -> bool:
         """Whether a statistic was measured at a port, at any place."""

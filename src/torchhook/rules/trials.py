@@ -20,7 +20,7 @@ from torchhook.rules.rule import Rule
 from torchhook.rules.step import train_step
 
 _LEAST = 10  # steps of a training that say something
-_LONGER = 10  # times the steps of the inspection, if there is time: much is decided late
+_LONGER = 30  # times the steps of the inspection, if there is time: much is decided late
 _SHARE = 0.25  # of the loss that a repair has to take away
 _LITTLE = 0.1  # the same, where the loss is stuck without the repair and not with it
 _STUCK = 0.95  # of an earlier loss: a training that ends above has learnt nothing since
@@ -49,7 +49,8 @@ class Trials:
         self.chance = chance  # the loss of the best constant prediction
         self.loss = loss
         self.steps = steps
-        self.until = time.monotonic() + seconds
+        self.seconds = seconds
+        self.watch = _Stopwatch()
         held = len(batches) // _HELD if len(batches) >= _HELD else 0
         self.batches = list(batches[: len(batches) - held])
         self.held = list(batches[-held:]) if held else list(batches)
@@ -109,9 +110,9 @@ class Trials:
         if self._plain is None:
             self._plain = self._outcome(None)
             if self._plain is None or (self._plain.steps < _LEAST and math.isfinite(self._plain.last)):
-                self.until = 0.0
+                self.seconds = 0.0
                 self.notes.append("no repair was tried: ten steps of the training take too long; raise seconds=")
-        if self._plain is None or time.monotonic() + self._plain.seconds > self.until:
+        if self._plain is None or self.watch.elapsed + self._plain.seconds > self.seconds:
             return None
         outcome = self._outcome(repair)
         if outcome is None:
@@ -123,13 +124,13 @@ class Trials:
     def _outcome(self, repair: Repair | None) -> _Outcome | None:
         """Train a copy, with a repair or without; None if the repair does not apply to this model."""
         setup = Setup(*self.copies(), list(self.batches), list(self.held))
-        begun = time.monotonic()
+        watch = _Stopwatch()
         try:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
                 if repair is not None:
                     repair.apply(setup)
-                return _Outcome(self._train(setup), time.monotonic() - begun)
+                return _Outcome(self._train(setup), watch.elapsed)
         except Exception:  # of the user's code, or because the repair does not fit
             return None
 
@@ -164,13 +165,13 @@ class Trials:
 
         Returns the losses of the batches held back, by step: before, now and then on the way, and at the end.
         """
-        begun, looks = time.monotonic(), {0: self._held_losses(setup)}
-        share = (self.until - begun) / 4  # this one, and some repairs
+        watch, looks = _Stopwatch(), {0: self._held_losses(setup)}
+        share = (self.seconds - self.watch.elapsed) / 4  # this one, and some repairs
         most = self._most
         for step in range(1, most + 1):
             batch = setup.batches[(step - 1) % len(setup.batches)]
             value, _ = train_step(setup.model, setup.optimizer, batch, self.loss)
-            is_over = not math.isfinite(value) or (self._plain is None and time.monotonic() - begun > share)
+            is_over = not math.isfinite(value) or (self._plain is None and watch.elapsed > share)
             if is_over or step == most or (step >= _FIRST_LOOK and step & (step - 1) == 0):
                 looks[step] = self._held_losses(setup)
             if is_over:
@@ -185,6 +186,19 @@ class Trials:
             output = output if setup.in_units is None else setup.in_units(output)
             found.append(float(loss_of(output, batch.target, self.loss).loss))
         return found
+
+
+class _Stopwatch:
+    """Measures the time that this thread computes; on a busy machine, at least a third of the time that passes."""
+
+    def __init__(self) -> None:
+        self._begun = time.thread_time(), time.monotonic()
+
+    @property
+    def elapsed(self) -> float:
+        """The seconds so far."""
+        computing, passing = self._begun
+        return max(time.thread_time() - computing, (time.monotonic() - passing) / 3)
 
 
 class _Outcome:

@@ -191,7 +191,7 @@ class NoGradient(Rule):
                 )
                 continue
             problem = "the loss does not depend on it" if is_called else "it is never called"
-            is_meant = is_part_of or _has_used_siblings(part, seen)
+            is_meant = is_part_of or history.has_one_answer or _has_used_siblings(part, seen)
             severity = "info" if is_meant else "warning"
             message = f"{problem}: {', '.join(names)}"
             yield self.finding(message, site, None, severity, parameters=names, cause="unused-part")

@@ -105,7 +105,7 @@ class SymmetricInit(Rule):
 
 @register
 class InputScale(Rule):
-    """The inputs of the first layer have a mean or a standard deviation beyond ten; beyond a hundred is an error.
+    """The inputs of the first layer have a mean or a standard deviation beyond ten; a size beyond 100 is an error.
 
     Images with values from 0 to 255 and raw measurements are the usual cause. Only inputs of the model itself count. If
     a norm follows the layer, which undoes the scale, this is only an info.
@@ -127,10 +127,10 @@ class InputScale(Rule):
             return
         first = order[0]
         inputs = snapshot[first.path, "input"]["moments"]
-        size = max(abs(inputs.mean), inputs.std)
-        if size > self.limit:
+        if max(abs(inputs.mean), inputs.std) > self.limit:
             message = f"the inputs have a mean of {inputs.mean:.3g} and a standard deviation of {inputs.std:.3g}"
+            is_far = math.hypot(inputs.mean, inputs.std) > self.error
             is_undone = len(order) > 1 and kind_of(order[1].module_class) in NORMS
-            severity = "info" if is_undone else "error" if size > self.error else None
+            severity = "info" if is_undone else "error" if is_far else None
             step = history.windows[0].step
             yield self.finding(message, first.path, step, severity, mean=plain(inputs.mean), std=plain(inputs.std))

@@ -18,7 +18,8 @@ from torchhook.rules.series import outliers
 class LossNotFalling(Rule):
     """The mean loss of the last quarter of the steps is not clearly below that of the first quarter, or even above it.
 
-    Clearly means by two standard errors and by 5%. Judged after forty steps, and not if the loss started near zero.
+    Clearly means by two standard errors and by 5%. Judged after forty steps, and not if the loss started near zero. If
+    the loss is negative now and then, as that of a policy is, this is only an info.
     """
 
     code, name = "TH601", "loss-not-falling"
@@ -36,6 +37,7 @@ class LossNotFalling(Rule):
         values = finite(history.losses.values())
         if len(values) < self.least or self._is_small(history, values):
             return
+        is_return = sum(value < 0 for value in values) > 0.05 * len(values)  # of a policy or a critic, say
         quarter = len(values) // 4
         first, last = values[:quarter], values[-quarter:]
         error = math.sqrt((variance(first) + variance(last)) / quarter)
@@ -43,11 +45,11 @@ class LossNotFalling(Rule):
         evidence = {"first": plain(fmean(first)), "last": plain(fmean(last)), "error": plain(error)}
         if fall < -3 * error and fall < -self.share * abs(fmean(first)):
             message = f"the loss rises from {fmean(first):.3g} to {fmean(last):.3g}"
-            yield self.finding(message, "", None, "error", **evidence, cause="divergence")
+            yield self.finding(message, "", None, "info" if is_return else "error", **evidence, cause="divergence")
         elif fall < max(2 * error, self.share * abs(fmean(first))):
             message = f"the loss does not fall: {fmean(first):.3g} at the start, {fmean(last):.3g} at the end"
             cause = "rate" if self._moves_oddly(history) else self.cause
-            yield self.finding(message, "", None, None, **evidence, cause=cause)
+            yield self.finding(message, "", None, "info" if is_return else None, **evidence, cause=cause)
 
     def _moves_oddly(self, history: History) -> bool:
         """Whether the steps of the optimizer are far from the usual 0.1% of the weights."""

@@ -25,7 +25,7 @@ _STUCK = ("TH202", "TH204", "TH301", "TH401", "TH404", "TH502", "TH601", "TH603"
 class DeadUnits(Rule):
     """Units of a ReLU that are positive on less than 0.1% of at least 200 positions.
 
-    A quarter of a layer's units is an info, 65% are a warning (60% if they fired at first), 80% an error. A ReLU that
+    A quarter of a layer's units is an info, 70% are a warning (65% if they fired at first), 80% an error. A ReLU that
     is called as a function counts, too: by units of the layer before it that are never positive, and zero for the layer
     after it. The share of zeros alone says nothing: a healthy ResNet has 40% zeros and no dead unit.
     """
@@ -41,7 +41,7 @@ class DeadUnits(Rule):
     )
     wrong = "Experts and adapters that these inputs do not use; pruned networks; few or very similar samples."
     active, least = 0.001, 200
-    info, lost, warning, error = 0.25, 0.6, 0.65, 0.8
+    info, lost, warning, error = 0.25, 0.65, 0.7, 0.8
 
     def find(self, history: History) -> Iterator[Finding]:
         half, quarter = history.whole(0.5), history.whole(0.25)  # a quarter may have too few samples
@@ -159,7 +159,7 @@ class DormantUnits(Rule):
 class Saturated(Rule):
     """Units of a sigmoid or tanh at the ends of their range (beyond 0.02 and 0.98, or ±0.97) on 60% of positions.
 
-    Half of a layer's units is a warning, 90% an error. The last activation of a model does not count: a confident
+    80% of a layer's units are a warning, 90% an error. The last activation of a model does not count: a confident
     classifier saturates it.
     """
 
@@ -175,7 +175,7 @@ class Saturated(Rule):
     )
     wrong = "Gates, which are open or closed by design."
     part = 0.6
-    limits: tuple[float, float] = (0.5, 0.9)
+    limits: tuple[float, float] = (0.8, 0.9)
 
     def find(self, history: History) -> Iterator[Finding]:
         window = history.whole(0.5)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from statistics import fmean, median
 
 import torch
@@ -57,7 +57,7 @@ class UpdateTooLarge(UpdateRatios):
     """A step changes a matrix by more than 10% of its norm, in the median after the first ten steps.
 
     About 0.1% is healthy; 30% in all matrices is an error, and so is a single step that changes half of the matrices by
-    half of their norm. Vectors are not judged: they often start at zero.
+    half of their norm, unless the loss falls then. Vectors are not judged: they often start at zero.
     """
 
     code, name = "TH501", "update-too-large"
@@ -86,10 +86,17 @@ class UpdateTooLarge(UpdateRatios):
                 for step, summary in moments.items():
                     by_step.setdefault(step, []).append(summary.mean)
         for step, values in by_step.items():
-            if median(values) > self.jump:
+            if median(values) > self.jump and not _falls_after(history.losses, step):
                 message = f"one step changed the weights by {percent(median(values))}% of their norm"
                 yield self.finding(message, "", step, "error", ratio=plain(median(values)))
                 return
+
+
+def _falls_after(losses: Mapping[int, float], step: int) -> bool:
+    """Whether the losses after a step are below those up to it: then the step was a good one."""
+    before = [loss for known, loss in losses.items() if known <= step][-3:]
+    after = finite(loss for known, loss in losses.items() if step < known <= step + 5)
+    return bool(before) and len(after) > 1 and median(after) < median(before)
 
 
 @register
