@@ -299,6 +299,11 @@ def norm(summary: Summary) -> float:
     return math.inf if summary.nonfinite else summary.l2
 
 
+def rms(summary: Summary) -> float:
+    """The root mean square of all values; infinite if one of them is not finite."""
+    return norm(summary) / math.sqrt(max(summary.count, 1))
+
+
 def mean_unit_std(reading: Reading) -> float | None:
     """The standard deviation of each unit over the samples, averaged over the units; None if it was not measured."""
     known = finite(reading["channels"].std.tolist()) if "channels" in reading else []

@@ -7,12 +7,13 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from itertools import pairwise
 from statistics import median
+from typing import ClassVar
 
 import torch
 
 from torchhook.core.findings import Finding, Severity
 from torchhook.rules.effects import reached, unreached
-from torchhook.rules.history import History, finite, is_within, last_of, norm, owner, plain, readings
+from torchhook.rules.history import History, finite, is_within, last_of, norm, owner, plain, readings, rms
 from torchhook.rules.registry import register
 from torchhook.rules.rule import Need, Phase, Rule
 from torchhook.rules.series import jumps, outliers
@@ -25,6 +26,7 @@ class GradientFlow(Rule):
 
     phase = Phase.BACKWARD
     needs = (_OUTPUTS,)
+    uses: ClassVar[tuple[Need, ...]] = (Need("param_grad"),)
 
     def norms(self, history: History) -> dict[str, float]:
         """The norm of the gradient of each layer's output, in the order of execution.
@@ -38,13 +40,21 @@ class GradientFlow(Rule):
                 found[reading.path] = math.hypot(found.get(reading.path, 0), moments.l2)
         return found
 
-    def splits(self, history: History) -> dict[str, float]:
+    def weights(self, history: History) -> dict[str, float]:
+        """The norm of the gradient of each layer's largest matrix or vector, in the order of execution."""
+        found = dict.fromkeys(self.norms(history), 0.0)
+        for (path, _), by_step in history.summaries("param_grad").items():
+            sizes = finite(moments.l2 for moments in by_step.values() if not moments.nonfinite)
+            if sizes and owner(path) in found:
+                found[owner(path)] = max(found[owner(path)], median(sizes))
+        return {path: size for path, size in found.items() if size}
+
+    def splits(self, norms: Mapping[str, float]) -> dict[str, float]:
         """For each layer, the largest norm up to it, divided by the largest norm after it.
 
         The largest on either side is that of the main path: the gradients of queries, keys, gates and other side
         branches are much smaller, which is healthy.
         """
-        norms = self.norms(history)
         paths, values = list(norms), list(norms.values())
         most = len(paths) - max(1, len(paths) // 8)  # one of the last few layers alone is not enough to compare with
         return {paths[n - 1]: max(values[:n]) / max(values[n:]) for n in range(1, most + 1)}
@@ -54,8 +64,10 @@ class GradientFlow(Rule):
 class VanishingGradient(GradientFlow):
     """The gradients of all layers up to some layer are less than a thousandth, in norm, of those after it.
 
-    The comparison is relative, since the absolute size depends on the loss and its reduction. If gradients shrink at a
-    single layer, the finding names that one, otherwise the first layer of the model.
+    This must hold for the outputs of the layers, and for their weights to less than 1/3000: pooling over many positions
+    makes the gradients of outputs small but not those of the weights, which add them up. The comparison is relative,
+    since the absolute size depends on the loss and its reduction. If gradients shrink at a single layer, the finding
+    names that one, otherwise the first layer of the model.
     """
 
     code, name = "TH401", "vanishing-gradient"
@@ -63,11 +75,12 @@ class VanishingGradient(GradientFlow):
     explains = ("TH502",)
     hint = "Use ReLU or GELU instead of sigmoids, residual connections, norms, or a scale-preserving initialisation."
     wrong = "Models with several parts, the first of which has little weight in the loss."
-    ratio = 1e-3
+    ratio, of_weights = 1e-3, 3e-4
 
     def find(self, history: History) -> Iterator[Finding]:
-        splits = self.splits(history)
-        if not splits or min(splits.values()) >= self.ratio:
+        splits = self.splits(self.norms(history))
+        by_weights = self.splits(self.weights(history))
+        if min(splits.values(), default=1.0) >= self.ratio or min(by_weights.values(), default=0.0) >= self.of_weights:
             return
         first = min(splits, key=splits.__getitem__)
         falls = {path: now / after for (path, now), (_, after) in pairwise(splits.items())}
@@ -83,32 +96,41 @@ class VanishingGradient(GradientFlow):
 class ExplodingGradient(GradientFlow):
     """Gradient norms up to some layer are more than a thousand times those after it.
 
-    Also if the gradient of a parameter is more than a thousand times as large as the parameter, in the median over the
-    steps.
+    Gradients of outputs below one are multiplied by their size: small values before a norm have large gradients, which
+    does no harm. Also if the gradient of a matrix is more than a thousand times as large as the matrix, in the median
+    over the steps, where values count as at least 0.01. Unless the loss is a cross entropy, its gradients are divided
+    by its first value: a loss that sums over many terms has gradients as large as itself.
     """
 
     code, name, severity = "TH402", "exploding-gradient", Severity.ERROR
     cause = "init"
-    uses = (Need("param_grad"),)
+    uses = (*GradientFlow.uses, Need("output"))
     explains = ("TH101", "TH103", "TH104", "TH2", "TH403", "TH501", "TH6", "TH801")
     hint = "Clip the gradient norm, lower the initial scale of the layer, or put norms between the layers."
     wrong = "A loss that sums over very many terms; targets that are not normalised."
-    ratio = 1e3
+    ratio, value = 1e3, 0.01
 
     def find(self, history: History) -> Iterator[Finding]:
-        splits = self.splits(history)
+        sizes = {reading.path: rms(reading["moments"]) for reading in readings(history.whole(), "output", "moments")}
+        norms = {path: size * min(1.0, sizes.get(path, 1.0)) for path, size in self.norms(history).items()}
+        splits = self.splits({path: size for path, size in norms.items() if size})
         worst = max(splits, key=splits.__getitem__, default=None)
         if worst is not None and splits[worst] > self.ratio:
-            norms = self.norms(history)
             site = max(norms, key=norms.__getitem__)
             message = f"its gradient norm is {splits[worst]:.1e} times that of the layers after {worst}"
             yield self.finding(message, site, ratio=plain(splits[worst]))
+        yield from self._of_parameters(history)
+
+    def _of_parameters(self, history: History) -> Iterator[Finding]:
         parameters = history.rest.parameters if history.rest is not None else {}
+        has_mean = history.task is not None and history.task.classes is not None
+        loss = 1.0 if has_mean else max([1.0, *map(abs, finite(list(history.losses.values())[:1]))])
         for (path, _), by_step in history.summaries("param_grad").items():
             known = parameters.get(path)
-            if known is None or not known.is_matrix or not known.summary.l2 > 0:
+            if known is None or not known.is_matrix:
                 continue
-            sizes = finite(moments.l2 / known.summary.l2 for moments in by_step.values() if not moments.nonfinite)
+            least = max(known.summary.l2, self.value * math.sqrt(known.summary.count))
+            sizes = finite(moments.l2 / least / loss for moments in by_step.values() if not moments.nonfinite)
             if sizes and (size := median(sizes)) > self.ratio:
                 yield self.finding(f"its gradient is {size:.1e} times as large as its values", path, ratio=plain(size))
 
