@@ -220,11 +220,22 @@ def test_every_public_name_is_in_the_reference():
 def test_pages_state_the_right_number_of_rules():
     from torchhook.rules import chosen
 
-    stated = {"README.md": "Thirty-four rules", "README.zh-CN.md": "三十四条规则"}
-    stated |= {"docs/learning.md": "Thirty-four [rules]", "examples/five_minutes.ipynb": "Thirty-four rules"}
-    assert len(chosen()) == 34, f"update the number here and in {', '.join(stated)}"
+    stated = {"README.md": "Fifty-two rules", "README.zh-CN.md": "五十二条规则"}
+    stated |= {"docs/learning.md": "Fifty-two [rules]", "examples/five_minutes.ipynb": "Fifty-two rules"}
+    assert len(chosen()) == 52, f"update the number here and in {', '.join(stated)}"
     for page, words in stated.items():
         assert words in (ROOT / page).read_text(encoding="utf-8"), page
+
+
+def test_the_page_says_what_is_tried_for_each_rule_that_has_a_repair():
+    from torchhook import Finding
+    from torchhook.rules import RULES
+    from torchhook.rules.repairs import repairs_for
+
+    text = (ROOT / "docs" / "learning.md").read_text().split("## What was tried")[1].split("\n## ")[0]
+    table = "".join(line for line in text.splitlines() if line.startswith("|"))
+    tried = {code for code in RULES if repairs_for(Finding(code, "error", "", site="0"))}
+    assert set(re.findall(r"TH\d\d\d", table)) == tried
 
 
 def test_every_example_is_listed_with_what_it_needs():

@@ -24,8 +24,8 @@ _FAMILIES = {
     "TH2": "Units",
     "TH3": "Initialization and inputs",
     "TH4": "Gradients",
-    "TH5": "Updates",
-    "TH6": "Losses",
+    "TH5": "Updates, the loop and ranks",
+    "TH6": "Losses, outputs and targets",
     "TH7": "Batch norm and train/eval modes",
     "TH8": "Representations",
     "TH9": "Drift",
@@ -101,7 +101,7 @@ def _about(rule: Any) -> str:
     return "\n\n".join(
         [
             f"### {rule.code} {rule.name} {{ #{rule.code.lower()} }}",
-            f"*{rule.severity}*",
+            f"*{rule.severity}*, cause `{rule.cause}`",
             inspect.cleandoc(type(rule).__doc__ or ""),
             *(f"**{name}.** {text}" for name, text in said.items() if text),
         ]

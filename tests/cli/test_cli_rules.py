@@ -32,7 +32,7 @@ def test_tells_about_a_family(command):
 def test_every_rule_can_be_told_about(command, rule):
     done = command("rules", rule)
     assert (done.code, done.err) == (0, "")
-    for part in ("What to do: ", "When it is wrong: ", "Needs: "):
+    for part in ("Cause: ", "What to do: ", "When it is wrong: ", "Needs: "):
         assert part in done.out
 
 

@@ -1,6 +1,7 @@
 """What a loss compares, read from its autograd graph."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from torchhook import diagnose
 from torchhook.rules.loss_graph import LossTerm, Range, loss_terms, merged
 
 X = torch.linspace(-2, 2, 40).reshape(8, 5)
@@ -116,3 +118,21 @@ def test_ranges_of_parts_merge_to_the_range_of_all(parts):
     assert term.target.mean == pytest.approx(whole.mean, abs=1e-6) and term.target.std == pytest.approx(
         whole.std, abs=1e-2
     )
+
+
+class Softmaxed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return F.softmax(self.layer(x), 1)
+
+
+def test_the_line_of_a_function_is_told_and_none_of_torchhook():
+    data, told = [(X, CLASSES)], {}
+    for model in (Softmaxed(), nn.Sequential(nn.Linear(5, 3), nn.Softmax(1))):
+        found = diagnose(model, data, F.cross_entropy, steps=5, rules=["TH604"], try_repairs=False).findings[0]
+        told[found.site] = found.evidence.get("line")
+    assert told["1"] is None
+    assert told["layer"].startswith(f"{Path(__file__).name}:") and "return F.softmax" in told["layer"]

@@ -60,7 +60,7 @@ def _list(console: Console, rules: list[Rule]) -> None:
 
 def _explanation(rule: Rule) -> str:
     needs = ", ".join([*map(str, rule.needs), *rule.facts]) or "nothing"
-    parts = {"What to do": rule.hint, "When it is wrong": rule.wrong, "Needs": needs}
+    parts = {"Cause": rule.cause, "What to do": rule.hint, "When it is wrong": rule.wrong, "Needs": needs}
     title = f"[bold]{rule.code} {rule.name}[/] ({rule.severity})"
     advice = [f"[bold]{name}:[/] {escape(text)}" for name, text in parts.items() if text]
     return "\n\n".join([title, *map(escape, _paragraphs(rule)), *advice])

@@ -7,9 +7,12 @@ modules. The graph keeps tensors only until its backward, so it has to be read b
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +20,7 @@ from torch import Tensor
 
 from torchhook.core.transfer import sent_home
 
+_OURS = f'"{Path(__file__).parents[1]}{os.sep}'  # as it is in a traceback
 _MOST = 400  # nodes to look at
 _PLUMBING = (
     "View|UnsafeView|Reshape|Squeeze|Unsqueeze|Select|Slice|Index|Transpose|Permute|T|Clone|ToCopy|Expand|Alias|Copy"
@@ -293,10 +297,11 @@ def _site(node: Any, makers: Mapping[Any, str]) -> str:
 
 
 def _line(node: Any) -> str:
-    """The line that made a node, outside of torch, if the graph was recorded with tracebacks."""
+    """The user's line that made a node, if there is one and the graph was recorded with tracebacks."""
     recorded = node.metadata.get("traceback_", ()) if node is not None else ()
-    own = [frame for frame in recorded if "/torch/" not in frame]
+    calls = [frame for frame in reversed(recorded) if "in __torch_function__" not in frame]  # of a mode
+    own = [frame for frame in takewhile(lambda frame: _OURS not in frame, calls) if "/torch/" not in frame]
     if not own:
         return ""
-    found = re.search(r'File "(?:.*[/\\])?([^"]+)", line (\d+).*\n\s*(.*)', own[-1])
+    found = re.search(r'File "(?:.*[/\\])?([^"]+)", line (\d+).*\n\s*(.*)', own[0])
     return f"{found[1]}:{found[2]}: {found[3].strip()}" if found else ""
