@@ -59,16 +59,21 @@ class Trials:
         self._known: dict[str, Trial | None] = {}  # by what was changed
 
     def judged(self, found: Mapping[Rule, Sequence[Finding]]) -> dict[Rule, list[Finding]]:
-        """The findings after their repairs were tried: the worst of each rule, the worst rules first."""
+        """The findings after their repairs were tried: the worst of each rule, all first repairs before the second."""
         first = {rule: max(findings, key=lambda one: one.severity.rank) for rule, findings in found.items() if findings}
-        repaired: dict[Rule, list[Finding]] = {rule: list(findings) for rule, findings in found.items()}
-        for rule, finding in sorted(first.items(), key=lambda item: -item[1].severity.rank):
-            if finding.severity == Severity.INFO and rule.code not in _DECIDED:
-                continue
-            tried = self._trial(repairs_for(finding))
+        worth = {rule: one for rule, one in first.items() if one.severity > Severity.INFO or rule.code in _DECIDED}
+        order = sorted(worth, key=lambda rule: (-worth[rule].severity.rank, rule.phase, rule.code))
+        repairs = {rule: repairs_for(worth[rule]) for rule in order}
+        for number in range(max(map(len, repairs.values()), default=0)):
+            for rule in order:
+                if number < len(repairs[rule]) and not any(map(self._has_helped, repairs[rule][:number])):
+                    self._try(repairs[rule][number])
+        after: dict[Rule, list[Finding]] = {rule: list(findings) for rule, findings in found.items()}
+        for rule in order:
+            tried = self._verdict(repairs[rule])
             if tried is not None:
-                repaired[rule] = [self._after(one, rule, *tried, one is finding) for one in found[rule]]
-        return repaired
+                after[rule] = [self._after(one, rule, *tried, one is worth[rule]) for one in found[rule]]
+        return after
 
     def _after(self, finding: Finding, rule: Rule, trial: Trial, cause: str, is_shown: bool) -> Finding:
         """The finding after a trial: at least a warning if the repair helped, a severity lower if it is not needed.
@@ -90,21 +95,21 @@ class Trials:
             return self._plain.last < _STUCK * self._plain.first
         return self._plain.last < GOOD * min(self.chance, self._plain.first)
 
-    def _trial(self, repairs: Sequence[Repair]) -> tuple[Trial, str] | None:
-        """The first repair that helps and what is at fault then, else the best; None if nothing can be said."""
-        tried: list[tuple[Trial, str]] = []
-        for repair in repairs:
-            trial = self._tried(repair)
-            if trial is not None and (trial.helped or repair.decides):
-                tried.append((trial, repair.cause))
-            if trial is not None and trial.helped:
-                break
-        return min(tried, key=lambda pair: (not pair[0].helped, _or_infinite(pair[0].repaired)), default=None)
+    def _verdict(self, repairs: Sequence[Repair]) -> tuple[Trial, str] | None:
+        """The first repair that helped and what is at fault then, else the best; None if nothing can be said."""
+        tried = [(trial, repair) for repair in repairs if (trial := self._known.get(repair.change)) is not None]
+        helpful = [(trial, repair.cause) for trial, repair in tried if trial.helped]
+        others = [(trial, "") for trial, repair in tried if repair.decides]
+        return next(iter(helpful), min(others, key=lambda pair: _or_infinite(pair[0].repaired), default=None))
 
-    def _tried(self, repair: Repair) -> Trial | None:
+    def _has_helped(self, repair: Repair) -> bool:
+        trial = self._known.get(repair.change)
+        return trial is not None and trial.helped
+
+    def _try(self, repair: Repair) -> None:
+        """Try a repair, once."""
         if repair.change not in self._known:
             self._known[repair.change] = self._new_trial(repair)
-        return self._known[repair.change]
 
     def _new_trial(self, repair: Repair) -> Trial | None:
         if self._plain is None:
@@ -140,7 +145,7 @@ class Trials:
         assert plain is not None
         if not math.isfinite(plain.at(step)) or not math.isfinite(repaired.at(step)):
             return math.isfinite(repaired.at(step))
-        gains = [a - b for a, b in zip(plain.losses[step], repaired.losses[step], strict=True)]
+        gains = [a - b for a, b in zip(plain.best(step), repaired.best(step), strict=True)]
         error = stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else 0.0
         share = _LITTLE if plain.is_stuck(step) and not repaired.is_stuck(step) else _SHARE
         levels = (abs(plain.first), abs(repaired.first), self.chance)
@@ -208,16 +213,20 @@ class _Outcome:
         self.losses = losses
         self.seconds = seconds
         self.steps = max(losses)
-        self.first, self.last = fmean(losses[0]), fmean(losses[self.steps])
+        self.first, self.last = fmean(losses[0]), self.at(self.steps)
+
+    def best(self, step: int) -> list[float]:
+        """The lowest losses within `step` steps, since few batches are soon learnt by heart; the last, if it broke."""
+        seen = [losses for at, losses in self.losses.items() if at <= step]
+        return min(seen, key=fmean) if math.isfinite(fmean(seen[-1])) else seen[-1]
 
     def at(self, step: int) -> float:
-        """The loss after `step` steps; a training that broke off stays where it was."""
-        return fmean(self.losses.get(step, self.losses[self.steps]))
+        """The mean of the lowest losses within `step` steps."""
+        return fmean(self.best(step))
 
     def is_stuck(self, step: int) -> bool:
         """Whether the loss did not fall in the second half of the first `step` steps."""
-        half = max(at for at in self.losses if at <= step / 2)
-        return self.at(step) > _STUCK * self.at(half)
+        return self.at(step) > _STUCK * self.at(step // 2)
 
 
 def _or_infinite(loss: float) -> float:

@@ -123,7 +123,7 @@ class ExplodingGradient(GradientFlow):
 
     def _of_parameters(self, history: History) -> Iterator[Finding]:
         parameters = history.rest.parameters if history.rest is not None else {}
-        has_mean = history.task is not None and history.task.classes is not None
+        has_mean = history.classes > 0
         loss = 1.0 if has_mean else max([1.0, *map(abs, finite(list(history.losses.values())[:1]))])
         for (path, _), by_step in history.summaries("param_grad").items():
             known = parameters.get(path)

@@ -48,7 +48,14 @@ class PoorInit(Rule):
         most = max(change for _, change in changes)
         site = next(path for path, change in changes if change > 0.5 * most)
         message = f"the spread of activations goes from {first:.2g} to {last:.2g} over the layers"
-        yield self.finding(message, site, history.first_step, first=plain(first), last=plain(last))
+        cause = "activation" if way < 0 and self._squashes(history) else self.cause
+        yield self.finding(message, site, history.first_step, first=plain(first), last=plain(last), cause=cause)
+
+    def _squashes(self, history: History) -> bool:
+        """Whether most activations are sigmoids, each of which takes at least three quarters of the spread."""
+        kinds = [kind_of(reading.module_class) for reading in readings(history.first(), "output", "channels")]
+        known = [kind for kind in kinds if kind in ACTIVATIONS]
+        return known.count("sigmoid") > len(known) / 2
 
     def _share_of_inputs(self, history: History) -> float:
         """How much the outputs of the last layer vary with the inputs, as a share of their size."""
