@@ -173,8 +173,8 @@ class NoGradient(Rule):
 
     The finding names the module. It is an error if the loss needs the parameter all the same: something between them
     blocks the gradient. `diagnose` tries that, by changing the parameter; otherwise a module that is called counts. A
-    part that the loss does not need is a warning, or an info if the code that does not use it is from an installed
-    package, which knows what it does, or if others of the same list are used, as experts are.
+    part that the loss does not need is a warning, or an info if it and the code that does not use it are from installed
+    packages, which know what they do, or if others of the same list are used, as experts are.
     """
 
     code, name, severity = "TH404", "no-gradient", Severity.ERROR
@@ -203,7 +203,7 @@ class NoGradient(Rule):
         for site, paths in missed.items():
             names = [path.removeprefix(f"{site}.") for path in paths]
             part, user = _unused(site, [path for path, count in seen.items() if count])
-            is_part_of = user in history.rest.installed
+            is_part_of = {user, site} <= history.rest.installed
             is_called = any(is_within(path, site) for path in called)
             effects = [history.effects[path] for path in paths if path in history.effects]
             if any(effects) or (not effects and is_called and not is_part_of):
