@@ -351,6 +351,66 @@ def zeros_that_are_trained(code):
     return trained(code, model, optimizer, loss=F.cross_entropy, steps=3)
 
 
+class Blocks(nn.Module):
+    """Three residual blocks with norms."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"norm": nn.LayerNorm(8), "up": nn.Linear(8, 16), "down": nn.Linear(16, 8)}) for _ in range(3)
+        )
+        self.last = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block["down"](block["up"](block["norm"](x)).relu())
+        return self.head(self.last(x))
+
+
+@example("TH302", "blocks.1.down")
+def a_layer_of_zeros_unlike_that_of_other_blocks(code):
+    model = Blocks()
+    nn.init.zeros_(model.blocks[1]["down"].weight)
+    return at_rest(code, model)
+
+
+@example("TH302", "blocks.0.up")
+def layers_of_zeros_in_a_model_that_was_trained(code):
+    model = Blocks()
+    for norm in (*(block["norm"] for block in model.blocks), model.last):
+        nn.init.normal_(norm.weight, 1, 0.1)
+    for block in model.blocks:
+        nn.init.zeros_(block["up"].weight)
+    return at_rest(code, model)
+
+
+@example("TH302", "last")
+def a_gain_of_zero_that_nothing_passes(code):
+    model = Blocks()
+    nn.init.zeros_(model.last.weight)
+    return looked(code, model)
+
+
+@example("TH302")
+def branches_that_begin_at_zero(code):
+    model = Blocks()
+    for block in model.blocks:
+        nn.init.zeros_(block["down"].weight)
+    return looked(code, model)
+
+
+@example("TH302")
+def adapters_that_begin_at_zero_in_a_frozen_model(code):
+    model = Blocks()
+    for norm in (*(block["norm"] for block in model.blocks), model.last):
+        nn.init.normal_(norm.weight, 1, 0.1)
+    model.requires_grad_(False)
+    model.adapter = nn.Linear(8, 2)
+    nn.init.zeros_(model.adapter.weight)
+    return at_rest(code, model)
+
+
 @example("TH303", "0", step=0)
 def pictures_of_bytes(code):
     return flowed(code, mlp(), torch.randint(256, (512, 8)).float())

@@ -170,7 +170,7 @@ class History:
         values = list(self.losses.values())
         late = values[-max(1, len(values) // 4) :]
         is_known = not math.isnan(self.chance)
-        return bool(late) and fmean(late) < (GOOD * min(self.chance, values[0]) if is_known else GREAT * values[0])
+        return bool(late) and fmean(late) < (GOOD * self.chance if is_known else GREAT * values[0])
 
     def has(self, port: str, stat: str) -> bool:
         """Whether a statistic was measured at a port, at any place."""

@@ -36,6 +36,11 @@ class ParameterState:
     module: str = ""  # the class of its module
 
     @property
+    def is_zero(self) -> bool:
+        """Whether all its values are zero."""
+        return self.summary.zero_fraction == 1
+
+    @property
     def is_matrix(self) -> bool:
         """Whether it has units with several weights each."""
         return self.weights > 1

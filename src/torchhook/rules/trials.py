@@ -81,7 +81,9 @@ class Trials:
         Where nothing is learnt, a repair that does not help proves nothing: there may be another fault beside.
         """
         tried, works = trial if is_shown else None, self._works(finding)
-        if trial.helped and not (works and rule.forgiving and rule.code not in _DECIDED):
+        if works and rule.forgiving and rule.code not in _DECIDED:
+            return replace(finding, severity=Severity.INFO, tried=tried)
+        if trial.helped:
             severity = max(finding.severity, Severity.WARNING, key=lambda severity: severity.rank)
             evidence = {**finding.evidence, "cause": cause} if cause else finding.evidence
             return replace(finding, severity=severity, evidence=evidence, tried=tried)
@@ -91,9 +93,9 @@ class Trials:
     def _works(self, finding: Finding) -> bool:
         """Whether the training without a repair gets well below what guessing gives, or is on its way there."""
         assert self._plain is not None
-        if finding.code == "TH601":
-            return self._plain.last < _STUCK * self._plain.first
-        return self._plain.last < GOOD * min(self.chance, self._plain.first)
+        if finding.code == "TH601" and self._plain.last < _STUCK * self._plain.first:
+            return True
+        return self._plain.last < GOOD * self.chance
 
     def _verdict(self, repairs: Sequence[Repair]) -> tuple[Trial, str] | None:
         """The first repair that helped and what is at fault then, else the best; None if nothing can be said."""

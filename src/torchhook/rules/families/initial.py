@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
 from torchhook.core.findings import Finding
-from torchhook.rules.history import History, mean_unit_std, owner, plain, readings
+from torchhook.rules.history import History, last_of, mean_unit_std, owner, plain, readings
 from torchhook.rules.kinds import ACTIVATIONS, NORMS, kind_of
 from torchhook.rules.registry import register
+from torchhook.rules.rest import ParameterState
 from torchhook.rules.rule import Need, Phase, Rule
 
 
@@ -85,29 +87,69 @@ class PoorInit(Rule):
 class SymmetricInit(Rule):
     """All units of a weight matrix have the same weights, so they all learn the same.
 
-    LoRA and residual branches start with matrices of zeros: those count only if training does not change them.
+    LoRA, residual branches and new heads start with weights of zeros. Those count if training does not change them; if
+    those of the same layer in other blocks are not zero; if the model was trained before, by the gains of its norms,
+    and nothing of it is frozen; or if nothing of the input reaches the last layer.
     """
 
     code, name = "TH302", "symmetric-init"
     cause = "init"
     phase = Phase.REST
     facts = ("rest",)
+    uses = (Need("output", "channels", ("weight",)),)
     explains = ("TH2", "TH301", "TH4", "TH502", "TH6", "TH8")
-    hint = "Initialise the weight randomly: nn.init.kaiming_uniform_(layer.weight)."
+    hint = "Initialise the weight randomly: nn.init.kaiming_uniform_(layer.weight); the gain of a norm starts at one."
     wrong = "Fixed filters, which are not trained: call requires_grad_(False) on them."
 
     def find(self, history: History) -> Iterator[Finding]:
         assert history.rest is not None
         for path, parameter in history.rest.parameters.items():
-            is_zero = parameter.summary.zero_fraction == 1
-            if parameter.alike and parameter.is_matrix and parameter.trainable and not is_zero:
-                yield self.finding("all units have the same weights", owner(path), value=plain(parameter.summary.mean))
-            after = history.after.parameters.get(path) if history.after is not None else None
-            stays = after is not None and bool(after.groups) and after.trainable and after.summary.zero_fraction == 1
-            if is_zero and parameter.is_matrix and stays:
-                yield self.finding(
-                    "all weights are zero, and training does not change them", owner(path), None, "error"
-                )
+            if parameter.alike and parameter.is_matrix and parameter.trainable and not parameter.is_zero:
+                value = plain(parameter.summary.mean)
+                yield self.finding("all units have the same weights", owner(path), None, "error", value=value)
+            elif parameter.is_zero and parameter.trainable and (problem := self._zero(history, path)):
+                yield self.finding(f"all weights are zero, {problem}", owner(path), None, "error")
+
+    def _zero(self, history: History, path: str) -> str:
+        """What is wrong with a weight of zeros; empty if nothing is."""
+        assert history.rest is not None
+        known, is_weight = history.rest.parameters, path.endswith("weight")
+        after = history.after.parameters.get(path) if history.after is not None else None
+        if known[path].is_matrix and after is not None and after.groups and after.trainable and after.is_zero:
+            return "and training does not change them"
+        if is_weight and any(not known[other].is_zero for other in _siblings(path, known)):
+            return "unlike those of the other blocks"
+        if is_weight and owner(path) != last_of(history, "weight") and _is_dead(history):
+            return "and nothing of the input reaches the last layer"
+        if known[path].is_matrix and _was_trained(known):
+            return "in a model that was trained before"
+        return ""
+
+
+def _siblings(path: str, known: Mapping[str, ParameterState]) -> list[str]:
+    """The parameters of the same name and size in other blocks: ``"layer.1.fc.weight"`` for ``"layer.0.fc.weight"``."""
+    pattern = re.compile(re.sub(r"\\\.\d+(?=(\\\.\w+){2,})", r"\\.\\d+", re.escape(path)))
+    size = known[path].summary.count
+    return [
+        other for other in known if other != path and known[other].summary.count == size and pattern.fullmatch(other)
+    ]
+
+
+def _was_trained(known: Mapping[str, ParameterState]) -> bool:
+    """Whether the gains of norms, which start at one, differ, and hardly any parameter is frozen, as with LoRA."""
+    gains = [state for path, state in known.items() if path.endswith("weight") and not state.is_matrix]
+    frozen = sum(state.summary.count for state in known.values() if not state.trainable)
+    is_whole = frozen < 0.1 * sum(state.summary.count for state in known.values())
+    return is_whole and bool(gains) and sum(gain.summary.std > 0 for gain in gains) > len(gains) / 2
+
+
+def _is_dead(history: History) -> bool:
+    """Whether the output of the last layer is the same for every sample of the first batch."""
+    layers = list(readings(history.first(), "output", "channels", "weight")) if history.windows else []
+    if not layers or history.windows[0].step > history.first_step:
+        return False
+    units = layers[-1]["channels"]
+    return float(units.std.max()) <= 1e-6 * max(float(units.abs_mean.max()), 1e-30)
 
 
 @register

@@ -69,6 +69,7 @@ class AttentionCollapse(Rule):
     """
 
     code, name = "TH802", "attention-collapse"
+    forgiving = True
     cause = "init"
     needs = (Need("attention", "attention"),)
     explains = ("TH401", "TH601", "TH801")
