@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
 from torchhook.core.findings import Finding
-from torchhook.rules.history import History, last_of, mean_unit_std, owner, plain, readings
+from torchhook.rules.history import History, mean_unit_std, owner, plain, readings
 from torchhook.rules.kinds import ACTIVATIONS, NORMS, kind_of
 from torchhook.rules.registry import register
 from torchhook.rules.rest import ParameterState
@@ -119,7 +119,7 @@ class SymmetricInit(Rule):
             return "and training does not change them"
         if is_weight and any(not known[other].is_zero for other in _siblings(path, known)):
             return "unlike those of the other blocks"
-        if is_weight and owner(path) != last_of(history, "weight") and _is_dead(history):
+        if is_weight and _constant_end(history) not in ("", owner(path)):
             return "and nothing of the input reaches the last layer"
         if known[path].is_matrix and _was_trained(known):
             return "in a model that was trained before"
@@ -143,13 +143,14 @@ def _was_trained(known: Mapping[str, ParameterState]) -> bool:
     return is_whole and bool(gains) and sum(gain.summary.std > 0 for gain in gains) > len(gains) / 2
 
 
-def _is_dead(history: History) -> bool:
-    """Whether the output of the last layer is the same for every sample of the first batch."""
+def _constant_end(history: History) -> str:
+    """The path of the last layer, if its output is the same for every sample of the first batch; else empty."""
     layers = list(readings(history.first(), "output", "channels", "weight")) if history.windows else []
     if not layers or history.windows[0].step > history.first_step:
-        return False
+        return ""
     units = layers[-1]["channels"]
-    return float(units.std.max()) <= 1e-6 * max(float(units.abs_mean.max()), 1e-30)
+    is_constant = float(units.std.max()) <= 1e-6 * max(float(units.abs_mean.max()), 1e-30)
+    return layers[-1].path if is_constant else ""
 
 
 @register
