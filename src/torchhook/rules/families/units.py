@@ -25,9 +25,11 @@ _STUCK = ("TH202", "TH204", "TH301", "TH401", "TH404", "TH502", "TH601", "TH603"
 class DeadUnits(Rule):
     """Units of a ReLU that are positive on less than 0.1% of at least 200 positions.
 
-    A quarter of a layer's units is an info, 70% are a warning (65% if they fired at first), 80% an error. A ReLU that
-    is called as a function counts, too: by units of the layer before it that are never positive, and zero for the layer
-    after it. The share of zeros alone says nothing: a healthy ResNet has 40% zeros and no dead unit.
+    A quarter of a layer's units is an info, 68% are a warning (65% if they fired at first), 80% an error. Less than 80%
+    stay an info where more than a third of the other units always fire, since then the inputs hardly vary; and before a
+    global pooling if units fired at first, since a classifier may need few of them. A ReLU that is called as a function
+    counts, too: by units of the layer before it that are never positive, and zero for the layer after it. The share of
+    zeros alone says nothing: a healthy ResNet has 40% zeros and no dead unit.
     """
 
     code, name = "TH201", "dead-units"
@@ -40,43 +42,48 @@ class DeadUnits(Rule):
         " look for a large negative bias, or use LeakyReLU or GELU."
     )
     wrong = "Experts and adapters that these inputs do not use; pruned networks; few or very similar samples."
-    active, least = 0.001, 200
-    info, lost, warning, error = 0.25, 0.65, 0.7, 0.8
+    active, least, always = 0.001, 200, 0.98
+    info, lost, warning, error = 0.25, 0.65, 0.68, 0.8
 
     def find(self, history: History) -> Iterator[Finding]:
         half, quarter = history.whole(0.5), history.whole(0.25)  # a quarter may have too few samples
-        for site, dead in {**self._dead(half), **self._dead(quarter)}.items():
+        pooled = _last_before_pooling(half)
+        for site, (dead, fires) in {**self._dead(half), **self._dead(quarter)}.items():
             share = float(dead.double().mean())
             if share >= self.info and len(dead) >= 8:
                 step = _since(history, site, dead, self.active)
+                have_fired = step is not None and step > history.first_step
+                is_meant = bool((fires[~dead] > self.always).double().mean() > 1 / 3) or (have_fired and site == pooled)
                 message = f"{100 * share:.0f}% of the units never fire"
-                severity = self._severity(share, step is not None and step > history.first_step)
+                severity = self._severity(share, have_fired, is_meant)
                 yield self.finding(message, site, step, severity, dead=int(dead.sum()), units=len(dead))
 
-    def _dead(self, window: Snapshot) -> dict[str, Tensor]:
+    def _dead(self, window: Snapshot) -> dict[str, tuple[Tensor, Tensor]]:
+        """Which units of each rectifier are dead, and on which part of the positions each of them is positive."""
         return {**self._modules(window), **self._functions(window)}
 
-    def _severity(self, share: float, have_fired: bool) -> Severity:
+    def _severity(self, share: float, have_fired: bool, is_meant: bool) -> Severity:
         if share >= self.error:
             return Severity.ERROR
-        return Severity.WARNING if share >= (self.lost if have_fired else self.warning) else Severity.INFO
+        is_much = share >= (self.lost if have_fired else self.warning) and not is_meant
+        return Severity.WARNING if is_much else Severity.INFO
 
-    def _modules(self, window: Snapshot) -> dict[str, Tensor]:
-        """Dead units of rectifiers that are modules."""
+    def _modules(self, window: Snapshot) -> dict[str, tuple[Tensor, Tensor]]:
+        """Rectifiers that are modules."""
         found = {}
         for reading in readings(window, "output", "channels", "rectifier"):
-            units: Units = reading["channels"]
+            fires = reading["channels"].active_fraction
             if samples(reading) >= self.least:
-                found[reading.path] = units.active_fraction < self.active
+                found[reading.path] = fires < self.active, fires
         return found
 
-    def _functions(self, window: Snapshot) -> dict[str, Tensor]:
-        """Dead units of rectifiers that are functions between two modules."""
+    def _functions(self, window: Snapshot) -> dict[str, tuple[Tensor, Tensor]]:
+        """Rectifiers that are functions between two modules."""
         found = {}
         for pair in _pairs(window):
             if pair.samples >= self.least and pair.least >= 0:
-                dead = (pair.before.active_fraction < self.active) & (pair.given < 1e-12)
-                found[pair.path] = dead
+                fires = pair.before.active_fraction
+                found[pair.path] = (fires < self.active) & (pair.given < 1e-12), fires
         return found
 
 
@@ -114,6 +121,13 @@ def _pairs(window: Snapshot) -> Iterator[_Pair]:
                 least = after["moments"].min if "moments" in after else 0.0
                 yield _Pair(before.path, samples(before), units, given, least)
         before, between = reading, None
+
+
+def _last_before_pooling(window: Snapshot) -> str:
+    """The activation, or layer before a function, that is pooled before the last layer; empty if there is none."""
+    layers = list(readings(window, "output", "channels", *_LAYERS))
+    is_pooled = len(layers) > 1 and samples(layers[-2]) > samples(layers[-1])
+    return layers[-2].path if is_pooled else ""
 
 
 def _is_its_own(activation: Reading | None, layer: Reading) -> bool:
@@ -193,13 +207,16 @@ class Saturated(Rule):
 class ConstantOutput(Rule):
     """All units of a layer vary by less than a millionth of their size: its output is the same for every input.
 
-    Judged after some training, since layers that start at zero on purpose (LoRA, residual branches) do not stay there.
-    If all targets are the same, this is only an info: the answer is right.
+    Its own inputs do vary: a layer that gets learned queries or a class token, the same for every sample, is not at
+    fault, nor is one after a layer that is. A norm counts if all its weights are zero. Judged after some training,
+    since layers that start at zero on purpose (LoRA, residual branches) do not stay there. If all targets are the same,
+    this is only an info: the answer is right.
     """
 
     code, name, severity = "TH204", "constant-output", Severity.ERROR
     cause = "activation"
     needs = (Need("output", "channels", _LAYERS),)
+    uses = (Need("input", "channels", ("weight",)),)
     explains = ("TH202", "TH204", "TH401", "TH404", "TH502", "TH601", "TH801")
     hint = "No information passes this layer: look for zero weights, a dead layer before it, or identical inputs."
     wrong = "Position embeddings and other inputs that are the same in every batch."
@@ -208,14 +225,37 @@ class ConstantOutput(Rule):
     def find(self, history: History) -> Iterator[Finding]:
         if len(history.windows) < self.least:
             return
+        window = history.whole(0)
         severity = "info" if history.has_one_answer else None
-        for reading in readings(history.whole(0), "output", "channels", *_LAYERS):
-            units: Units = reading["channels"]
-            spread = finite(units.std.tolist())
-            if spread and max(spread) <= 1e-6 * max(float(units.abs_mean.max()), 1e-30) and samples(reading) > 1:
+        before: Reading | None = None
+        for reading in readings(window, "output", "channels", *_LAYERS):
+            if _is_constant(reading) and not self._gets_the_same(reading, before, history):
                 message = "its output is the same for every input"
-                size = plain(units.abs_mean.max())
-                yield self.finding(message, reading.path, None, severity, spread=plain(max(spread)), size=size)
+                units: Units = reading["channels"]
+                spread, size = max(finite(units.std.tolist())), units.abs_mean.max()
+                yield self.finding(message, reading.path, None, severity, spread=plain(spread), size=plain(size))
+            before = reading
+
+    def _gets_the_same(self, reading: Reading, before: Reading | None, history: History) -> bool:
+        """Whether the inputs of a layer do not vary either; of an activation, what ran before it."""
+        kind = kind_of(reading.module_class)
+        if kind in NORMS:
+            rest = history.after or history.rest
+            weight = rest.parameters.get(f"{reading.path}.weight") if rest is not None else None
+            return weight is None or weight.summary.zero_fraction < 1
+        if kind in ACTIVATIONS:
+            return before is not None and _is_constant(before, 1e-3)
+        window = history.whole(0)
+        return (reading.path, "input") in window.rows and _is_constant(window[reading.path, "input"], 1e-3)
+
+
+def _is_constant(reading: Reading, most: float = 1e-6) -> bool:
+    """Whether no unit varies by more than this part of the layer's size."""
+    if "channels" not in reading or samples(reading) < 2:
+        return False
+    units: Units = reading["channels"]
+    spread = finite(units.std.tolist())
+    return bool(spread) and max(spread) <= most * max(float(units.abs_mean.max()), 1e-30)
 
 
 def _since(history: History, site: str, dead: Tensor, active: float) -> int | None:
