@@ -172,6 +172,11 @@ class History:
         is_known = not math.isnan(self.chance)
         return bool(late) and fmean(late) < (GOOD * self.chance if is_known else GREAT * values[0])
 
+    @property
+    def is_contest(self) -> bool:
+        """Whether others are trained in turn, on losses of their own, so that no loss has to fall."""
+        return self.loop is not None and 2 * self.loop.rivals > self.loop.steps
+
     def has(self, port: str, stat: str) -> bool:
         """Whether a statistic was measured at a port, at any place."""
         return any(

@@ -41,6 +41,7 @@ class Loop:
     trained_in_eval: int = 0  # those of them after a forward with everything in eval mode
     evaluated_in_eval: int = 0  # forwards in eval mode
     evaluated_in_train: int = 0  # forwards in train mode without gradients, of several in a row
+    rivals: int = 0  # steps by which others have trained on losses of their own in between, as in a GAN
     feedings: tuple[Feeding, ...] = ()
     steps: int = 0  # of the optimizer, all in all
     has_ended: bool = False  # whether the script has come to its own end

@@ -84,11 +84,17 @@ RANKS = """
     distributed.destroy_process_group()
 """
 
+APART = RANKS.replace("range(12)", "range(40)").replace(
+    "        model(", "        (model if step % 2 else model.module)("
+)
+
 OURS = ["torchhook", "run", "--every", "4"]
+TWICE = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
 COMMANDS = {
     "fit": (LIGHTNING, ["-m", *OURS, "fit.py"]),
     "trainer": (TRANSFORMERS, ["-m", *OURS, "trainer.py"]),
-    "ranks": (RANKS, ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", *OURS, "ranks.py"]),
+    "ranks": (RANKS, [*TWICE, *OURS, "ranks.py"]),
+    "apart": (APART, [*TWICE, *OURS, "apart.py"]),
 }
 
 
@@ -144,6 +150,12 @@ def test_the_trainer_of_transformers(done):
         assert measured(run) == [0, 4, 8, 12] and list(run.losses) == list(range(14))
         assert run.window(4)["classifier"].count == 2 * 8 * 2  # of both micro-batches
         assert 0.3 < run.losses[1] < 2  # a mean over them
+
+
+def test_ranks_that_come_apart(done):
+    """Every other forward goes past the wrapper that averages the gradients."""
+    _, _, err = told(done, "apart")
+    assert err.count("FAILED") == 1 and "error TH521  0, step" in err and "ranks 0 and 1 have different values" in err
 
 
 def test_every_rank_writes_and_the_first_one_tells(done):

@@ -140,7 +140,8 @@ class GradientSpike(Rule):
     """The total gradient norm jumps for one step to more than five times, and six robust deviations above, its level.
 
     The level is the median of the eight steps before, on a log scale; with clipping, the clipped norm counts. Unless
-    the loss jumps as well, by a third, this is only an info: healthy trainings have such steps.
+    the loss jumps as well, by a third, or if others are trained in turn, as in a GAN, this is only an info: healthy
+    trainings have such steps.
     """
 
     code, name = "TH403", "gradient-spike"
@@ -160,7 +161,8 @@ class GradientSpike(Rule):
                 size = norm(moments) if not taken or moments.nonfinite else moments.mean
                 totals[step] = math.hypot(totals.get(step, 0), size)
         for step, times in outliers(totals, factor=5):
-            is_harmless = bool(history.losses) and not jumps(history.losses, step, self.loss)
+            has_calm_loss = bool(history.losses) and not jumps(history.losses, step, self.loss)
+            is_harmless = has_calm_loss or history.is_contest
             message = f"the total gradient norm jumped to {times:.0f} times its recent level"
             yield self.finding(
                 message, "", step, "info" if is_harmless else None, norm=plain(totals[step]), times=plain(times)

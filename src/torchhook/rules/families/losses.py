@@ -19,7 +19,8 @@ class LossNotFalling(Rule):
     """The mean loss of the last quarter of the steps is not clearly below that of the first quarter, or even above it.
 
     Clearly means by two standard errors and by 5%. Judged after forty steps, and not if the loss started near zero. If
-    the loss is negative now and then, as that of a policy is, this is only an info.
+    the loss is negative now and then, as that of a policy is, or others are trained in turn, as in a GAN, this is only
+    an info.
     """
 
     code, name = "TH601", "loss-not-falling"
@@ -37,7 +38,7 @@ class LossNotFalling(Rule):
         values = finite(history.losses.values())
         if len(values) < self.least or self._is_small(history, values):
             return
-        is_return = sum(value < 0 for value in values) > 0.05 * len(values)  # of a policy or a critic, say
+        is_return = history.is_contest or sum(value < 0 for value in values) > 0.05 * len(values)  # of a policy, say
         quarter = len(values) // 4
         first, last = values[:quarter], values[-quarter:]
         error = math.sqrt((variance(first) + variance(last)) / quarter)
@@ -102,7 +103,8 @@ class Divergence(Rule):
 class LossSpike(Rule):
     """The loss jumps for one step to over three times, and six robust deviations above, the median of eight before.
 
-    Only if it is then nearly as high as at the start: a loss near zero jumps by itself.
+    Only if it is then nearly as high as at the start: a loss near zero jumps by itself. An info where others are
+    trained in turn, as in a GAN.
     """
 
     code, name = "TH602", "loss-spike"
@@ -117,7 +119,8 @@ class LossSpike(Rule):
     def find(self, history: History) -> Iterator[Finding]:
         for step, times in outliers(history.losses, factor=3, little=0.7, noise=self.noise):
             message = f"the loss jumped to {times:.0f} times its recent level"
-            yield self.finding(message, "", step, loss=plain(history.losses[step]), times=plain(times))
+            severity = "info" if history.is_contest else None
+            yield self.finding(message, "", step, severity, loss=plain(history.losses[step]), times=plain(times))
 
 
 @register

@@ -253,6 +253,8 @@ class Discovery:
         drawn = self._sources.drawn()
         for training in self._trainings:
             training.idle += 1
+            if losses and training.optimizer() is not optimizer:
+                training.notes.rival_stepped()
         for training in self._own(optimizer):
             training.step(losses, terms, drawn)
         self._patience = max(self._patience - 1, 0)

@@ -84,6 +84,10 @@ class LoopNotes:
         if not self.steps:
             self._hasty = any(schedule.steps == 1 for schedule in self.schedules)
 
+    def rival_stepped(self) -> None:
+        """Another optimizer has stepped on a loss of its own."""
+        self._found["rivals"] += 1
+
     def stepped(self, drawn: dict[Source, int]) -> None:
         """A step is over."""
         self._sources.update(dict.fromkeys(drawn))
