@@ -81,9 +81,7 @@ class Trials:
         Where nothing is learnt, a repair that does not help proves nothing: there may be another fault beside.
         """
         tried, works = trial if is_shown else None, self._works(finding)
-        if works and rule.forgiving and rule.code not in _DECIDED:
-            return replace(finding, severity=Severity.INFO, tried=tried)
-        if trial.helped:
+        if trial.helped and not (works and rule.forgiving and rule.code not in _DECIDED):
             severity = max(finding.severity, Severity.WARNING, key=lambda severity: severity.rank)
             evidence = {**finding.evidence, "cause": cause} if cause else finding.evidence
             return replace(finding, severity=severity, evidence=evidence, tried=tried)

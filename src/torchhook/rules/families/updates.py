@@ -56,8 +56,9 @@ class UpdateRatios(Rule):
 class UpdateTooLarge(UpdateRatios):
     """A step changes a matrix by more than 10% of its norm, in the median after the first ten steps.
 
-    About 0.1% is healthy; 30% in all matrices is an error, and so is a single step that changes half of the matrices by
-    half of their norm, unless the loss falls then. Vectors are not judged: they often start at zero.
+    About 0.1% is healthy; 30% in all matrices is an error. A single step that changes half of the matrices by half of
+    their norm counts, too, unless the loss falls then; by ten times their norm, it is an error. Vectors are not judged:
+    they often start at zero.
     """
 
     code, name = "TH501", "update-too-large"
@@ -66,7 +67,7 @@ class UpdateTooLarge(UpdateRatios):
     explains = ("TH1", "TH2", "TH402", "TH403", "TH6", "TH7", "TH8", "TH401", "TH404")
     hint = "Lower the learning rate, by a factor of ten to begin with, or warm it up."
     wrong = "The first steps of an optimizer without warm-up; very small layers."
-    limit, jump = 0.1, 0.5
+    limit, jump, leap = 0.1, 0.5, 10.0
 
     def causes(self, finding: Finding) -> tuple[str, ...]:
         return ("TH6", "TH8") if finding.site else self.explains  # a single matrix breaks nothing else
@@ -88,7 +89,8 @@ class UpdateTooLarge(UpdateRatios):
         for step, values in by_step.items():
             if median(values) > self.jump and not _falls_after(history.losses, step):
                 message = f"one step changed the weights by {percent(median(values))}% of their norm"
-                yield self.finding(message, "", step, "error", ratio=plain(median(values)))
+                severity = "error" if median(values) > self.leap else None
+                yield self.finding(message, "", step, severity, ratio=plain(median(values)))
                 return
 
 
