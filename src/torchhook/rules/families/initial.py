@@ -87,9 +87,10 @@ class PoorInit(Rule):
 class SymmetricInit(Rule):
     """All units of a weight matrix have the same weights, so they all learn the same.
 
-    LoRA, residual branches and new heads start with weights of zeros. Those count if training does not change them; if
-    those of the same layer in other blocks are not zero; if the model was trained before, by the gains of its norms,
-    and nothing of it is frozen; or if nothing of the input reaches the last layer.
+    Other parameters, such as those of state spaces, may have equal rows. LoRA, residual branches and new heads start
+    with weights of zeros. Those count if training does not change them; if those of the same layer in other blocks are
+    not zero; if the model was trained before, by the gains of its norms, and nothing of it is frozen; or if nothing of
+    the input reaches the last layer.
     """
 
     code, name = "TH302", "symmetric-init"
@@ -104,7 +105,8 @@ class SymmetricInit(Rule):
     def find(self, history: History) -> Iterator[Finding]:
         assert history.rest is not None
         for path, parameter in history.rest.parameters.items():
-            if parameter.alike and parameter.is_matrix and parameter.trainable and not parameter.is_zero:
+            is_weight = _WEIGHT.search(path.rpartition(".")[2]) is not None
+            if parameter.alike and parameter.is_matrix and parameter.trainable and is_weight and not parameter.is_zero:
                 value = plain(parameter.summary.mean)
                 yield self.finding("all units have the same weights", owner(path), None, "error", value=value)
             elif parameter.is_zero and parameter.trainable and (problem := self._zero(history, path)):
@@ -115,7 +117,8 @@ class SymmetricInit(Rule):
         assert history.rest is not None
         known, is_weight = history.rest.parameters, path.endswith("weight")
         after = history.after.parameters.get(path) if history.after is not None else None
-        if known[path].is_matrix and after is not None and after.groups and after.trainable and after.is_zero:
+        stays = after is not None and after.groups and after.trainable and after.is_zero
+        if known[path].is_matrix and stays and _is_used(history, path):
             return "and training does not change them"
         if is_weight and any(not known[other].is_zero for other in _siblings(path, known)):
             return "unlike those of the other blocks"
@@ -124,6 +127,15 @@ class SymmetricInit(Rule):
         if known[path].is_matrix and _was_trained(known):
             return "in a model that was trained before"
         return ""
+
+
+def _is_used(history: History, path: str) -> bool:
+    """Whether a parameter is part of the graph: a mask token of zeros may not be, and then another rule says so."""
+    gradients = history.summaries("param_grad")
+    return history.effects.get(path, True) and (not gradients or (path, "param_grad") in gradients)
+
+
+_WEIGHT = re.compile(r"weight|kernel|proj|^w(_|\d|$)", re.IGNORECASE)
 
 
 def _siblings(path: str, known: Mapping[str, ParameterState]) -> list[str]:
