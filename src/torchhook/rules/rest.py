@@ -37,6 +37,11 @@ class ParameterState:
     module: str = ""  # the class of its module
 
     @property
+    def units(self) -> int:
+        """How many units it has."""
+        return round(self.summary.count) // max(self.weights, 1)
+
+    @property
     def is_zero(self) -> bool:
         """Whether all its values are zero."""
         return self.summary.zero_fraction == 1
