@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from torchhook.core.selection import plain, unwrapped
 from torchhook.core.torch_internals import BATCH_NORMS
+from torchhook.rules.step import wants_closure
 from torchhook.stats import Moments
 from torchhook.stats.moments import Summary
 
@@ -34,6 +35,11 @@ class ParameterState:
     eps: float | None = None  # by which the optimizer keeps from dividing by zero
     decay: float = 0.0
     module: str = ""  # the class of its module
+
+    @property
+    def units(self) -> int:
+        """How many units it has."""
+        return round(self.summary.count) // max(self.weights, 1)
 
     @property
     def is_zero(self) -> bool:
@@ -67,6 +73,7 @@ class Rest:
     has_optimizer: bool = False
     strangers: int = 0  # parameters of the optimizer that are not in the model
     installed: frozenset[str] = frozenset()  # modules whose class is from an installed package
+    searches: bool = False  # whether the optimizer chooses the length of its steps, by calling a closure
     is_scale_free: bool = False  # whether the optimizer's steps do not depend on the scale of the gradients
 
 
@@ -92,6 +99,7 @@ def at_rest(model: nn.Module, optimizer: Any = None) -> Rest:
         buffers={path: Moments().of(buffer) for path, buffer in buffers.items()},
         norms={plain(path): _norm(module) for path, module in model.named_modules() if _is_tracking(module)},
         has_optimizer=optimizer is not None,
+        searches=hasattr(optimizer, "step") and wants_closure(optimizer),
         is_scale_free=bool(groups) and all(_SCALE_FREE & group.keys() for group in groups),
         strangers=sum(id(parameter) not in own for group in groups for parameter in group["params"]),
         installed=frozenset(_installed(model)),

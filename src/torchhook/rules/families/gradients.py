@@ -67,7 +67,8 @@ class VanishingGradient(GradientFlow):
     This must hold for the outputs of the layers, and for their weights to less than 1/3000: pooling over many positions
     makes the gradients of outputs small but not those of the weights, which add them up. The comparison is relative,
     since the absolute size depends on the loss and its reduction. If gradients shrink at a single layer, the finding
-    names that one, otherwise the first layer of the model.
+    names that one, otherwise the first layer of the model. With an optimizer such as Adam, which divides gradients by
+    their size, this is an info unless they are below 1e-7, where its eps takes over.
     """
 
     code, name = "TH401", "vanishing-gradient"
@@ -75,7 +76,7 @@ class VanishingGradient(GradientFlow):
     explains = ("TH502",)
     hint = "Use ReLU or GELU instead of sigmoids, residual connections, norms, or a scale-preserving initialisation."
     wrong = "Models with several parts, the first of which has little weight in the loss."
-    ratio, of_weights = 1e-3, 3e-4
+    ratio, of_weights, least = 1e-3, 3e-4, 1e-7
 
     def find(self, history: History) -> Iterator[Finding]:
         splits = self.splits(self.norms(history))
@@ -88,8 +89,18 @@ class VanishingGradient(GradientFlow):
         is_alone = falls.get(steepest, 1.0) < math.sqrt(splits[first]) and splits[steepest] < self.ratio
         site = steepest if is_alone else first
         message = f"gradient norms up to this layer are only {splits[site]:.1e} times those after it"
-        severity = "error" if splits[site] < self.ratio**2 else None
+        severity = "info" if self._is_undone(history) else "error" if splits[site] < self.ratio**2 else None
         yield self.finding(message, site, None, severity, ratio=plain(splits[site]))
+
+    def _is_undone(self, history: History) -> bool:
+        """Whether the optimizer divides gradients by their size, and that of every matrix is far above its eps."""
+        if history.rest is None or not history.rest.is_scale_free:
+            return False
+        known = history.rest.parameters
+        gradients = history.summaries("param_grad").items()
+        matrices = [by_step.values() for (path, _), by_step in gradients if path in known and known[path].is_matrix]
+        sizes = [median(map(rms, each)) for each in matrices]
+        return min((size for size in sizes if size), default=0.0) > self.least
 
 
 @register

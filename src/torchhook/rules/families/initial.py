@@ -87,16 +87,18 @@ class PoorInit(Rule):
 class SymmetricInit(Rule):
     """All units of a weight matrix have the same weights, so they all learn the same.
 
-    LoRA, residual branches and new heads start with weights of zeros. Those count if training does not change them; if
-    those of the same layer in other blocks are not zero; if the model was trained before, by the gains of its norms,
-    and nothing of it is frozen; or if nothing of the input reaches the last layer.
+    Other parameters, such as those of state spaces, may have equal rows. LoRA, residual branches and new heads start
+    with weights of zeros. Those count if training does not change them; if those of the same layer in other blocks are
+    not zero; if the model was trained before, by the gains of its norms, and nothing of it is frozen (a last layer only
+    if its outputs are the tokens of an embedding: others may be new); or if nothing of the input reaches the last
+    layer.
     """
 
     code, name = "TH302", "symmetric-init"
     cause = "init"
     phase = Phase.REST
     facts = ("rest",)
-    uses = (Need("output", "channels", ("weight",)),)
+    uses = (Need("output", "channels", ("weight",)), Need("input", "channels", ("weight",)))
     explains = ("TH2", "TH301", "TH4", "TH502", "TH6", "TH8")
     hint = "Initialise the weight randomly: nn.init.kaiming_uniform_(layer.weight); the gain of a norm starts at one."
     wrong = "Fixed filters, which are not trained: call requires_grad_(False) on them."
@@ -104,7 +106,8 @@ class SymmetricInit(Rule):
     def find(self, history: History) -> Iterator[Finding]:
         assert history.rest is not None
         for path, parameter in history.rest.parameters.items():
-            if parameter.alike and parameter.is_matrix and parameter.trainable and not parameter.is_zero:
+            is_weight = _WEIGHT.search(path.rpartition(".")[2]) is not None
+            if parameter.alike and parameter.is_matrix and parameter.trainable and is_weight and not parameter.is_zero:
                 value = plain(parameter.summary.mean)
                 yield self.finding("all units have the same weights", owner(path), None, "error", value=value)
             elif parameter.is_zero and parameter.trainable and (problem := self._zero(history, path)):
@@ -115,15 +118,25 @@ class SymmetricInit(Rule):
         assert history.rest is not None
         known, is_weight = history.rest.parameters, path.endswith("weight")
         after = history.after.parameters.get(path) if history.after is not None else None
-        if known[path].is_matrix and after is not None and after.groups and after.trainable and after.is_zero:
+        stays = after is not None and after.groups and after.trainable and after.is_zero
+        if known[path].is_matrix and stays and _is_used(history, path):
             return "and training does not change them"
         if is_weight and any(not known[other].is_zero for other in _siblings(path, known)):
             return "unlike those of the other blocks"
         if is_weight and _constant_end(history) not in ("", owner(path)):
             return "and nothing of the input reaches the last layer"
-        if known[path].is_matrix and _was_trained(known):
+        if known[path].is_matrix and _was_trained(known) and not _may_be_new(history, path):
             return "in a model that was trained before"
         return ""
+
+
+def _is_used(history: History, path: str) -> bool:
+    """Whether a parameter is part of the graph: a mask token of zeros may not be, and then another rule says so."""
+    gradients = history.summaries("param_grad")
+    return history.effects.get(path, True) and (not gradients or (path, "param_grad") in gradients)
+
+
+_WEIGHT = re.compile(r"weight|kernel|proj|^w(_|\d|$)", re.IGNORECASE)
 
 
 def _siblings(path: str, known: Mapping[str, ParameterState]) -> list[str]:
@@ -137,20 +150,32 @@ def _siblings(path: str, known: Mapping[str, ParameterState]) -> list[str]:
 
 def _was_trained(known: Mapping[str, ParameterState]) -> bool:
     """Whether the gains of norms, which start at one, differ, and hardly any parameter is frozen, as with LoRA."""
-    gains = [state for path, state in known.items() if path.endswith("weight") and not state.is_matrix]
+    gains = [state.summary for path, state in known.items() if path.endswith("weight") and not state.is_matrix]
     frozen = sum(state.summary.count for state in known.values() if not state.trainable)
     is_whole = frozen < 0.1 * sum(state.summary.count for state in known.values())
-    return is_whole and bool(gains) and sum(gain.summary.std > 0 for gain in gains) > len(gains) / 2
+    return is_whole and bool(gains) and sum(0 < gain.std < gain.mean / 2 for gain in gains) > len(gains) / 2
+
+
+def _may_be_new(history: History, path: str) -> bool:
+    """Whether a weight is that of the last layer, which fine-tuning replaces unless its outputs are the tokens."""
+    assert history.rest is not None
+    known = history.rest.parameters
+    vocabularies = {state.units for state in known.values() if kind_of(state.module) == "embedding"}
+    layers = list(readings(history.first(), "output", "channels", "weight"))
+    is_last = bool(layers) and owner(path) == layers[-1].path
+    return is_last and known[path].units not in vocabularies
 
 
 def _constant_end(history: History) -> str:
-    """The path of the last layer, if its output is the same for every sample of the first batch; else empty."""
-    layers = list(readings(history.first(), "output", "channels", "weight")) if history.windows else []
+    """The path of the last layer, if what it gets is the same for every sample of the first batch; else empty."""
+    snapshot = history.first()
+    layers = list(readings(snapshot, "output", "channels", "weight"))
     if not layers or history.windows[0].step > history.first_step:
         return ""
-    units = layers[-1]["channels"]
+    last = layers[-1]
+    units = (snapshot[last.path, "input"] if (last.path, "input") in snapshot.rows else last)["channels"]
     is_constant = float(units.std.max()) <= 1e-6 * max(float(units.abs_mean.max()), 1e-30)
-    return layers[-1].path if is_constant else ""
+    return last.path if is_constant else ""
 
 
 @register

@@ -25,11 +25,11 @@ _STUCK = ("TH202", "TH204", "TH301", "TH401", "TH404", "TH502", "TH601", "TH603"
 class DeadUnits(Rule):
     """Units of a ReLU that are positive on less than 0.1% of at least 200 positions.
 
-    A quarter of a layer's units is an info, 68% are a warning (65% if they fired at first), 80% an error. Less than 80%
-    stay an info where more than a third of the other units always fire, since then the inputs hardly vary; and before a
-    global pooling if units fired at first, since a classifier may need few of them. A ReLU that is called as a function
-    counts, too: by units of the layer before it that are never positive, and zero for the layer after it. The share of
-    zeros alone says nothing: a healthy ResNet has 40% zeros and no dead unit.
+    A quarter of a layer's units is an info, 68% are a warning (75% if they fired at first: training may leave some
+    idle), 80% an error. Less than 80% stay an info where more than a third of the other units always fire, since the
+    inputs hardly vary then; and before a global pooling if units fired at first, since a classifier may need few of them. A
+    ReLU that is called as a function counts, too: by units of the layer before it that are never positive, and zero for
+    the layer after it. The share of zeros alone says nothing: a healthy ResNet has 40% zeros and no dead unit.
     """
 
     code, name = "TH201", "dead-units"
@@ -43,7 +43,7 @@ class DeadUnits(Rule):
     )
     wrong = "Experts and adapters that these inputs do not use; pruned networks; few or very similar samples."
     active, least, always = 0.001, 200, 0.98
-    info, lost, warning, error = 0.25, 0.65, 0.68, 0.8
+    info, warning, lost, error = 0.25, 0.68, 0.75, 0.8
 
     def find(self, history: History) -> Iterator[Finding]:
         half, quarter = history.whole(0.5), history.whole(0.25)  # a quarter may have too few samples

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from statistics import fmean, median
 
 import torch
 
 from torchhook.core.findings import Finding, Severity
-from torchhook.rules.history import History, finite, owner, percent, plain
+from torchhook.rules.history import History, finite, owner, percent, plain, rms
 from torchhook.rules.kinds import NORMS, kind_of
 from torchhook.rules.registry import register
 from torchhook.rules.rest import ParameterState
@@ -38,6 +39,10 @@ class UpdateRatios(Rule):
                 found[path] = median(known_ratios)
         return found
 
+    def has_settled(self, history: History) -> bool:
+        """Whether there are enough steps after the first ones."""
+        return sum(window.step >= history.first_step + self.settling for window in history.windows) >= self.enough
+
     def report(self, history: History, bad: dict[str, float], limit: float, verdict: str) -> Iterator[Finding]:
         """One finding about the learning rate if all parameters are bad, otherwise one per parameter."""
         ratios = self.ratios(history)
@@ -56,9 +61,16 @@ class UpdateRatios(Rule):
 class UpdateTooLarge(UpdateRatios):
     """A step changes a matrix by more than 10% of its norm, in the median after the first ten steps.
 
-    About 0.1% is healthy; 30% in all matrices is an error. A single step that changes half of the matrices by half of
-    their norm counts, too, unless the loss falls then; by ten times their norm, it is an error. Vectors are not judged:
-    they often start at zero.
+    <<<<<<< HEAD
+        About 0.1% is healthy; 30% in all matrices is an error. A single step that changes half of the matrices by half of
+        their norm counts, too, unless the loss falls then; by ten times their norm, it is an error. Vectors are not judged:
+        they often start at zero.
+    =======
+        About 0.1% is healthy; 30% in all matrices is an error, and so is a single step that changes half of the matrices by
+        half of their norm, unless the loss falls then. Vectors are not judged: they often start at zero. A single matrix is
+        an info in the first ten steps, and if it has fewer than 64 values or started with values below 0.001. An optimizer
+        that searches for its own steps, such as LBFGS, is not judged.
+    >>>>>>> alarms
     """
 
     code, name = "TH501", "update-too-large"
@@ -67,16 +79,27 @@ class UpdateTooLarge(UpdateRatios):
     explains = ("TH1", "TH2", "TH402", "TH403", "TH6", "TH7", "TH8", "TH401", "TH404")
     hint = "Lower the learning rate, by a factor of ten to begin with, or warm it up."
     wrong = "The first steps of an optimizer without warm-up; very small layers."
-    limit, jump, leap = 0.1, 0.5, 10.0
+    limit, jump, leap, least, size = 0.1, 0.5, 10.0, 64, 1e-3
 
     def causes(self, finding: Finding) -> tuple[str, ...]:
         return ("TH6", "TH8") if finding.site else self.explains  # a single matrix breaks nothing else
 
     def find(self, history: History) -> Iterator[Finding]:
+        assert history.rest is not None
+        if history.rest.searches:
+            return
         bad = {path: ratio for path, ratio in self.ratios(history).items() if ratio > self.limit}
-        yield from self.report(history, bad, self.limit, "too much to learn")
+        for finding in self.report(history, bad, self.limit, "too much to learn"):
+            is_harmless = finding.site and not (self.has_settled(history) and self._is_grown(history, finding.site))
+            yield replace(finding, severity=Severity.INFO) if is_harmless else finding
         if not bad:
             yield from self._jump(history)
+
+    def _is_grown(self, history: History, path: str) -> bool:
+        """Whether a matrix has enough values, and they are not tiny by design."""
+        assert history.rest is not None
+        summary = history.rest.parameters[path].summary
+        return summary.count >= self.least and rms(summary) >= self.size
 
     def _jump(self, history: History) -> Iterator[Finding]:
         """The first step that changed half of the matrices by more than half of their norm."""
