@@ -61,16 +61,10 @@ class UpdateRatios(Rule):
 class UpdateTooLarge(UpdateRatios):
     """A step changes a matrix by more than 10% of its norm, in the median after the first ten steps.
 
-    <<<<<<< HEAD
-        About 0.1% is healthy; 30% in all matrices is an error. A single step that changes half of the matrices by half of
-        their norm counts, too, unless the loss falls then; by ten times their norm, it is an error. Vectors are not judged:
-        they often start at zero.
-    =======
-        About 0.1% is healthy; 30% in all matrices is an error, and so is a single step that changes half of the matrices by
-        half of their norm, unless the loss falls then. Vectors are not judged: they often start at zero. A single matrix is
-        an info in the first ten steps, and if it has fewer than 64 values or started with values below 0.001. An optimizer
-        that searches for its own steps, such as LBFGS, is not judged.
-    >>>>>>> alarms
+    About 0.1% is healthy; 30% in all matrices is an error. A single step that changes half of the matrices by half of
+    their norm counts, too, unless the loss falls then; by ten times their norm, it is an error. Vectors are not judged:
+    they often start at zero. A single matrix is an info in the first ten steps, and if it has fewer than 64 values or
+    started with values below 0.001. An optimizer that searches for its own steps, such as LBFGS, is not judged.
     """
 
     code, name = "TH501", "update-too-large"
