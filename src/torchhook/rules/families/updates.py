@@ -149,9 +149,9 @@ class NotInOptimizer(Rule):
 
     If the optimizer has parameters that are not in the model, or never get a gradient, the model was copied or moved,
     or its layers were replaced, after the optimizer was created. If all that the optimizer has is frozen, that is
-    named. If it has the last part of the model alone, the others may be left out on purpose, and this is an info.
-    Parameters of another optimizer do not count. A warning names layers that are frozen alone, less than half of a
-    block whose other layers are trained; frozen blocks, embeddings and what is under adapters are left alone.
+    named, and so are layers that are frozen alone, less than half of a block whose other layers are trained; frozen
+    blocks, embeddings and what is under adapters are not. If the optimizer has the last part of the model alone, the
+    others may be left out on purpose, and this is an info. Parameters of another optimizer do not count.
     """
 
     code, name, severity = "TH503", "not-in-optimizer", Severity.ERROR
@@ -194,7 +194,7 @@ class NotInOptimizer(Rule):
             if block and 0 < sum(frozen.values()) < 0.5 * sum(p.summary.count for p in inside.values()):
                 for site, names in _by_owner(frozen).items():
                     message = f"frozen, while the rest of {block} is trained: {', '.join(names)}"
-                    yield self.finding(message, site, None, "warning", parameters=names)
+                    yield self.finding(message, site, parameters=names)
 
     def _left_out(self, history: History, held: Collection[str]) -> Iterator[Finding]:
         """The parameters that nobody trains, by module."""
