@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from fnmatch import fnmatch
 from functools import partial
 from typing import NamedTuple
 
@@ -618,6 +620,30 @@ def a_usual_rate(code):
 def a_layer_that_the_optimizer_has_not(code):
     model = mlp()
     return at_rest(code, model, torch.optim.SGD(model[0].parameters(), 0.1))
+
+
+def blocks(*frozen):
+    """Three blocks of three layers each, of which those that match a pattern are frozen, and an optimizer of all."""
+    layers = {name: nn.Linear(8, 8) for name in ("query", "key", "out")}
+    model = nn.Sequential(*(copy.deepcopy(nn.ModuleDict(layers)) for _ in range(3)))
+    for path, parameter in model.named_parameters():
+        parameter.requires_grad = not any(fnmatch(path, pattern) for pattern in frozen)
+    return model, torch.optim.SGD(model.parameters(), 0.1)
+
+
+@example("TH503", "0.query")
+def queries_that_are_frozen_alone(code):
+    return at_rest(code, *blocks("*.query.*"))
+
+
+@example("TH503")
+def a_frozen_block(code):
+    return at_rest(code, *blocks("0.*"))
+
+
+@example("TH503")
+def blocks_of_which_little_is_trained(code):
+    return at_rest(code, *blocks("*.query.*", "*.key.*"))
 
 
 @example("TH503")

@@ -177,9 +177,9 @@ def _thawed(finding: Finding) -> list[Repair]:
     site = finding.site
 
     def apply(setup: Setup) -> None:
-        parameters = list(_at(setup.model, site).parameters())
+        parameters = [parameter.requires_grad_(True) for parameter in _at(setup.model, site).parameters()]
         held = {id(p) for group in setup.optimizer.param_groups for p in group["params"]}
-        new = [parameter.requires_grad_(True) for parameter in parameters if id(parameter) not in held]
+        new = [parameter for parameter in parameters if id(parameter) not in held]
         if new:
             setup.optimizer.add_param_group({"params": new})
 

@@ -89,18 +89,16 @@ class VanishingGradient(GradientFlow):
         is_alone = falls.get(steepest, 1.0) < math.sqrt(splits[first]) and splits[steepest] < self.ratio
         site = steepest if is_alone else first
         message = f"gradient norms up to this layer are only {splits[site]:.1e} times those after it"
-        severity = "info" if self._is_undone(history) else "error" if splits[site] < self.ratio**2 else None
+        severity = "info" if self._is_undone(history, first) else "error" if splits[site] < self.ratio**2 else None
         yield self.finding(message, site, None, severity, ratio=plain(splits[site]))
 
-    def _is_undone(self, history: History) -> bool:
-        """Whether the optimizer divides gradients by their size, and that of every matrix is far above its eps."""
+    def _is_undone(self, history: History, site: str) -> bool:
+        """Whether the optimizer divides gradients by their size, and those of a layer are far above its eps."""
         if history.rest is None or not history.rest.is_scale_free:
             return False
-        known = history.rest.parameters
         gradients = history.summaries("param_grad").items()
-        matrices = [by_step.values() for (path, _), by_step in gradients if path in known and known[path].is_matrix]
-        sizes = [median(map(rms, each)) for each in matrices]
-        return min((size for size in sizes if size), default=0.0) > self.least
+        sizes = [median(map(rms, by_step.values())) for (path, _), by_step in gradients if owner(path) == site]
+        return max(sizes, default=0.0) > self.least
 
 
 @register

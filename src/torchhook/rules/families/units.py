@@ -26,10 +26,10 @@ class DeadUnits(Rule):
     """Units of a ReLU that are positive on less than 0.1% of at least 200 positions.
 
     A quarter of a layer's units is an info, 68% are a warning (75% if they fired at first: training may leave some
-    idle), 80% an error. Less than 80% stay an info where more than a third of the other units always fire, since the
-    inputs hardly vary then; and before a global pooling if units fired at first, since a classifier may need few of
-    them. A ReLU that is called as a function counts, too: by units of the layer before it that are never positive, and
-    zero for the layer after it. The share of zeros alone says nothing: a healthy ResNet has 40% zeros and no dead unit.
+    idle), 80% an error. Less than 80% stay an info where more than a third of the other units always fire, since then
+    the inputs hardly vary; and before a global pooling if units fired at first, since a classifier may need few. A ReLU
+    that is called as a function counts, too: by units of the layer before it that are never positive, and zero for the
+    layer after it. The share of zeros alone says nothing: a healthy ResNet has 40% zeros and no dead unit.
     """
 
     code, name = "TH201", "dead-units"

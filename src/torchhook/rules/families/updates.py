@@ -150,8 +150,9 @@ class NotInOptimizer(Rule):
 
     If the optimizer has parameters that are not in the model, or never get a gradient, the model was copied or moved,
     or its layers were replaced, after the optimizer was created. If all that the optimizer has is frozen, that is
-    named. If it has the last part of the model alone, the others may be left out on purpose, and this is an info.
-    Parameters of another optimizer do not count.
+    named, and so are layers that are frozen alone, less than half of a block whose other layers are trained; frozen
+    blocks, embeddings and what is under adapters are not. If the optimizer has the last part of the model alone, the
+    others may be left out on purpose, and this is an info. Parameters of another optimizer do not count.
     """
 
     code, name, severity = "TH503", "not-in-optimizer", Severity.ERROR
@@ -180,6 +181,21 @@ class NotInOptimizer(Rule):
             yield self.finding(message, cause="loop", parameters=len(held))
         else:
             yield from self._left_out(history, held)
+            yield from self._frozen_alone(history)
+
+    def _frozen_alone(self, history: History) -> Iterator[Finding]:
+        """The layers that are frozen while most of their block is trained."""
+        assert history.rest is not None
+        blocks: dict[str, dict[str, ParameterState]] = {}
+        matrices = {path: p for path, p in history.rest.parameters.items() if _is_weight(path, p)}
+        for path, parameter in matrices.items():
+            blocks.setdefault(_block_of(path, matrices), {})[path] = parameter
+        for block, inside in blocks.items():
+            frozen = {path: p.summary.count for path, p in inside.items() if not p.trainable}
+            if block and 0 < sum(frozen.values()) < 0.5 * sum(p.summary.count for p in inside.values()):
+                for site, names in _by_owner(frozen).items():
+                    message = f"frozen, while the rest of {block} is trained: {', '.join(names)}"
+                    yield self.finding(message, site, parameters=names)
 
     def _left_out(self, history: History, held: Collection[str]) -> Iterator[Finding]:
         """The parameters that nobody trains, by module."""
@@ -290,6 +306,27 @@ class DecayOfGains(Rule):
 def _is_decaying_gain(path: str, parameter: ParameterState) -> bool:
     is_gain = kind_of(parameter.module) in NORMS and path.endswith("weight")
     return is_gain and parameter.decay > 0 and parameter.trainable
+
+
+def _is_weight(path: str, parameter: ParameterState) -> bool:
+    """Whether a parameter is the matrix of a layer, or of attention."""
+    is_layer = kind_of(parameter.module) in ("weight", "recurrent", "attention")
+    return is_layer and parameter.is_matrix and "weight" in path.rpartition(".")[2]
+
+
+def _block_of(path: str, others: Collection[str]) -> str:
+    """The innermost member of a list around a parameter that has other matrices, too; empty if there is none.
+
+    >>> _block_of("layer.0.mlp.2.weight", ["layer.0.mlp.0.weight", "layer.0.mlp.2.weight"])
+    'layer.0'
+    """
+    block = owner(path)
+    while block:
+        is_listed = block.rpartition(".")[2].isdigit()
+        if is_listed and len({owner(other) for other in others if other.startswith(f"{block}.")}) > 1:
+            return block
+        block = owner(block)
+    return ""
 
 
 def _is_last_part(paths: list[str], left: Collection[str], held: Collection[str]) -> bool:
