@@ -210,6 +210,7 @@ class Monitor:
         self._report = _finished(self._instruments, self._worker, state, last)
         self._collect()
         del self._instruments, self._worker
+        self.notes = None  # which know the model
 
     def __enter__(self) -> Monitor:
         return self

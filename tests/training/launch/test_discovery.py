@@ -564,13 +564,13 @@ def test_what_nobody_trains_any_more_is_freed(found):
     models = []
     with found:
         for _ in range(4):
-            model = Second()
+            model = nn.Sequential(Second(), nn.Dropout(0.1))
             optimizer = sgd(model)
-            models.append(weakref.ref(model))
+            models += [weakref.ref(model), weakref.ref(model[1])]
             train(model, optimizer, 6)
             del model, optimizer
             gc.collect()
-            assert [reference() is not None for reference in models[:-1]] == [False] * (len(models) - 1)
+            assert not any(reference() is not None for reference in models[:-2])
     gc.collect()
     assert models[-1]() is None
     assert [monitor.steps for monitor in found.watched] == [6, 6, 6, 6]
@@ -829,3 +829,26 @@ def test_an_image_is_trained_and_not_the_model_that_judges_it(found):
             judge(image).square().mean().backward()
             optimizer.step()
     assert named(found) == ["Tensors"] and found.watched[0].steps == 10
+
+
+def test_inner_loops_are_no_trainings(found, tmp_path):
+    """A copy of the model takes a step or two in every step of the outer loop."""
+    model = First()
+    with found:
+        outer = sgd(model)
+        for _ in range(30):
+            copied = copy.deepcopy(model)
+            train(copied, sgd(copied), 2)
+            train(model, outer, 1)
+            del copied
+            gc.collect()
+    [monitor] = found.watched
+    assert monitor.steps == 30 and measured(monitor)[0][0] == 0
+    assert len([path for path in tmp_path.iterdir() if not path.is_symlink()]) == 1
+
+
+def test_a_training_of_a_single_step_is_told_of(found):
+    model = First()
+    with found:
+        train(model, sgd(model), 1)
+    assert [monitor.steps for monitor in found.watched] == [1]

@@ -112,10 +112,10 @@ class UpdateTooLarge(UpdateRatios):
 
 
 def _falls_after(losses: Mapping[int, float], step: int) -> bool:
-    """Whether the losses after a step are below those up to it: then the step was a good one."""
+    """Whether the losses after a step are below those up to it, and the next one does not jump: it was a good step."""
     before = [loss for known, loss in losses.items() if known <= step][-3:]
     after = finite(loss for known, loss in losses.items() if step < known <= step + 5)
-    return bool(before) and len(after) > 1 and median(after) < median(before)
+    return bool(before) and len(after) > 1 and median(after) < median(before) and after[0] < 3 * max(before)
 
 
 @register

@@ -44,6 +44,8 @@ from torchhook.training.process import rank, world_size
 from torchhook.training.runs.folders import delete
 
 _ATTEMPTS = 20  # steps of an optimizer until we stop waiting for its modules to be called
+_FLEETING = 3  # steps: a training of fewer is an inner loop, unless there is no other
+_FLEETINGS = 5  # such trainings after which a new one is watched only once it has lasted longer
 _STALE = 3  # steps without a gradient after which an optimizer is that of another model
 _PATIENCE = 100  # steps of other optimizers during which we look for the modules of an unknown one
 _IDLE = 1000  # steps of other optimizers after which a training is over
@@ -79,6 +81,7 @@ class Discovery:
         self._called: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()  # in the order of calls
         self._inner: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the parts of those that were called
         self._trainings: list[Training] = []
+        self._brief: list[Monitor] = []  # of trainings that were over after a few steps
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # of all optimizers so far
         self._roots: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[nn.Module]]] = weakref.WeakKeyDictionary()
         self._bare: weakref.WeakKeyDictionary[Optimizer, Tensors] = weakref.WeakKeyDictionary()  # those of no module
@@ -127,6 +130,11 @@ class Discovery:
             training.close(state_of(error))
         for monitor in self.watched:
             monitor.close(state_of(error))
+        self._brief += [training.monitor for training in self._trainings if training.steps < _FLEETING]
+        if len(self._brief) < len(self.watched):
+            for monitor in self._brief:
+                self._forget_monitor(monitor)
+        self._trainings, self._by_hand = [], []
 
     def _look(self) -> None:
         """Note the modules that are called, from now on."""
@@ -150,7 +158,7 @@ class Discovery:
         if not torch.is_grad_enabled() or module in self._called:
             return
         self._called[module] = None
-        if module in self._inner or is_transformed():
+        if module in self._inner or is_transformed() or len(self._brief) >= _FLEETINGS:
             return
         self._inner.update(part for part in module.modules() if part is not module)
         optimizer = self._trainer_of(module)
@@ -272,6 +280,8 @@ class Discovery:
 
     def _meet(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step, for the first time or without a monitor."""
+        if len(self._brief) >= _FLEETINGS and self._steps[optimizer] < _FLEETING:
+            return
         if optimizer not in self._roots:
             self._find(optimizer)
         roots = [found for known in self._roots.get(optimizer, ()) if (found := known()) is not None]
@@ -367,14 +377,19 @@ class Discovery:
             return
         training.close()
         self._trainings.remove(training)
+        if training.steps < _FLEETING:
+            self._brief.append(training.monitor)
 
     def _drop(self, training: Training) -> None:
         """Forget a training that never took a step."""
         training.close()
         self._trainings.remove(training)
-        self.watched.remove(training.monitor)
-        if training.monitor.run is not None and world_size() == 1:  # other ranks may still write below it
-            delete(training.monitor.run)
+        self._forget_monitor(training.monitor)
+
+    def _forget_monitor(self, monitor: Monitor) -> None:
+        self.watched.remove(monitor)
+        if monitor.run is not None and world_size() == 1:  # other ranks may still write below it
+            delete(monitor.run)
 
     def _guarded(self, action: Callable[..., None]) -> Callable[..., None]:
         """A fault of ours must not stop the script."""

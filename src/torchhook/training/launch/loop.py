@@ -45,7 +45,9 @@ class LoopNotes:
         self._fed: Counter[int] = Counter()
         self._dirty: list[Tensor | None] = []  # whether gradients were left when each backward of this step began
         self._unzeroed: list[Callable[[], Tensor]] = []  # for each step that may have been without zeros
-        self._calls = self._row = 0  # forwards in this step, and forwards without gradients in a row
+        self._calls = self._count = 0  # forwards and backwards in this step
+        self._row = 0  # forwards without gradients in a row
+        self._is_stepping = False
         self._in_eval: bool | None = None  # the mode of the last forward with gradients
         self._sources: dict[Source, None] = {}
         self._hasty = self._is_idle = False
@@ -74,12 +76,14 @@ class LoopNotes:
             self._found["trained"] += 1
             self._found["trained_in_eval"] += self._in_eval
         if self.looks:
+            self._count += not self._is_stepping  # a closure may be called many times
             self._dirty.append(self._left())
             self._found["total"] += len(losses)
             self._found["undivided"] += sum(_is_plain_mean(loss) for loss in losses)
 
     def stepping(self) -> None:
         """The optimizer begins to step."""
+        self._is_stepping = True
         self._is_idle = self.looks and self._has_no_gradient()
         if not self.steps:
             self._hasty = any(schedule.steps == 1 for schedule in self.schedules)
@@ -94,7 +98,7 @@ class LoopNotes:
         if self.looks and self._dirty:
             self._found["looked"] += 1
             self._found["idle"] += self._is_idle and self._has_no_gradient()  # a closure may have made some
-            self._backwards[len(self._dirty)] += 1
+            self._backwards[max(self._count, 1)] += 1
             self._forwards[self._calls] += 1
             if drawn:
                 self._fed[sum(drawn.values())] += 1
@@ -102,7 +106,8 @@ class LoopNotes:
             if self.steps and len(left) == len(self._dirty):
                 self._unzeroed.append(sent_home(torch.stack(left).all(0).any()))
         self.steps += 1
-        self._dirty, self._calls, self._row = [], 0, 0
+        self._is_stepping = False
+        self._dirty, self._calls, self._count, self._row = [], 0, 0, 0
 
     def plan(self, measures: bool) -> None:
         """Decide whether to look at the next step, which may be measured."""

@@ -29,7 +29,7 @@ class Training:
         self.monitor = monitor
         self.notes = LoopNotes(model, optimizer, [p for group in optimizer.param_groups for p in group["params"]])
         monitor.notes = self.notes
-        self.has_begun = False  # whether the optimizer has stepped
+        self.steps = 0  # that the optimizer has taken
         self.idle = 0  # steps of other optimizers since our last one
         self.others = 0  # those of them that trained the same model
         self._handle: Removable | None = None
@@ -38,7 +38,7 @@ class Training:
 
     def step(self, losses: Sequence[Tensor], terms: Sequence[Terms], drawn: dict[Source, int]) -> None:
         """The optimizer has stepped, after a backward of each of `losses`, with the batches that were `drawn`."""
-        self.has_begun = True
+        self.steps += 1
         self.idle = self.others = 0
         whole = total(losses)
         self.notes.stepped(drawn)
@@ -46,6 +46,11 @@ class Training:
             self.monitor.compare(lambda: merged(read() for read in terms))
         self.monitor.step(None if whole is None else self.monitor.unscaled(whole))
         self.notes.plan(self.monitor.is_measuring)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the optimizer has stepped."""
+        return self.steps > 0
 
     def is_replaced(self) -> bool:
         """Whether another optimizer, which just stepped, has replaced ours."""
