@@ -75,6 +75,8 @@ def diagnose(
         raise ValueError(f"parts must be some of {PARTS}, not {parts!r}")
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
         raise ValueError(f"steps must be an integer of at least 0, not {steps!r}")
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
+        raise ValueError(f"seconds must be a number of at least 0, not {seconds!r}")
     if loss is not None and not callable(loss):
         raise TypeError(f"loss must be a function of output and target, not {loss!r}")
     if not isinstance(data, Iterable):

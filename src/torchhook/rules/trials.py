@@ -10,10 +10,11 @@ from statistics import fmean, stdev
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchhook.core.batch import Batch, Loss, call, loss_of
 from torchhook.core.findings import Finding, Severity, Trial
+from torchhook.core.trees import mapped
 from torchhook.rules.history import GOOD
 from torchhook.rules.repairs import Repair, Setup, repairs_for
 from torchhook.rules.rule import Rule
@@ -174,7 +175,7 @@ class Trials:
         share = (self.seconds - self.watch.elapsed) / 4  # this one, and some repairs
         most = self._most
         for step in range(1, most + 1):
-            batch = setup.batches[(step - 1) % len(setup.batches)]
+            batch = _copied(setup.batches[(step - 1) % len(setup.batches)])
             value, _ = train_step(setup.model, setup.optimizer, batch, self.loss)
             is_over = not math.isfinite(value) or (self._plain is None and watch.elapsed > share)
             if is_over or step == most or (step >= _FIRST_LOOK and step & (step - 1) == 0):
@@ -186,7 +187,7 @@ class Trials:
     @torch.no_grad()
     def _held_losses(self, setup: Setup) -> list[float]:
         found = []
-        for batch in setup.held:
+        for batch in map(_copied, setup.held):
             output = call(setup.model, batch)
             output = output if setup.in_units is None else setup.in_units(output)
             found.append(float(loss_of(output, batch.target, self.loss).loss))
@@ -227,6 +228,11 @@ class _Outcome:
     def is_stuck(self, step: int) -> bool:
         """Whether the loss did not fall in the second half of the first `step` steps."""
         return self.at(step) > _STUCK * self.at(step // 2)
+
+
+def _copied(batch: Batch) -> Batch:
+    """A copy of a batch, since models may overwrite their inputs."""
+    return Batch(*mapped(Tensor.clone, tuple(batch)))
 
 
 def _or_infinite(loss: float) -> float:
