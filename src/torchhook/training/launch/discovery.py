@@ -34,7 +34,7 @@ from torchhook.rules.loss_graph import terms_arriving
 from torchhook.rules.registry import Choice
 from torchhook.stats.optimizer.steps import is_inside_a_step
 from torchhook.training.launch.by_hand import HandTraining, Suspicion
-from torchhook.training.launch.feeding import Sources
+from torchhook.training.launch.feeding import Feeders
 from torchhook.training.launch.patches import patched, unwarned
 from torchhook.training.launch.schedules import Schedules
 from torchhook.training.launch.tensors import Tensors, leaves_of, named
@@ -90,7 +90,7 @@ class Discovery:
         self._has_stepped = self._is_unfounded = False
         self._lonely = 0  # backwards where there is an optimizer, but none has ever stepped
         self._searches = 0
-        self._sources, self._schedules = Sources(), Schedules()
+        self._feeders, self._schedules = Feeders(), Schedules()
         self._losses: deque[Tensor] = deque(maxlen=_BACKWARDS)
         self._before: list[Tensor] = []  # losses from before the step began
         self._terms: list[Terms] = []  # what they compare
@@ -111,7 +111,7 @@ class Discovery:
             self._always.callback(handle.remove)
         self._always.enter_context(patched(Optimizer, "__init__", after=self._guarded(self._made)))
         self._always.enter_context(patched(torch.autograd, "backward", before=self._guarded(self._backward)))
-        self._always.enter_context(self._sources.seen(self._guarded))
+        self._always.enter_context(self._feeders.seen(self._guarded))
         self._always.enter_context(self._schedules.seen(self._guarded))
         self._always.enter_context(patched(torch.amp.GradScaler, "update", after=self._guarded(self._updated)))
         self._look()
@@ -258,7 +258,7 @@ class Discovery:
         losses = [*self._before, *list(self._losses)[-1:]]
         self._losses.clear()
         terms, self._terms = self._terms, []
-        drawn = self._sources.drawn()
+        drawn = self._feeders.drawn()
         for training in self._trainings:
             training.idle += 1
             if losses and training.optimizer() is not optimizer:

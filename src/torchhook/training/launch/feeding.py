@@ -23,7 +23,7 @@ _VALUES = 4096  # of a batch that are looked at
 Print = tuple[Any, ...]
 
 
-class Source:
+class Feeder:
     """A loader, as the script uses it."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -64,15 +64,15 @@ class Source:
         )
 
 
-class Sources:
+class Feeders:
     """All loaders of the script; only what it takes with gradients enabled counts."""
 
     def __init__(self) -> None:
-        self.recent: dict[Source, int] = {}  # those that gave batches since `drawn` was called, and how many
-        self._sources: weakref.WeakKeyDictionary[DataLoader[Any], Source] = weakref.WeakKeyDictionary()
+        self.recent: dict[Feeder, int] = {}  # those that gave batches since `drawn` was called, and how many
+        self._feeders: weakref.WeakKeyDictionary[DataLoader[Any], Feeder] = weakref.WeakKeyDictionary()
         self._iterators: weakref.WeakKeyDictionary[Any, Drawing] = weakref.WeakKeyDictionary()
 
-    def drawn(self) -> dict[Source, int]:
+    def drawn(self) -> dict[Feeder, int]:
         """How many batches each loader gave since the last call."""
         recent, self.recent = self.recent, {}
         return recent
@@ -89,31 +89,31 @@ class Sources:
 
     def _begun(self, loader: DataLoader[Any], iterator: Any) -> None:
         if torch.is_grad_enabled():
-            source = self._sources.get(loader)
-            if source is None:
-                source = self._sources[loader] = Source(loader)
-            source.iterators += 1
-            self._iterators[iterator] = Drawing(source)
+            feeder = self._feeders.get(loader)
+            if feeder is None:
+                feeder = self._feeders[loader] = Feeder(loader)
+            feeder.iterators += 1
+            self._iterators[iterator] = Drawing(feeder)
 
     def _gave(self, iterator: Any, batch: Any) -> None:
         drawing = self._iterators.get(iterator)
         if drawing is not None:
             drawing.given += 1
-            drawing.source.gave(drawing.given, batch)
-            self.recent[drawing.source] = self.recent.get(drawing.source, 0) + 1
+            drawing.feeder.gave(drawing.given, batch)
+            self.recent[drawing.feeder] = self.recent.get(drawing.feeder, 0) + 1
 
     def _ended(self, iterator: Any) -> None:
         drawing = self._iterators.get(iterator)
         if drawing is not None:
-            drawing.source.used_up += drawing.has_ended
+            drawing.feeder.used_up += drawing.has_ended
             drawing.has_ended = True
 
 
 class Drawing:
     """One iterator of a loader."""
 
-    def __init__(self, source: Source) -> None:
-        self.source = source
+    def __init__(self, feeder: Feeder) -> None:
+        self.feeder = feeder
         self.given = 0
         self.has_ended = False
 

@@ -17,7 +17,7 @@ from torchhook.core.torch_internals import BATCH_NORMS, DROPOUTS
 from torchhook.core.transfer import sent_home
 from torchhook.rules.loop import Loop
 from torchhook.stats.stat import counted
-from torchhook.training.launch.feeding import Source
+from torchhook.training.launch.feeding import Feeder
 from torchhook.training.launch.schedules import Schedule
 
 FIRST = 20  # steps that are looked at in any case
@@ -49,7 +49,7 @@ class LoopNotes:
         self._row = 0  # forwards without gradients in a row
         self._is_stepping = False
         self._in_eval: bool | None = None  # the mode of the last forward with gradients
-        self._sources: dict[Source, None] = {}
+        self._feeders: dict[Feeder, None] = {}
         self._hasty = self._is_idle = False
         self._elsewhere: frozenset[str] = frozenset()
         self.has_ended = False
@@ -92,9 +92,9 @@ class LoopNotes:
         """Another optimizer has stepped on a loss of its own."""
         self._found["rivals"] += 1
 
-    def stepped(self, drawn: dict[Source, int]) -> None:
+    def stepped(self, drawn: dict[Feeder, int]) -> None:
         """A step is over."""
-        self._sources.update(dict.fromkeys(drawn))
+        self._feeders.update(dict.fromkeys(drawn))
         if self.looks and self._dirty:
             self._found["looked"] += 1
             self._found["idle"] += self._is_idle and self._has_no_gradient()  # a closure may have made some
@@ -128,7 +128,7 @@ class LoopNotes:
             scheduled=any(schedule.steps for schedule in self.schedules),
             hasty=self._hasty,
             switches=tuple(self._switches),
-            feedings=tuple(source.facts() for source in self._sources),
+            feedings=tuple(feeder.facts() for feeder in self._feeders),
             steps=self.steps,
             has_ended=self.has_ended,
             **self._found,

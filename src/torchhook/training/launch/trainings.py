@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torchhook.core.call_wrapper import compiled_among
 from torchhook.core.hooks.registration import Removable, before_call
 from torchhook.rules.loss_graph import merged
-from torchhook.training.launch.feeding import Source
+from torchhook.training.launch.feeding import Feeder
 from torchhook.training.launch.loop import LoopNotes
 from torchhook.training.launch.patches import Guard
 from torchhook.training.monitor import Monitor, Terms
@@ -36,7 +36,7 @@ class Training:
         if not compiled_among([model]):  # which would have to be compiled again
             self._handle = before_call(model, guard(self.notes.called))
 
-    def step(self, losses: Sequence[Tensor], terms: Sequence[Terms], drawn: dict[Source, int]) -> None:
+    def step(self, losses: Sequence[Tensor], terms: Sequence[Terms], drawn: dict[Feeder, int]) -> None:
         """The optimizer has stepped, after a backward of each of `losses`, with the batches that were `drawn`."""
         self.steps += 1
         self.idle = self.others = 0
