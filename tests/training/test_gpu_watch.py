@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from torchhook import Monitor, Run
+from torchhook.training.launch.discovery import Discovery
 
 pytestmark = pytest.mark.gpu
 
@@ -47,3 +48,21 @@ def test_no_step_waits_and_all_is_written(tmp_path, fused):
         assert run.steps == list(range(0, 121, 5))
         assert list(run.losses.values())[1:] == pytest.approx([float(loss) for loss in losses], rel=1e-6)
         assert run.window(5)["2"].zero_fraction > 0 and run.samples
+
+
+def test_no_step_waits_while_the_loop_is_looked_at(tmp_path):
+    """As `torchhook run` does: the gradients that are left, what the loss compares, and the losses themselves."""
+    x, y = torch.randn(32, 3, 8, 8, device="cuda"), torch.randint(10, (32,), device="cuda")
+    with Discovery(every=5, to=tmp_path) as found:
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        try:
+            for step in range(60):
+                if step == 2:  # what is made on first use may wait
+                    torch.cuda.synchronize()
+                    torch.cuda.set_sync_debug_mode("error")
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert "TH511" in [finding.code for finding in found.watched[0].report.findings]
