@@ -106,9 +106,9 @@ class ExplodingGradient(GradientFlow):
     """Gradient norms up to some layer are more than a thousand times those after it.
 
     Even if gradients of outputs below one are multiplied by their size: small values before a norm have large
-    gradients, which does no harm. Also if the gradient of a matrix is more than a thousand times as large as the matrix, in the median
-    over the steps, where values count as at least 0.01. Unless the loss is a cross entropy, its gradients are divided
-    by its first value: a loss that sums over many terms has gradients as large as itself.
+    gradients, which does no harm. Also if the gradient of a matrix is more than a thousand times as large as the
+    matrix, in the median over the steps, where values count as at least 0.01. Unless the loss is a cross entropy, its
+    gradients are divided by its first value: a loss that sums over many terms has gradients as large as itself.
     """
 
     code, name, severity = "TH402", "exploding-gradient", Severity.ERROR
