@@ -1,41 +1,59 @@
-"""Standard architectures, small: they are built, and a step of their recipe has a finite loss and a gradient."""
+"""Standard architectures, small, fresh and in a sane recipe: ten steps of it, in which nothing is found."""
+
+import warnings
 
 import pytest
 import torch
 
 from architectures import timm_models, transformers_models
-from torchhook.core.batch import Batch, call, loss_of
+from torchhook import diagnose
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+EXCEPTIONS = {}
+"""Architectures of which something is said that is true, and why."""
+
+FEW = ("bert", "gpt2", "llama", "t5", "resnet", "swin")
 
 
-def step(models, name, loss=None):
-    """The loss of the first step, and how many parameters it moves."""
+def alarms(models, name):
+    """The findings of warning or above on a fresh model."""
     torch.manual_seed(0)
-    model, batches = models.MODELS[name]()
-    optimizer = torch.optim.AdamW(model.parameters(), models.RATES.get(name, 1e-3))
-    batch = Batch.of(batches[0])
-    value = loss_of(call(model, batch), batch.target, loss).loss
-    value.backward()
-    optimizer.step()
-    return float(value.detach()), sum(parameter.grad is not None for parameter in model.parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of transformers and timm, about themselves
+        model, batches = models.MODELS[name]()
+        optimizer = torch.optim.AdamW(model.parameters(), models.RATES.get(name, 1e-3))
+        report = diagnose(model, batches, getattr(models, "LOSS", None), optimizer, steps=10)
+    assert all(0 < loss < 1000 for loss in report.losses.values())
+    return [str(finding) for finding in report.findings if finding.severity >= "warning"]
 
 
-@pytest.mark.long_list(sample=6)
-@pytest.mark.filterwarnings("ignore")  # of transformers and timm, about themselves
-@pytest.mark.parametrize("name", transformers_models.MODELS)
-def test_a_model_of_transformers_takes_a_step(name):
-    value, moved = step(transformers_models, name)
-    assert 0 < value < 1000 and moved > 2
+@pytest.mark.parametrize("name", FEW)
+def test_nothing_is_found_in_a_well_known_model(name):
+    assert not alarms(transformers_models, name)
 
 
-@pytest.mark.long_list(sample=6)
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", timm_models.MODELS)
-def test_a_model_of_timm_takes_a_step(name):
+@pytest.mark.slow
+@pytest.mark.long_list(sample=9)
+@pytest.mark.parametrize("name", sorted(set(transformers_models.MODELS) - EXCEPTIONS.keys()))
+def test_nothing_is_found_in_a_model_of_transformers(name):
+    assert not alarms(transformers_models, name)
+
+
+@pytest.mark.slow
+@pytest.mark.long_list(sample=3)
+@pytest.mark.parametrize("name", sorted(set(timm_models.MODELS) - EXCEPTIONS.keys()))
+def test_nothing_is_found_in_a_model_of_timm(name):
     pytest.importorskip("timm")
-    value, moved = step(timm_models, name, timm_models.LOSS)
-    assert 0 < value < 1000 and moved > 2
+    assert not alarms(timm_models, name)
+
+
+@pytest.mark.slow
+@pytest.mark.long_list(sample=1)
+@pytest.mark.parametrize("name", sorted(EXCEPTIONS))
+def test_what_is_said_of_an_exception_is_said_still(name):
+    models = transformers_models if name in transformers_models.MODELS else timm_models
+    assert alarms(models, name)
 
 
 def test_there_are_enough_of_them():

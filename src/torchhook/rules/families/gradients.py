@@ -105,10 +105,10 @@ class VanishingGradient(GradientFlow):
 class ExplodingGradient(GradientFlow):
     """Gradient norms up to some layer are more than a thousand times those after it.
 
-    Gradients of outputs below one are multiplied by their size: small values before a norm have large gradients, which
-    does no harm. Also if the gradient of a matrix is more than a thousand times as large as the matrix, in the median
-    over the steps, where values count as at least 0.01. Unless the loss is a cross entropy, its gradients are divided
-    by its first value: a loss that sums over many terms has gradients as large as itself.
+    Even if gradients of outputs below one are multiplied by their size: small values before a norm have large
+    gradients, which does no harm. Also if the gradient of a matrix is more than a thousand times as large as the
+    matrix, in the median over the steps, where values count as at least 0.01. Unless the loss is a cross entropy, its
+    gradients are divided by its first value: a loss that sums over many terms has gradients as large as itself.
     """
 
     code, name, severity = "TH402", "exploding-gradient", Severity.ERROR
@@ -120,9 +120,10 @@ class ExplodingGradient(GradientFlow):
     ratio, value = 1e3, 0.01
 
     def find(self, history: History) -> Iterator[Finding]:
+        norms = self.norms(history)
         sizes = {reading.path: rms(reading["moments"]) for reading in readings(history.whole(), "output", "moments")}
-        norms = {path: size * min(1.0, sizes.get(path, 1.0)) for path, size in self.norms(history).items()}
-        splits = self.splits({path: size for path, size in norms.items() if size})
+        by_size = self.splits({path: size * min(1.0, sizes.get(path) or 1.0) for path, size in norms.items()})
+        splits = {path: min(split, by_size[path]) for path, split in self.splits(norms).items()}
         worst = max(splits, key=splits.__getitem__, default=None)
         if worst is not None and splits[worst] > self.ratio:
             site = max(norms, key=norms.__getitem__)
