@@ -167,7 +167,7 @@ def test_refuses_a_page_without_plotly_before_it_works(diagnosed, monkeypatch, t
         (["small.net:Net", "--input", "1,8", "--steps", "-1"], "--steps"),
         (["small.net:Net", "--input", "1,8", "--seconds", "-1"], "--seconds"),
         (["small.net:Net", "--input", "1,8", "--selekt", "TH1"], "--select"),
-        (["small.net:Net", "--input", "1,8", "--select", "TH999"], "there is no rule 'TH999'; did you mean TH901?"),
+        (["small.net:Net", "--input", "1,8", "--select", "TH999"], "there is no rule 'TH999'; did you mean TH901"),
     ],
 )
 def test_wrong_use_ends_with_2(command, arguments, why):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from torchhook import diagnose
-from torchhook.rules.loss_graph import LossTerm, Range, loss_terms, merged
+from torchhook.rules.loss_graph import LossTerm, Extent, loss_terms, merged
 
 X = torch.linspace(-2, 2, 40).reshape(8, 5)
 CLASSES = torch.arange(8) % 3
@@ -108,7 +108,7 @@ values = st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=20)
 def test_ranges_of_parts_merge_to_the_range_of_all(parts):
     def of(numbers):
         made = torch.tensor(numbers, dtype=torch.float64)
-        return Range(
+        return Extent(
             float(made.detach().min()), float(made.max()), float(made.mean()), float(made.std(correction=0)), len(made)
         )
 

@@ -49,7 +49,7 @@ _WEIGHTS = "Addmm|Mm|Bmm|Convolution|ThnnConv2D|Addbmm|Baddbmm|MkldnnConvolution
 
 
 @dataclass(frozen=True)
-class Range:
+class Extent:
     """The values of a tensor in a few numbers."""
 
     low: float
@@ -58,13 +58,13 @@ class Range:
     std: float
     count: int
 
-    def __or__(self, other: Range) -> Range:
+    def __or__(self, other: Extent) -> Extent:
         """The range of the values of both."""
         count = self.count + other.count
         mean = (self.mean * self.count + other.mean * other.count) / count
         squares = [(one.std**2 + one.mean**2) * one.count for one in (self, other)]
         spread = math.sqrt(max(sum(squares) / count - mean**2, 0.0))
-        return Range(min(self.low, other.low), max(self.high, other.high), mean, spread, count)
+        return Extent(min(self.low, other.low), max(self.high, other.high), mean, spread, count)
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ class LossTerm:
     squash: str = ""
     units: int = 0  # over which a softmax runs
     classes: int = 0  # of a cross entropy
-    output: Range | None = None  # what the loss is given; for a log, its argument
-    target: Range | None = None
+    output: Extent | None = None  # what the loss is given; for a log, its argument
+    target: Extent | None = None
     sums: float | None = None  # how far the sums of the targets' rows are from one
     linear: int = 0  # weight layers below, if nothing but weight layers leads to the inputs
     site: str = ""  # of the squashing function, or the module before it
@@ -171,7 +171,7 @@ def _numbers(values: Tensor | None) -> Tensor:
 
 def _finished(draft: _Draft, output: Sequence[float], target: Sequence[float]) -> LossTerm:
     ranges = [
-        None if values is None or not values.numel() else Range(row[0], row[1], row[2], row[3], values.numel())
+        None if values is None or not values.numel() else Extent(row[0], row[1], row[2], row[3], values.numel())
         for values, row in ((draft.output, output), (draft.target, target))
     ]
     return replace(draft.term, output=ranges[0], target=ranges[1], sums=target[4] if ranges[1] else None)

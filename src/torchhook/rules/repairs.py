@@ -183,7 +183,7 @@ def _thawed(finding: Finding) -> list[Repair]:
         if new:
             setup.optimizer.add_param_group({"params": new})
 
-    return [Repair(f"{site!r} trained as well", apply)]
+    return [Repair(f"{site!r} trained as well", apply, decides=False)]  # it is left out by mistake in any case
 
 
 def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:

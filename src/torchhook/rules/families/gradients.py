@@ -196,7 +196,7 @@ class NoGradient(Rule):
     uses = (Need("output"),)
     facts = ("rest",)
     backward = True
-    explains = ("TH502", "TH6", "TH204", "TH302")
+    explains = ("TH502", "TH6", "TH302")
     hint = "Look for detach(), no_grad(), argmax or .data after it; if it should be frozen, call requires_grad_(False)."
     wrong = "Experts that no sample was routed to; heads of another task."
     least = 3

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torchhook.core.findings import Finding, Severity
 from torchhook.rules.history import History, last_of, plain
-from torchhook.rules.loss_graph import LossTerm, Range
+from torchhook.rules.loss_graph import LossTerm, Extent
 from torchhook.rules.registry import register
 from torchhook.rules.rule import Need, Phase, Rule
 
@@ -251,7 +251,7 @@ class OnlyLinear(Fit):
                 return
 
 
-def _span(values: Range) -> str:
+def _span(values: Extent) -> str:
     return f"between {values.low:.3g} and {values.high:.3g}"
 
 

@@ -244,7 +244,7 @@ class ConstantOutput(Rule):
             weight = rest.parameters.get(f"{reading.path}.weight") if rest is not None else None
             return weight is None or weight.summary.zero_fraction < 1
         if kind in ACTIVATIONS:
-            return before is not None and _is_constant(before, 1e-3)
+            return before is not None and _is_constant(before, 1e-5)
         window = history.whole(0)
         return (reading.path, "input") in window.rows and _is_constant(window[reading.path, "input"], 1e-3)
 
