@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from torchhook import diagnose
-from torchhook.rules.loss_graph import LossTerm, Extent, loss_terms, merged
+from torchhook.rules.loss_graph import Extent, LossTerm, loss_terms, merged
 
 X = torch.linspace(-2, 2, 40).reshape(8, 5)
 CLASSES = torch.arange(8) % 3

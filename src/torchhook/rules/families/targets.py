@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torchhook.core.findings import Finding, Severity
 from torchhook.rules.history import History, last_of, plain
-from torchhook.rules.loss_graph import LossTerm, Extent
+from torchhook.rules.loss_graph import Extent, LossTerm
 from torchhook.rules.registry import register
 from torchhook.rules.rule import Need, Phase, Rule
 
