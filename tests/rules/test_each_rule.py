@@ -424,6 +424,11 @@ def normal_inputs(code):
 
 
 @example("TH303")
+def pictures_of_bytes_that_are_normed_at_once(code):
+    return looked(code, nn.Sequential(nn.BatchNorm1d(8), *mlp()), [(255 * x.abs(), y) for x, y in batches()])
+
+
+@example("TH303")
 def large_values_inside(code):
     return flowed(code, mlp(Returning(lambda x: x * 1e4)))
 
