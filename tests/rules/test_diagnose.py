@@ -806,3 +806,9 @@ def test_a_report_has_the_losses_by_step_and_the_layers_in_execution_order():
     assert 0 < parameters["head.weight"]["update_ratio"] < 1
     assert not set(report.checked) & set(report.skipped)
     assert {*report.checked, *report.skipped} == set(RULES)
+
+
+def test_a_norm_that_comes_first_has_no_moments_of_its_inputs():
+    model = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 4))
+    data = [(torch.randn(32, 8), torch.randint(4, (32,))) for _ in range(8)]
+    assert "TH303" in diagnose(model, data, steps=5, rules=["TH303", "TH701"]).checked

@@ -240,6 +240,14 @@ def too_few_samples_to_say(code):
     return flowed(code, model, torch.randn(8, 8))
 
 
+@example("TH201")
+def units_that_are_always_on_or_always_off(code):
+    model = mlp(nn.ReLU())
+    nn.init.constant_(model[0].bias[:24], -10)
+    nn.init.constant_(model[0].bias[24:], 10)
+    return flowed(code, model)
+
+
 @example("TH202", "0", "1")
 def a_mostly_dormant_gelu(code):
     model = mlp(nn.GELU())
@@ -291,6 +299,23 @@ def a_layer_that_listens(code):
     return looked(code, mlp(nn.ReLU()))
 
 
+class Asking(nn.Module):
+    """A learned query, the same for every sample, is compared with the inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = nn.Parameter(torch.randn(8))
+        self.query, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(x * self.query(self.asked.expand_as(x)))
+
+
+@example("TH204")
+def a_learned_query(code):
+    return looked(code, Asking())
+
+
 # --- TH3: beginnings
 
 
@@ -315,6 +340,21 @@ def a_layer_that_lets_signals_die(code):
 @example("TH301")
 def layers_that_keep_the_scale(code):
     return flowed(code, deep(), torch.randn(256, 16))
+
+
+@example("TH301")
+def a_tiny_side_branch(code):
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.gate, self.last = (nn.Linear(16, 16) for _ in range(3))
+            self.gate.weight.data *= 1e-6
+
+        def forward(self, x):
+            x = self.first(x)
+            return self.last(x * self.gate(x).sigmoid())
+
+    return flowed(code, Gated(), torch.randn(256, 16))
 
 
 @example("TH302", "0")
@@ -342,6 +382,13 @@ def zeros_that_training_leaves_so(code):
 def random_weights_and_a_frozen_filter(code):
     model = mlp()
     model.filter = nn.Parameter(torch.ones(3, 3), requires_grad=False)
+    return at_rest(code, model)
+
+
+@example("TH302")
+def a_state_space_whose_rows_are_equal(code):
+    model = mlp()
+    model.A_log = nn.Parameter(torch.arange(1.0, 9).log().expand(4, 8).clone())
     return at_rest(code, model)
 
 
@@ -424,6 +471,11 @@ def normal_inputs(code):
 
 
 @example("TH303")
+def pictures_of_bytes_that_are_normed_at_once(code):
+    return looked(code, nn.Sequential(nn.BatchNorm1d(8), *mlp()), [(255 * x.abs(), y) for x, y in batches()])
+
+
+@example("TH303")
 def large_values_inside(code):
     return flowed(code, mlp(Returning(lambda x: x * 1e4)))
 
@@ -447,6 +499,12 @@ def a_gradient_that_arrives(code):
     return flowed(code, mlp(nn.ReLU()))
 
 
+@example("TH401")
+def a_mean_over_very_many_positions(code):
+    pooled = [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return flowed(code, nn.Sequential(*pooled, nn.Linear(8, 4)), torch.randn(2, 3, 512, 512))
+
+
 @example("TH402", "0")
 def a_gradient_that_grows_on_its_way(code):
     return flowed(code, mlp(Returning(lambda x: x * 1e9)))
@@ -455,6 +513,28 @@ def a_gradient_that_grows_on_its_way(code):
 @example("TH402")
 def a_gradient_that_keeps_its_size(code):
     return flowed(code, mlp(nn.ReLU()))
+
+
+class Marked(nn.Module):
+    """A token that starts near zero is added to the inputs, before a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Parameter(1e-6 * torch.randn(1, 8))
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(self.norm(torch.stack([x, self.token.expand_as(x)], 1))).mean(1)
+
+
+@example("TH402")
+def a_token_that_starts_near_zero(code):
+    return looked(code, Marked())
+
+
+@example("TH402")
+def a_loss_that_sums_over_many_terms(code):
+    return looked(code, mlp(), loss=lambda output, target: 1e5 * output.square().sum())
 
 
 def still(model):
@@ -588,6 +668,12 @@ def halved(code, scale, dtype=torch.float16):
 def a_rate_that_is_far_too_high(code):
     model = mlp(nn.ReLU())
     return trained(code, model, torch.optim.Adam(model.parameters(), 10.0), loss=F.cross_entropy, steps=5)
+
+
+@example("TH501")
+def an_optimizer_that_searches_for_its_steps(code):
+    model = mlp(nn.ReLU())
+    return trained(code, model, torch.optim.LBFGS(model.parameters()), loss=F.cross_entropy, steps=5)
 
 
 @example("TH502", "")
@@ -1191,6 +1277,12 @@ def a_loss_that_differs_by_mode(code):
 
 
 @example("TH704")
+def dropouts_one_after_another(code):
+    layers = [layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.Dropout(0.5))]
+    return looked(code, nn.Sequential(*layers, nn.Linear(8, 4)))
+
+
+@example("TH704")
 def a_light_dropout(code):
     return looked(code, mlp(nn.Dropout(0.05)))
 
@@ -1262,6 +1354,26 @@ def attention_to_one_key_alone(code):
 @example("TH803")
 def attention_to_many_keys(code):
     return looked(code, Attends(), sequences())
+
+
+class Windows(nn.Module):
+    """Attention by hand, in which a mask adds -100 to most keys."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.value, self.head = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (layer(x).unflatten(2, (2, 4)).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        mask = torch.full((12, 12), -100.0).triu(1) + torch.full((12, 12), -100.0).tril(-1)
+        weights = (q @ k.mT / 2 + mask).softmax(-1)
+        return self.head((weights @ v).transpose(1, 2).flatten(2)).mean(1)[:, :4]
+
+
+@example("TH802")
+@example("TH803")
+def a_mask_that_adds_a_large_number(code):
+    return looked(code, Windows(), sequences())
 
 
 # --- TH9: drift

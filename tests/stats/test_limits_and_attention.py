@@ -17,6 +17,7 @@ from contents import FLOATS, KINDS, SEEDS, filled
 from torchhook import Histogram
 from torchhook.rules.attention import GuardedAttending
 from torchhook.stats import Attention, Headroom, Saturation
+from torchhook.stats.stat import UnlikeError
 
 NARROW = [torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
 
@@ -147,6 +148,12 @@ def test_other_numbers_of_dimensions_are_one_head_or_more_samples():
     flat, deep = Attention().of(logits.flatten(0, 1)), Attention().of(logits[:, None])
     torch.testing.assert_close(deep.entropy, Attention().of(logits).entropy)
     torch.testing.assert_close(flat.entropy, Attention().of(logits).entropy.mean(0, keepdim=True))
+
+
+def test_calls_of_different_head_counts_do_not_belong_together():
+    state = Attention().empty(torch.zeros(1, 2, 3, 3))
+    with pytest.raises(UnlikeError, match="there were 2 heads, and now there are 4"):
+        Attention().update(state, torch.zeros(1, 4, 3, 3))
 
 
 # --- the distance of histograms

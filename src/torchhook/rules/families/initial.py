@@ -198,10 +198,13 @@ class InputScale(Rule):
     def find(self, history: History) -> Iterator[Finding]:
         snapshot = history.first()
         order = list(readings(snapshot, "output", "moments"))
-        if not order or (order[0].path, "input") not in snapshot.rows:
+        first = order[0] if order else None
+        if first is None or (first.path, "input") not in snapshot.rows:
             return
-        first = order[0]
-        inputs = snapshot[first.path, "input"]["moments"]
+        given = snapshot[first.path, "input"]
+        if "moments" not in given:  # of a norm, which undoes any scale
+            return
+        inputs = given["moments"]
         if max(abs(inputs.mean), inputs.std) > self.limit:
             message = f"the inputs have a mean of {inputs.mean:.3g} and a standard deviation of {inputs.std:.3g}"
             is_far = math.hypot(inputs.mean, inputs.std) > self.error
