@@ -13,6 +13,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 _MADE_FOR_MORE = "TH603: its classifier is initialised for 1000 classes; with ten, drawing it again lowers the loss"
 
 EXCEPTIONS = {
+    "cait_xxs24_224": "TH301: its branches start at 1e-5; with other weights the loss is a tenth after seventy steps",
     "clipseg": "TH803: its decoder's logits really are above 100, since the features of its layers are added unscaled",
     "cpmant": "TH803, TH603: its attention and its logits are not scaled, and start far above what guessing gives",
     "funnel": "TH603: its first loss is 30.9, where guessing gives 4.2; with weights of 0.02 it falls faster",
@@ -56,7 +57,7 @@ def test_nothing_is_found_in_a_model_of_transformers(name):
 
 
 @pytest.mark.slow
-@pytest.mark.long_list(sample=3)
+@pytest.mark.long_list(sample=1)
 @pytest.mark.parametrize("name", sorted(set(timm_models.MODELS) - EXCEPTIONS.keys()))
 def test_nothing_is_found_in_a_model_of_timm(name):
     pytest.importorskip("timm")

