@@ -144,8 +144,10 @@ class Trials:
         """Whether the loss is clearly lower with the repair: by a share of it, and by a standard error."""
         plain = self._plain
         assert plain is not None
-        if not math.isfinite(plain.at(step)) or not math.isfinite(repaired.at(step)):
-            return math.isfinite(repaired.at(step))
+        if not math.isfinite(repaired.last):
+            return False
+        if not math.isfinite(plain.at(step)):
+            return True
         gains = [a - b for a, b in zip(plain.best(step), repaired.best(step), strict=True)]
         error = stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else 0.0
         share = _LITTLE if plain.is_stuck(step) and not repaired.is_stuck(step) else _SHARE
