@@ -121,7 +121,7 @@ class SymmetricInit(Rule):
         stays = after is not None and after.groups and after.trainable and after.is_zero
         if known[path].is_matrix and stays and _is_used(history, path):
             return "and training does not change them"
-        if is_weight and any(not known[other].is_zero for other in _siblings(path, known)):
+        if known[path].is_matrix and any(not known[other].is_zero for other in _siblings(path, known)):
             return "unlike those of the other blocks"
         if is_weight and _constant_end(history) not in ("", owner(path)):
             return "and nothing of the input reaches the last layer"
