@@ -43,7 +43,7 @@ def test_forgetful(model_check):
 """
 SCALED = """
 def test_scaled(model_check):
-    model_check(net(), [(x * 100, y) for x, y in BATCHES], F.cross_entropy, rules=["TH2", "TH3"])
+    model_check(net(), [(x * 50, y) for x, y in BATCHES], F.cross_entropy, rules=["TH2", "TH3"])
 """
 
 
