@@ -60,7 +60,7 @@ def test_what_is_not_utf_8(tmp_path):
 
 def test_an_unknown_code_ends_with_2(diagnosed, project):
     (project / "pyproject.toml").write_text('[tool.torchhook]\nignore = ["TH999"]')
-    assert "there is no rule 'TH999'; did you mean TH901?" in diagnosed("small.net:Net").err
+    assert "there is no rule 'TH999'; did you mean TH901, TH609?" in diagnosed("small.net:Net").err
 
 
 def test_the_command_goes_by_it(diagnosed, project):
