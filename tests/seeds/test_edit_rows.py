@@ -14,7 +14,7 @@ def parameter_hooks(model):
     return sum(len(p._backward_hooks or ()) for p in model.parameters())
 
 
-@pytest.mark.parametrize("limit", [{"value": 0.01}, {"norm": 0.05}])
+@pytest.mark.parametrize("limit", [{"value": 0.01}, {"norm": 10.0}])
 def test_c47_gradient_clipping_by_hooks_by_value_and_by_norm(limit):
     net, x = resnet18(num_classes=3), torch.randn(4, 3, 32, 32)
     twin = copy.deepcopy(net)
@@ -28,10 +28,11 @@ def test_c47_gradient_clipping_by_hooks_by_value_and_by_norm(limit):
             torch.testing.assert_close(parameter.grad, other.grad.clamp(-0.01, 0.01))
             expected[path] = int(other.grad.abs().max() > 0.01)
         else:
-            factor = min(1.0, 0.05 / float(other.grad.norm()))
+            factor = min(1.0, 10.0 / float(other.grad.norm()))
             torch.testing.assert_close(parameter.grad, factor * other.grad)
             expected[path] = int(factor < 1)
-    assert clip.counts == expected and clip.clipped == sum(expected.values()) > 3
+    assert clip.counts == expected and 3 < clip.clipped == sum(expected.values())
+    assert "value" in limit or clip.clipped < 60  # short gradients stay as they are
     assert f"{clip.clipped} gradients of 62 parameters" in repr(clip)
 
 

@@ -218,6 +218,7 @@ def test_b09_the_activations_of_a_data_set_where_it_was_interrupted(tmp_path):
         last = torch.cat([whole.last(batch.relu()) for batch in first.split(8)])
     assert torch.equal(acts["first"][:], first) and torch.equal(acts["last"][:], last)
     assert torch.equal(acts["first"][[99, 3, 50]], first[[99, 3, 50]]) and len(acts["first"]) == 100
+    assert acts.verify() == 100 * (8 + 8 * 4 + 2 * 4), "bytes that agree with their checksums: ids, rows, rows"
     said = acts["first"].statistics
     assert (said.count, said.mean, said.std) == pytest.approx((800, first.mean().item(), first.std().item()), rel=1e-4)
     model = Impatient()
