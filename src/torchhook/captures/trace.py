@@ -10,6 +10,7 @@ from typing import NamedTuple, TextIO
 from torch import nn
 
 from torchhook.core.event import Event
+from torchhook.core.renamed import renamed
 from torchhook.core.selection import Query, Selector
 from torchhook.core.session import Session
 from torchhook.core.tap import Tap
@@ -19,21 +20,23 @@ from torchhook.core.trees import leaves
 _MOST = 100_000  # calls that are kept
 
 
-def trace(model: nn.Module, *queries: Query, file: TextIO | None = None, quiet: bool = False) -> Trace:
+@renamed(quiet=("progress", lambda quiet: not quiet))
+def trace(model: nn.Module, *queries: Query, file: TextIO | None = None, progress: bool = True) -> Trace:
     """Print a line for each call of the selected modules (no query: every leaf) inside the block.
 
     A line has the path, the class, the shapes of input and output, the dtype and the time on the host. It is
-    printed to `file`, by default to stdout, or with `quiet` not at all. ``.calls`` has the newest 100,000 calls.
+    printed to `file`, by default to stdout, or with ``progress=False`` not at all. ``.calls`` has the newest 100,000
+    calls.
 
     >>> import torch
     >>> from torchhook import trace
     >>> model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
-    >>> with trace(model, quiet=True) as calls:
+    >>> with trace(model, progress=False) as calls:
     ...     _ = model(torch.ones(2, 4))
     >>> [(call.path, call.kind, call.input, call.output) for call in calls.calls]
     [('0', 'Linear', '2×4', '2×3'), ('1', 'ReLU', '2×3', '2×3')]
     """
-    return Trace(model, queries, file, quiet)
+    return Trace(model, queries, file, progress)
 
 
 class TracedCall(NamedTuple):
@@ -51,8 +54,8 @@ class TracedCall(NamedTuple):
 class Trace:
     """The calls of a model as they happen; see `torchhook.trace`."""
 
-    def __init__(self, model: nn.Module, queries: tuple[Query, ...], file: TextIO | None, quiet: bool) -> None:
-        log = CallLog(file, quiet)  # a separate object: if hooks held this one, it would stay alive
+    def __init__(self, model: nn.Module, queries: tuple[Query, ...], file: TextIO | None, progress: bool) -> None:
+        log = CallLog(file, progress)  # a separate object: if hooks held this one, it would stay alive
         where = Selector.union(queries)
         self.calls = log.calls
         self._session = Session(
@@ -86,9 +89,9 @@ class Trace:
 class CallLog:
     """Matches the beginning and the end of each call, and prints it."""
 
-    def __init__(self, file: TextIO | None, quiet: bool) -> None:
+    def __init__(self, file: TextIO | None, progress: bool) -> None:
         self.file = file
-        self.quiet = quiet
+        self.progress = progress
         self.calls: list[TracedCall] = []
         self.pass_number = -1
         self.under_way: dict[tuple[str, int, int], tuple[str, float]] = {}
@@ -116,7 +119,7 @@ class CallLog:
         )
         self.calls.append(call)
         del self.calls[:-_MOST]
-        if not self.quiet:
+        if self.progress:
             print(_line(call), file=self.file or sys.stdout)
 
 
