@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from types import TracebackType
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from torch import nn
 
@@ -13,8 +14,9 @@ from torchhook.core.event import Event
 from torchhook.core.renamed import renamed
 from torchhook.core.selection import Query, Selector
 from torchhook.core.session import Session
+from torchhook.core.tabular import Tabular
 from torchhook.core.tap import Tap
-from torchhook.core.text import shape_of, table
+from torchhook.core.text import shape_of
 from torchhook.core.trees import leaves
 
 _MOST = 100_000  # calls that are kept
@@ -51,7 +53,7 @@ class TracedCall(NamedTuple):
     milliseconds: float
 
 
-class Trace:
+class Trace(Tabular):
     """The calls of a model as they happen; see `torchhook.trace`."""
 
     def __init__(self, model: nn.Module, queries: tuple[Query, ...], file: TextIO | None, progress: bool) -> None:
@@ -81,9 +83,13 @@ class Trace:
     ) -> None:
         self._session.__exit__(kind, error, trace)
 
-    def __repr__(self) -> str:
+    def _records(self) -> list[dict[str, Any]]:
+        names = ("path", "module", *TracedCall._fields[2:])
+        return [dict(zip(names, call, strict=True)) for call in self.calls]
+
+    def _printed(self) -> tuple[Sequence[str], list[list[Any]]]:
         header = ("site", "module", *TracedCall._fields[2:])
-        return table(header, [[*call[:-1], f"{call.milliseconds:.3f}"] for call in self.calls])
+        return header, [[*call[:-1], f"{call.milliseconds:.3f}"] for call in self.calls]
 
 
 class CallLog:
