@@ -16,6 +16,7 @@ from torchhook import (
     Ring,
     Session,
     Tap,
+    TapError,
     capture,
     detach,
     glob,
@@ -114,6 +115,89 @@ def test_c12_a_hook_object_over_a_whole_loader_with_unwrapped_inputs():
         assert torch.equal(one, other) and torch.equal(one, third)
     for one, other in zip(hook.outputs, acts["0"].outputs, strict=True):
         assert torch.equal(one, other)
+
+
+class Kept:
+    """A hook object as one writes it for torch: keeps what it is called with."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, module, *values):
+        self.calls.append((module, *values))
+
+
+class Forward(Kept):
+    def __call__(self, module, inputs, output):
+        super().__call__(module, inputs, output)
+
+
+class Before(Kept):
+    def __call__(self, module, inputs):
+        super().__call__(module, inputs)
+
+
+class BeforeWithKeywords(Kept):
+    def __call__(self, module, args, kwargs):
+        super().__call__(module, args, kwargs)
+
+
+def test_c12_hooks_of_ones_own_are_called_as_torch_calls_them():
+    net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    registrations = {
+        "output": (Forward, nn.Module.register_forward_hook),
+        "input": (Before, nn.Module.register_forward_pre_hook),
+        "grad_output": (Before, nn.Module.register_full_backward_pre_hook),
+        "grad_input": (Forward, nn.Module.register_full_backward_hook),
+    }
+    ours, torchs, taps = {}, {}, []
+    for path in ("0", "1", "2"):
+        for port, (kind, register) in registrations.items():
+            ours[path, port], torchs[path, port] = kind(), kind()
+            taps.append(Tap(path, ours[path, port], port=port))
+            register(net.get_submodule(path), torchs[path, port])
+    with_keywords = BeforeWithKeywords()
+    with Session(net, [*taps, Tap("", with_keywords, port="input")]):
+        for _ in range(2):
+            net(input=torch.randn(5, 4)).square().sum().backward()
+    for place, hook in ours.items():
+        assert len(hook.calls) == len(torchs[place].calls) == 2, place
+        for mine, expected in zip(hook.calls, torchs[place].calls, strict=True):
+            torch.testing.assert_close(mine[1:], expected[1:], rtol=0, atol=0)
+            assert mine[0] is expected[0]
+            assert [type(value) for value in mine] == [type(value) for value in expected]
+    assert [(args, list(kwargs)) for _, args, kwargs in with_keywords.calls] == [((), ["input"])] * 2
+
+
+def test_c12_what_such_a_hook_keeps_is_what_flowed():
+    net, hook = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)), Forward()
+    x = torch.randn(8, 4)
+    with Session(net, [Tap("0", hook)]):
+        net(x)
+    assert torch.equal(hook.calls[0][2], nn.functional.linear(x, net[0].weight, net[0].bias))
+
+
+def test_c12_a_hook_that_returns_something_or_needs_something_else_is_told():
+    net = nn.Sequential(nn.ReLU())
+    with Session(net, [Tap("0", lambda module, inputs, output: output * 2)]), pytest.raises(TapError, match="an Edit"):
+        net(torch.ones(2))
+    with pytest.raises(TypeError, match=r"needs 2 .* hook\(module, inputs, output\); or pass port='input' or"):
+        Tap("0", lambda module, inputs: None)
+    with pytest.raises(TypeError, match=r"needs 4 arguments, .* hook\(event\)"):
+        Tap("0", lambda a, b, c, d: None, port="param_grad")
+
+
+def test_c12_every_gradient_of_several_tensors_comes_once():
+    rnn, hook = nn.LSTM(3, 2), Before()
+    with Session(rnn, [Tap("", hook, port="grad_output")]):
+        output, (hidden, _) = rnn(torch.randn(4, 1, 3))
+        (output.sum() + 3 * hidden.sum()).backward()
+    assert sorted(tuple(g is not None for g in grads) for _, grads in hook.calls) == [
+        (False, True, False),
+        (True, False, False),
+    ]
+    by_place = {place: g for _, grads in hook.calls for place, g in enumerate(grads) if g is not None}
+    assert torch.equal(by_place[1], torch.full((1, 1, 2), 3.0))
 
 
 def test_c13_every_kind_of_torch_hook_through_one_interface():

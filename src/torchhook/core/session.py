@@ -308,7 +308,8 @@ class Session:
             point.bind(tap, path, module, port)
         else:
             point = self._point(path, module)
-            point.bind(tap, path, module, tap.port)
+            for port in tap.ports:
+                point.bind(tap, path, module, port)
         return (point,)
 
     def _bind_parameters(self, tap: Tap, path: str, module: nn.Module, seen: dict[int, str]) -> Sequence[Point]:
