@@ -251,9 +251,9 @@ def test_c24_handles_are_managed_by_the_context():
         assert sum(len(module._forward_hooks) for module in net.modules()) == 20
         net(torch.ones(2, 3, 32, 32))
     assert hooks_of(net) == before
-    acts = capture(net, nn.Conv2d, on_silent="ignore").attach()
-    acts.detach()
-    acts.detach()
+    acts = capture(net, nn.Conv2d, on_silent="ignore").open()
+    acts.close()
+    acts.close()
     assert hooks_of(net) == before
 
 
@@ -334,8 +334,8 @@ def test_c44_groups_are_listed_and_removed_by_name():
         return None
 
     net[0].register_forward_hook(foreign)
-    diagnostic = capture(net, "0", group="diagnostic").attach()
-    monitoring = capture(net, nn.ReLU, grads=True, group="monitoring").attach()
+    diagnostic = capture(net, "0", group="diagnostic").open()
+    monitoring = capture(net, nn.ReLU, grads=True, group="monitoring").open()
     listed = hooks(net)
     assert [(info.path, info.port, info.group) for info in listed] == [
         ("0", "output", None),

@@ -41,7 +41,7 @@ def test_c47_for_good_on_some_layers_through_accumulation_and_copies():
         net(torch.full((1, 2), 100.0)).sum().backward()
     assert clip.counts == {"1.weight": 3, "1.bias": 3} and net[1].weight.grad.abs().max() <= 1.5
     assert net[0].weight.grad.abs().max() > 1.5 and parameter_hooks(copy.deepcopy(net)) == 0
-    clip.remove()
+    clip.close()
     assert parameter_hooks(net) == 0
     for wrong in ({}, {"value": 1.0, "norm": 1.0}, {"value": -1.0}):
         with pytest.raises(ValueError, match="value= or norm="):

@@ -72,7 +72,12 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 def warn(message: str) -> None:
     """Warn, pointing at the user's line that led here through this package and torch."""
-    level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).split(".")[0] in ("torch", "torchhook"):
+    warnings.warn(message, stacklevel=user_level())
+
+
+def user_level() -> int:
+    """The `stacklevel` for a warning of the caller that points at the user's line, beyond this package and torch."""
+    level, frame, passed = 1, sys._getframe(1), ("torch", "torchhook", "contextlib")
+    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).split(".")[0] in passed:
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, stacklevel=level)
+    return level

@@ -138,7 +138,7 @@ class _Losses:
         self._parts: list[Tensor] = []
         self._is_known = False
         taps = [Tap("", self._see, "output"), Tap("", self._weigh, "grad_output")]
-        self.close = Session(model, taps, scope="all", on_silent="ignore").attach().abandon
+        self.close = Session(model, taps, scope="all", on_silent="ignore").open().abandon
 
     def taken(self) -> Tensor | float | None:
         """The loss of the step that has just ended."""
