@@ -58,7 +58,7 @@ def test_the_value_of_an_event_is_safe_to_keep_and_to_change():
 def test_a_plain_callable_observes_and_returns_none():
     model = net()
     with (
-        pytest.raises(TapError, match=r"output of '0' returned a Tensor.*use an edit"),
+        pytest.raises(TapError, match=r"output of '0' returned a Tensor.*use an Edit"),
         Session(model, [Tap("0", lambda e: e.value)]),
     ):
         model(torch.ones(1, 4))
@@ -175,7 +175,7 @@ def test_bad_input_names_the_argument_and_leaves_nothing():
         (TypeError, "stop", lambda: capture(model, stop=1)),
         (ValueError, "to='nonsense'", lambda: capture(model, to="nonsense")),
         (SelectionError, "has parameters", lambda: capture(model, nn.ReLU, params=True).open()),
-        (SessionError, "attach", lambda: capture(model)["0"]),
+        (SessionError, "open", lambda: capture(model)["0"]),
         (TypeError, "a key must be", lambda: Ring()[3]),
         (ValueError, "scope", lambda: Session(model, scope="process")),
         (SelectionError, "nearest: '0'", lambda: Session(model, [Tap("1", print), Tap("9", print)]).open()),
@@ -216,9 +216,9 @@ def test_a_closed_session_says_so():
     with pytest.raises(SessionError, match="already open"):
         session.open()
     session.close()
-    with pytest.raises(SessionError, match="detached session; attach a session first"):
+    with pytest.raises(SessionError, match="closed session; open it first"):
         session.add(Tap("0", print))
-    with pytest.raises(SessionError, match="already detached; make a new one"):
+    with pytest.raises(SessionError, match="already closed; make a new one"):
         session.open()
     with pytest.raises(SessionError, match="has not attached this tap"):
         session.remove(Tap("0", print))
@@ -250,7 +250,7 @@ def test_sites_are_listed_in_order():
             Site("relu"),
         ]
         assert session.aliases["second"] == "first" and session.aliases["second.bias"] == "first.bias"
-        assert repr(session) == "Session(Shared, 2 taps, attached)"
+        assert repr(session) == "Session(Shared, 2 taps, open)"
 
 
 class Turn:

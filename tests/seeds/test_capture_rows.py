@@ -1,5 +1,6 @@
 """C09–C14, C24, C26, C30–C32, C44–C46 and B01: one test per capability."""
 
+import collections
 import gc
 import re
 import threading
@@ -12,12 +13,16 @@ from torch import nn
 from specimens import hooks_of, resnet18
 from torchhook import (
     FeatureExtractor,
+    HookManager,
+    ModelDiagnostics,
     Record,
     Ring,
+    SelectionError,
     Session,
     Tap,
     TapError,
     capture,
+    clip_gradients,
     detach,
     glob,
     hooks,
@@ -281,6 +286,25 @@ def test_c26_four_threads_on_one_model_see_their_own_passes():
     assert not wrong
 
 
+def test_c26_and_b08_a_manager_sees_every_thread_and_tells_of_hooks_that_never_fired():
+    class Branch(nn.Sequential):
+        def forward(self, x):
+            return self[0](x)
+
+    net = Branch(nn.Linear(4, 3), nn.Linear(4, 3))
+    manager, x = HookManager(net), torch.randn(2, 4)
+    manager.add("0")
+    manager.add("1")
+    assert manager.get("1") == []  # nothing ran yet, so nothing was missed
+    thread = threading.Thread(target=lambda: net(x))
+    thread.start()
+    thread.join()
+    assert torch.equal(manager.get("0")[0], net[0](x))
+    for read in (lambda: manager.get("1"), manager.get_all, manager.summary):
+        with pytest.warns(UserWarning, match="nothing was seen at the output of '1': it is in a branch"):
+            read()
+
+
 def test_c30_order_is_that_of_execution_and_the_same_every_time():
     class Net(nn.Module):
         def __init__(self):
@@ -344,11 +368,45 @@ def test_c44_groups_are_listed_and_removed_by_name():
         ("1", "grad_output", "monitoring"),
     ]
     assert listed[0].owner.endswith("foreign") and listed[1].owner == "torchhook.Record"
+    with pytest.raises(SelectionError, match="group 'monitor'; the groups there are: 'diagnostic', 'monitoring'"):
+        detach(net, group="monitor")
     assert detach(net, group="monitoring") == 2
     net(torch.ones(1, 4))
     assert len(diagnostic) == 1 and len(monitoring) == 0
     assert detach(net) == 1
     assert [info.owner for info in hooks(net)] == [listed[0].owner]
+
+
+def test_c44_groups_of_managers_diagnostics_and_clipping():
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    manager = HookManager(net, group="analysis")
+    manager.add("0")
+    manager.add("1", group="monitoring")
+    diagnostics = ModelDiagnostics(net, group="diagnostic")
+    clip = clip_gradients(net, "2", norm=1e-3, group="training")
+    assert collections.Counter(info.group for info in hooks(net)) == {
+        "analysis": 1,
+        "monitoring": 1,
+        "diagnostic": 6,  # outputs and gradients of three layers
+        "training": 2,  # the weight and the bias
+    }
+    clipping = [info for info in hooks(net) if info.group == "training"]
+    assert [(info.path, info.port, info.owner) for info in clipping] == [
+        ("2.weight", "param_grad", "torchhook.Clip"),
+        ("2.bias", "param_grad", "torchhook.Clip"),
+    ]
+    for group in ("analysis", "diagnostic", "training"):
+        count = sum(info.group == group for info in hooks(net))
+        assert detach(net, group=group) == count
+        with pytest.raises(SelectionError, match=f"{group!r}; the groups there are: .*'monitoring'"):
+            detach(net, group=group)
+    net(torch.ones(1, 4)).sum().backward()
+    assert net[2].weight.grad.norm() > 1e-3 and clip.clipped == 0
+    assert len(manager.get("1")) == 1 and not manager.features["0"]
+    assert not diagnostics.features
+    assert detach(net) == 1 and hooks(net) == []
+    with pytest.raises(SelectionError, match="the groups there are: none"):
+        detach(net, group="monitoring")
 
 
 def test_c45_verbose_execution_a_line_a_layer(capsys):
