@@ -210,6 +210,9 @@ class Handle:
         if manager is not None and self.tap in manager._session.taps:
             manager._session.remove(self.tap)
 
+    def __repr__(self) -> str:
+        return f"Handle({self.path!r})"
+
     def __enter__(self) -> Handle:
         return self
 

@@ -27,6 +27,7 @@ from torchhook.core.lifetime import Attaching
 from torchhook.core.passes import StopForward
 from torchhook.core.renamed import old_method
 from torchhook.core.scope import Scope
+from torchhook.core.shown import Shown
 from torchhook.core.text import warn
 from torchhook.core.torch_internals import (
     CALL_SLOT,
@@ -247,7 +248,7 @@ class CompiledPart:
             vars(module)[self.slot] = call
 
 
-class Armed(Attaching):
+class Armed(Shown, Attaching):
     """Makes a model notice taps that are attached after it was compiled; see `torchhook.arm`."""
 
     def __init__(self, model: nn.Module) -> None:

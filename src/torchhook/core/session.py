@@ -208,7 +208,8 @@ class Session(Attaching):
         return places
 
     def __repr__(self) -> str:
-        return f"Session({type(self.model).__name__}, {len(self.taps)} taps, {self.state})"
+        taps = "1 tap" if len(self.taps) == 1 else f"{len(self.taps)} taps"
+        return f"Session({type(self.model).__name__}, {taps}, {self.state})"
 
     @property
     def points(self) -> list[Point]:

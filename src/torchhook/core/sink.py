@@ -13,6 +13,7 @@ from torchhook.core.event import Event, copied, recomputing
 from torchhook.core.page import Keep, Keeper
 from torchhook.core.passes import Pass
 from torchhook.core.scope import Scope
+from torchhook.core.shown import Shown
 from torchhook.core.site import GRADIENT_PORTS, Port, Site
 from torchhook.core.trees import Address, Arguments, mapped
 
@@ -40,7 +41,7 @@ class Unknown(tuple[Any, ...]):
 UNKNOWN = Unknown()
 
 
-class Sink(ABC):
+class Sink(Shown, ABC):
     """Receives what taps see. A sink of your own only needs `receive`:
 
     >>> class Shapes(Sink):

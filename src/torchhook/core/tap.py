@@ -20,6 +20,7 @@ from torchhook.core.event import Event
 from torchhook.core.passes import Pass
 from torchhook.core.scope import Scope
 from torchhook.core.selection import Query, Selector
+from torchhook.core.shown import Shown, maker
 from torchhook.core.sink import Act, Sink, observing
 from torchhook.core.site import GRADIENT_PORTS, PORTS, Port, Site
 from torchhook.core.torch_style import observer
@@ -28,8 +29,8 @@ Schedule = Callable[[int], bool]
 """Which passes: a predicate on their numbers."""
 
 
-@dataclass(frozen=True, eq=False)
-class Tap:
+@dataclass(frozen=True, eq=False, repr=False)
+class Tap(Shown):
     """What to do with the values at some places of a model.
 
     `action` is a `Sink`, an `Edit`, or a callable that observes and returns None. One that needs a single argument is
@@ -53,7 +54,7 @@ class Tap:
     when: Schedule | None = None
     transform: Callable[[Any], Any] | None = None
     group: str | None = None
-    edits: bool = field(init=False, repr=False, default=False)  # whether it changes what flows
+    edits: bool = field(init=False, default=False)  # whether it changes what flows
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "selector", Selector.of(self.selector))
@@ -110,6 +111,17 @@ class Tap:
             ) from error
 
 
+class Passes(Shown):
+    """A schedule: which passes, by their numbers."""
+
+    def __init__(self, test: Schedule) -> None:
+        self.test = test
+
+    def __call__(self, number: int) -> bool:
+        return self.test(number)
+
+
+@maker
 def every(n: int) -> Schedule:
     """Passes 0, `n`, 2 `n`, …
 
@@ -117,9 +129,10 @@ def every(n: int) -> Schedule:
     [0, 3, 6]
     """
     require_count(n, "n")
-    return lambda number: number % n == 0
+    return Passes(lambda number: number % n == 0)
 
 
+@maker
 def first(n: int) -> Schedule:
     """The first `n` passes.
 
@@ -127,9 +140,10 @@ def first(n: int) -> Schedule:
     [0, 1]
     """
     require_count(n, "n")
-    return lambda number: number < n
+    return Passes(lambda number: number < n)
 
 
+@maker
 def sample(fraction: float, seed: int = 0) -> Schedule:
     """A random `fraction` of the passes, the same ones for the same `seed`.
 
@@ -138,7 +152,7 @@ def sample(fraction: float, seed: int = 0) -> Schedule:
     """
     if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
         raise ValueError(f"fraction must be in (0, 1], not {fraction!r}")
-    return lambda number: random.Random(f"{seed}:{number}").random() < fraction
+    return Passes(lambda number: random.Random(f"{seed}:{number}").random() < fraction)
 
 
 def require_count(value: Any, argument: str) -> None:

@@ -17,6 +17,7 @@ from torchhook.core.renamed import old_method
 from torchhook.core.selection import Query, require_module, select
 from torchhook.core.session import ScopeName, Session
 from torchhook.core.shards import is_sharded
+from torchhook.core.shown import Shown, maker
 from torchhook.core.silent import OnSilent
 from torchhook.core.site import PORTS, Port
 from torchhook.core.tap import Tap
@@ -70,7 +71,7 @@ def _query_and_port(key: Any, port: Port) -> tuple[Any, Port]:
     return key
 
 
-class Skip(Attaching):
+class Skip(Shown, Attaching):
     """Leaves some modules of a model out; see `torchhook.skip`."""
 
     def __init__(self, modules: list[nn.Module], returns: Callable[[Any], Any] | None) -> None:
@@ -95,6 +96,7 @@ class Skip(Attaching):
         return first if self._returns is None else self._returns(first)
 
 
+@maker
 def skip(model: nn.Module, *queries: Query, returns: Callable[[Any], Any] | None = None) -> Skip:
     """Run `model` without the selected modules, inside the block: each returns its first input.
 
@@ -238,6 +240,7 @@ def clip_gradients(
     return ClipGradients(parameters, limits[0], by_norm=norm is not None, group=group)
 
 
+@maker
 def arm(model: nn.Module) -> Armed:
     """Prepare `model`, before it is compiled, for taps that are attached afterwards.
 

@@ -14,6 +14,7 @@ from torchhook.core.lifetime import Attaching
 from torchhook.core.selection import Query, require_module
 from torchhook.core.session import ScopeName
 from torchhook.core.silent import warn_silent
+from torchhook.core.shown import Shown
 from torchhook.core.site import Port, Site
 from torchhook.core.torch_internals import CONVOLUTIONS
 from torchhook.core.trees import leaves
@@ -22,7 +23,7 @@ from torchhook.stats import Moments
 from torchhook.stats.reduce import Reduce
 
 
-class ModelDiagnostics(Attaching):
+class ModelDiagnostics(Shown, Attaching):
     """The latest features of the selected layers (default: every convolution, or else every leaf) and their gradients.
 
     It attaches hooks when it is created; `close`, or the end of a ``with`` block, removes them. `scope` and `group` are

@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torchhook.core.findings import Finding, Report
+from torchhook.core.shown import Shown
 from torchhook.rules.entry import Entry
 
 __all__ = ["Entry", "Log"]
 
 
-class Log:
+class Log(Shown):
     """Receives what a monitor measures and finds; override the methods that you need.
 
     All methods are called from one thread and in order, while the training continues. With `in_step` set, they are
