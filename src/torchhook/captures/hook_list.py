@@ -72,7 +72,9 @@ def detach(model: nn.Module, group: str | None = None) -> int:
     chosen = [remove for known, remove in ours if group in (None, known)]
     if group is not None and not chosen:
         groups = ", ".join(dict.fromkeys(repr(known) for known, _ in ours if known is not None))
-        raise SelectionError(f"no hook on the model is in the group {group!r}; the groups there are: {groups or 'none'}")
+        raise SelectionError(
+            f"no hook on the model is in the group {group!r}; the groups there are: {groups or 'none'}"
+        )
     for remove in chosen:
         remove()
     return len(chosen)

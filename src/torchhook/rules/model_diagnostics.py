@@ -13,8 +13,8 @@ from torchhook.core.findings import Report
 from torchhook.core.lifetime import Attaching
 from torchhook.core.selection import Query, require_module
 from torchhook.core.session import ScopeName
-from torchhook.core.silent import warn_silent
 from torchhook.core.shown import Shown
+from torchhook.core.silent import warn_silent
 from torchhook.core.site import Port, Site
 from torchhook.core.torch_internals import CONVOLUTIONS
 from torchhook.core.trees import leaves
