@@ -43,7 +43,7 @@ def show(
 def _folder_of(what: Any) -> Path:
     folder = what.run if isinstance(what, Monitor) else what.folder if isinstance(what, Run) else Path(what)
     if folder is None:
-        raise RunError("this monitor does not write a run: create it with a folder, such as to=['runs']")
+        raise RunError("this monitor does not write a run: create it with a folder, such as to='runs'")
     return Path(folder)
 
 
