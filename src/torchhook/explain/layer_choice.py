@@ -101,17 +101,18 @@ def _leading_to(score: Tensor, calls: Sequence[ModuleCall]) -> Iterator[ModuleCa
 
 
 def _before_pooling(calls: Iterator[ModuleCall]) -> ModuleCall | None:
-    """Of some calls, the last first: the last of those whose maps have the size of the last convolution or linear layer.
+    """Of some calls, the last first: the last one whose maps have the size of the last convolution or linear layer's.
 
-    What follows those at another size is their pooling: it says less precisely where, and nothing else.
+    What follows at another size is a pooling: it says less precisely where, and nothing else.
     """
     behind: list[ModuleCall] = []
     for call in calls:
-        behind.insert(0, call)
+        behind.append(call)
         if any(weight.dim() > 1 for weight in call.module.parameters(recurse=False)):
-            size = _map_size(call)
-            return list(takewhile(lambda one: _map_size(one) == size, behind))[-1]
-    return behind[-1] if behind else None
+            break
+    sizes = [_map_size(call) for call in reversed(behind)]
+    same = len(list(takewhile(lambda size: size == sizes[0], sizes)))
+    return behind[-same] if behind else None
 
 
 def _map_size(call: ModuleCall) -> torch.Size:
