@@ -338,7 +338,9 @@ def test_a_capture_is_drawn_a_row_for_each_layer_with_maps():
         feature_maps(acts, ax=figure.axes[0])
     with torchhook.capture(net, "fc") as flat:
         net(torch.randn(2, 3, 64, 64))
-    with pytest.raises(ValueError, match=r"x has no feature maps \[N, C, H, W\]: it holds 'fc' \[2, 5\]; capture a conv"):
+    with pytest.raises(
+        ValueError, match=r"x has no feature maps \[N, C, H, W\]: it holds 'fc' \[2, 5\]; capture a conv"
+    ):
         feature_maps(flat)
 
 

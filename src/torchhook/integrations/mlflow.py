@@ -63,8 +63,8 @@ class MLflow(Log):
         """Log feature maps as images, with or without a training: those of the channels, and of their mean.
 
         `acts` is what `torchhook.plot.feature_maps` takes: a capture, one layer of it, or a dict of names and tensors.
-        The images are ``torchhook/maps/<layer>`` and ``torchhook/mean_map/<layer>`` of the run, each with its step. A run
-        of its own is finished after each call, and continued by the next.
+        The images of the run are named ``torchhook/maps/<layer>`` and ``torchhook/mean_map/<layer>``. A run of its own
+        is finished after each call, and continued by the next.
         """
         self._find_run()
         self._log_images(pictures_of(acts), step)

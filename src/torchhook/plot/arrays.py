@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
 ARRAY = "a tensor, an array or lists of real numbers"
 
 

@@ -35,9 +35,9 @@ def cam(image: Any, heat: Any = None, *, ax: Axes | None = None) -> Figure:
         image: ``[C, H, W]`` or ``[H, W, C]`` with 1, 3 or 4 channels, or ``[H, W]``; bytes, or floats in [0, 1].
             Floats outside that range, as in a normalised image, are rescaled to it. For several maps, a batch or a
             list with an image for each.
-        heat: What `torchhook.explain` returned, such as ``grad_cam(model, x)``, with a map per sample; or ``[h, w]``, of
-            any size. It is resized to the image. Colours go from violet to yellow, or from blue to red if any value is
-            negative.
+        heat: A result of `torchhook.explain`, such as ``grad_cam(model, x)``, with a map per sample; or ``[h, w]``
+            of any size. It is resized to the image. Colours go from violet to yellow, or from blue to red if any value
+            is negative.
 
     >>> import torch
     >>> figure = cam(torch.rand(3, 32, 48), torch.rand(7, 7))
@@ -86,11 +86,11 @@ def _images(image: Any, count: int) -> Sequence[Any]:
 def _draw(image: Any, heat: _Map, ax: Axes | None) -> Figure:
     picture = None if image is None else picture_of(image)
     warmth = heat.values
-    high, wide = size = (heat.size or tuple(warmth.shape)) if picture is None else tuple(picture.shape[:2])
-    figure, ax = place(ax, *page(size, 4.5, beside=0.9))
+    high, wide = heat.size or warmth.shape if picture is None else picture.shape[:2]
+    figure, ax = place(ax, *page((high, wide), 4.5, beside=0.9))
     style: dict[str, Any] = {"extent": (-0.5, wide - 0.5, high - 0.5, -0.5), "interpolation": "nearest"}
     if picture is not None:
-        warmth = F.interpolate(warmth[None, None], size, mode="bilinear", align_corners=False)[0, 0]
+        warmth = F.interpolate(warmth[None, None], (high, wide), mode="bilinear", align_corners=False)[0, 0]
         ax.imshow(picture.numpy(), cmap="gray", vmin=0, vmax=1)
     scale = colour_scale(warmth)
     if picture is not None:

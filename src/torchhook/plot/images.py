@@ -123,10 +123,9 @@ def _draw_maps(layer: Layer, most: int, ax: Axes | None, columns: int | None = N
     return figure
 
 
-def _draw_heads(
-    layer: Layer, tokens: Sequence[object] | None, ax: Axes | None, columns: int | None = None
-) -> Figure:
-    heads = finite(first_sample(layer, "maps", "[heads, q, k] or [batch, heads, q, k]", "for one head, pass maps[None]"))
+def _draw_heads(layer: Layer, tokens: Sequence[object] | None, ax: Axes | None, columns: int | None = None) -> Figure:
+    needed, remedy = "[heads, q, k] or [batch, heads, q, k]", "for a single head, pass maps[None]"
+    heads = finite(first_sample(layer, "maps", needed, remedy))
     queries, keys = heads.shape[1:]
     if tokens is not None and len(tokens) != keys:
         raise ValueError(
