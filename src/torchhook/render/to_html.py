@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -110,13 +112,19 @@ def plots(report: Report, more: Mapping[str, tuple[Any, str]] | None = None) -> 
 
 def plot(name: str, figure: Any, caption: str, beside: str = "") -> str:
     """A figure on a card, under its name and caption; needs the script that draws it. `beside` goes to its left."""
-    own = {"div_id": f"plot-{name.lower().replace(' ', '-')}", "config": {"displayModeBar": False, "responsive": True}}
+    own = {"div_id": f"plot-{_anchor(name)}", "config": {"displayModeBar": False, "responsive": True}}
     drawn = figure.to_html(full_html=False, include_plotlyjs=False, **own)
     body = f'<div role="img" aria-label="{text(name)}">{drawn}</div>'
     if beside:
         body = f'<div class="pair">{beside}{body}</div>'
     title = f'<figcaption><h3>{text(name)}</h3><p class="quiet">{text(caption)}</p></figcaption>'
     return f'<figure class="card">{title}{body}</figure>\n'
+
+
+def _anchor(name: str) -> str:
+    """An id for a name: readable if it is made of plain words, else a digest, since it may be a path from outside."""
+    plain = name.lower().replace(" ", "-")
+    return plain if re.fullmatch("[a-z_-]+", plain) else sha256(name.encode(errors="surrogatepass")).hexdigest()[:12]
 
 
 def _checks(report: Report) -> str:
