@@ -428,16 +428,28 @@ def test_c45_verbose_execution_a_line_a_layer(capsys):
     assert [call.output for call in calls.calls][-2:] == ["2×512×1×1", "2×1000"]
     assert all(call.milliseconds > 0 for call in calls.calls)
     assert "milliseconds" in repr(calls).splitlines()[0]
+    slow = nn.Sequential(Slow())
+    with trace(slow) as calls:
+        began = time.perf_counter()
+        slow(torch.ones(1))
+        most = (time.perf_counter() - began) * 1e3
+    assert 50 <= calls.calls[0].milliseconds <= most
+
+
+class Slow(nn.Module):
+    def forward(self, x):
+        time.sleep(0.05)
+        return x
 
 
 def test_c46_feature_extractor_returns_a_dict():
-    net = resnet18()
+    net, x = resnet18().eval(), torch.randn(2, 3, 64, 64)
     extractor = FeatureExtractor(net, ["layer4", "avgpool"])
-    features = extractor(torch.ones(2, 3, 64, 64))
-    assert {path: tuple(value.shape) for path, value in features.items()} == {
-        "layer4": (2, 512, 2, 2),
-        "avgpool": (2, 512, 1, 1),
-    }
+    features = extractor(x)
+    layer4 = nn.Sequential(*list(net.children())[:-2])(x)  # the parts of a ResNet, one after the other
+    assert list(features) == ["layer4", "avgpool"] and features["layer4"].shape == (2, 512, 2, 2)
+    torch.testing.assert_close(features["layer4"], layer4)
+    torch.testing.assert_close(features["avgpool"], layer4.mean((2, 3), keepdim=True))
     features["layer4"].sum().backward()
     assert net.conv1.weight.grad is not None and net.fc.weight.grad is None
     assert len(extractor.state_dict()) == len(net.state_dict())
