@@ -26,7 +26,9 @@ def place_of(mutant):
     file = PACKAGE / mutant.file
     lines = file.read_text().splitlines(keepends=True)
     numbers = [number for number, line in enumerate(lines) if line.strip() == mutant.line]
-    assert len(numbers) == 1, f"{len(numbers)} lines of {mutant.file} are {mutant.line!r}; it must be one: edit mutants.py"
+    assert len(numbers) == 1, (
+        f"{len(numbers)} lines of {mutant.file} are {mutant.line!r}; it must be one: edit mutants.py"
+    )
     return file, lines, numbers[0]
 
 

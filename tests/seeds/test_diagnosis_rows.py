@@ -6,6 +6,7 @@ import math
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -66,6 +67,23 @@ def test_c20_one_diagnostics_object_over_features_and_gradients():
         expected = {name: float(getattr(values, name)()) for name in ("mean", "std", "max", "min")}
         assert stats == pytest.approx(expected, rel=1e-4, abs=1e-6), path
     assert ("features/conv1", 5, 2 * 64 * 16 * 16) in writer.tags and len(writer.tags) == 2 * len(convolutions)
+
+
+def test_c20_a_forward_in_another_thread_that_is_not_seen_is_told():
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Conv2d(2, 2, 3))
+    said = r"nothing was seen at the output of '0', output of '1': it ran only in a thread .*; pass scope='all'"
+    with ModelDiagnostics(net) as here, ModelDiagnostics(net, scope="all") as everywhere:
+        thread = threading.Thread(target=lambda: net(torch.ones(1, 1, 8, 8)).sum().backward())
+        thread.start()
+        thread.join()
+        reads = (here.compute_activation_stats, here.check, lambda: here.features, lambda: here.gradients)
+        for read in reads:
+            with pytest.warns(UserWarning, match=said):
+                read()
+    for read in reads:  # after the end, too
+        with pytest.warns(UserWarning, match=said):
+            read()
+    assert list(everywhere.features) == list(everywhere.gradients) == ["0", "1"]
 
 
 def test_c21_dead_units_are_found():

@@ -43,13 +43,25 @@ def test_c47_for_good_on_some_layers_through_accumulation_and_copies():
         net(torch.full((1, 2), 100.0)).sum().backward()
     assert clip.counts == {"1.weight": 3, "1.bias": 3} and net[1].weight.grad.abs().max() <= 1.5
     assert net[0].weight.grad.abs().max() > 1.5 and parameter_hooks(copy.deepcopy(net)) == 0
-    clip.remove()
+    clip.close()
     assert parameter_hooks(net) == 0
     for wrong in ({}, {"value": 1.0, "norm": 1.0}, {"value": -1.0}):
         with pytest.raises(ValueError, match="value= or norm="):
             clip_gradients(net, **wrong)
     with pytest.raises(ValueError, match="require gradients"):
         clip_gradients(net.requires_grad_(False), value=1.0)
+
+
+@pytest.mark.parametrize("limit", [{"value": 0.5}, {"norm": 0.5}])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_c47_gradients_that_are_not_finite_are_counted_as_such(limit, bad):
+    net = nn.Linear(2, 1)
+    with clip_gradients(net, **limit) as clip:
+        for factor in (0.01, 100.0, bad, bad):
+            (net(torch.ones(1, 2)) * torch.tensor([[factor]])).sum().backward()
+    assert clip.counts == {"weight": 1, "bias": 1} and clip.clipped == 2
+    assert clip.nonfinite_counts == {"weight": 2, "bias": 2} and clip.nonfinite == 4
+    assert "4 not finite" in repr(clip)
 
 
 def by_plain_hooks(net, x, paths, function):

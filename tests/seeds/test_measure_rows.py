@@ -104,7 +104,9 @@ def test_b02_every_activation_gradient_weight_and_update_of_a_training():
         values = values[finite]
         found = said.mean, said.std, said.min, said.max, said.abs_mean, said.l2
         exact = values.mean(), values.std(), values.min(), values.max(), values.abs().mean(), values.norm()
-        assert found == pytest.approx([float(number) for number in exact], rel=1e-3, abs=1e-4 * float(values.abs().max())), (path, port)
+        assert found == pytest.approx(
+            [float(number) for number in exact], rel=1e-3, abs=1e-4 * float(values.abs().max())
+        ), (path, port)
         if port in ("output", "grad_output"):
             assert said["near_zero"] == pytest.approx((values.abs() < 1e-3).double().mean().item(), abs=1e-3)
         if port == "param_grad":
