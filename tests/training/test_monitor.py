@@ -1162,10 +1162,10 @@ def test_a_log_that_never_comes_back_is_left_behind(monkeypatch, where):
     monitor = Monitor(model, optimizer, every=1, to=[Stuck()])
     train(model, optimizer, monitor, 12)
     begun = time.monotonic()
-    with pytest.warns(UserWarning, match="the rest is left behind"):
+    with pytest.warns(UserWarning, match="the rest is lost"):
         monitor.close()
     assert time.monotonic() - begun < 5
-    assert any("the rest is left behind" in finding.message for finding in monitor.report.findings)
+    assert any("the rest is lost" in finding.message for finding in monitor.report.findings)
     assert not hooks_of(model, optimizer)
     [thread] = ours()
     never.set()

@@ -1,4 +1,4 @@
-"""Tries the repairs of findings on copies, and says by how much the loss fell then."""
+"""Tries the repairs of findings on copies, and says how much lower the loss was then."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _STUCK = 0.95  # of an earlier loss: a training that ends above has learnt nothi
 _FIRST_LOOK = 16  # steps, then twice as many, and so on: when the loss is looked at on the way
 _LEAST_GAIN = 0.03  # of the first loss, or that of guessing: a loss near zero needs no repair
 _DECIDED = ("TH301", "TH303", "TH603", "TH609", "TH612")  # by the trial alone: even an info becomes a warning
-_HELD = 5  # one batch in so many is held back to judge by
+_HELD = 5  # one batch in this many is held back to judge by
 
 
 class Trials:
@@ -79,7 +79,7 @@ class Trials:
     def _after(self, finding: Finding, rule: Rule, trial: Trial, cause: str, is_shown: bool) -> Finding:
         """The finding after a trial: at least a warning if the repair helped, a severity lower if it is not needed.
 
-        Where nothing is learnt, a repair that does not help proves nothing: there may be another fault beside.
+        Where nothing is learnt, a repair that does not help proves nothing: there may be a second fault.
         """
         tried, works = trial if is_shown else None, self._works(finding)
         if trial.helped and not (works and rule.forgiving and rule.code not in _DECIDED):
