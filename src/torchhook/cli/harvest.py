@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from torchhook.cli.loaders import data_of, model_of, named, wrong
+from torchhook.cli.loaders import data_of, function_of, model_of
 from torchhook.cli.options import Model
 
 _ROWS, _FILES, _ENGINE = "What to keep", "What to write", "How to run"
@@ -120,7 +119,7 @@ def harvest(
         data_of(data, "--data"),
         [site.strip() for text in sites for site in text.split(",") if site.strip()],
         out,
-        transform=None if transform is None else _function(transform),
+        transform=None if transform is None else function_of(transform, "--transform"),
         dtype=None if dtype is Dtype.same else dtype.value,
         rows=rows.value,
         keep=[name.strip() for text in keep or () for name in text.split(",")],
@@ -135,10 +134,3 @@ def harvest(
     )
     typer.echo(acts)
     typer.echo(f"written: {out}")
-
-
-def _function(target: str) -> Callable[[Any], Any]:
-    found = named(target, "--transform")
-    if not callable(found):
-        raise wrong("--transform", f"{target} is {found!r:.60}, which is not callable")
-    return found  # type: ignore[no-any-return]  # imported by name

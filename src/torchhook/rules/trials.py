@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from torchhook.core.batch import Batch, Loss, call, loss_of
 from torchhook.core.findings import Finding, Severity, Trial
+from torchhook.core.model_state import random_state_kept
 from torchhook.core.trees import mapped
 from torchhook.rules.history import GOOD
 from torchhook.rules.repairs import Repair, Setup, repairs_for
@@ -132,7 +133,7 @@ class Trials:
         setup = Setup(*self.copies(), list(self.batches), list(self.held))
         watch = _Stopwatch()
         try:
-            with torch.random.fork_rng(devices=[]):
+            with random_state_kept(setup.model):
                 torch.manual_seed(0)
                 if repair is not None:
                     repair.apply(setup)
