@@ -1133,7 +1133,7 @@ def test_where_warnings_are_errors_nothing_stops():
 def test_a_slow_log_loses_windows_but_no_losses(monkeypatch):
     class Slow(Kept):
         def write(self, entry):
-            time.sleep(0.02)
+            time.sleep(0.1)
             super().write(entry)
 
     monkeypatch.setattr(worker, "_WAITING", 4)
@@ -1143,7 +1143,7 @@ def test_a_slow_log_loses_windows_but_no_losses(monkeypatch):
         begun = time.monotonic()
         train(model, optimizer, monitor, 400)
         took = time.monotonic() - begun
-    assert took < 400 * 0.02  # the training does not wait
+    assert took < 400 * 0.1  # the training does not wait
     assert list(log.losses) == list(range(400)) and len(log.windows) < 300
     assert any("windows were dropped" in note for note in monitor.report.notes)
 
