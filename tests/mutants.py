@@ -1,6 +1,6 @@
 """Mutants: lines of the package, each made wrong in one place, and the test that notices.
 
-A line is given without its indentation and occurs once in its file. `test_mutants.py` applies them. When a line changes,
+A line is given without its indentation and occurs once in its file. `test_mutants.py` applies them. If a line changes,
 change it here, too; when a mutant survives, make its test stronger.
 """
 
