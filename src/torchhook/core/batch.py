@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from torchhook.core.selection import unwrapped
+from torchhook.core.selection import require_module, unwrapped
 from torchhook.core.trees import Arguments, leaves, mapped
 
 ToInputs = Callable[[Any], Any]
@@ -232,6 +232,7 @@ def inputs_of(x: Any, model: nn.Module) -> Arguments:
     >>> inputs_of((1, 2), nn.Bilinear(1, 1, 1))
     Arguments(args=(1, 2), kwargs={})
     """
+    require_module(model)
     if isinstance(x, DataLoader):
         return Batch.of(next(iter(InputBatches(x, model, argument="x")))).arguments
     (given,) = InputBatches([x], model, argument="x")
