@@ -100,7 +100,7 @@ SCOPES = {
     "capture": lambda model: capture(model, grads=True, inputs=True, params=True).attach(),
     "session": lambda model: Session(model, [Tap("0", print, port="param_grad"), Tap("", print)]).attach(),
     "stop": lambda model: capture(model, "0", stop=True).attach(),
-    "trace": lambda model: trace(model, quiet=True).attach(),
+    "trace": lambda model: trace(model, progress=False).attach(),
 }
 
 

@@ -76,7 +76,7 @@ def test_refuses_what_does_not_fit(arguments, said):
 
 def test_a_sweep_has_a_bar_for_each_site():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)).eval()
-    found = torchhook.sweep(model, torch.randn(2, 4), "?", torchhook.edits.zero, torch.sum, progress=None)
+    found = torchhook.sweep(model, torch.randn(2, 4), "?", torchhook.edits.zero, torch.sum, progress=False)
     figure = sweep(found)
     assert rows(figure) == ["0", "1", "2"]
     bars = {round(bar.get_y() + bar.get_height() / 2): bar.get_width() for bar in figure.axes[0].patches}

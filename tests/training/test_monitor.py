@@ -567,7 +567,7 @@ def test_rules_are_chosen_by_their_codes():
         ({"on_finding": "shout"}, "on_finding must be"),
         ({"to": "runs"}, "to must be a list"),
         ({"rules": ["TH999"]}, "no rule 'TH999'"),
-        ({"max_mb": 0, "to": ["runs"]}, "max_mb"),
+        ({"max_bytes": 0, "to": ["runs"]}, "max_bytes"),
     ],
 )
 def test_what_is_asked_for_wrongly_is_said_at_once(options, error, tmp_path, monkeypatch):

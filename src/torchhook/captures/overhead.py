@@ -14,6 +14,7 @@ from torch import nn
 from torchhook.captures.capture import capture
 from torchhook.core.model_state import state_kept
 from torchhook.core.selection import Query, require_module
+from torchhook.core.tabular import frame
 from torchhook.core.tap import require_count
 from torchhook.core.trees import Arguments
 
@@ -29,6 +30,10 @@ class Overhead(NamedTuple):
     def ratio(self) -> float:
         """How many times longer the hooked forward takes."""
         return self.hooked / self.plain
+
+    def table(self, kind: str | None = None) -> Any:
+        """One row: a DataFrame if pandas is installed, else a list of dicts; `kind` chooses, as elsewhere."""
+        return frame([{**self._asdict(), "ratio": self.ratio}], kind)
 
     def __repr__(self) -> str:
         return f"plain {self.plain:.3f} ms, hooked {self.hooked:.3f} ms: {self.ratio:.2f}× (median of {self.runs})"
