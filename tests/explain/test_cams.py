@@ -9,6 +9,7 @@ from torch import nn
 from specimens import hooks_of
 from torchhook import SelectionError, SilentError
 from torchhook.explain.cams import eigen_cam, grad_cam, grad_cam_pp, hires_cam, layer_cam, x_grad_cam
+from torchhook.explain.mask_cams import ablation_cam, score_cam
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BY_GRADIENT = [grad_cam, hires_cam, layer_cam, x_grad_cam, grad_cam_pp]
@@ -327,6 +328,88 @@ def test_the_last_layer_in_order_of_execution():
     assert eigen_cam(Backwards(), torch.randn(2, 3, 9, 9)).layer == "late"
 
 
+@pytest.mark.parametrize("is_pooled", [True, False])
+def test_a_convolution_that_never_runs_is_not_the_layer(is_pooled, x):
+    class Optional(nn.Module):
+        """Has, as SAM, convolutions that cut patches of a mask if one is given."""
+
+        def __init__(self):
+            super().__init__()
+            self.cut, self.never, self.act = nn.Conv2d(3, 8, 2, 2), nn.Conv2d(8, 8, 2, 2), nn.ReLU()
+
+        def forward(self, image, mask=None):
+            maps = self.act(self.cut(image))
+            maps = maps if mask is None else maps + self.never(mask)
+            return maps.mean((2, 3)) if is_pooled else maps[:, :, 1, 2]
+
+    for method in (*ALL, score_cam, ablation_cam):
+        heat = method(Optional(), x, 1)
+        assert heat.layer == "act" and heat.maps.shape == (4, 3, 5)
+
+
+def test_sam_without_a_mask():
+    from transformers import SamConfig, SamMaskDecoderConfig, SamModel, SamPromptEncoderConfig, SamVisionConfig
+
+    sizes = {"image_size": 64, "patch_size": 8}
+    vision = SamVisionConfig(
+        **sizes, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, mlp_dim=64, output_channels=16,
+        num_pos_feats=8, window_size=4, global_attn_indexes=[1],
+    )  # fmt: skip
+    decoder = SamMaskDecoderConfig(
+        hidden_size=16, mlp_dim=32, num_attention_heads=2, iou_head_hidden_dim=16, iou_head_depth=2
+    )
+    prompts = SamPromptEncoderConfig(**sizes, hidden_size=16, mask_input_channels=4)
+    model = SamModel(SamConfig(vision_config=vision, prompt_encoder_config=prompts, mask_decoder_config=decoder)).eval()
+    given = {"pixel_values": torch.randn(1, 3, 64, 64), "input_points": torch.tensor([[[[20.0, 20.0]]]])}
+    heat = grad_cam(model, given, lambda out: out.pred_masks[:, 0, 0].mean((1, 2)))
+    assert heat.layer == "mask_decoder.activation" and heat.maps.count_nonzero()
+    with pytest.raises(SilentError, match="layer 'prompt_encoder.mask_embed.conv1' has no output to explain"):
+        grad_cam(model, given, lambda out: out.pred_masks[:, 0, 0].mean((1, 2)), "prompt_encoder.mask_embed.conv1")
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "layer"),
+    [
+        ("alexnet", 224, "features.11"),
+        ("alexnet", 127, "features.11"),  # the pooling at the end returns maps that are nearly as large: 6×6 of 7×7
+        ("alexnet", 111, "features.11"),  # and here as large
+        ("vgg11", 64, "features.19"),
+        ("vgg11_bn", 64, "features.27"),
+        ("squeezenet1_1", 64, "classifier.2"),
+        ("resnet18", 64, "layer4"),
+        ("mobilenet_v3_small", 64, "features"),  # with poolings beside its path, which scale the channels
+        ("swin_t", 64, "permute"),  # poolings without a convolution behind them, in the middle
+    ],
+)
+def test_the_layer_of_a_known_net_is_that_before_its_last_pooling(name, size, layer):
+    import torchvision
+
+    torch.manual_seed(0)
+    model = getattr(torchvision.models, name)(num_classes=4).eval()
+    assert grad_cam(model, torch.randn(1, 3, size, size)).layer == layer
+
+
+def test_a_pooling_at_the_end_is_left_out_where_there_is_no_score(x):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout()).eval()
+    assert eigen_cam(model, x).layer == "2"
+    assert eigen_cam(model[3:], x).layer == "4", "without weights, the last one"
+
+
+def test_a_gradient_of_zero_is_said(x):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.ReLU())
+    x[1], x[3] = -x[1].abs(), x[3].abs()
+    with torch.no_grad():
+        model[0].weight.abs_()
+        model[0].bias.zero_()
+    for method in BY_GRADIENT:
+        said = (
+            f"{method.__name__}: the gradient of the target is zero in the whole output of layer '0' for sample 1 of 4"
+        )
+        with pytest.warns(UserWarning, match=said):
+            heat = method(model, x, 1, "0")
+        assert not heat.maps[1].count_nonzero() and heat.maps[3].count_nonzero()
+
+
 def test_a_tensor_that_is_only_passed_through_does_not_count():
     class Passing(nn.Module):
         """Gives its input first, which nobody reads any more."""
@@ -430,14 +513,16 @@ def test_one_backward_finds_the_layer(x, monkeypatch):
     model, asked, plain = Net(), [], torch.autograd.grad
     nn.init.zeros_(model.fc.weight)
     monkeypatch.setattr(torch.autograd, "grad", lambda *args, **kwargs: asked.append(1) or plain(*args, **kwargs))
-    grad_cam(model, x)
+    with pytest.warns(UserWarning, match="the gradient of the target is zero"):
+        grad_cam(model, x)
     assert len(asked) == 2  # one in the trial, one for the map
 
 
 def test_a_head_of_zeros_still_has_a_layer(x):
     model = Net()
     nn.init.zeros_(model.fc.weight)
-    heat = grad_cam(model, x)
+    with pytest.warns(UserWarning, match="in the whole output of layer 'drop' for sample 0, 1, 2, 3 of 4"):
+        heat = grad_cam(model, x)
     assert heat.layer == "drop" and heat.maps.count_nonzero() == 0
 
 
@@ -667,8 +752,13 @@ def test_layers_that_the_target_does_not_depend_on():
     model, x = Ending(), torch.randn(1, 3, 8, 8)
     with pytest.raises(ValueError, match="the target does not depend on the output of layer 'unread'"):
         grad_cam(model, x, 0, "unread")
-    with pytest.raises(SilentError, match="never"):
-        grad_cam(model, x, 0, "never")
+    for method in (grad_cam, eigen_cam, score_cam):
+        for call in (None, 0, -1):
+            with pytest.raises(
+                SilentError, match="layer 'never' has no output to explain: .* leave layer= out"
+            ) as raised:
+                method(model, x, 0, "never", call=call)
+            assert "on_silent" not in str(raised.value), "an argument that these functions do not have"
     assert hooks_of(model) == hooks_of(copy.deepcopy(model))
 
 

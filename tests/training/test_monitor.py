@@ -10,6 +10,7 @@ import time
 import warnings
 import weakref
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -565,7 +566,8 @@ def test_rules_are_chosen_by_their_codes():
     [
         ({"every": 0}, "every"),
         ({"on_finding": "shout"}, "on_finding must be"),
-        ({"to": "runs"}, "to must be a list"),
+        ({"to": 3}, "to must be a folder, a log or a list of them, not 3"),
+        ({"to": ["runs", 3]}, "to must be a folder, a log or a list of them, not 3"),
         ({"rules": ["TH999"]}, "no rule 'TH999'"),
         ({"max_bytes": 0, "to": ["runs"]}, "max_bytes"),
     ],
@@ -577,6 +579,18 @@ def test_what_is_asked_for_wrongly_is_said_at_once(options, error, tmp_path, mon
     with pytest.raises((ValueError, TypeError), match=error):
         Monitor(model, optimizer, **{"to": [], **options})
     assert not hooks_of(model, optimizer) and not ours()
+
+
+@pytest.mark.parametrize("as_path", [str, Path])
+def test_one_folder_or_log_needs_no_list(as_path, tmp_path):
+    model, log = small(), Kept()
+    optimizer = sgd(model)
+    with Monitor(model, optimizer, every=1, to=as_path(tmp_path)) as monitor:
+        train(model, optimizer, monitor, 2)
+    assert monitor.run.parent == tmp_path and monitor.run.is_dir()
+    with Monitor(model, optimizer, every=1, to=log) as monitor:
+        train(model, optimizer, monitor, 2)
+    assert monitor.run is None and list(log.windows) == [0, 1]
 
 
 # ------------------------------------------------------------ nothing suffers from it

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from torchhook.captures.store import Store, StoredValue
 from torchhook.core.errors import NotRecordedError, SessionError
+from torchhook.core.lifetime import Attaching
 from torchhook.core.selection import nearest
 from torchhook.core.session import Session
 from torchhook.core.site import Port
@@ -149,7 +149,7 @@ class Calls:
         return shape_of(value.unwrapped() if isinstance(value, Arguments) else value)
 
 
-class Capture(Tabular, Mapping[str, Calls]):
+class Capture(Attaching, Tabular, Mapping[str, Calls]):
     """Values recorded at some places of a model; see `torchhook.capture`."""
 
     def __init__(self, session: Session, store: Store, ports: list[Port]) -> None:
@@ -158,22 +158,22 @@ class Capture(Tabular, Mapping[str, Calls]):
         self._ports = ports
         self._final: dict[str, Calls] | None = None
 
-    def attach(self) -> Capture:
+    def open(self) -> Capture:
         """Start recording. (``with`` does this.)"""
-        self._session.attach()
+        self._session.open()
         return self
 
-    def detach(self) -> None:
+    def close(self) -> None:
         """Remove the hooks; recorded values stay. (The end of the ``with`` block does this.)"""
-        self._session.detach()
+        self._session.close()
 
-    def __enter__(self) -> Capture:
-        return self.attach()
+    def abandon(self) -> None:
+        self._session.abandon()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._session.__exit__(kind, error, trace)
+    @property
+    def session(self) -> Session:
+        """The session whose taps record."""
+        return self._session
 
     @property
     def order(self) -> list[tuple[str, int]]:
@@ -192,7 +192,7 @@ class Capture(Tabular, Mapping[str, Calls]):
 
     def __getitem__(self, path: str) -> Calls:
         if self._session.state == "new":
-            raise SessionError("nothing is captured yet; use it in a with block, or call attach()")
+            raise SessionError("nothing is captured yet; use it in a with block, or call open()")
         calls = self._calls()
         name = self._session.aliases.get(path, path)
         if name not in calls:
@@ -222,7 +222,7 @@ class Capture(Tabular, Mapping[str, Calls]):
                 of_path.module_class = kind
         for entry in self._store.entries():
             calls[entry.site.path]._entries.append(entry)
-        if self._session.state == "detached":
+        if self._session.state == "closed":
             self._final = calls
         return calls
 

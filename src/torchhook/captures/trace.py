@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, NamedTuple, TextIO
 
 from torch import nn
 
 from torchhook.core.event import Event
+from torchhook.core.lifetime import Attaching
 from torchhook.core.renamed import renamed
 from torchhook.core.selection import Query, Selector
 from torchhook.core.session import Session
@@ -53,7 +53,7 @@ class TracedCall(NamedTuple):
     milliseconds: float
 
 
-class Trace(Tabular):
+class Trace(Attaching, Tabular):
     """The calls of a model as they happen; see `torchhook.trace`."""
 
     def __init__(self, model: nn.Module, queries: tuple[Query, ...], file: TextIO | None, progress: bool) -> None:
@@ -66,22 +66,17 @@ class Trace(Tabular):
             on_silent=None if queries else "ignore",  # without queries, modules may well not run
         )
 
-    def attach(self) -> Trace:
+    def open(self) -> Trace:
         """Start tracing. (``with`` does this.)"""
-        self._session.attach()
+        self._session.open()
         return self
 
-    def detach(self) -> None:
+    def close(self) -> None:
         """Remove the hooks; the calls stay. (The end of the ``with`` block does this.)"""
-        self._session.detach()
+        self._session.close()
 
-    def __enter__(self) -> Trace:
-        return self.attach()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._session.__exit__(kind, error, trace)
+    def abandon(self) -> None:
+        self._session.abandon()
 
     def _records(self) -> list[dict[str, Any]]:
         names = ("path", "module", *TracedCall._fields[2:])

@@ -44,7 +44,8 @@ def explain(
         int | None, typer.Option(metavar="CLASS", help="Index of the class to explain; by default the predicted class.")
     ] = None,
     layer: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Path of a module; by default the last with a spatial extent.")
+        str | None,
+        typer.Option(metavar="PATH", help="Path of a module; by default the last one before a final pooling."),
     ] = None,
     call: Annotated[
         int | None, typer.Option(metavar="N", help="Which call of the layer, if it is called several times in a pass.")

@@ -65,7 +65,7 @@ class Likeness:
         """The matrix as a heat map; see `torchhook.plot.similarity`."""
         from torchhook.plot import similarity
 
-        return similarity(self.matrix, self.rows, self.columns, ax=ax)
+        return similarity(self, ax=ax)
 
     def __repr__(self) -> str:
         return f"{self._title()}\n{table(self._header(), self._nearest())}"

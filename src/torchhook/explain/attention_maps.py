@@ -180,7 +180,7 @@ class Attended(Tabular, Sequence[AttentionCall]):
         means = [call.by_head()["entropy"].tolist() for call in self.calls]
         widest = max(map(len, means))
         matrix = [mean + [nan] * (widest - len(mean)) for mean in means]
-        return similarity(matrix, rows=[f"{call.path} {call.call}" for call in self.calls], ax=ax)
+        return similarity(matrix, rows=[f"{call.path} {call.call}" for call in self.calls], unit="entropy", ax=ax)
 
     @overload
     def __getitem__(self, which: int) -> AttentionCall: ...

@@ -11,7 +11,7 @@ All take the same arguments:
     target  What to explain: a class, one class per sample, a function from the model's output to one number per sample
             (for segmentation, detection, embeddings, …), or None for the predicted class of each sample.
     layer   The path of a module, or the module. None is the last call in a pass, in order of execution, that returns
-            maps or patch tokens on which the target depends; ``heat.layer`` says which.
+            maps or patch tokens on which the target depends, before a pooling at the end; ``heat.layer`` says which.
     call    Which call, if the layer is called several times in a pass; ``-1`` is the last.
     fold    A function that turns the layer's output, and its gradient, into samples × channels × height × width. Not
             needed for maps (channels first or last) and for the tokens of ViT and Swin.
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from torchhook.core.model_state import inference
 from torchhook.core.selection import Query
+from torchhook.core.text import warn
 from torchhook.core.trees import Arguments
 from torchhook.explain.heat import Heat
 from torchhook.explain.layer_choice import choose_layer
@@ -39,6 +40,7 @@ Formula = Callable[[Tensor, Tensor], Tensor]
 
 AnyCam = TypeVar("AnyCam", bound=Callable[..., Heat])
 
+_SHOWN = 8  # samples that a warning names
 _SUM = 1e-7  # added to a sum of activations, which may be zero, as in pytorch-grad-cam
 _SQUARE = 1e-6  # added to a square of the gradient, which may be zero
 
@@ -75,10 +77,25 @@ def by_gradient(formula: Formula) -> Cam:
         with inference(model):
             reached = reach_layer(model, given, choose_layer(model, given, target, layer, call, fold), fold)
             score = Score.of(target, reached.output, reached.layout.samples)
-            maps = formula(reached.maps, reached.gradient(score))
-            return heat_of(formula.__name__, reached, maps, score.explained(len(maps)))
+            gradient = reached.gradient(score)
+            maps = formula(reached.maps, gradient)
+            heat = heat_of(formula.__name__, reached, maps, score.explained(len(maps)))
+            _warn_of_zeros(gradient, heat)
+            return heat
 
     return named_after(formula, cam)
+
+
+def _warn_of_zeros(gradient: Tensor, heat: Heat) -> None:
+    """Warn of samples whose gradient is zero everywhere, since their empty maps look like an answer."""
+    empty = (gradient.flatten(1) == 0).all(1).nonzero().flatten().tolist()
+    if empty:
+        which = f"{', '.join(map(str, empty[:_SHOWN]))}{', …' * (len(empty) > _SHOWN)} of {len(heat)}"
+        warn(
+            f"{heat.method}: the gradient of the target is zero in the whole output of layer {heat.layer!r} for sample"
+            f" {which}, so there is nothing on its map: what follows the layer passes no gradient on (a saturated"
+            " softmax, a ReLU that is off, weights of zero, a detach); choose another target= or layer="
+        )
 
 
 def named_after(formula: Callable[..., Tensor], method: AnyCam) -> AnyCam:
@@ -97,7 +114,8 @@ def grad_cam(maps: Tensor, gradient: Tensor) -> Tensor:
         x: The input, a tuple of positional arguments or a dict of keyword arguments.
         target: A class, one class per sample, a function from the output to one number per sample, or None for the
             predicted class.
-        layer: A path or a module; None is the last one with a spatial extent on which the target depends.
+        layer: A path or a module; None is the last one with a spatial extent on which the target depends: in a
+            convolutional net the activation of its last convolution, before a pooling at the end.
         call: Which call of the layer, if there are several in a pass.
         fold: A function from the layer's output to samples × channels × height × width, if its shape is unusual.
 

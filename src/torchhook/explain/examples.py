@@ -60,7 +60,7 @@ class Examples(Tabular, Sequence[Example]):
 
     def figure(self) -> Figure:
         """The inputs side by side, each with the box that activates the unit. Needs images and matplotlib."""
-        from torchhook.plot.images import picture_of
+        from torchhook.plot.cams import picture_of
         from torchhook.plot.style import SMALL, new_figure
         from torchhook.render.palette import VERMILLION
 

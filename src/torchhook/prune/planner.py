@@ -15,7 +15,7 @@ from torchhook.core.batch import Batch, Loss, call, on_device
 from torchhook.core.model_state import evaluating, random_state_kept
 from torchhook.core.selection import Query, queries_of, select, unwrapped
 from torchhook.core.tabular import Tabular
-from torchhook.prune.dependencies import ChannelGroup, Graph, copied
+from torchhook.prune.dependencies import ChannelGroup, Graph, copied, requiring_gradients
 from torchhook.prune.layers import channels_of, inputs_of
 from torchhook.prune.scores import Importance
 
@@ -147,7 +147,13 @@ class Cost:
 
 def flops_of(model: nn.Module, batch: Batch) -> tuple[int, dict[str, int]]:
     """The FLOPs of a forward as torch counts them: the total, and by module."""
-    with torch.no_grad(), evaluating(model), FlopCounterMode(display=False) as counter:
+    # torch's counter hooks every input that requires a gradient, and fails at a view of a parameter without a graph
+    with (
+        torch.no_grad(),
+        evaluating(model),
+        requiring_gradients(model, False),
+        FlopCounterMode(display=False) as counter,
+    ):
         call(model, batch)
     named = {name.partition(".")[2]: sum(count.values()) for name, count in counter.get_flop_counts().items()}
     return counter.get_total_flops(), named

@@ -95,4 +95,4 @@ class Instruments:
     def _attach(self, model: nn.Module, taps: list[Tap], stack: ExitStack) -> None:
         if taps:
             session = Session(model, taps, scope="all", on_silent="ignore", on_fault=self._on_fault, when=self.seldom)
-            stack.callback(session.attach().abandon)
+            stack.callback(session.open().abandon)

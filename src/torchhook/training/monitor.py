@@ -32,7 +32,7 @@ from torchhook.stats.reading import Snapshot
 from torchhook.training.beside import norms_of_ranks
 from torchhook.training.instruments import SELDOM, Instruments
 from torchhook.training.judge import Judge
-from torchhook.training.logs import Entry, Log
+from torchhook.training.logs import Entry, Log, Target, targets
 from torchhook.training.process import agreed, described, rank, world_size
 from torchhook.training.runs.folders import new_folder
 from torchhook.training.runs.writer import RunLog
@@ -63,7 +63,8 @@ class Monitor:
         optimizer: The optimizer that trains the model. Without it, nothing is known about updates.
         every: Measure one step in `every`.
         rules, ignore, per_module: As for `check`.
-        to: Where to write: folders, each of which gets a new run, and logs such as those of `torchhook.integrations`.
+        to: Where to write: a folder, which gets a new run, a log such as those of `torchhook.integrations`, or a list
+            of these.
         on_finding: What to do about a new finding. ``"warn"`` warns. ``"stop"`` raises `StopTraining` at the step after
             an error was found. A function is called with the finding, at a step, in the training's own thread.
         name: The name of the run.
@@ -92,7 +93,7 @@ class Monitor:
         optimizer: Any = None,
         every: int = 10,
         rules: Iterable[Choice] | None = None,
-        to: Iterable[Log | str | Path] = ("runs",),
+        to: Target | Iterable[Target] = "runs",
         *,
         ignore: Sequence[Choice] = (),
         per_module: Mapping[str, Sequence[str]] | None = None,
@@ -103,7 +104,8 @@ class Monitor:
     ) -> None:
         require_module(model)
         require_count(every, "every")
-        _require_usable(on_finding, to)
+        _require_usable(on_finding)
+        where = targets(to)
         applied = chosen(rules, ignore)
         self.model_name = type(unwrapped(model)).__name__
         self.every = every
@@ -124,7 +126,7 @@ class Monitor:
         faulted = partial(_faulted, weakref.ref(self))
         self._instruments = Instruments(model, optimizer, applied, history, every, faulted)
         try:
-            self._worker = Worker(Judge(history, checked, on_finding is not None), self._logs(to, name, max_bytes))
+            self._worker = Worker(Judge(history, checked, on_finding is not None), self._logs(where, name, max_bytes))
         except BaseException:
             self._instruments.detach()
             raise
@@ -302,7 +304,7 @@ class Monitor:
         self._worker.fail("watching (which has stopped)", error)
         self.close("failed")
 
-    def _logs(self, to: Iterable[Log | str | Path], name: str | None, max_bytes: int) -> Iterable[Log]:
+    def _logs(self, to: list[Target], name: str | None, max_bytes: int) -> Iterable[Log]:
         for one in to:
             if isinstance(one, Log):
                 yield one
@@ -312,11 +314,9 @@ class Monitor:
             yield RunLog(folder, max_bytes=max_bytes)
 
 
-def _require_usable(on_finding: Any, to: Any) -> None:
+def _require_usable(on_finding: Any) -> None:
     if not (on_finding in (None, "stop", "warn") or callable(on_finding)):
         raise ValueError(f"on_finding must be 'stop', 'warn', a function or None, not {on_finding!r}")
-    if isinstance(to, (str, Path, Log)):
-        raise TypeError(f"to must be a list of folders and logs: to=[{to!r}]")
 
 
 def _folder(root: Path, name: str) -> Path:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from torchhook.captures.pictures import png
 from torchhook.core.errors import RunError
 from torchhook.core.findings import Finding, Report
 from torchhook.core.text import in_units, warn
@@ -19,7 +20,6 @@ from torchhook.training.logs import Entry, Log
 from torchhook.training.runs.blobs import packed
 from torchhook.training.runs.database import Database
 from torchhook.training.runs.groups import Group, grouped
-from torchhook.training.runs.images import png
 from torchhook.training.runs.schema import FILE, SAMPLES
 
 _MOST_LOSSES = 200_000
