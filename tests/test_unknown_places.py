@@ -65,7 +65,7 @@ VERBS = {
     ),
     "explain.top_examples": lambda model, place: explain.top_examples(model, LOADER, place, 0),
     "explain.attention": lambda model, place: explain.attention(Attentive(), torch.ones(1, 4, 8), maps=place),
-    "explain.sanity": lambda model, place: explain.sanity(explain.grad_cam, model, X, layer=place),
+    "explain.sanity": lambda model, place: explain.sanity(explain.grad_cam, model, X, sites=place),
     **{f"explain.{name}": lambda model, place, cam=name: getattr(explain, cam)(model, X, None, place) for name in CAMS},
 }
 
@@ -94,4 +94,4 @@ def test_a_detector_names_an_unknown_place():
     detection = pytest.importorskip("torchvision").models.detection
     detector = detection.ssdlite320_mobilenet_v3_large(weights=None, weights_backbone=None).eval()
     with pytest.raises(th.SelectionError, match=r"backbonne.*nearest: .*'backbone"):
-        explain.pyramid(detector, [torch.ones(3, 64, 64)], layer="backbonne")
+        explain.pyramid(detector, [torch.ones(3, 64, 64)], sites="backbonne")
