@@ -15,11 +15,11 @@ from types import ModuleType
 
 import pytest
 import torch
+from contents import check_moments
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from contents import check_moments
 from specimens import Containers, InPlace, Returning, Shared, hooks_of, resnet18
 from torchhook import (
     Channels,
