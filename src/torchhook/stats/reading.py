@@ -44,13 +44,14 @@ Place = tuple[str, str]
 
 class Row(NamedTuple):
     """One place of a snapshot: its statistics, the class of its module, what exactly is measured, readers of the states
-    by key, and why statistics were dropped."""
+    by key, why statistics were dropped, and the shape of the latest value."""
 
     stats: tuple[Stat, ...]
     label: str
     note: str
     states: dict[str, list[Callable[[], Tensor]]]
     failed: dict[str, str] = {}  # noqa: RUF012 (never written to)
+    shape: tuple[int, ...] | None = None
 
 
 class Reading(Mapping[str, Any]):
@@ -70,6 +71,11 @@ class Reading(Mapping[str, Any]):
         self.module_class = row.label
         self._row = row
         self._stats = {stat.name: stat for stat in row.stats}
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """The shape of the latest value; None if it is unknown, as in a run on disk."""
+        return self._row.shape
 
     @property
     def count(self) -> int:
@@ -258,9 +264,10 @@ class Snapshot(Mapping[Any, Reading]):
 
     def _line(self, reading: Reading) -> dict[str, Any]:
         line: dict[str, Any] = {"site": reading.path, "port": reading.port, "module": reading.module_class}
+        line["shape"] = reading.shape
         for name in reading:
             said = reading[name]
-            line.update(vars(said) if isinstance(said, Summary) else {} if _is_long(said) else {name: said})
+            line.update(_columns(name, said))
         return line
 
     def _shown(self) -> tuple[list[str], list[list[Any]]]:
@@ -295,5 +302,10 @@ def kept(state: Tensor) -> Tensor:
     return state
 
 
-def _is_long(said: Any) -> bool:
-    return not isinstance(said, (bool, int, float, str))
+def _columns(name: str, said: Any) -> dict[str, Any]:
+    """What a table shows of one statistic: plain numbers."""
+    if isinstance(said, Summary):
+        return vars(said)
+    if isinstance(said, Bins):
+        return {"entropy": said.entropy, "normalised_entropy": said.normalised_entropy}
+    return {name: said} if isinstance(said, (bool, int, float, str)) else {}
