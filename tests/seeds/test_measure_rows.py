@@ -51,7 +51,7 @@ def test_c17_entropy_and_shape_of_the_features_of_each_layer():
     with capture(net, keep=None) as acts, measure(net, stats=("moments", "histogram")) as stats:
         net(x)
         net(x[:2])
-    table = {line["site"]: line for line in stats.table("list")}
+    table = {line["path"]: line for line in stats.table("list")}
     for path in acts:
         values = torch.cat([output.flatten() for output in acts[path].outputs]).numpy()
         bins, line = stats[path].histogram(), table[path]
