@@ -190,10 +190,10 @@ def test_c27_grad_cam_and_its_family_are_what_the_papers_say():
         "grad_cam_pp": weighted((share * gradient.clip(min=0)).sum((2, 3))),
     }
     for name, expected in wanted.items():
-        heat = getattr(th.explain, name)(model, x, target=target.tolist(), layer="layer4")
+        heat = getattr(th.explain, name)(model, x, target=target.tolist(), sites="layer4")
         assert np.abs(expected).max() > 1e-3, "a map of zeros would prove nothing"
         np.testing.assert_allclose(heat.maps.numpy(), expected, rtol=1e-3, atol=1e-5 * np.abs(expected).max())
-    resized = th.explain.grad_cam(model, x, target=target.tolist(), layer="layer4").at_input_size().maps
+    resized = th.explain.grad_cam(model, x, target=target.tolist(), sites="layer4").at_input_size().maps
     assert resized.shape == (2, 64, 64)
     drawn = [ax.images[1].get_array() for ax in th.plot.cam(x, heat).axes if len(ax.images) == 2]
     assert np.allclose(np.stack(drawn), heat.at_input_size().maps, atol=1e-5)

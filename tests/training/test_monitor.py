@@ -1152,7 +1152,7 @@ def test_where_warnings_are_errors_nothing_stops():
 def test_a_slow_log_loses_windows_but_no_losses(monkeypatch):
     class Slow(Kept):
         def write(self, entry):
-            time.sleep(0.02)
+            time.sleep(0.1)
             super().write(entry)
 
     monkeypatch.setattr(worker, "_WAITING", 4)
@@ -1162,7 +1162,7 @@ def test_a_slow_log_loses_windows_but_no_losses(monkeypatch):
         begun = time.monotonic()
         train(model, optimizer, monitor, 400)
         took = time.monotonic() - begun
-    assert took < 400 * 0.02  # the training does not wait
+    assert took < 400 * 0.1  # the training does not wait
     assert list(log.losses) == list(range(400)) and len(log.windows) < 300
     assert any("windows were dropped" in note for note in monitor.report.notes)
 
@@ -1181,10 +1181,10 @@ def test_a_log_that_never_comes_back_is_left_behind(monkeypatch, where):
     monitor = Monitor(model, optimizer, every=1, to=[Stuck()])
     train(model, optimizer, monitor, 12)
     begun = time.monotonic()
-    with pytest.warns(UserWarning, match="the rest is left behind"):
+    with pytest.warns(UserWarning, match="the rest is lost"):
         monitor.close()
     assert time.monotonic() - begun < 5
-    assert any("the rest is left behind" in finding.message for finding in monitor.report.findings)
+    assert any("the rest is lost" in finding.message for finding in monitor.report.findings)
     assert not hooks_of(model, optimizer)
     [thread] = ours()
     never.set()

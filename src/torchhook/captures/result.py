@@ -140,7 +140,7 @@ class Calls:
             remedy = (
                 "pass grads=True to capture, and set its requires_grad" if port == "param_grad" else "read its .param"
             )
-            raise NotRecordedError(f"no {port} is recorded of the parameter {self.path!r}; {remedy}")
+            raise NotRecordedError(f"no {port} was recorded for the parameter {self.path!r}; {remedy}")
         option = {"input": "inputs", "output": "outputs", "param": "params"}.get(port, "grads")
         raise NotRecordedError(f"the {port} of {self.path!r} was not recorded; pass {option}=True to capture")
 

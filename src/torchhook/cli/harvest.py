@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from torchhook.cli.loaders import data_of, model_of, named, wrong
+from torchhook.cli.loaders import data_of, function_of, model_of
 from torchhook.cli.options import Model
 from torchhook.core.text import size_of
 
@@ -129,7 +128,7 @@ def harvest(
         data_of(data, "--data"),
         [site.strip() for text in sites for site in text.split(",") if site.strip()],
         out,
-        transform=None if transform is None else _function(transform),
+        transform=None if transform is None else function_of(transform, "--transform"),
         dtype=None if dtype is Dtype.same else dtype.value,
         rows=rows.value,
         keep=[name.strip() for text in keep or () for name in text.split(",")],
@@ -151,10 +150,3 @@ def _sizes(shard: int, memory: int, old_shard: float | None, old_memory: float |
         **({"shard_bytes": shard} if old_shard is None else {"shard_mb": old_shard}),
         **({"memory_bytes": memory} if old_memory is None else {"memory_mb": old_memory}),
     }
-
-
-def _function(target: str) -> Callable[[Any], Any]:
-    found = named(target, "--transform")
-    if not callable(found):
-        raise wrong("--transform", f"{target} is {found!r:.60}, which is not callable")
-    return found  # type: ignore[no-any-return]  # imported by name

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import set_detect_anomaly
 
 from torchhook.core.batch import Batch, InputBatches, Loss, call, loss_of, on_device
-from torchhook.core.model_state import buffers_kept
+from torchhook.core.model_state import buffers_kept, evaluating
 from torchhook.core.progress import Tell
 from torchhook.core.torch_internals import BATCH_NORMS
 from torchhook.core.trees import leaves
@@ -186,17 +186,13 @@ class Inspection:
 
     def _compare_modes(self, twin: nn.Module) -> None:
         """Run the same batches in eval and in train mode, once batch norms have caught up with the weights."""
-        flags = {module: module.training for module in twin.modules()}
-        settling = _SETTLING if any(isinstance(module, BATCH_NORMS) for module in flags) else 0
+        settling = _SETTLING if any(isinstance(module, BATCH_NORMS) for module in twin.modules()) else 0
         try:
             with torch.no_grad():
                 for data in islice(self._batches(), settling):
                     call(twin, Batch.of(on_device(data, twin)))
-                for module in flags:
-                    module.training = False
-                evaluated = self._run(twin)
-                for module, flag in flags.items():
-                    module.training = flag
+                with evaluating(twin):
+                    evaluated = self._run(twin)
                 trained = self._run(twin)
         except Exception as error:  # of the user's code: the loss may not fit the output in eval mode
             self.notes.append(f"train and eval mode were not compared: {type(error).__name__}: {error}")

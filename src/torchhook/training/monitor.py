@@ -120,7 +120,7 @@ class Monitor:
         self._rates: dict[int, float] = {}  # by step, until the worker takes them
         self._losses: dict[int, Loss] = {}
         self._terms: dict[int, Terms] = {}  # what the losses compare
-        self.notes: Notes | None = None  # on the loop around the training, if somebody takes them
+        self.notes: Notes | None = None  # on the loop around the training, if a launcher takes them
         history = History(rest=at_rest(model, optimizer), own_optimizer=optimizer is not None, first_step=first_step)
         checked = partial(check, rules=applied, per_module=per_module, model=self.model_name)
         faulted = partial(_faulted, weakref.ref(self))
