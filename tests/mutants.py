@@ -565,7 +565,7 @@ MUTANTS = [
         "cli/explain.py",
         "x = (shown - torch.tensor(centre).view(3, 1, 1)) / torch.tensor(spread).view(3, 1, 1)",
         "x = (shown - torch.tensor(centre).view(3, 1, 1)) * torch.tensor(spread).view(3, 1, 1)",
-        "cli/test_explain_command.py::test_the_middle_is_seen_in_the_right_colours",
+        "cli/test_explain_command.py::test_a_model_is_given_colours_less_the_mean_in_units_of_the_deviation",
     ),
     Mutant(
         "cli/runs.py",
