@@ -40,7 +40,7 @@ MUTANTS = [
         "core/hooks/gradients.py",
         "if version_of(view) == version:",
         "if version_of(view) >= version:",
-        "core/test_gradients.py::test_grad_input_of_a_module_that_overwrites_its_input",
+        "core/test_gradients.py::test_grad_input_of_one_in_place_module_after_another",
     ),
     Mutant(
         "core/hooks/tensors.py",
