@@ -16,7 +16,8 @@ from torch import nn
 
 from torchhook.compare import distances
 from torchhook.compare.auc import auc_of
-from torchhook.compare.domain_shift import Reservoir, Shifts, shift
+from torchhook.compare.domain_shift import Shifts, shift
+from torchhook.compare.layer_samples import Reservoir
 from torchhook.core.errors import SelectionError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

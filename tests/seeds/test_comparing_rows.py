@@ -139,11 +139,11 @@ def test_c36_the_parameters_of_the_layers_that_differ_most(digits):
 
 def unbiased_hsic(x, y):
     """Song et al. 2012, with whole Gram matrices."""
-    k, l, n = x @ x.T, y @ y.T, len(x)
+    k, h, n = x @ x.T, y @ y.T, len(x)
     np.fill_diagonal(k, 0)
-    np.fill_diagonal(l, 0)
-    rest = k.sum() * l.sum() / ((n - 1) * (n - 2)) - 2 * (k @ l).sum() / (n - 2)
-    return (np.trace(k @ l) + rest) / (n * (n - 3))
+    np.fill_diagonal(h, 0)
+    rest = k.sum() * h.sum() / ((n - 1) * (n - 2)) - 2 * (k @ h).sum() / (n - 2)
+    return (np.trace(k @ h) + rest) / (n * (n - 3))
 
 
 def test_c41_different_architectures_through_one_interface(digits):
@@ -154,9 +154,7 @@ def test_c41_different_architectures_through_one_interface(digits):
     found = th.compare.cka(first, second, x[:500].split(100))
     assert found.rows == ("0", "1", "2", "3", "4") and found.columns == ("0", "1", "2", "3", "4") and found.exact.all()
     with torch.no_grad():
-        outputs = [
-            [model[: n + 1](x[:500]).flatten(1).double().numpy() for n in range(5)] for model in (first, second)
-        ]
+        outputs = [[model[: n + 1](x[:500]).flatten(1).double().numpy() for n in range(5)] for model in (first, second)]
     own = [[unbiased_hsic(side, side) for side in some] for some in outputs]
     expected = [
         [unbiased_hsic(a, b) / np.sqrt(own[0][i] * own[1][j]) for j, b in enumerate(outputs[1])]
@@ -186,7 +184,8 @@ def test_c42_where_a_model_may_leak_what_it_was_trained_on(digits):
         assert 0.55 < expected < 1 and found[name].auc.value == pytest.approx(expected, abs=1e-4), name
         others = np.sort(scores[200:])[::-1]
         assert found[name].tpr_1.value == pytest.approx(np.mean(scores[:200] > others[2]), abs=0.01), name  # 1 % of 200
-    assert found["loss"].auc.low > 0.8 and found.signals[0].auc.value == max(signal.auc.value for signal in found.signals)
+    assert found["loss"].auc.low > 0.8
+    assert found.signals[0].auc.value == max(signal.auc.value for signal in found.signals)
 
 
 def each_sample(model, x, y):

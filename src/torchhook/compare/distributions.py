@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 import torch
 from torch import Tensor, nn
 
-from torchhook.compare.layer_pairs import Pair, pairs_of, places_of, roles_of
+from torchhook.compare.layer_pairs import Pair
+from torchhook.compare.matched import Matched, has_same_channels, label_of
 from torchhook.compare.printing import SHOWN, rest_of
 from torchhook.compare.worst import Worst
 from torchhook.core.batch import Batch, batch_count, call, fitted, require_loader, samples_of
@@ -379,65 +380,6 @@ def _compared(sides: dict[str, list[Snapshot]], models: Mapping[str, nn.Module],
     )
 
 
-class Matched(NamedTuple):
-    """What was measured of another model, under the places of the reference.
-
-    `judged` are the places whose distances the drift rule may judge: those with the same path, or all of them if the
-    models have the same layers under other names.
-    """
-
-    places: dict[Place, Place]
-    pairs: Mapping[str, Pair]
-    windows: list[Snapshot]
-    whole: Snapshot
-    judged: frozenset[Place]
-    alone: tuple[list[Place], list[Place]]  # in the reference, and in the other
-
-    @classmethod
-    def of(
-        cls,
-        known: Mapping[Place, LayerProfile],
-        reference: Snapshot,
-        windows: list[Snapshot],
-        models: tuple[nn.Module, nn.Module],
-    ) -> Matched:
-        """Pair the layers of two models, or of one model in two conditions."""
-        live = settled(joined(windows))
-        seen = [place for place in live.rows if place[1].startswith("output")]
-        if models[0] is models[1]:
-            pairs = [Pair(path, path, "path") for path in dict.fromkeys(path for path, _ in known)]
-        else:
-            pairs = pairs_of(roles_of(models[0], known), roles_of(models[1], seen))
-        places = places_of(pairs, list(known), seen)
-        by_path = {pair.path: pair for pair in pairs}
-        is_whole = len(places) == len(known) == len(seen) and all(
-            _has_same_channels(reference[here], live[there]) for here, there in places.items()
-        )
-        return cls(
-            places,
-            by_path,
-            [_under(window, places) for window in windows],
-            _under(live, places),
-            frozenset(here for here in places if is_whole or by_path[here[0]].by == "path"),
-            ([place for place in known if place not in places], [p for p in seen if p not in places.values()]),
-        )
-
-    def left_out(self, names: tuple[str, str]) -> Iterator[tuple[str, str, str]]:
-        """Each layer without a counterpart, what is wrong, and in which of the two models."""
-        has_paths = any(pair.by == "path" for pair in self.pairs.values())
-        for places, own, other in zip(self.alone, names, reversed(names), strict=True):
-            for place in places:
-                if has_paths:
-                    yield _label(place), "it did not run in", other
-                else:
-                    yield f"{_label(place)} of {own}", "it has no counterpart, by role and order, in", other
-
-
-def _under(snapshot: Snapshot, places: Mapping[Place, Place]) -> Snapshot:
-    """The rows of a snapshot under other places."""
-    return Snapshot({here: snapshot.rows[there] for here, there in places.items() if there in snapshot.rows})
-
-
 def _report(matched: Matched, known: Mapping[Place, LayerProfile], model: str, name: str) -> Report:
     """The findings of the rules, each preceded by `name` if that is not empty."""
     history = History(profile=Profile({place: known[place] for place in known if place in matched.judged}, model))
@@ -457,14 +399,10 @@ def _named(finding: Finding, pairs: Mapping[str, Pair], name: str) -> Finding:
 
 def _layer(place: Place, name: str, known: LayerProfile, reference: Reading, matched: Matched) -> Layer:
     live, pair = matched.whole[place], matched.pairs[place[0]]
-    comparable = place in matched.judged and _has_same_channels(reference, live)
+    comparable = place in matched.judged and has_same_channels(reference, live)
     numbers = (_by_channel if comparable else _as_a_whole)(reference, live, known.unit)
     paired = pair.paired + matched.places[place][1].removeprefix("output")
-    return Layer(_label(place), name, known.distance(live), known.noise, *numbers, paired, pair.by)
-
-
-def _has_same_channels(a: Reading, b: Reading) -> bool:
-    return "channels" in a and "channels" in b and a.channels.mean.shape == b.channels.mean.shape
+    return Layer(label_of(place), name, known.distance(live), known.noise, *numbers, paired, pair.by)
 
 
 def _by_channel(reference: Reading, live: Reading, unit: float) -> tuple[Tensor, Tensor]:
@@ -475,8 +413,10 @@ def _by_channel(reference: Reading, live: Reading, unit: float) -> tuple[Tensor,
 
 def _as_a_whole(reference: Reading, live: Reading, unit: float) -> tuple[Tensor, Tensor]:
     """The shift of the mean and the ratio of the variances of all values together."""
-    numbers = (reference.mean, reference.std, live.mean, live.std)
-    return _shifts(*(torch.tensor([number], dtype=torch.float64) for number in numbers), unit)
+    mean, std, other_mean, other_std = torch.tensor(
+        [[reference.mean], [reference.std], [live.mean], [live.std]], dtype=torch.float64
+    )
+    return _shifts(mean, std, other_mean, other_std, unit)
 
 
 def _shifts(mean: Tensor, std: Tensor, other_mean: Tensor, other_std: Tensor, unit: float) -> tuple[Tensor, Tensor]:
@@ -505,8 +445,3 @@ def _parts(x: Any, argument: str) -> Iterator[Batch]:
 
 def _cut(first: int, last: int) -> Callable[[Tensor], Tensor]:
     return lambda tensor: tensor[first:last]
-
-
-def _label(place: Place) -> str:
-    path, port = place
-    return path + port.removeprefix("output")

@@ -27,8 +27,8 @@ class Pair(NamedTuple):
 def role_of(module: nn.Module) -> str:
     """What a module is for, by its class: modules of the same role can be compared.
 
-    >>> [role_of(module) for module in (nn.Conv2d(1, 1, 1), nn.BatchNorm1d(1), nn.SiLU(), nn.MaxPool2d(2), nn.Flatten())]
-    ['convolution', 'norm', 'activation', 'pooling', 'Flatten']
+    >>> [role_of(module) for module in (nn.Conv2d(1, 1, 1), nn.BatchNorm1d(1), nn.SiLU(), nn.Flatten())]
+    ['convolution', 'norm', 'activation', 'Flatten']
     """
     name = type(module).__name__
     kind = kind_of(name)
@@ -76,7 +76,7 @@ def _aligned(n: int, m: int, fits: Callable[[int, int], bool]) -> list[tuple[int
 
     def worth(i: int, j: int) -> float:
         apart = abs(i / max(n - 1, 1) - j / max(m - 1, 1))
-        return 1 + (1 - apart) / (min(n, m) + 1)  # less than 1 for all depths together: one more pair always counts more
+        return 1 + (1 - apart) / (min(n, m) + 1)  # all depths together are worth less than one more pair
 
     best = [[0.0] * (m + 1) for _ in range(n + 1)]  # of the layers from i and from j on
     for i in reversed(range(n)):
