@@ -143,6 +143,11 @@ def test_several_layers_and_the_share_of_each():
     assert repr(found).startswith("Shift at 3 layers: 300 source and 300 target samples\nlayer  share")
 
 
+def test_the_old_name_of_sites_still_works():
+    with pytest.warns(DeprecationWarning, match=r"shift\(site=...\) is now shift\(sites=...\)"):
+        assert shift(nn.Identity(), [DIGITS[:50]], [DIGITS[50:99]], site="", permutations=9).share == 1
+
+
 def test_layers_that_cannot_be_compared_are_left_out_of_several():
     class Odd(nn.Sequential):
         def forward(self, x):
@@ -206,7 +211,7 @@ def test_what_is_in_place_and_called_twice():
 
 def test_refusals_say_what_to_do():
     model = nn.Sequential(nn.Linear(64, 3), nn.Linear(3, 3)).double()
-    with pytest.raises(SelectionError, match=r"site: .*nope"):
+    with pytest.raises(SelectionError, match=r"sites: .*nope"):
         shift(model, [DIGITS], [DIGITS], "nope")
     with pytest.raises(KeyError, match=r"no layer '2' was compared; nearest: '0', '1'"):
         shift(model, [DIGITS[:9]], [DIGITS[9:18]], nn.Linear, permutations=9)["2"]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from scipy.linalg import sqrtm
 from scipy.stats import wasserstein_distance
 from sklearn.datasets import load_digits
 from sklearn.metrics import roc_auc_score
@@ -74,6 +75,20 @@ def test_c23_distributions_compared_between_two_inputs(digits):
     x, _ = digits
     same, other = (th.compare.inputs(net(), x[:800], there) for there in (x[800:1600], x[800:1600] + 2))
     assert max(row.distance for row in same.rows) < 0.3 < min(row.distance for row in other.rows)
+    distances = by_scipy(net(), x[:800], x[800:1600] + 2)
+    assert [row.distance for row in other.rows] == pytest.approx(distances, rel=0.05)
+
+
+def outputs(model, x):
+    """What each layer returns, one after the other."""
+    with torch.no_grad():
+        return [x := layer(x) for layer in model]
+
+
+def by_scipy(model, x, other):
+    """How far the values of each layer are from one another, in standard deviations of the first."""
+    pairs = zip(outputs(model, x), outputs(model, other), strict=True)
+    return [wasserstein_distance(a.flatten(), b.flatten()) / a.std().item() for a, b in pairs]
 
 
 def test_c28_importance_and_pruning_that_really_removes_channels(digits):
@@ -83,6 +98,10 @@ def test_c28_importance_and_pruning_that_really_removes_channels(digits):
         model[2].weight[:, :8] = 0  # nothing of these eight is used
     found = th.prune.importance(model, [(x[:200], y[:200]), (x[200:400], y[200:400])], loss=F.cross_entropy)
     assert (found["0"][:8] == 0).all() and (found["0"] > 0).sum() > 16
+    hidden = model[0](x[:400]).detach().requires_grad_()
+    F.cross_entropy(model[1:](hidden), y[:400], reduction="sum").backward()
+    by_hand = (hidden.grad * hidden).abs().mean(0)  # what each sample would lose without a channel, to first order
+    torch.testing.assert_close(found["0"].float(), by_hand.detach(), rtol=1e-4, atol=1e-7)
     pruned = th.prune.apply(model, th.prune.plan(found, ratio=8 / 64), loader=[(x[:400], y[:400])])
     assert pruned.model[0].out_features + pruned.model[2].out_features == 56
     assert pruned.loss.after == pytest.approx(pruned.loss.before, rel=1e-5)
@@ -92,17 +111,20 @@ def test_c29_distance_between_two_domains_at_a_layer(digits):
     x, _ = digits
     same = th.compare.shift(net(), x[:300].split(64), x[300:600].split(50), "1", permutations=99)
     far = th.compare.shift(net(), x[:300].split(64), (x[300:600] * 2).split(50), "1", permutations=99)
-    assert far.p_value == 0.01 and far.frechet > same.frechet and far.auc > 0.8 > same.auc
-    means = [net()[:2](side).detach().double().numpy().mean(0) for side in (x[:300], x[300:600] * 2)]
-    assert far.mean_distance == pytest.approx(np.linalg.norm(means[0] - means[1]), rel=1e-6) and far.share == 1
+    assert far.p_value == 0.01 and far.auc > 0.8 > same.auc
+    a, b = (outputs(net(), side)[1].double().numpy() for side in (x[:300], x[300:600] * 2))
+    covariances = [np.cov(side, rowvar=False) for side in (a, b)]
+    root = sqrtm(covariances[0] @ covariances[1]).real
+    exact = np.square(a.mean(0) - b.mean(0)).sum() + np.trace(covariances[0] + covariances[1] - 2 * root)
+    assert far.frechet == pytest.approx(exact, rel=1e-3) and far.frechet > same.frechet
+    assert far.mean_distance == pytest.approx(np.linalg.norm(a.mean(0) - b.mean(0)), rel=1e-6) and far.share == 1
 
 
 def test_c29_the_share_of_each_layer_in_the_distance_of_the_means(digits):
     x, _ = digits
     model, target = net(), x[300:600] * 2
     found = th.compare.shift(model, x[:300].split(64), target.split(50), nn.Linear, permutations=9)
-    parts = model[:1], model[:3], model
-    means = [[part(side).detach().double().numpy().mean(0) for part in parts] for side in (x[:300], target)]
+    means = [[output.double().numpy().mean(0) for output in outputs(model, side)[::2]] for side in (x[:300], target)]
     norms = [np.linalg.norm(a - b) for a, b in zip(*means, strict=True)]
     assert list(found) == ["0", "2", "4"]
     assert [layer.mean_distance for layer in found.values()] == pytest.approx(norms, rel=1e-6)
@@ -117,19 +139,17 @@ def test_c36_train_against_deployed_features_and_the_layers_that_differ_most(dig
     found = th.compare.datasets(model, train, [(batch.flip(1) * 3, target) for batch, target in train])
     assert [finding.code for finding in found.report.findings] == ["TH901"]
     assert found.ranked()[0].distance > 0.5 and len(found.rows) == 5
-    with torch.no_grad():
-        sides = [model[:1](side).flatten().numpy() for side in (x[:896], x[:896].flip(1) * 3)]
-    exact = wasserstein_distance(*sides) / sides[0].std()
-    assert found.rows[0].distance == pytest.approx(exact, rel=0.05)
+    seen = torch.cat([batch for batch, _ in train])
+    distances = by_scipy(model, seen, seen.flip(1) * 3)
+    assert [row.distance for row in found.rows] == pytest.approx(distances, rel=0.05)
+    assert found.ranked()[0].distance == max(row.distance for row in found.rows)
 
 
 def test_c36_the_parameters_of_the_layers_that_differ_most(digits):
     x, _ = digits
     model = net()
-    with torch.no_grad():
-        sides = [[model[: n + 1](side).flatten().numpy() for n in (0, 2, 4)] for side in (x[:900], x[900:] * 3)]
-    far = [wasserstein_distance(a, b) / a.std() for a, b in zip(*sides, strict=True)]
-    first, second = sorted((0, 2, 4), key=lambda n: -far[n // 2])[:2]
+    far = by_scipy(model, x[:900], x[900:] * 3)
+    first, second = sorted((0, 2, 4), key=lambda n: -far[n])[:2]
     worst = th.compare.datasets(model, x[:900].split(100), (x[900:] * 3).split(100)).worst(2)
     assert worst.paths == (str(first), str(second))
     expected = [*model[first].parameters(), *model[second].parameters()]
@@ -153,12 +173,11 @@ def test_c41_different_architectures_through_one_interface(digits):
     second = nn.Sequential(nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
     found = th.compare.cka(first, second, x[:500].split(100))
     assert found.rows == ("0", "1", "2", "3", "4") and found.columns == ("0", "1", "2", "3", "4") and found.exact.all()
-    with torch.no_grad():
-        outputs = [[model[: n + 1](x[:500]).flatten(1).double().numpy() for n in range(5)] for model in (first, second)]
-    own = [[unbiased_hsic(side, side) for side in some] for some in outputs]
+    sides = [[layer.flatten(1).double().numpy() for layer in outputs(model, x[:500])] for model in (first, second)]
+    own = [[unbiased_hsic(layer, layer) for layer in side] for side in sides]
     expected = [
-        [unbiased_hsic(a, b) / np.sqrt(own[0][i] * own[1][j]) for j, b in enumerate(outputs[1])]
-        for i, a in enumerate(outputs[0])
+        [unbiased_hsic(a, b) / np.sqrt(own[0][i] * own[1][j]) for j, b in enumerate(sides[1])]
+        for i, a in enumerate(sides[0])
     ]
     np.testing.assert_allclose(found.matrix.numpy(), expected, rtol=1e-5, atol=1e-7)
     assert 0.05 < np.min(expected) < 0.3 < 0.7 < np.max(expected) < 1

@@ -475,7 +475,7 @@ def test_places_that_were_not_measured_say_what_there_is():
 
 def test_reading_before_the_beginning_is_refused():
     stats = measure(net())
-    assert "not attached yet" in repr(stats) and "not attached yet" in stats._repr_html_() and not stats
+    assert "not open yet" in repr(stats) and "not open yet" in stats._repr_html_() and not stats
     for read in (stats.snapshot, lambda: stats["0"], stats.table):
         with pytest.raises(SessionError, match="with block"):
             read()
@@ -483,16 +483,16 @@ def test_reading_before_the_beginning_is_refused():
         assert len(stats) == 0 and "nothing was measured yet" in repr(stats)
         stats._session.model(torch.ones(1, 4))
     with pytest.raises(SessionError, match="already detached"):
-        stats.attach()
+        stats.open()
 
 
 def test_without_a_with_block():
     model = net()
     before = hooks_of(model)
-    stats = measure(model).attach()
+    stats = measure(model).open()
     y = model(torch.randn(3, 4))
-    stats.detach()
-    stats.detach()
+    stats.close()
+    stats.close()
     model(torch.randn(3, 4))
     check_moments(stats["2"], y)
     assert hooks_of(model) == before
@@ -634,10 +634,10 @@ def test_nothing_is_left_where_the_beginning_fails(monkeypatch):
             monkeypatch.setattr(optimizer, "register_step_post_hook", interrupted)
             before = (before[0], optimizer_hooks(optimizer), *before[2:])
         with pytest.raises(error):
-            measure(model, **options).attach()
+            measure(model, **options).open()
         assert (hooks_of(model), optimizer_hooks(optimizer), optimizer_hooks(foreign), sessions_here.get()) == before
     with pytest.raises(SelectionError):
-        measure(model, "nowhere").attach()
+        measure(model, "nowhere").open()
     assert hooks_of(model) == before[0]
 
 
@@ -645,7 +645,7 @@ def test_what_is_dropped_is_gone_from_the_model_and_the_optimizer():
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     before = hooks_of(model), optimizer_hooks(optimizer)
-    stats = measure(model, optimizer=optimizer, **EVERYTHING).attach()
+    stats = measure(model, optimizer=optimizer, **EVERYTHING).open()
     trained(model, optimizer, torch.ones(2, 4))
     del stats
     gc.collect()

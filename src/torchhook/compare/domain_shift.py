@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import html
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +15,10 @@ from torchhook.compare import distances
 from torchhook.compare.features import FeatureReader, LayerCall, Pool, require_pool
 from torchhook.compare.layer_samples import LayerSamples, read_samples
 from torchhook.compare.printing import SHOWN, rest_of
-from torchhook.core.batch import require_loader
+from torchhook.core.batch import InputBatches, ToInputs
 from torchhook.core.errors import NotRecordedError
+from torchhook.core.progress import Progress
+from torchhook.core.renamed import renamed
 from torchhook.core.selection import Query, nearest, queries_of, require_module, require_sites, select
 from torchhook.core.tap import require_count
 from torchhook.core.text import html_table, table
@@ -174,34 +175,37 @@ class Shifts(Mapping[str, Shift]):
         ]
 
 
+@renamed(site="sites")
 def shift(
     model: nn.Module,
-    source: Iterable[Any],
-    target: Iterable[Any],
-    site: Query | Iterable[Query],
+    source: Any,
+    target: Any,
+    sites: Query | Iterable[Query],
     *,
     call: int | None = None,
     pool: Pool = "mean",
     permutations: int = 999,
     max_samples: int = 2000,
     generator: torch.Generator | None = None,
-    progress: TextIO | None = sys.stderr,
+    batch_to_inputs: ToInputs | None = None,
+    progress: Progress = True,
 ) -> Shift | Shifts:
-    """How far the data of `target` is from that of `source` at the layer `site`, and in which channels.
+    """How far the data of `target` is from that of `source` at the layer `sites`, and in which channels.
 
-    If `site` selects several layers, or is a list, the result is a `Shifts`: the `Shift` of each layer, by path, with
+    If `sites` selects several layers, or is a list, the result is a `Shifts`: the `Shift` of each layer, by path, with
     the share that each has in the distances of the mean features.
 
     Args:
         source, target: Yield batches: tensors, tuples whose last element is a target, or mappings of keyword arguments.
-        site: A query for one layer or for several, or a list of queries.
+        sites: A query for one layer or for several, or a list of queries.
         call: The number of the call, if the model calls a layer several times.
         pool: How an output becomes the features of a sample: ``"mean"`` takes the mean of each channel over all
             positions, ``"flatten"`` all values; or a function of the output, such as ``lambda x: x[:, 0]``.
         permutations: For the p-value, which is at least 1 / (1 + permutations).
         max_samples: How many samples of each data set are kept, drawn at random.
         generator: Draws samples and permutations; by default with the same seed every time.
-        progress: Where to show a progress bar; only a terminal shows one.
+        batch_to_inputs: Turns a batch into what the model takes, such as ``lambda batch: batch["image"]``.
+        progress: True for a bar in a terminal, False for none, or a function (what, done, total).
 
     >>> from torchhook.compare.domain_shift import shift
     >>> model = nn.Sequential(nn.Flatten(), nn.Tanh())
@@ -216,16 +220,16 @@ def shift(
     (0.001, [0.7, 0.3])
     """
     require_module(model)
-    require_loader(source, "source")
-    require_loader(target, "target")
+    source = InputBatches(source, model, batch_to_inputs, "source")
+    target = InputBatches(target, model, batch_to_inputs, "target")
     require_pool(pool)
-    require_sites(model, site, "site")
+    require_sites(model, sites, "sites")
     require_count(permutations, "permutations")
     require_count(max_samples, "max_samples")
     start = torch.Generator().manual_seed(0) if generator is None else generator
-    is_one = isinstance(site, (str, nn.Module)) or not isinstance(site, Iterable)
-    is_one = is_one and len(select(model, *queries_of(site))) == 1
-    with FeatureReader(model, site, pool) as reader:
+    is_one = isinstance(sites, (str, nn.Module)) or not isinstance(sites, Iterable)
+    is_one = is_one and len(select(model, *queries_of(sites))) == 1
+    with FeatureReader(model, sites, pool) as reader:
         layers = read_samples(reader, {"source": source, "target": target}, call, max_samples, start, progress)
     if is_one:
         layer = _require_one(layers, call)
@@ -263,7 +267,7 @@ def _require_one(layers: Mapping[LayerCall, LayerSamples], call: int | None) -> 
         path = next(iter(layers)).path
         raise ValueError(f"{path!r} is called {len(layers)} times per batch: pass call=, counted from 0")
     if not layers:
-        raise ValueError("site was not called in a batch" if call is None else f"site has no call {call} in a batch")
+        raise ValueError("the layer was not called" if call is None else f"the layer has no call {call} (from 0)")
     return next(iter(layers.values()))
 
 

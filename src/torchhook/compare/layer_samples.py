@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from torchhook.compare import distances
 from torchhook.compare.features import FeatureReader, LayerCall
 from torchhook.core.batch import batch_count
-from torchhook.core.progress import track
+from torchhook.core.progress import Progress, track
 
 
 def read_samples(
@@ -20,7 +20,7 @@ def read_samples(
     call: int | None,
     most: int,
     start: torch.Generator,
-    progress: TextIO | None,
+    progress: Progress,
 ) -> dict[LayerCall, LayerSamples]:
     """The features of each layer call for all samples of the loaders, or for `most` of each drawn at random.
 
