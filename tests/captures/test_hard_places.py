@@ -1,5 +1,6 @@
 """Where hooks usually fail: checkpointing, fast paths, AMP, quantized and functional models, generate, export."""
 
+import contextlib
 import copy
 import warnings
 
@@ -217,6 +218,27 @@ def test_the_output_projection_of_multihead_attention(training):
             net(x, x, x)
     assert "forward" in vars(twin) and twin.forward.__self__ is twin  # the copy runs as itself
     torch.testing.assert_close(twin(x, x, x)[0], plain)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_a_transformer_trains_the_same_to_the_last_bit(batch_first):
+    torch.manual_seed(0)
+    net = nn.Transformer(32, 4, 2, 2, 64, dropout=0.1, batch_first=batch_first)
+    source, target = torch.randn(5, 7, 32), torch.randn(5, 7, 32)
+
+    def trained(model, **options):
+        torch.manual_seed(1)
+        with capture(model, **options) if options else contextlib.nullcontext() as acts:
+            output = model(source, target)
+            output.square().mean().backward()
+        return acts, [output, *(parameter.grad for parameter in model.parameters())]
+
+    _, plain = trained(copy.deepcopy(net))
+    for options in ({"outputs": True}, {"grads": True}, {"inputs": True, "grads": True, "params": True}):
+        acts, seen = trained(copy.deepcopy(net), **options)
+        assert all(map(torch.equal, plain, seen)), options
+        shown = acts["decoder.layers.1.self_attn.out_proj"].output
+        assert shown.shape == (5, 7, 32)
 
 
 @pytest.mark.matrix("fast paths", "only the selected modules leave the fast path, with one warning")

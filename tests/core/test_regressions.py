@@ -238,7 +238,7 @@ def test_marks_have_inputs_are_listed_and_can_be_detached():
     with capture(net, marked("d"), inputs=True, outputs=False) as acts:
         net(torch.ones(1))
     assert acts["0:d"].input.item() == 2
-    with trace(net, marked("d"), quiet=True) as calls:
+    with trace(net, marked("d"), progress=False) as calls:
         net(torch.ones(1))
     assert [call.path for call in calls.calls] == ["0:d"]
     acts = capture(net, marked("d"), group="g").open()
@@ -379,7 +379,7 @@ def test_sparse_and_nested_outputs():
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     for value in (torch.eye(3).to_sparse(), nested, torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)):
         for options in ({}, {"keep": None, "max_bytes": 10_000}):
-            with capture(net, **options) as acts, trace(net, quiet=True):
+            with capture(net, **options) as acts, trace(net, progress=False):
                 net(value)
             assert acts.nbytes >= 0 and "Returning" in repr(acts) and acts["0"].output.layout == value.layout
 

@@ -220,7 +220,7 @@ def test_a_closed_session_says_so():
         session.add(Tap("0", print))
     with pytest.raises(SessionError, match="already closed; make a new one"):
         session.open()
-    with pytest.raises(SessionError, match="has not attached this tap"):
+    with pytest.raises(SessionError, match="this tap is not attached by this session"):
         session.remove(Tap("0", print))
 
 

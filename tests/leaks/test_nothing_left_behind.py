@@ -100,7 +100,7 @@ SCOPES = {
     "capture": lambda model: capture(model, grads=True, inputs=True, params=True).open(),
     "session": lambda model: Session(model, [Tap("0", print, port="param_grad"), Tap("", print)]).open(),
     "stop": lambda model: capture(model, "0", stop=True).open(),
-    "trace": lambda model: trace(model, quiet=True).open(),
+    "trace": lambda model: trace(model, progress=False).open(),
 }
 
 

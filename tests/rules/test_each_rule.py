@@ -499,6 +499,22 @@ def a_gradient_that_arrives(code):
     return flowed(code, mlp(nn.ReLU()))
 
 
+class Branch(nn.Module):
+    """Adds a little of what a layer makes of its input, as branches do that begin near zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + 1e-6 * self.layer(x)
+
+
+@example("TH401")
+def a_branch_that_counts_little(code):
+    return flowed(code, nn.Sequential(nn.Linear(8, 8), Branch(), nn.ReLU(), nn.Linear(8, 3)))
+
+
 @example("TH401")
 def a_mean_over_very_many_positions(code):
     pooled = [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()]

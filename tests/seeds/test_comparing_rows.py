@@ -2,9 +2,12 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from scipy.linalg import sqrtm
+from scipy.stats import wasserstein_distance
 from sklearn.datasets import load_digits
 from torch import nn
 
@@ -38,6 +41,20 @@ def test_c23_distributions_compared_between_two_inputs(digits):
     x, _ = digits
     same, other = (th.compare.inputs(net(), x[:800], there) for there in (x[800:1600], x[800:1600] + 2))
     assert max(row.distance for row in same.rows) < 0.3 < min(row.distance for row in other.rows)
+    distances = by_scipy(net(), x[:800], x[800:1600] + 2)
+    assert [row.distance for row in other.rows] == pytest.approx(distances, rel=0.05)
+
+
+def outputs(model, x):
+    """What each layer returns, one after the other."""
+    with torch.no_grad():
+        return [x := layer(x) for layer in model]
+
+
+def by_scipy(model, x, other):
+    """How far the values of each layer are from one another, in standard deviations of the first."""
+    pairs = zip(outputs(model, x), outputs(model, other), strict=True)
+    return [wasserstein_distance(a.flatten(), b.flatten()) / a.std().item() for a, b in pairs]
 
 
 def test_c28_importance_and_pruning_that_really_removes_channels(digits):
@@ -47,6 +64,10 @@ def test_c28_importance_and_pruning_that_really_removes_channels(digits):
         model[2].weight[:, :8] = 0  # nothing of these eight is used
     found = th.prune.importance(model, [(x[:200], y[:200]), (x[200:400], y[200:400])], loss=F.cross_entropy)
     assert (found["0"][:8] == 0).all() and (found["0"] > 0).sum() > 16
+    hidden = model[0](x[:400]).detach().requires_grad_()
+    F.cross_entropy(model[1:](hidden), y[:400], reduction="sum").backward()
+    by_hand = (hidden.grad * hidden).abs().mean(0)  # what each sample would lose without a channel, to first order
+    torch.testing.assert_close(found["0"].float(), by_hand.detach(), rtol=1e-4, atol=1e-7)
     pruned = th.prune.apply(model, th.prune.plan(found, ratio=8 / 64), loader=[(x[:400], y[:400])])
     assert pruned.model[0].out_features + pruned.model[2].out_features == 56
     assert pruned.loss.after == pytest.approx(pruned.loss.before, rel=1e-5)
@@ -56,7 +77,12 @@ def test_c29_distance_between_two_domains_at_a_layer(digits):
     x, _ = digits
     same = th.compare.shift(net(), x[:300].split(64), x[300:600].split(50), "1", permutations=99)
     far = th.compare.shift(net(), x[:300].split(64), (x[300:600] * 2).split(50), "1", permutations=99)
-    assert far.p_value == 0.01 and far.frechet > same.frechet and far.auc > 0.8 > same.auc
+    assert far.p_value == 0.01 and far.auc > 0.8 > same.auc
+    a, b = (outputs(net(), side)[1].double().numpy() for side in (x[:300], x[300:600] * 2))
+    covariances = [np.cov(side, rowvar=False) for side in (a, b)]
+    root = sqrtm(covariances[0] @ covariances[1]).real
+    exact = np.square(a.mean(0) - b.mean(0)).sum() + np.trace(covariances[0] + covariances[1] - 2 * root)
+    assert far.frechet == pytest.approx(exact, rel=1e-3) and far.frechet > same.frechet
 
 
 def test_c36_train_against_deployed_features_and_the_layers_that_differ_most(digits):
@@ -67,6 +93,10 @@ def test_c36_train_against_deployed_features_and_the_layers_that_differ_most(dig
     found = th.compare.datasets(model, train, [(batch.flip(1) * 3, target) for batch, target in train])
     assert [finding.code for finding in found.report.findings] == ["TH901"]
     assert found.ranked()[0].distance > 0.5 and len(found.rows) == 5
+    seen = torch.cat([batch for batch, _ in train])
+    distances = by_scipy(model, seen, seen.flip(1) * 3)
+    assert [row.distance for row in found.rows] == pytest.approx(distances, rel=0.05)
+    assert found.ranked()[0].distance == max(row.distance for row in found.rows)
 
 
 def test_c41_different_architectures_through_one_interface(digits):

@@ -51,19 +51,21 @@ def test_c20_one_diagnostics_object_over_features_and_gradients():
         def add_histogram(self, tag, values, global_step=None):
             self.tags = (*self.tags, (tag, global_step, values.numel()))
 
-    model, writer = resnet18(num_classes=3), Writer()
+    model, writer, x = resnet18(num_classes=3), Writer(), torch.randn(2, 3, 32, 32)
     before = hooks_of(model)
     diagnostics = ModelDiagnostics(model)
-    model(torch.randn(2, 3, 32, 32)).sum().backward()
+    model(x).sum().backward()
     diagnostics.visualize(writer, 5)
     diagnostics.close()
     assert hooks_of(model) == before
     convolutions = [path for path, module in model.named_modules() if isinstance(module, nn.Conv2d)]
     assert sorted(diagnostics.features) == sorted(diagnostics.gradients) == sorted(convolutions)
     assert diagnostics.features["conv1"].shape == diagnostics.gradients["conv1"].shape == (2, 64, 16, 16)
-    stats = diagnostics.compute_activation_stats()["conv1"]
-    assert stats["mean"] == pytest.approx(float(diagnostics.features["conv1"].mean()), abs=1e-5)
-    assert set(stats) == {"mean", "std", "max", "min"}
+    torch.testing.assert_close(diagnostics.features["conv1"], model.conv1(x))
+    for path, stats in diagnostics.compute_activation_stats().items():
+        values = diagnostics.features[path].double()
+        expected = {name: float(getattr(values, name)()) for name in ("mean", "std", "max", "min")}
+        assert stats == pytest.approx(expected, rel=1e-4, abs=1e-6), path
     assert ("features/conv1", 5, 2 * 64 * 16 * 16) in writer.tags and len(writer.tags) == 2 * len(convolutions)
 
 
@@ -229,8 +231,13 @@ def test_b11_one_report_for_people_and_machines(tmp_path, capsys):
     assert page.lstrip().lower().startswith("<!doctype html") and "<script src" not in page  # works from disk
     assert render.load(tmp_path / "report.json").findings == report.findings
     assert json.loads(render.json(report))["ok"] is False
-    failures = [case for case in ElementTree.parse(tmp_path / "report.xml").iter("testcase") if len(case)]
-    assert failures
+    failing = {finding.code for finding in report.findings if finding.severity == "error"}
+    suite = ElementTree.parse(tmp_path / "report.xml").getroot().find("testsuite")
+    cases = {case.get("name"): case for case in suite.iter("testcase")}
+    assert cases.keys() >= {*report.checked, *failing} and code in failing
+    assert {name for name, case in cases.items() if case.find("failure") is not None} == failing
+    assert (int(suite.get("failures")), int(suite.get("tests"))) == (len(failing), len(cases))
+    assert site in cases[code].find("failure").text and cases[code].find("failure").get("message")
     render.terminal(report)
     assert code in capsys.readouterr().out and code in str(report) and code in report._repr_html_()
 

@@ -569,7 +569,7 @@ def test_rules_are_chosen_by_their_codes():
         ({"to": 3}, "to must be a folder, a log or a list of them, not 3"),
         ({"to": ["runs", 3]}, "to must be a folder, a log or a list of them, not 3"),
         ({"rules": ["TH999"]}, "no rule 'TH999'"),
-        ({"max_mb": 0, "to": ["runs"]}, "max_mb"),
+        ({"max_bytes": 0, "to": ["runs"]}, "max_bytes"),
     ],
 )
 def test_what_is_asked_for_wrongly_is_said_at_once(options, error, tmp_path, monkeypatch):
@@ -744,7 +744,12 @@ def test_once_is_as_good_as_twice(tmp_path):
 
 @pytest.mark.parametrize(
     "error, state",
-    [(KeyboardInterrupt(), "interrupted"), (RuntimeError("of yours"), "failed"), (SystemExit(0), "ended")],
+    [
+        (SystemExit(1), "failed"),
+        (SystemExit(0), "ended"),
+        (KeyboardInterrupt(), "interrupted"),
+        (RuntimeError("of yours"), "failed"),
+    ],
 )
 @pytest.mark.parametrize("where", ["forward", "backward", "before the monitor's step"])
 def test_how_the_training_ended_is_written_with_all_that_was_seen(tmp_path, error, state, where):
@@ -1147,7 +1152,7 @@ def test_where_warnings_are_errors_nothing_stops():
 def test_a_slow_log_loses_windows_but_no_losses(monkeypatch):
     class Slow(Kept):
         def write(self, entry):
-            time.sleep(0.02)
+            time.sleep(0.1)
             super().write(entry)
 
     monkeypatch.setattr(worker, "_WAITING", 4)
@@ -1157,7 +1162,7 @@ def test_a_slow_log_loses_windows_but_no_losses(monkeypatch):
         begun = time.monotonic()
         train(model, optimizer, monitor, 400)
         took = time.monotonic() - begun
-    assert took < 400 * 0.02  # the training does not wait
+    assert took < 400 * 0.1  # the training does not wait
     assert list(log.losses) == list(range(400)) and len(log.windows) < 300
     assert any("windows were dropped" in note for note in monitor.report.notes)
 
@@ -1176,10 +1181,10 @@ def test_a_log_that_never_comes_back_is_left_behind(monkeypatch, where):
     monitor = Monitor(model, optimizer, every=1, to=[Stuck()])
     train(model, optimizer, monitor, 12)
     begun = time.monotonic()
-    with pytest.warns(UserWarning, match="the rest is left behind"):
+    with pytest.warns(UserWarning, match="the rest is lost"):
         monitor.close()
     assert time.monotonic() - begun < 5
-    assert any("the rest is left behind" in finding.message for finding in monitor.report.findings)
+    assert any("the rest is lost" in finding.message for finding in monitor.report.findings)
     assert not hooks_of(model, optimizer)
     [thread] = ours()
     never.set()

@@ -8,18 +8,17 @@ variances. The drift rule (`TH901`) decides what is far, judging by how much par
 from __future__ import annotations
 
 import html
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from torchhook.core.batch import Batch, batch_count, call, fitted, require_loader, samples_of
+from torchhook.core.batch import Batch, InputBatches, ToInputs, batch_count, call, fitted, samples_of
 from torchhook.core.findings import Report
 from torchhook.core.model_state import evaluating, state_kept
-from torchhook.core.progress import track
+from torchhook.core.progress import Progress, track
 from torchhook.core.selection import Query, queries_of, require_module, require_sites
 from torchhook.core.text import html_table, table
 from torchhook.core.trees import Arguments, leaves, mapped
@@ -198,11 +197,12 @@ def inputs(model: nn.Module, x1: Any, x2: Any, sites: Sites = None) -> Spreads:
 
 def datasets(
     model: nn.Module,
-    train_loader: Iterable[Any],
-    test_loader: Iterable[Any],
+    train_loader: Any,
+    test_loader: Any,
     sites: Sites = None,
     *,
-    progress: TextIO | None = sys.stderr,
+    batch_to_inputs: ToInputs | None = None,
+    progress: Progress = True,
 ) -> Spreads:
     """How the layer outputs of a model differ between two data sets: the first is the reference.
 
@@ -212,7 +212,8 @@ def datasets(
         train_loader, test_loader: Yield batches: tensors, tuples whose last element is a target, or mappings of keyword
             arguments.
         sites: Queries for the layers; None means every leaf module.
-        progress: Where to show a progress bar; only a terminal shows one.
+        batch_to_inputs: Turns a batch into what the model takes, such as ``lambda batch: batch["image"]``.
+        progress: True for a bar in a terminal, False for none, or a function (what, done, total).
 
     >>> from torchhook.compare.distributions import datasets
     >>> _ = torch.manual_seed(0)
@@ -225,8 +226,8 @@ def datasets(
     require_module(model)
     require_sites(model, sites, "sites")
     sides = {}
-    for argument, loader in (("train_loader", train_loader), ("test_loader", test_loader)):
-        require_loader(loader, argument)
+    for argument, data in (("train_loader", train_loader), ("test_loader", test_loader)):
+        loader = InputBatches(data, model, batch_to_inputs, argument)
         batches = track(loader, batch_count(loader), argument, progress)
         found = _measured(model, map(Batch.of, batches), sites)
         if not found:

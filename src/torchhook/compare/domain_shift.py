@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import html
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from torchhook.compare import distances
 from torchhook.compare.features import FeatureReader, LayerCall, Pool, require_pool
-from torchhook.core.batch import batch_count, require_loader
-from torchhook.core.progress import track
+from torchhook.core.batch import InputBatches, ToInputs, batch_count
+from torchhook.core.progress import Progress, track
 from torchhook.core.selection import Query, require_module, require_sites
 from torchhook.core.tap import require_count
 from torchhook.core.text import html_table, table
@@ -100,8 +99,8 @@ class Shift:
 
 def shift(
     model: nn.Module,
-    source: Iterable[Any],
-    target: Iterable[Any],
+    source: Any,
+    target: Any,
     site: Query,
     *,
     call: int | None = None,
@@ -109,7 +108,8 @@ def shift(
     permutations: int = 999,
     max_samples: int = 2000,
     generator: torch.Generator | None = None,
-    progress: TextIO | None = sys.stderr,
+    batch_to_inputs: ToInputs | None = None,
+    progress: Progress = True,
 ) -> Shift:
     """How far the data of `target` is from that of `source` at the layer `site`, and in which channels.
 
@@ -122,7 +122,8 @@ def shift(
         permutations: For the p-value, which is at least 1 / (1 + permutations).
         max_samples: How many samples of each data set are kept, drawn at random.
         generator: Draws samples and permutations; by default with the same seed every time.
-        progress: Where to show a progress bar; only a terminal shows one.
+        batch_to_inputs: Turns a batch into what the model takes, such as ``lambda batch: batch["image"]``.
+        progress: True for a bar in a terminal, False for none, or a function (what, done, total).
 
     >>> from torchhook.compare.domain_shift import shift
     >>> model = nn.Flatten()
@@ -134,8 +135,8 @@ def shift(
     (0.001, 3)
     """
     require_module(model)
-    require_loader(source, "source")
-    require_loader(target, "target")
+    source = InputBatches(source, model, batch_to_inputs, "source")
+    target = InputBatches(target, model, batch_to_inputs, "target")
     require_pool(pool)
     require_sites(model, site, "site")
     require_count(permutations, "permutations")
@@ -200,7 +201,7 @@ def _features(
     call: int | None,
     most: int,
     draw: torch.Generator,
-    progress: TextIO | None,
+    progress: Progress,
 ) -> tuple[LayerCall, Tensor]:
     """The layer call, and its features for all samples of a loader, or for `most` drawn at random."""
     drawn: Reservoir | None = None

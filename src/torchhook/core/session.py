@@ -180,7 +180,7 @@ class Session(Attaching):
     def remove(self, tap: Tap) -> None:
         """Remove one tap, and the hooks that only it needed."""
         if tap not in self.taps or self.state == "new":
-            raise SessionError("this session has not attached this tap")
+            raise SessionError("this tap is not attached by this session")
         self.taps.remove(tap)
         for point in self._marks.forget(tap):
             self._past |= point.places()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -24,6 +25,18 @@ def in_units(size: float) -> str:
         if size < 1024:
             return f"{size:.1f} {unit}"
     return f"{size / 1024:.1f} TiB"
+
+
+def size_of(text: str) -> int:
+    """A number of bytes from its text, the inverse of `in_units`.
+
+    >>> size_of("256MiB"), size_of("1.5 KiB"), size_of("80")
+    (268435456, 1536, 80)
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])i)?B?\s*", text)
+    if found is None:
+        raise ValueError(f"{text!r} is not a size; write a number and a unit, such as 256MiB, or a number of bytes")
+    return int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " "))
 
 
 def shape_of(value: Any) -> str:

@@ -44,7 +44,7 @@ class TorchhookCallback(require("transformers", "huggingface", "TorchhookCallbac
             Trainer(model, args, callbacks=[callback], ...).train()
 
     Args:
-        every, rules, to: As for `Monitor`, and so are `options`: `ignore`, `per_module`, `name`, `max_mb`.
+        every, rules, to: As for `Monitor`, and so are `options`: `ignore`, `per_module`, `name`, `max_bytes`.
         on_finding: As for `Monitor`, except that ``"stop"`` makes the Trainer stop early, on all processes.
     """
 

@@ -6,7 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from torchhook.core.optional import require
+from torchhook.plot.arrays import share_below
 from torchhook.render.palette import DIVERGING, GREY, SEQUENTIAL, VERMILLION, YELLOW
 
 if TYPE_CHECKING:
@@ -78,6 +81,14 @@ def colours(signed: bool) -> Colormap:
     return found
 
 
+def colour_scale(values: Tensor) -> Any:
+    """One scale of colours for all values: from zero up, or symmetric around zero."""
+    signed, most = bool((values < 0).any()), share_below(values.abs(), 1.0) or 1.0
+    return require("matplotlib.cm", "plot").ScalarMappable(
+        norm=require("matplotlib.colors", "plot").Normalize(-most if signed else 0.0, most), cmap=colours(signed)
+    )
+
+
 def colour_bar(ax: Axes, scale: Any, title: str = "") -> None:
     """Add a colour bar."""
     bar = place(ax, 0, 0)[0].colorbar(scale, ax=ax, shrink=0.7)
@@ -105,6 +116,7 @@ def name_rows(ax: Axes, names: Sequence[object]) -> None:
 def name_layers(ax: Axes, paths: Sequence[str]) -> None:
     """Name rows by module paths; the empty path is the model itself."""
     name_rows(ax, [path or "the model" for path in paths])
+    ax.set_ylabel("layer", fontsize=SMALL)
 
 
 def name_columns(ax: Axes, names: Sequence[object]) -> None:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchhook.core.torch_internals import saved_by
 from torchhook.core.transfer import sent_home
 
 _OURS = f'"{Path(__file__).parents[1]}{os.sep}'  # as it is in a traceback
@@ -251,16 +252,13 @@ def _through(node: Any) -> Any:
 
 
 def _saved(node: Any, name: str) -> Tensor | None:
-    try:
-        value = getattr(node, f"_saved_{name}", None)
-    except RuntimeError:  # freed by a backward, or changed in place since
-        return None
+    value = saved_by(node, name)
     return value if isinstance(value, Tensor) else None
 
 
 def _units(softmax: Any) -> int:
     """The number of units that a softmax runs over."""
-    result, dim = _saved(softmax, "result"), getattr(softmax, "_saved_dim", None)
+    result, dim = _saved(softmax, "result"), saved_by(softmax, "dim")
     if result is None or dim is None:
         return 0
     dim = dim - 2**64 if dim >= 2**63 else dim  # torch shows a negative number as an unsigned one

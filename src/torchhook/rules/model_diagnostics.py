@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchhook.captures.capture import capture
+from torchhook.captures.pictures import views
 from torchhook.captures.result import Capture
 from torchhook.core.findings import Report
 from torchhook.core.lifetime import Attaching
@@ -84,12 +85,21 @@ class ModelDiagnostics(Shown, Attaching):
         return stats
 
     def visualize(self, writer: Any, step: int | None = None) -> None:
-        """Write features and gradients as histograms to a TensorBoard writer, or anything with its `add_histogram`."""
+        """Write features and gradients as histograms to a TensorBoard writer, or anything with its `add_histogram`.
+
+        If it has `add_image`, features N×C×H×W are also written as images of the first sample: their channels under
+        ``maps/``, the mean of all channels under ``mean_map/``.
+        """
         for folder, tensors in (("features", self.features), ("gradients", self.gradients)):
             for path, tensor in tensors.items():
                 known = tensor[tensor.isfinite()]
                 if known.numel():  # writers refuse empty histograms
                     writer.add_histogram(f"{folder}/{path}", known, global_step=step)
+        images = self.features if hasattr(writer, "add_image") else {}
+        for path, feature in images.items():
+            if feature.dim() == 4 and feature.numel():
+                for folder, grey in views(feature[0].detach().cpu()).items():
+                    writer.add_image(f"{folder}/{path}", grey, global_step=step, dataformats="HW")
 
     def check(self) -> Report:
         """Report what is wrong with the features and gradients, by the rules that apply to them."""

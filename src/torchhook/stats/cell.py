@@ -24,7 +24,20 @@ class Cell:
     `UnlikeError` is dropped silently; reading it says why.
     """
 
-    __slots__ = ("_device", "_lock", "_pairs", "failed", "label", "name", "note", "places", "seen", "shape", "shelf", "stats")
+    __slots__ = (
+        "_device",
+        "_lock",
+        "_pairs",
+        "failed",
+        "label",
+        "name",
+        "note",
+        "places",
+        "seen",
+        "shape",
+        "shelf",
+        "stats",
+    )
 
     def __init__(self, shelf: Shelf, stats: Iterable[Stat], name: str, label: str = "", note: str = "") -> None:
         self.shelf = shelf

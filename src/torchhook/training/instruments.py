@@ -19,8 +19,8 @@ from torchhook.stats.reading import Snapshot
 from torchhook.training.maps import Maps
 from torchhook.training.wires import Wires
 
-SELDOM = 10  # one in so many measured steps includes what is expensive
-_RARE = 100  # one in so many, and the 4th, 8th, 16th, …, includes what is most expensive
+SELDOM = 10  # one in this many measured steps includes what is expensive
+_RARE = 100  # one in this many, and the 4th, 8th, 16th, …, includes what is most expensive
 _WIDEST = 256  # layers with more units have no covariances, which are kept throughout the training
 
 

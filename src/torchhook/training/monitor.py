@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from torchhook.core.errors import StopTraining
 from torchhook.core.findings import Finding, Report, Severity
+from torchhook.core.renamed import renamed
 from torchhook.core.selection import require_module, unwrapped
 from torchhook.core.tap import require_count
 from torchhook.core.text import warn
@@ -68,7 +69,7 @@ class Monitor:
             an error was found. A function is called with the finding, at a step, in the training's own thread.
         name: The name of the run.
         first_step: The number of the first step, for a training that continues from a checkpoint.
-        max_mb: The size limit of the run in MiB. Beyond it, old steps are thinned out.
+        max_bytes: The size limit of the run. Beyond it, old steps are thinned out.
 
     >>> from torchhook import Monitor
     >>> _ = torch.manual_seed(0)
@@ -85,6 +86,7 @@ class Monitor:
     Sequential: nothing found
     """
 
+    @renamed(max_mb=("max_bytes", lambda mib: round(mib * 2**20)))
     def __init__(
         self,
         model: nn.Module,
@@ -98,7 +100,7 @@ class Monitor:
         on_finding: OnFinding | None = None,
         name: str | None = None,
         first_step: int = 0,
-        max_mb: float = 256,
+        max_bytes: int = 2**28,
     ) -> None:
         require_module(model)
         require_count(every, "every")
@@ -118,13 +120,13 @@ class Monitor:
         self._rates: dict[int, float] = {}  # by step, until the worker takes them
         self._losses: dict[int, Loss] = {}
         self._terms: dict[int, Terms] = {}  # what the losses compare
-        self.notes: Notes | None = None  # on the loop around the training, if somebody takes them
+        self.notes: Notes | None = None  # on the loop around the training, if a launcher takes them
         history = History(rest=at_rest(model, optimizer), own_optimizer=optimizer is not None, first_step=first_step)
         checked = partial(check, rules=applied, per_module=per_module, model=self.model_name)
         faulted = partial(_faulted, weakref.ref(self))
         self._instruments = Instruments(model, optimizer, applied, history, every, faulted)
         try:
-            self._worker = Worker(Judge(history, checked, on_finding is not None), self._logs(where, name, max_mb))
+            self._worker = Worker(Judge(history, checked, on_finding is not None), self._logs(where, name, max_bytes))
         except BaseException:
             self._instruments.detach()
             raise
@@ -302,14 +304,14 @@ class Monitor:
         self._worker.fail("watching (which has stopped)", error)
         self.close("failed")
 
-    def _logs(self, to: list[Target], name: str | None, max_mb: float) -> Iterable[Log]:
+    def _logs(self, to: list[Target], name: str | None, max_bytes: int) -> Iterable[Log]:
         for one in to:
             if isinstance(one, Log):
                 yield one
                 continue
             folder = _folder(Path(one), name or self.model_name)
             self.run = self.run or folder
-            yield RunLog(folder, max_mb=max_mb)
+            yield RunLog(folder, max_bytes=max_bytes)
 
 
 def _require_usable(on_finding: Any) -> None:
