@@ -334,9 +334,9 @@ MUTANTS = [
     ),
     Mutant(
         "plot/mosaic.py",
-        "return row * (height + self.above) + self.above, column * (width + self.beside)",
-        "return row * (height + self.above), column * (width + self.beside)",
-        "plot/test_stills_images.py::test_nothing_is_drawn_between_maps",
+        "row, column = divmod(number, self.columns)",
+        "column, row = divmod(number, self.rows)",
+        "seeds/test_seeing_rows.py::test_c16_feature_maps_as_pictures",
     ),
     Mutant(
         "plot/arrays.py",
@@ -433,8 +433,8 @@ MUTANTS = [
     ),
     Mutant(
         "prune/planner.py",
-        "least = scores.argsort(stable=True)[:allowed]",
-        "least = scores.argsort(stable=True, descending=True)[:allowed]",
+        "return sorted(units)",
+        "return sorted(units, reverse=True)",
         "seeds/test_comparing_rows.py::test_c28_importance_and_pruning_that_really_removes_channels",
     ),
     Mutant(
@@ -565,7 +565,7 @@ MUTANTS = [
         "cli/explain.py",
         "x = (shown - torch.tensor(centre).view(3, 1, 1)) / torch.tensor(spread).view(3, 1, 1)",
         "x = (shown - torch.tensor(centre).view(3, 1, 1)) * torch.tensor(spread).view(3, 1, 1)",
-        "cli/test_explain_command.py::test_the_middle_is_seen_in_the_right_colours",
+        "cli/test_explain_command.py::test_a_model_is_given_colours_less_the_mean_in_units_of_the_deviation",
     ),
     Mutant(
         "cli/runs.py",
