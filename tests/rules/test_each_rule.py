@@ -316,6 +316,19 @@ def a_learned_query(code):
     return looked(code, Asking())
 
 
+@example("TH204", "0")
+def a_data_set_that_always_gives_its_first_sample(code):
+    report = looked(code, mlp(nn.ReLU()), [(torch.ones(64, 8), y) for _, y in batches()])
+    assert report.findings[0].evidence["cause"] == "other" and report.findings[0].severity == "error"
+    return report
+
+
+@example("TH204")
+def one_answer_to_one_input(code):
+    report = looked(code, mlp(nn.ReLU()), [(torch.ones(64, 8), torch.zeros_like(y)) for _, y in batches()])
+    return replace(report, findings=tuple(finding for finding in report.findings if finding.severity > "info"))
+
+
 # --- TH3: beginnings
 
 
@@ -473,6 +486,21 @@ def normal_inputs(code):
 @example("TH303")
 def pictures_of_bytes_that_are_normed_at_once(code):
     return looked(code, nn.Sequential(nn.BatchNorm1d(8), *mlp()), [(255 * x.abs(), y) for x, y in batches()])
+
+
+@example("TH303", "0", step=0)
+def pictures_that_were_divided_twice(code):
+    model, data = mlp(nn.ReLU()), batches(scale=1e-3)
+    report = trained(code, model, torch.optim.SGD(model.parameters(), 0.01), data, F.cross_entropy)
+    assert report.findings[0].severity == "warning"
+    return report
+
+
+@example("TH303")
+def small_values_that_are_learnt_from(code):
+    model, data = mlp(nn.ReLU()), [(1e-3 * x, (x[:, 0] > 0).long()) for x, _ in batches()]
+    report = trained(code, model, torch.optim.Adam(model.parameters(), 0.1), data, F.cross_entropy)
+    return replace(report, findings=tuple(finding for finding in report.findings if finding.severity > "info"))
 
 
 @example("TH303")
@@ -761,6 +789,37 @@ def a_layer_of_another_optimizer(code):
     return check(History(rest=rest, own_optimizer=True, loop=loop), [code])
 
 
+class Listing(nn.Module):
+    """Has its hidden layer in a list, of which the model does not know."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.hidden, self.out = kind([nn.Linear(8, 8)]), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.out(self.hidden[0](x).relu())
+
+
+@example("TH503", "")
+def layers_in_a_plain_list(code):
+    model = Listing(list)
+    report = trained(code, model, torch.optim.SGD(model.parameters(), 0.1))
+    assert report.findings[0].evidence["count"] == 2
+    return report
+
+
+@example("TH503")
+def layers_in_a_module_list(code):
+    model = Listing(nn.ModuleList)
+    return trained(code, model, torch.optim.SGD(model.parameters(), 0.1))
+
+
+@example("TH503")
+def a_plain_list_of_layers_that_the_optimizer_has(code):
+    model = Listing(list)
+    return trained(code, model, torch.optim.SGD([*model.parameters(), *model.hidden[0].parameters()], 0.1))
+
+
 @example("TH504", "0")
 def a_group_whose_rate_is_zero(code):
     model = mlp()
@@ -1029,6 +1088,16 @@ def a_loss_that_wavers_near_zero(code):
     return told(code, [1e-6 if step % 2 else 1e-4 for step in range(40)])
 
 
+@example("TH606", "", step=0)
+def a_loss_without_a_lower_end(code):
+    return told(code, [1.5 - 1.3**step for step in range(40)])
+
+
+@example("TH606")
+def a_likelihood_that_falls_below_zero(code):
+    return told(code, [1.5 - 0.1 * step for step in range(40)])
+
+
 @example("TH603", "1", step=0)
 def logits_that_are_far_too_large(code):
     model = mlp()
@@ -1097,6 +1166,21 @@ def a_relu_on_the_logits_that_is_a_function(code):
     report = looked(code, Rectified())
     assert report.findings[0].evidence["line"].endswith("return self.net(x).relu()")
     return replace(report, findings=tuple(replace(f, site=f.site.removeprefix("net.")) for f in report.findings))
+
+
+@example("TH604", "2")
+def a_tanh_on_the_logits(code):
+    return looked(code, nn.Sequential(*mlp(), nn.Tanh()))
+
+
+@example("TH604", "1")
+def a_softmax_over_the_batch(code):
+    return looked(code, nn.Sequential(*mlp(), nn.LogSoftmax(0)), loss=F.nll_loss)
+
+
+@example("TH604")
+def a_softmax_over_the_classes(code):
+    return looked(code, nn.Sequential(*mlp(), nn.LogSoftmax(-1)), loss=F.nll_loss)
 
 
 @example("TH604", "1")

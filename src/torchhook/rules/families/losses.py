@@ -68,7 +68,9 @@ class Divergence(Rule):
     """The loss grows by orders of magnitude: it ends a hundred times above its start and its lowest value.
 
     Judged by the logarithm, over the steps since the loss was lowest: at least three of them, most of which raise it,
-    or one if the loss is no longer finite after it, which is the end of the same growth.
+    or one if the loss is no longer finite after it, which is the end of the same growth. A loss that falls below zero
+    counts if it ends at a hundred times the size of its start, and of one: it has no lower end. That is an info where
+    others are trained in turn, as in a GAN.
     """
 
     code, name, severity = "TH606", "divergence", Severity.ERROR
@@ -81,6 +83,7 @@ class Divergence(Rule):
     times, least = 100.0, 3
 
     def find(self, history: History) -> Iterator[Finding]:
+        yield from self._endless(history)
         known = {step: loss for step, loss in history.losses.items() if math.isfinite(loss) and loss > 0}
         breaks = bool(history.losses) and not math.isfinite(list(history.losses.values())[-1])
         least = 1 if breaks else self.least
@@ -97,6 +100,16 @@ class Divergence(Rule):
         factor = math.exp((math.log(known[steps[-1]]) - math.log(known[lowest])) / (steps[-1] - lowest))
         message = f"the loss diverges: from {known[lowest]:.3g} to {known[steps[-1]]:.3g}, times {factor:.3g} per step"
         yield self.finding(message, "", lowest, factor=plain(factor), last=plain(known[steps[-1]]))
+
+    def _endless(self, history: History) -> Iterator[Finding]:
+        """A loss that falls below zero, and on and on."""
+        values = finite(history.losses.values())
+        quarter = len(values) // 4
+        if not quarter or max(values[-quarter:]) > -self.times * max(abs(values[0]), 1.0):
+            return
+        message = f"the loss falls without end: from {values[0]:.3g} to {values[-1]:.3g}"
+        severity = "info" if history.is_contest else None
+        yield self.finding(message, "", history.first_step, severity, last=plain(values[-1]))
 
 
 @register

@@ -34,10 +34,11 @@ class Fit(Rule):
 
 @register
 class WrongOutputs(Fit):
-    """The loss gets outputs of the wrong kind: probabilities or rectified values instead of logits, or the reverse.
+    """The loss gets outputs of the wrong kind: probabilities or bounded values instead of logits, or the reverse.
 
     A cross entropy applies softmax itself and expects logits; after a softmax, it cannot fall below ln(1 + (C - 1)/e).
-    ``nll_loss`` expects log-probabilities, and a binary cross entropy without logits expects probabilities.
+    ``nll_loss`` expects log-probabilities, and a binary cross entropy without logits expects probabilities. A softmax
+    over the samples of a batch, not over the classes, compares samples with each other.
     """
 
     code, name = "TH604", "softmax-twice"
@@ -49,10 +50,13 @@ class WrongOutputs(Fit):
         for term in history.comparisons:
             problem = self._problem(term)
             if problem:
-                yield self.finding_at(history, term, problem)
+                severity = "warning" if term.squash == "tanh" else "error"  # with few classes, a tanh may be enough
+                yield self.finding_at(history, term, problem, severity=severity)
 
     def _problem(self, term: LossTerm) -> str:
         name = _NAMES.get(term.squash, term.squash)
+        if term.is_over_samples:
+            return "the softmax runs over the samples of the batch (dimension 0), not over the classes"
         if term.kind in ("cross-entropy", "binary-logits"):
             again = "softmax" if term.kind == "cross-entropy" else "sigmoid"
             if term.squash == "softmax" and term.units > 1:
@@ -61,6 +65,8 @@ class WrongOutputs(Fit):
                 return f"the outputs went through a sigmoid, and the loss applies {again} to them"
             if term.squash == "relu":
                 return "the outputs went through a ReLU, so that no logit can be negative"
+            if term.squash == "tanh":
+                return "the outputs went through a tanh, so that no logit can be beyond -1 and 1"
         if term.kind == "nll" and term.squash in ("", "softmax", "sigmoid", "relu"):
             given = f"the outputs of a {name}" if name else "raw outputs"
             return f"nll_loss expects log-probabilities, but gets {given}"
@@ -239,7 +245,7 @@ class OnlyLinear(Fit):
 
     code, name, severity = "TH612", "only-linear", Severity.WARNING
     cause = "activation"
-    explains = ("TH801",)
+    explains = ("TH601", "TH801")
     hint = "Put an activation such as ReLU between the layers."
     wrong = "A factorised or linear model on purpose."
 

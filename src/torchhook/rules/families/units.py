@@ -210,7 +210,8 @@ class ConstantOutput(Rule):
     Its own inputs do vary: a layer that gets learned queries or a class token, the same for every sample, is not at
     fault, nor is one after a layer that is. A norm counts if all its weights are zero. Judged after some training,
     since layers that start at zero on purpose (LoRA, residual branches) do not stay there. If all targets are the same,
-    this is only an info: the answer is right.
+    this is only an info: the answer is right. If the model's own inputs do not vary, nor what it makes of them,
+    although the targets do, they are named.
     """
 
     code, name, severity = "TH204", "constant-output", Severity.ERROR
@@ -228,13 +229,26 @@ class ConstantOutput(Rule):
         window = history.whole(0)
         severity = "info" if history.has_one_answer else None
         before: Reading | None = None
-        for reading in readings(window, "output", "channels", *_LAYERS):
+        layers = list(readings(window, "output", "channels", *_LAYERS))
+        if layers and _is_constant(layers[-1]) and self._gets_one_input(layers[0], history):
+            yield self.finding("every sample has the same inputs", layers[0].path, None, severity, cause="other")
+        for reading in layers:
             if _is_constant(reading) and not self._gets_the_same(reading, before, history):
                 message = "its output is the same for every input"
                 units: Units = reading["channels"]
                 spread, size = max(finite(units.std.tolist())), units.abs_mean.max()
                 yield self.finding(message, reading.path, None, severity, spread=plain(spread), size=plain(size))
             before = reading
+
+    def _gets_one_input(self, first: Reading, history: History) -> bool:
+        """Whether the inputs of the first layer do not vary, but the targets do."""
+        given = history.whole(0).rows.get((first.path, "input"))
+        targets = [term.target for term in history.comparisons]
+        return (
+            given is not None
+            and _is_constant(history.whole(0)[first.path, "input"])
+            and any(target is not None and target.std > 0 for target in targets)
+        )
 
     def _gets_the_same(self, reading: Reading, before: Reading | None, history: History) -> bool:
         """Whether the inputs of a layer do not vary either; of an activation, what ran before it."""

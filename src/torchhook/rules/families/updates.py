@@ -152,7 +152,9 @@ class NotInOptimizer(Rule):
     or its layers were replaced, after the optimizer was created. If all that the optimizer has is frozen, that is
     named, and so are layers that are frozen alone, less than half of a block whose other layers are trained; frozen
     blocks, embeddings and what is under adapters are not. If the optimizer has the last part of the model alone, the
-    others may be left out on purpose, and this is an info. Parameters of another optimizer do not count.
+    others may be left out on purpose, and this is an info. Parameters of another optimizer do not count. `diagnose`
+    also finds parameters that the output depends on but the model does not list: its layers are in a plain list or
+    dict, or are made in `forward`.
     """
 
     code, name, severity = "TH503", "not-in-optimizer", Severity.ERROR
@@ -172,6 +174,9 @@ class NotInOptimizer(Rule):
         if not history.rest.has_optimizer:
             return
         held = {path: p for path, p in history.rest.parameters.items() if p.groups}
+        if history.unlisted:
+            message = f"{history.unlisted} parameters are used but not listed in model.parameters(), and never trained"
+            yield self.finding(f"{message}: are layers in a plain list, or made in forward?", count=history.unlisted)
         if held and not any(parameter.trainable for parameter in held.values()):
             for site, names in _by_owner(held).items():
                 message = f"frozen, but there is nothing else in the optimizer: {', '.join(names)}"
