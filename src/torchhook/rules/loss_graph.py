@@ -84,6 +84,8 @@ class LossTerm:
     target: Extent | None = None
     sums: float | None = None  # how far the sums of the targets' rows are from one
     is_over_samples: bool = False  # whether a softmax runs over the batch
+    reshaped: str = ""  # sizes before and after a reshape that swaps two of them
+    broadcast: str = ""  # shapes of output and target, if each output is compared with each target
     linear: int = 0  # weight layers below, if nothing but weight layers leads to the inputs
     site: str = ""  # of the squashing function, or the module before it
     line: str = ""  # where it was called
@@ -241,6 +243,8 @@ def _draft(node: Any, makers: Mapping[Any, str]) -> _Draft:
         units=_units(last) if squash in ("softmax", "log_softmax") else 0,
         classes=classes,
         is_over_samples=is_over_samples,
+        reshaped=_reshaped(before if kind == "cross-entropy" else None),
+        broadcast=_broadcast(node, target),
         linear=_linear(last),
         site=_site(last, makers),
         line=_line(last),
@@ -285,6 +289,42 @@ def _units(softmax: Any) -> int:
         return 0
     dim = dim - 2**64 if dim >= 2**63 else dim  # torch shows a negative number as an unsigned one
     return result.shape[dim] if result.dim() else 1
+
+
+def shown(sizes: Sequence[int]) -> str:
+    """Sizes as they are told.
+
+    >>> shown((2, 3)), shown(())
+    ('2×3', 'scalar')
+    """
+    return "×".join(map(str, sizes)) or "scalar"
+
+
+def _reshaped(node: Any) -> str:
+    """The sizes before and after a reshape just before a cross entropy, if it swaps some: a transpose was meant."""
+    softmax = node if node is None or _is(node, "LogSoftmax") else _through(node)
+    after = _saved(softmax, "result") if _is(softmax, "LogSoftmax") else None
+    view = _below(softmax) if after is not None else None
+    before = _sizes(view) if _is(view, "View|UnsafeView|Reshape") else ()
+    is_swapped = (
+        after is not None and len(before) > 2 and before != after.shape and sorted(before) == sorted(after.shape)
+    )
+    return f"{shown(before)} to {shown(after.shape)}" if after is not None and is_swapped else ""
+
+
+def _broadcast(loss: Any, target: Tensor | None) -> str:
+    """The shapes of an output and a target that were both expanded to be compared; empty if they were not."""
+    below = _below(loss)
+    if target is None or not _is(below, "Expand") or 0 not in target.stride():
+        return ""
+    own = [size for size, stride in zip(target.shape, target.stride(), strict=True) if stride]
+    output = _sizes(below)
+    return f"{shown(output)} against {shown(own)}" if output.count(1) and max(target.shape) > 1 else ""
+
+
+def _sizes(node: Any) -> tuple[int, ...]:
+    """The sizes of the argument of a reshape or an expansion."""
+    return tuple(map(int, getattr(node, "_saved_self_sym_sizes", ())))
 
 
 def _is_over_samples(node: Any) -> bool:

@@ -107,12 +107,12 @@ def _one_batch(setup: Setup) -> None:
 
 
 def _learning(finding: Finding) -> list[Repair]:
-    """What may let a loss fall at all; if nothing but learning by heart does, the labels do not belong to the inputs."""
+    """What may let a loss fall at all; if only learning by heart does, the labels do not belong to the inputs."""
     tenth, hundredth = _slower(finding)
     if finding.evidence.get("cause") == "divergence":
         return [tenth, *_inputs(finding), hundredth]
     by_heart = Repair("one batch alone, learnt by heart", _one_batch, "labels", decides=False)
-    return [_faster(finding)[0], *_inputs(finding), tenth, by_heart, hundredth]
+    return [_faster(finding)[0], *_inputs(finding), by_heart, tenth, hundredth]  # what is learnt is not too fast
 
 
 def _targets(finding: Finding) -> list[Repair]:
@@ -161,9 +161,16 @@ def _draw_again(module: nn.Module) -> None:
             reset()
 
 
+_REDRAWN = Repair("all weights drawn again", lambda setup: _draw_again(setup.model))
+
+
 def _all_weights(finding: Finding) -> list[Repair]:
-    again = Repair("all weights drawn again", lambda setup: _draw_again(setup.model))
-    return [*_activations(finding), *_weights(finding), again]
+    return [*_activations(finding), *_weights(finding), _REDRAWN]
+
+
+def _saturated(finding: Finding) -> list[Repair]:
+    first = [_REDRAWN] if finding.evidence.get("cause") == "init" else []
+    return [*first, *_activations(finding)]
 
 
 def _bare(finding: Finding) -> list[Repair]:
@@ -219,7 +226,7 @@ def _at(model: nn.Module, path: str) -> nn.Module:
 
 _REPAIRS: dict[str, Callable[[Finding], list[Repair]]] = {
     "TH201": _if_slower,
-    "TH203": _activations,
+    "TH203": _saturated,
     "TH301": _all_weights,
     "TH302": _weights,
     "TH303": _inputs,

@@ -174,7 +174,7 @@ class Trials:
         Returns the losses of the batches held back, by step: before, now and then on the way, and at the end.
         """
         watch, looks = _Stopwatch(), {0: self._held_losses(setup)}
-        share = (self.seconds - self.watch.elapsed) / 5  # this one, and some repairs
+        share = (self.seconds - self.watch.elapsed) / 4  # this one, and some repairs
         most = self._most
         for step in range(1, most + 1):
             batch = _copied(setup.batches[(step - 1) % len(setup.batches)])

@@ -9,6 +9,7 @@ from statistics import fmean, median, variance
 
 from torchhook.core.findings import Finding, Severity
 from torchhook.rules.history import History, finite, last_of, plain
+from torchhook.rules.loss_graph import shown
 from torchhook.rules.registry import register
 from torchhook.rules.rule import Need, Phase, Rule
 from torchhook.rules.series import outliers
@@ -169,24 +170,23 @@ class InitialLoss(Rule):
 class Broadcast(Rule):
     """Output and target differ in shape, and the loss broadcasts them: it compares every output with every target.
 
-    Detected by computing the loss with the targets in another order, which does not change it.
+    Detected by computing the loss with the targets in another order, which does not change it, or by the graph of the
+    loss.
     """
 
     code, name, severity = "TH605", "broadcast-loss", Severity.ERROR
     cause = "output-target-mismatch"
     phase = Phase.REST
-    facts = ("task",)
+    facts = ("losses",)
     explains = ("TH601", "TH603")
     hint = "Give both the same shape: output.squeeze(-1), or target.unsqueeze(-1)."
     wrong = "A loss that compares all outputs with all targets on purpose."
 
     def find(self, history: History) -> Iterator[Finding]:
         task = history.task
-        assert task is not None
-        if task.broadcast:
-            shapes = f"{_shape(task.output_shape)} against {_shape(task.target_shape or ())}"
+        if task is not None:
+            shapes = f"{shown(task.output_shape)} against {shown(task.target_shape)}" if task.broadcast else ""
+        else:
+            shapes = next((term.broadcast for term in history.comparisons if term.broadcast), "")
+        if shapes:
             yield self.finding(f"the loss broadcasts output against target: {shapes}", "", output=shapes)
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return "×".join(map(str, shape)) or "scalar"
