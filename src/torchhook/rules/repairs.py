@@ -28,13 +28,15 @@ class Setup:
 class Repair(NamedTuple):
     """What to change, in words and as a function of the setup.
 
-    `cause` is what is at fault if that helps. If it `decides` and does not help, the finding does no harm.
+    `cause` is what is at fault if that helps. If it `decides` and does not help, the finding does no harm. It helps
+    only if it takes away this `share` of the loss, and what every repair has to.
     """
 
     change: str
     apply: Callable[[Setup], None]
     cause: str = ""
     decides: bool = True
+    share: float = 0.0
 
 
 def repairs_for(finding: Finding) -> list[Repair]:
@@ -111,8 +113,8 @@ def _learning(finding: Finding) -> list[Repair]:
     tenth, hundredth = _slower(finding)
     if finding.evidence.get("cause") == "divergence":
         return [tenth, *_inputs(finding), hundredth]
-    by_heart = Repair("one batch alone, learnt by heart", _one_batch, "labels", decides=False)
-    return [_faster(finding)[0], *_inputs(finding), by_heart, tenth, hundredth]  # what is learnt is not too fast
+    by_heart = Repair("one batch alone, learnt by heart", _one_batch, "labels", decides=False, share=0.5)
+    return [_faster(finding)[0], by_heart, *_inputs(finding), tenth, hundredth]  # a rate that learns is not too high
 
 
 def _targets(finding: Finding) -> list[Repair]:
@@ -165,7 +167,7 @@ _REDRAWN = Repair("all weights drawn again", lambda setup: _draw_again(setup.mod
 
 
 def _all_weights(finding: Finding) -> list[Repair]:
-    return [*_activations(finding), *_weights(finding), _REDRAWN]
+    return [_REDRAWN, *_activations(finding), *_weights(finding)]
 
 
 def _saturated(finding: Finding) -> list[Repair]:
