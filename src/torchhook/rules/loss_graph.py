@@ -322,13 +322,13 @@ def _broadcast(loss: Any, target: Tensor | None) -> str:
 
 def _sizes(node: Any) -> tuple[int, ...]:
     """The sizes of the argument of a reshape or an expansion."""
-    return tuple(map(int, getattr(node, "_saved_self_sym_sizes", ())))
+    return tuple(map(int, saved_by(node, "self_sym_sizes") or ()))
 
 
 def _is_over_samples(node: Any) -> bool:
     """Whether a node is a softmax over the first of several dimensions."""
     result = _saved(node, "result") if _is(node, "Softmax|LogSoftmax") else None
-    return result is not None and result.dim() > 1 and getattr(node, "_saved_dim", None) in (0, 2**64 - result.dim())
+    return result is not None and result.dim() > 1 and saved_by(node, "dim") in (0, 2**64 - result.dim())
 
 
 def _linear(node: Any) -> int:
