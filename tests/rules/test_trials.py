@@ -51,7 +51,7 @@ def test_inputs_out_of_scale_are_standardised_and_the_loss_is_told():
 def test_a_repair_helps_if_the_loss_is_clearly_lower_with_it(losses, helped):
     trials = Trials(lambda: None, [], None, steps=64, seconds=1.0, chance=0.7)
     trials._plain = _Outcome({0: [0.7] * 4, 32: [0.6] * 4, 64: [0.5] * 4}, seconds=0.1)
-    assert trials._helps(_Outcome({0: [0.7] * 4, 32: [0.6] * 4, 64: losses}, seconds=0.1), 64) == helped
+    assert trials._helps(_Outcome({0: [0.7] * 4, 32: [0.6] * 4, 64: losses}, seconds=0.1), 64, 0.0) == helped
 
 
 class Normed(nn.Module):
