@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchhook.compare.features import FeatureReader, Pool, require_pool
 from torchhook.compare.measures import MEASURES
 from torchhook.compare.pairwise import ModelLayers, Tally
+from torchhook.compare.printing import SHOWN, rest_of
 from torchhook.core.batch import InputBatches, ToInputs, batch_count
 from torchhook.core.progress import Progress, track
 from torchhook.core.selection import Sites, require_module, require_sites
@@ -68,16 +69,20 @@ class Likeness:
         return similarity(self, ax=ax)
 
     def __repr__(self) -> str:
-        return f"{self._title()}\n{table(self._header(), self._nearest())}"
+        return f"{self._title()}\n{table(self._header(), self._nearest())}{self._rest()}"
 
     def _repr_html_(self) -> str:
-        return f"<p>{html.escape(self._title())}</p>{html_table(self._header(), self._nearest())}"
+        title, rest = html.escape(self._title()), html.escape(self._rest())
+        return f"<p>{title}</p>{html_table(self._header(), self._nearest())}<p>{rest}</p>"
 
     def _title(self) -> str:
         estimated = int((~self.exact).sum())
         how = f", {estimated} of {self.exact.numel()} numbers estimated from groups of samples" if estimated else ""
-        out = f", {len(self.left_out)} layers left out" if self.left_out else ""
+        out = f", {len(self.left_out)} layers left out (see .left_out)" if self.left_out else ""
         return f"{self.by} of {len(self.rows)} × {len(self.columns)} layers, {self.n} samples{how}{out}"
+
+    def _rest(self) -> str:
+        return rest_of(len(self.rows), where=".table() or .figure()")
 
     def _header(self) -> tuple[str, ...]:
         return "layer", "nearest other" if self.itself else "nearest", self.by.rjust(5)
@@ -87,10 +92,10 @@ class Likeness:
         matrix = self.matrix.clone()
         if self.itself:
             matrix.fill_diagonal_(-torch.inf)
-        best = [int(row.argmax()) for row in matrix]
+        best = [int(row.argmax()) for row in matrix[:SHOWN]]
         return [
             [name, self.columns[j], f"{self.matrix[i, j]:.3f}"]
-            for i, (name, j) in enumerate(zip(self.rows, best, strict=True))
+            for i, (name, j) in enumerate(zip(self.rows[:SHOWN], best, strict=True))
         ]
 
 

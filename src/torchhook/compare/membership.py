@@ -15,6 +15,7 @@ from torchhook.compare.auc import Estimate, auc_of, true_positives
 from torchhook.compare.features import FeatureReader, Pool, require_pool
 from torchhook.compare.gradient_inversion import SharedGradient
 from torchhook.compare.membership_signals import FOLDS, SHARED, SampleSignals, gradient_norms, uncounted_layers
+from torchhook.compare.printing import SHOWN, rest_of
 from torchhook.core.batch import InputBatches, Loss, ToInputs
 from torchhook.core.model_state import state_kept
 from torchhook.core.progress import Progress
@@ -78,17 +79,21 @@ class Leakage:
         ]
 
     def __repr__(self) -> str:
-        return f"{self._title()}\n{table(_HEADER, self._rows())}\n{self._gradients()}"
+        return f"{self._title()}\n{table(_HEADER, self._rows())}{self._rest()}\n{self._gradients()}"
 
     def _repr_html_(self) -> str:
-        title, gradients = html.escape(self._title()), html.escape(self._gradients())
-        return f"<p>{title}</p>{html_table(_HEADER, self._rows())}<p>{gradients}</p>"
+        title, rest, gradients = map(html.escape, (self._title(), self._rest(), self._gradients()))
+        return f"<p>{title}</p>{html_table(_HEADER, self._rows())}<p>{rest}</p><p>{gradients}</p>"
 
     def _title(self) -> str:
         return f"Leakage: {self.members} members and {self.non_members} others, 95 % intervals"
 
+    def _rest(self) -> str:
+        out = f"\n{len(self.left_out)} things were left out: see .left_out" if self.left_out else ""
+        return rest_of(len(self.signals)) + out
+
     def _rows(self) -> list[list[str]]:
-        return [[_title(signal), *map(str, signal[2:])] for signal in self.signals]
+        return [[_title(signal), *map(str, signal[2:])] for signal in self.signals[:SHOWN]]
 
     def _gradients(self) -> str:
         if self.layer is None:
