@@ -121,6 +121,12 @@ MUTANTS = [
         "scaled = torch.where(high > low, (high - maps) / (high - low), 0.5)",
         "seeds/test_seeing_rows.py::test_c15_feature_maps_and_histograms_in_tensorboard",
     ),
+    Mutant(
+        "captures/overhead.py",
+        "return Overhead(plain, with_, runs)",
+        "return Overhead(plain, 1.5 * plain, runs)",
+        "seeds/test_capture_rows.py::test_c32_what_hooks_cost_on_this_model",
+    ),
     # stats: numbers
     Mutant(
         "stats/moments.py",
@@ -250,6 +256,12 @@ MUTANTS = [
         "gains = [b - a for a, b in zip(plain.best(step), repaired.best(step), strict=True)]",
         "seeds/test_diagnosis_rows.py"
         "::test_b13_the_repair_of_a_finding_is_tried_on_a_copy_and_the_finding_says_what_the_loss_did_then",
+    ),
+    Mutant(
+        "rules/families/gradients.py",
+        "ratio, value = 1e3, 0.01",
+        "ratio, value = 2.0, 0.01",
+        "seeds/test_diagnosis_rows.py::test_c22_exploding_and_vanishing_gradients_are_found",
     ),
     # render: what is said
     Mutant(
@@ -404,6 +416,18 @@ MUTANTS = [
         "quantiles = tuple(bins.quantile(q) for q in (0.01, 0.05, 0.5, 0.95, 0.99))",
         "plot/test_stills_layers.py::test_boxes_are_quantiles",
     ),
+    Mutant(
+        "plot/mosaic.py",
+        "pixels = colour(values.numpy(), bytes=True)",
+        "pixels = colour(0 * values.numpy(), bytes=True)",
+        "seeds/test_seeing_rows.py::test_c16_feature_maps_as_pictures",
+    ),
+    Mutant(
+        "plot/layers.py",
+        "ax.plot([size for size, _ in shown], [row for _, row in shown], **style)",
+        "ax.plot([1.0 for _ in shown], [row for _, row in shown], **style)",
+        "seeds/test_seeing_rows.py::test_c19_gradients_are_watched_and_plotted_by_layer",
+    ),
     # explain: what a model looks at
     Mutant(
         "explain/cams.py",
@@ -447,6 +471,18 @@ MUTANTS = [
         "pass",
         "explain/test_pyramid.py::test_maps_that_are_one_inside_the_box",
     ),
+    Mutant(
+        "explain/cams.py",
+        "return weighted(maps, gradient.mean((2, 3)))",
+        "return weighted(0 * maps, gradient.mean((2, 3)))",
+        "seeds/test_seeing_rows.py::test_c27_grad_cam_and_its_family_are_what_the_papers_say",
+    ),
+    Mutant(
+        "explain/pyramids.py",
+        "energy, square = maps.abs().mean(1), maps.square().mean(1)",
+        "energy, square = maps.mean(1), maps.square().mean(1)",
+        "seeds/test_seeing_rows.py::test_c37_a_weak_level_of_a_detector_is_named",
+    ),
     # compare: two of a kind
     Mutant(
         "compare/measures.py",
@@ -477,6 +513,18 @@ MUTANTS = [
         "return (b.mean - a.mean) / ((before + after) / 2).sqrt(), after / before",
         "return (a.mean - b.mean) / ((before + after) / 2).sqrt(), after / before",
         "compare/test_spreads.py::test_distances_and_shifts_are_those_of_the_values",
+    ),
+    Mutant(
+        "compare/pairwise.py",
+        "matrix[i, j] = self.measure.joint(own[0][i], own[1][j], self.moments.pair(x, y))",
+        "matrix[i, j] = 0.0",
+        "seeds/test_comparing_rows.py::test_c41_different_architectures_through_one_interface",
+    ),
+    Mutant(
+        "compare/membership.py",
+        "return Signal(name, site, auc_of(inside, outside), low, high)",
+        "return Signal(name, site, auc_of(outside, inside), low, high)",
+        "seeds/test_comparing_rows.py::test_c42_where_a_model_may_leak_what_it_was_trained_on",
     ),
     # prune: what matters least
     Mutant(
