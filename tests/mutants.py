@@ -308,6 +308,30 @@ MUTANTS = [
     ),
     # training: what a run keeps
     Mutant(
+        "captures/overhead.py",
+        "return Overhead(plain, with_, runs)",
+        "return Overhead(plain, 1.5 * plain, runs)",
+        "seeds/test_capture_rows.py::test_c32_what_hooks_cost_on_this_model",
+    ),
+    Mutant(
+        "captures/pictures.py",
+        'return {"maps": picture(maps), "mean_map": picture(maps.double().mean(0, keepdim=True))}',
+        'return {"maps": picture(maps), "mean_map": picture(maps.double()[:1])}',
+        "seeds/test_seeing_rows.py::test_c15_feature_maps_and_histograms_of_one_pass_in_tensorboard",
+    ),
+    Mutant(
+        "rules/model_diagnostics.py",
+        'images = self.features if hasattr(writer, "add_image") else {}',
+        "images = {}",
+        "seeds/test_seeing_rows.py::test_c15_feature_maps_and_histograms_of_one_pass_in_tensorboard",
+    ),
+    Mutant(
+        "captures/pictures.py",
+        "scaled = torch.where(high > low, (maps - low) / (high - low), 0.5)",
+        "scaled = torch.where(high > low, (high - maps) / (high - low), 0.5)",
+        "seeds/test_tool_rows.py::test_c15_feature_maps_and_histograms_in_tensorboard",
+    ),
+    Mutant(
         "training/runs/fields.py",
         '"l2": lambda row: _known(row, (row.m2 + row.n * row.mean * row.mean).sqrt()),',
         '"l2": lambda row: _known(row, row.m2.sqrt()),',
@@ -352,9 +376,33 @@ MUTANTS = [
     ),
     Mutant(
         "plot/mosaic.py",
-        "return row * (height + self.above) + self.above, column * (width + self.beside)",
-        "return row * (height + self.above), column * (width + self.beside)",
-        "plot/test_stills_images.py::test_nothing_is_drawn_between_maps",
+        "row, column = divmod(number, self.columns)",
+        "column, row = divmod(number, self.rows)",
+        "seeds/test_seeing_rows.py::test_c16_feature_maps_as_pictures",
+    ),
+    Mutant(
+        "plot/mosaic.py",
+        "pixels = colour(values.numpy(), bytes=True)",
+        "pixels = colour(0 * values.numpy(), bytes=True)",
+        "seeds/test_seeing_rows.py::test_c16_feature_maps_as_pictures",
+    ),
+    Mutant(
+        "plot/images.py",
+        "maps = torch.cat([whole.mean(0, keepdim=True), channels])[-len(names) :]",
+        "maps = torch.cat([whole[:1], channels])[-len(names) :]",
+        "seeds/test_seeing_rows.py::test_c16_feature_maps_as_pictures",
+    ),
+    Mutant(
+        "plot/layers.py",
+        "ax.plot([size for size, _ in shown], [row for _, row in shown], **style)",
+        "ax.plot([1.0 for size, _ in shown], [row for _, row in shown], **style)",
+        "seeds/test_seeing_rows.py::test_c19_gradients_are_watched_and_plotted_by_layer",
+    ),
+    Mutant(
+        "plot/cams.py",
+        "return [_Map(_plane(one), target, unit, heat.size) for one, target in zip(heat.maps, heat.target, strict=True)]",
+        "return [_Map(0 * _plane(one), target, unit) for one, target in zip(heat.maps, heat.target, strict=True)]",
+        "plot/test_stills_images.py::test_heat_without_an_image_is_drawn_alone_in_pixels_of_the_input",
     ),
     Mutant(
         "plot/arrays.py",
@@ -375,6 +423,18 @@ MUTANTS = [
         "plot/test_stills_layers.py::test_boxes_are_quantiles",
     ),
     # explain: what a model looks at
+    Mutant(
+        "explain/cams.py",
+        'return torch.einsum("nc,nchw->nhw", weights, maps)',
+        'return 0 * torch.einsum("nc,nchw->nhw", weights, maps)',
+        "seeds/test_seeing_rows.py::test_c27_grad_cam_and_its_family_are_what_the_papers_say",
+    ),
+    Mutant(
+        "explain/pyramids.py",
+        "strength, rms = _mean(energy, real), math.sqrt(_mean(square, real))",
+        "strength, rms = 2 * _mean(energy, real), math.sqrt(_mean(square, real))",
+        "seeds/test_seeing_rows.py::test_c37_a_weak_level_of_a_detector_is_named",
+    ),
     Mutant(
         "explain/cams.py",
         "return (gradient * maps).sum(1)",
@@ -481,8 +541,8 @@ MUTANTS = [
     ),
     Mutant(
         "prune/planner.py",
-        "least = scores.argsort(stable=True)[:allowed]",
-        "least = scores.argsort(stable=True, descending=True)[:allowed]",
+        "return sorted(units)",
+        "return sorted(units, reverse=True)",
         "seeds/test_comparing_rows.py::test_c28_importance_and_pruning_that_really_removes_channels",
     ),
     Mutant(
@@ -529,6 +589,12 @@ MUTANTS = [
         "activations/test_harvest_whole.py::test_what_a_later_layer_overwrites_is_kept_as_it_flowed",
     ),
     # dashboard: runs in the browser
+    Mutant(
+        "dashboard/page.py",
+        'said = Moments().of(numbers(layer.values, "what"))',
+        'said = Moments().of(0 * numbers(layer.values, "what"))',
+        "seeds/test_seeing_rows.py::test_c35_what_one_has_is_shown_without_a_training",
+    ),
     Mutant(
         "dashboard/sheets.py",
         "return _rows(self.series.values.T[first:])",
@@ -613,7 +679,7 @@ MUTANTS = [
         "cli/explain.py",
         "x = (shown - torch.tensor(centre).view(3, 1, 1)) / torch.tensor(spread).view(3, 1, 1)",
         "x = (shown - torch.tensor(centre).view(3, 1, 1)) * torch.tensor(spread).view(3, 1, 1)",
-        "cli/test_explain_command.py::test_the_middle_is_seen_in_the_right_colours",
+        "cli/test_explain_command.py::test_a_model_is_given_colours_less_the_mean_in_units_of_the_deviation",
     ),
     Mutant(
         "cli/runs.py",

@@ -158,6 +158,7 @@ def test_tensorboard_reads_what_was_written(tmp_path, dtype):
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert set(events.Tags()["histograms"]) == {"features/0", "features/2", "gradients/0", "gradients/2"}
+    assert set(events.Tags()["images"]) == {"maps/0", "maps/2", "mean_map/0", "mean_map/2"}
     (event,) = events.Histograms("features/0")
     assert event.step == 3 and event.histogram_value.num == diagnostics.features["0"].numel()
 

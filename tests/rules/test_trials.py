@@ -86,6 +86,23 @@ def test_a_rate_that_is_too_low_is_told_from_a_training_that_is_slow():
     assert not any(finding.severity >= "warning" for finding in report.findings)
 
 
+def test_labels_in_another_order_are_told_from_a_rate_that_is_too_low():
+    data, model = classes(), mlp()
+    mixed = [(x, y[torch.randperm(len(y))]) for x, y in data]
+    report = diagnose(model, mixed, F.cross_entropy, torch.optim.Adam(model.parameters(), 3e-3))
+    finding = report.findings[0]
+    assert finding.code == "TH601" and finding.evidence["cause"] == "labels"
+    assert "by heart" in finding.tried.change and finding.tried.repaired < 0.3 < finding.tried.without
+
+
+def test_missing_activations_explain_a_loss_that_does_not_fall():
+    circles = [(x, (x.square().sum(1) > 1.4).long()) for x in torch.randn(20, 64, 2)]
+    model = nn.Sequential(nn.Linear(2, 16), nn.Linear(16, 16), nn.Linear(16, 2))
+    report = diagnose(model, circles, F.cross_entropy, torch.optim.Adam(model.parameters(), 1e-2))
+    assert report.findings[0].code == "TH612" and report.findings[0].tried.helped
+    assert "TH601" in [finding.code for finding in report.findings[0].affected]
+
+
 def test_a_rate_that_is_too_high_explains_the_dead_units_that_come_of_it():
     x = torch.randn(20, 32, 4)
     data = [(one, 50 + 100 * one.sum(1, keepdim=True)) for one in x]

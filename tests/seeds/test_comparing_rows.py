@@ -102,9 +102,16 @@ def test_c28_importance_and_pruning_that_really_removes_channels(digits):
     F.cross_entropy(model[1:](hidden), y[:400], reduction="sum").backward()
     by_hand = (hidden.grad * hidden).abs().mean(0)  # what each sample would lose without a channel, to first order
     torch.testing.assert_close(found["0"].float(), by_hand.detach(), rtol=1e-4, atol=1e-7)
-    pruned = th.prune.apply(model, th.prune.plan(found, ratio=8 / 64), loader=[(x[:400], y[:400])])
+    pruned = th.prune.apply(
+        model, th.prune.plan(found, ratio=8 / 64), loader=[(x[:100], y[:100]), (x[100:400], y[100:400])]
+    )
     assert pruned.model[0].out_features + pruned.model[2].out_features == 56
-    assert pruned.loss.after == pytest.approx(pruned.loss.before, rel=1e-5)
+    loss = F.cross_entropy(model(x[:400]), y[:400]).item()
+    assert (pruned.loss.before, pruned.loss.after) == pytest.approx((loss, loss), rel=1e-5)
+    left = F.cross_entropy(pruned.model(x[:400]), y[:400]).item()
+    assert left == pytest.approx(loss, rel=1e-5) and pruned.parameters.after == sum(
+        parameter.numel() for parameter in pruned.model.parameters()
+    )
 
 
 def test_c29_distance_between_two_domains_at_a_layer(digits):

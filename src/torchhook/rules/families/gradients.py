@@ -239,7 +239,7 @@ class NoGradient(Rule):
     def find(self, history: History) -> Iterator[Finding]:
         assert history.rest is not None
         seen = reached(history)
-        if seen and not any(seen.values()) and len(history.windows) >= self.least:
+        if not any(seen.values()) and len(history.windows) >= self.least:
             yield self._nowhere(history)
         if max(seen.values(), default=0) < self.least:
             return
@@ -264,6 +264,11 @@ class NoGradient(Rule):
             severity = "info" if is_meant else "warning"
             message = f"{problem}: {', '.join(names)}"
             yield self.finding(message, site, None, severity, parameters=names, cause="unused-part")
+
+    def missing(self, history: History) -> str:
+        """As for every rule, but a training that never had a gradient is what it looks for."""
+        can_train = history.rest is not None and any(known.trainable for known in history.rest.parameters.values())
+        return "" if can_train and history.after is not None and history.losses else super().missing(history)
 
     def _nowhere(self, history: History) -> Finding:
         """What to say if no parameter at all gets a gradient."""
