@@ -209,6 +209,24 @@ MUTANTS = [
         "rules/test_each_rule.py::test_it_is_not_found_where_it_is_not[TH401-a_branch_that_counts_little]",
     ),
     Mutant(
+        "rules/families/gradients.py",
+        "ratio, value = 1e3, 0.01",
+        "ratio, value = 2.0, 0.01",
+        "seeds/test_diagnosis_rows.py::test_c22_exploding_and_vanishing_gradients_are_found",
+    ),
+    Mutant(
+        "rules/families/gradients.py",
+        "size, beside = 1e3, 10.0",
+        "size, beside = 2.0, 10.0",
+        "rules/test_each_rule.py::test_it_is_not_found_where_it_is_not[TH402-gradients_that_are_larger_than_usual]",
+    ),
+    Mutant(
+        "rules/families/gradients.py",
+        "splits = {path: max(split, by_sums[path]) for path, split in self.splits(self.norms(history)).items()}",
+        "splits = self.splits(self.norms(history))",
+        "seeds/test_diagnosis_rows.py::test_c22_a_mean_over_very_many_positions_is_no_vanishing_gradient",
+    ),
+    Mutant(
         "rules/families/units.py",
         "found[reading.path] = fires < self.active, fires",
         "found[reading.path] = fires > self.active, fires",
@@ -474,9 +492,39 @@ MUTANTS = [
     ),
     Mutant(
         "compare/distributions.py",
-        "return (b.mean - a.mean) / ((before + after) / 2).sqrt(), after / before",
-        "return (a.mean - b.mean) / ((before + after) / 2).sqrt(), after / before",
+        "return (other_mean - mean) / ((before + after) / 2).sqrt(), after / before",
+        "return (mean - other_mean) / ((before + after) / 2).sqrt(), after / before",
         "compare/test_spreads.py::test_distances_and_shifts_are_those_of_the_values",
+    ),
+    Mutant(
+        "compare/distributions.py",
+        "return Worst.of(self.ranked(), self.compared, k)",
+        "return Worst.of(self.ranked()[::-1], self.compared, k)",
+        "seeds/test_comparing_rows.py::test_c36_the_parameters_of_the_layers_that_differ_most",
+    ),
+    Mutant(
+        "compare/layer_pairs.py",
+        "return first[paths[i]] == second[others[j]]",
+        "return True",
+        "seeds/test_comparing_rows.py::test_c18_different_architectures_are_paired_by_role_and_order",
+    ),
+    Mutant(
+        "compare/pairwise.py",
+        "matrix[i, j] = self.measure.joint(own[0][i], own[1][j], self.moments.pair(x, y))",
+        "matrix[i, j] = 0.0",
+        "seeds/test_comparing_rows.py::test_c41_different_architectures_through_one_interface",
+    ),
+    Mutant(
+        "compare/layer_samples.py",
+        "return torch.as_tensor(self._sum / self.seen)",
+        "return torch.as_tensor(self._sum)",
+        "seeds/test_comparing_rows.py::test_c29_the_share_of_each_layer_in_the_distance_of_the_means",
+    ),
+    Mutant(
+        "compare/membership_signals.py",
+        'self._score("loss", -found.losses)',
+        'self._score("loss", found.losses)',
+        "seeds/test_comparing_rows.py::test_c42_where_a_model_may_leak_what_it_was_trained_on",
     ),
     # prune: what matters least
     Mutant(
