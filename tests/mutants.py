@@ -215,6 +215,24 @@ MUTANTS = [
         "rules/test_each_rule.py::test_it_is_not_found_where_it_is_not[TH401-a_branch_that_counts_little]",
     ),
     Mutant(
+        "rules/families/gradients.py",
+        "ratio, value = 1e3, 0.01",
+        "ratio, value = 2.0, 0.01",
+        "seeds/test_diagnosis_rows.py::test_c22_exploding_and_vanishing_gradients_are_found",
+    ),
+    Mutant(
+        "rules/families/gradients.py",
+        "size, beside = 1e3, 10.0",
+        "size, beside = 2.0, 10.0",
+        "rules/test_each_rule.py::test_it_is_not_found_where_it_is_not[TH402-gradients_that_are_larger_than_usual]",
+    ),
+    Mutant(
+        "rules/families/gradients.py",
+        "splits = {path: max(split, by_sums[path]) for path, split in self.splits(self.norms(history)).items()}",
+        "splits = self.splits(self.norms(history))",
+        "seeds/test_diagnosis_rows.py::test_c22_a_mean_over_very_many_positions_is_no_vanishing_gradient",
+    ),
+    Mutant(
         "rules/families/units.py",
         "found[reading.path] = fires < self.active, fires",
         "found[reading.path] = fires > self.active, fires",
@@ -257,12 +275,6 @@ MUTANTS = [
         "seeds/test_diagnosis_rows.py"
         "::test_b13_the_repair_of_a_finding_is_tried_on_a_copy_and_the_finding_says_what_the_loss_did_then",
     ),
-    Mutant(
-        "rules/families/gradients.py",
-        "ratio, value = 1e3, 0.01",
-        "ratio, value = 2.0, 0.01",
-        "seeds/test_diagnosis_rows.py::test_c22_exploding_and_vanishing_gradients_are_found",
-    ),
     # render: what is said
     Mutant(
         "render/to_junit.py",
@@ -302,12 +314,6 @@ MUTANTS = [
     ),
     # training: what a run keeps
     Mutant(
-        "captures/overhead.py",
-        "return Overhead(plain, with_, runs)",
-        "return Overhead(plain, 1.5 * plain, runs)",
-        "seeds/test_capture_rows.py::test_c32_what_hooks_cost_on_this_model",
-    ),
-    Mutant(
         "captures/pictures.py",
         'return {"maps": picture(maps), "mean_map": picture(maps.double().mean(0, keepdim=True))}',
         'return {"maps": picture(maps), "mean_map": picture(maps.double()[:1])}',
@@ -318,12 +324,6 @@ MUTANTS = [
         'images = self.features if hasattr(writer, "add_image") else {}',
         "images = {}",
         "seeds/test_seeing_rows.py::test_c15_feature_maps_and_histograms_of_one_pass_in_tensorboard",
-    ),
-    Mutant(
-        "captures/pictures.py",
-        "scaled = torch.where(high > low, (maps - low) / (high - low), 0.5)",
-        "scaled = torch.where(high > low, (high - maps) / (high - low), 0.5)",
-        "seeds/test_tool_rows.py::test_c15_feature_maps_and_histograms_in_tensorboard",
     ),
     Mutant(
         "training/runs/fields.py",
@@ -416,18 +416,6 @@ MUTANTS = [
         "quantiles = tuple(bins.quantile(q) for q in (0.01, 0.05, 0.5, 0.95, 0.99))",
         "plot/test_stills_layers.py::test_boxes_are_quantiles",
     ),
-    Mutant(
-        "plot/mosaic.py",
-        "pixels = colour(values.numpy(), bytes=True)",
-        "pixels = colour(0 * values.numpy(), bytes=True)",
-        "seeds/test_seeing_rows.py::test_c16_feature_maps_as_pictures",
-    ),
-    Mutant(
-        "plot/layers.py",
-        "ax.plot([size for size, _ in shown], [row for _, row in shown], **style)",
-        "ax.plot([1.0 for _ in shown], [row for _, row in shown], **style)",
-        "seeds/test_seeing_rows.py::test_c19_gradients_are_watched_and_plotted_by_layer",
-    ),
     # explain: what a model looks at
     Mutant(
         "explain/cams.py",
@@ -510,9 +498,21 @@ MUTANTS = [
     ),
     Mutant(
         "compare/distributions.py",
-        "return (b.mean - a.mean) / ((before + after) / 2).sqrt(), after / before",
-        "return (a.mean - b.mean) / ((before + after) / 2).sqrt(), after / before",
+        "return (other_mean - mean) / ((before + after) / 2).sqrt(), after / before",
+        "return (mean - other_mean) / ((before + after) / 2).sqrt(), after / before",
         "compare/test_spreads.py::test_distances_and_shifts_are_those_of_the_values",
+    ),
+    Mutant(
+        "compare/distributions.py",
+        "return Worst.of(self.ranked(), self.compared, k)",
+        "return Worst.of(self.ranked()[::-1], self.compared, k)",
+        "seeds/test_comparing_rows.py::test_c36_the_parameters_of_the_layers_that_differ_most",
+    ),
+    Mutant(
+        "compare/layer_pairs.py",
+        "return first[paths[i]] == second[others[j]]",
+        "return True",
+        "seeds/test_comparing_rows.py::test_c18_different_architectures_are_paired_by_role_and_order",
     ),
     Mutant(
         "compare/pairwise.py",
@@ -521,9 +521,15 @@ MUTANTS = [
         "seeds/test_comparing_rows.py::test_c41_different_architectures_through_one_interface",
     ),
     Mutant(
-        "compare/membership.py",
-        "return Signal(name, site, auc_of(inside, outside), low, high)",
-        "return Signal(name, site, auc_of(outside, inside), low, high)",
+        "compare/layer_samples.py",
+        "return torch.as_tensor(self._sum / self.seen)",
+        "return torch.as_tensor(self._sum)",
+        "seeds/test_comparing_rows.py::test_c29_the_share_of_each_layer_in_the_distance_of_the_means",
+    ),
+    Mutant(
+        "compare/membership_signals.py",
+        'self._score("loss", -found.losses)',
+        'self._score("loss", found.losses)',
         "seeds/test_comparing_rows.py::test_c42_where_a_model_may_leak_what_it_was_trained_on",
     ),
     # prune: what matters least

@@ -601,7 +601,7 @@ def gradients_that_are_large_everywhere(code):
 
 @example("TH402")
 def gradients_that_are_larger_than_usual(code):
-    return scaled(code, 20)
+    return scaled(code, 500)
 
 
 @example("TH402")
