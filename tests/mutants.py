@@ -127,6 +127,12 @@ MUTANTS = [
         "return Overhead(plain, 1.5 * plain, runs)",
         "seeds/test_capture_rows.py::test_c32_what_hooks_cost_on_this_model",
     ),
+    Mutant(
+        "captures/pictures.py",
+        'return {"maps": picture(maps), "mean_map": picture(maps.double().mean(0, keepdim=True))}',
+        'return {"maps": picture(maps), "mean_map": picture(maps.double()[:1])}',
+        "seeds/test_seeing_rows.py::test_c15_feature_maps_and_histograms_of_one_pass_in_tensorboard",
+    ),
     # stats: numbers
     Mutant(
         "stats/moments.py",
@@ -313,12 +319,6 @@ MUTANTS = [
         "render/test_render_markdown.py::test_it_always_fits_a_job_summary",
     ),
     # training: what a run keeps
-    Mutant(
-        "captures/pictures.py",
-        'return {"maps": picture(maps), "mean_map": picture(maps.double().mean(0, keepdim=True))}',
-        'return {"maps": picture(maps), "mean_map": picture(maps.double()[:1])}',
-        "seeds/test_seeing_rows.py::test_c15_feature_maps_and_histograms_of_one_pass_in_tensorboard",
-    ),
     Mutant(
         "rules/model_diagnostics.py",
         'images = self.features if hasattr(writer, "add_image") else {}',
