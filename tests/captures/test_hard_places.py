@@ -1,5 +1,6 @@
 """Where hooks usually fail: checkpointing, fast paths, AMP, quantized and functional models, generate, export."""
 
+import contextlib
 import copy
 import warnings
 
@@ -219,6 +220,27 @@ def test_the_output_projection_of_multihead_attention(training):
     torch.testing.assert_close(twin(x, x, x)[0], plain)
 
 
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_a_transformer_trains_the_same_to_the_last_bit(batch_first):
+    torch.manual_seed(0)
+    net = nn.Transformer(32, 4, 2, 2, 64, dropout=0.1, batch_first=batch_first)
+    source, target = torch.randn(5, 7, 32), torch.randn(5, 7, 32)
+
+    def trained(model, **options):
+        torch.manual_seed(1)
+        with capture(model, **options) if options else contextlib.nullcontext() as acts:
+            output = model(source, target)
+            output.square().mean().backward()
+        return acts, [output, *(parameter.grad for parameter in model.parameters())]
+
+    _, plain = trained(copy.deepcopy(net))
+    for options in ({"outputs": True}, {"grads": True}, {"inputs": True, "grads": True, "params": True}):
+        acts, seen = trained(copy.deepcopy(net), **options)
+        assert all(map(torch.equal, plain, seen)), options
+        shown = acts["decoder.layers.1.self_attn.out_proj"].output
+        assert shown.shape == (5, 7, 32)
+
+
 @pytest.mark.matrix("fast paths", "only the selected modules leave the fast path, with one warning")
 def test_only_what_is_selected_leaves_the_fast_path():
     class Two(nn.Module):
@@ -333,9 +355,9 @@ def test_torch_jit_and_torch_export_say_that_hooks_cannot_fire():
     for model in (traced, scripted):
         for path in ("0", ""):
             with pytest.raises(SessionError, match="torch.jit.*hook the module that it was made from"):
-                capture(model, path).attach()
+                capture(model, path).open()
     with pytest.raises(SessionError, match="torch.export.*hook the module that it was made from"):
-        capture(exported, "0").attach()
+        capture(exported, "0").open()
     with capture(exported, "") as acts:
         assert torch.equal(exported(x), acts[""].output)
     symbolic = torch.fx.symbolic_trace(net)

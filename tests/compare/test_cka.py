@@ -5,6 +5,7 @@ import gc
 import html
 import io
 import re
+from contextlib import redirect_stderr
 
 import pytest
 import torch
@@ -388,8 +389,10 @@ def test_refusals_say_what_to_do(models, x):
         cka(a, b, [x], "early")
     with pytest.raises(ValueError, match=r"sites_b needs a second model"):
         cka(a, None, [x], sites_b="early")
-    with pytest.raises(TypeError, match=r"loader must be an iterable of batches.*put a single batch into a list"):
-        cka(a, b, x)
+    with pytest.raises(
+        TypeError, match="loader must be a tensor, a tuple or dict of them, or an iterable of such batches"
+    ):
+        cka(a, b, 7)
     with pytest.raises(ValueError, match=r"loader has no samples"):
         cka(a, b, [])
     with pytest.raises(ValueError, match=r"3 samples, but cka needs at least 4"):
@@ -434,7 +437,7 @@ def test_result_reads_and_draws():
     assert repr(result).splitlines()[2].split() == ["<b>", "fc", "0.400"]  # not itself
     assert html.escape("<b>") in result._repr_html_()
     assert "<b>" not in result._repr_html_()
-    assert result.table()[1] == {"row": "<b>", "column": "fc", "cka": pytest.approx(0.4), "exact": True}
+    assert result.table("list")[1] == {"path": "<b>", "paired": "fc", "cka": pytest.approx(0.4), "exact": True}
     assert result.figure().axes[0].texts
 
 
@@ -447,7 +450,8 @@ def test_progress_shows_in_a_terminal(models, x, monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "100")
     shown = Terminal()
-    cka(*models, x.split(30), progress=shown)
+    with redirect_stderr(shown):
+        cka(*models, x.split(30))
     assert re.search(r"cka .*━.*4/4", shown.getvalue())
     assert shown.getvalue().endswith("\x1b[2K")  # and is gone at the end
 
@@ -455,11 +459,13 @@ def test_progress_shows_in_a_terminal(models, x, monkeypatch):
 def test_progress_is_silent_elsewhere(models, x, monkeypatch, capfd):
     monkeypatch.setenv("TERM", "xterm-256color")
     file = io.StringIO()
-    cka(*models, x.split(30), progress=file)
-    cka(*models, x.split(30), progress=None)
+    with redirect_stderr(file):
+        cka(*models, x.split(30))
+    cka(*models, x.split(30), progress=False)
     monkeypatch.setenv("TERM", "dumb")
     dumb = Terminal()
-    cka(*models, x.split(30), progress=dumb)
+    with redirect_stderr(dumb):
+        cka(*models, x.split(30))
     assert (file.getvalue(), dumb.getvalue(), *capfd.readouterr()) == ("", "", "", "")
 
 

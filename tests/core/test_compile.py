@@ -82,6 +82,51 @@ def test_values_and_gradients_are_eagers_in_one_graph(how, backend):
         assert acts.order == eager.order
 
 
+class PassedThrough(nn.Module):
+    """Modules that return their very input, which is used before and beside them, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.lora, self.first = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.same, self.drop, self.zero = nn.Identity(), nn.Dropout(0.5).eval(), nn.Dropout(0.0)
+        self.viewed, self.flat = nn.Identity(), nn.Flatten()
+
+    def forward(self, x):
+        entering = self.same(x)
+        h = torch.tanh(self.base(entering * x))
+        early = self.first(h)
+        out = h + self.lora(self.zero(self.drop(h))) + early
+        row = out.view(3, 2, 3)
+        row = self.viewed(row) * row.sum()
+        flat = self.flat(row)
+        flat.mul_(2)  # overwrites what was seen
+        return flat
+
+
+@pytest.mark.matrix("torch.compile", "the gradient of a value that a module only passes through is the whole one")
+@pytest.mark.parametrize("backend", ["eager", *BACKENDS])
+@pytest.mark.parametrize("is_leaf", [True, False])
+def test_gradients_of_values_that_are_passed_through(backend, is_leaf):
+    torch.manual_seed(0)
+    net, x = PassedThrough(), torch.randn(3, 6, requires_grad=True)
+
+    def gradients(run):
+        through = []
+        given = x if is_leaf else x * 1
+        with capture(run, grads=True) as acts:
+            with Session(run, [Tap("lora", lambda event: through.append(event.value.clone()), "grad_input")]):
+                step(run, given)
+        assert not x._backward_hooks
+        return {**{path: acts[path].grad for path in acts}, "through lora": through[0]}
+
+    eager = gradients(net)
+    found = gradients(torch.compile(net, backend=backend, fullgraph=True))
+    assert found.keys() == eager.keys() and len(eager) == 9
+    assert not torch.allclose(eager["drop"], eager["through lora"]), "the whole, and the part through one module"
+    for path, gradient in eager.items():
+        torch.testing.assert_close(found[path], gradient, rtol=1e-4, atol=1e-4, msg=lambda m, at=path: f"{at}: {m}")
+
+
 @pytest.mark.matrix("torch.compile", "no recompilation and no graph breaks when capturing with `keep=None` or editing")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_recompiles_however_often_it_runs(backend):
@@ -234,7 +279,7 @@ def test_attaching_to_what_already_ran_compiled(how):
 
 @pytest.mark.matrix(
     "torch.compile",
-    "a compiled function that already ran: works after `arm(model)`, otherwise raises with the remedies",
+    "a compiled function that already ran: works after `arm(model).open()`, otherwise raises with the remedies",
 )
 def test_a_compiled_function_that_already_ran_misses_loudly_unless_armed():
     net, x = Blocks(), torch.randn(2, 8)
@@ -245,7 +290,7 @@ def test_a_compiled_function_that_already_ran_misses_loudly_unless_armed():
             run(x)
     torch.compiler.reset()
     before = hooks_of(net)
-    armed = arm(net)
+    armed = arm(net).open()
     run = torch.compile(lambda x: net(x), backend="aot_eager", fullgraph=True)
     plain = run(x)
     for _ in range(3):
@@ -259,7 +304,7 @@ def test_a_compiled_function_that_already_ran_misses_loudly_unless_armed():
     graphs = counters["stats"]["unique_graphs"]
     torch.testing.assert_close(run(x), plain)
     assert counters["stats"]["unique_graphs"] == graphs
-    armed.remove()
+    armed.close()
     assert hooks_of(net) == before
 
 
@@ -342,7 +387,7 @@ def test_a_second_thread_may_not_open_another():
 
     def other():
         try:
-            capture(run, "head").attach()
+            capture(run, "head").open()
         except SessionError as error:
             errors.append(error)
 

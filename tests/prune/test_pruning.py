@@ -184,6 +184,20 @@ def vit():
     return image(VisionTransformer(32, 8, 2, 2, 32, 64, num_classes=10))
 
 
+def cait():
+    from timm.models.cait import Cait
+
+    return image(Cait(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=10))
+
+
+def pit():
+    from timm.models.pit import PoolingVisionTransformer
+
+    return image(
+        PoolingVisionTransformer(32, 4, 4, base_dims=(16, 16), depth=(1, 1), heads=(2, 2), mlp_ratio=2, num_classes=10)
+    )
+
+
 def llama():
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -209,11 +223,14 @@ def decoder():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("make", [densenet, mobilenet, resnext, vit, llama, bert, decoder])
+@pytest.mark.parametrize("make", [densenet, mobilenet, resnext, vit, cait, pit, llama, bert, decoder])
 def test_networks_of_all_kinds_run_without_a_third_of_what_can_go(make):
     model, batch = make()
+    next(model.parameters()).requires_grad_(False)
+    trained = [parameter.requires_grad for parameter in model.parameters()]
     chosen = plan(importance(model, [batch]), ratio=0.3)
     result = apply(model, chosen, runs=1)
+    assert [parameter.requires_grad for parameter in model.parameters()] == trained
     assert result.verified and result.flops == chosen.flops and result.flops.after < result.flops.before
     assert result.parameters.after < result.parameters.before and math.isfinite(result.loss.after)
     attention = [path for path in chosen.channels if "attn" in path or "attention" in path]
@@ -333,7 +350,7 @@ def test_how_it_looks_and_what_is_refused(digits, monkeypatch):
     chosen = plan(found, ratio=0.3)
     result = apply(model, chosen, runs=1)
     assert repr(chosen).startswith("Plan: ") and "<td>hidden</td>" in chosen._repr_html_()
-    assert [row["measure"] for row in result.table()] == ["parameters", "FLOPs", "milliseconds", "loss"]
+    assert [row["measure"] for row in result.table("list")] == ["parameters", "FLOPs", "milliseconds", "loss"]
     assert "<td>FLOPs</td>" in result._repr_html_()
     without = apply(model, chosen, train[0][0], runs=1)  # no target, so no loss
     assert without.loss is None and "loss" not in repr(without)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from specimens import Returning
-from torchhook import Profile, check, diagnose
+from torchhook import Profile, check, diagnose, measure
 from torchhook.rules import RULES, History
 from torchhook.rules.loop import Feeding, Loop
 from torchhook.rules.loss_graph import loss_terms
@@ -556,10 +556,77 @@ def a_gradient_that_arrives(code):
     return flowed(code, mlp(nn.ReLU()))
 
 
+class Branch(nn.Module):
+    """Adds a little of what a layer makes of its input, as branches do that begin near zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + 1e-6 * self.layer(x)
+
+
+@example("TH401")
+def a_branch_that_counts_little(code):
+    return flowed(code, nn.Sequential(nn.Linear(8, 8), Branch(), nn.ReLU(), nn.Linear(8, 3)))
+
+
 @example("TH401")
 def a_mean_over_very_many_positions(code):
     pooled = [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
     return flowed(code, nn.Sequential(*pooled, nn.Linear(8, 4)), torch.randn(2, 3, 512, 512))
+
+
+@example("TH401")
+def a_plain_net_of_two_convolutions_that_ends_in_a_mean(code):
+    model, x = nn.Sequential(*convolutions(), nn.Linear(8, 4)), torch.randn(2, 3, 224, 224)
+    with measure(model, grads=True) as stats:  # without the gradients of the weights, which would show it
+        F.cross_entropy(model(x), torch.tensor([0, 1])).backward()
+    return check(stats, [code])
+
+
+def convolutions():
+    torch.manual_seed(0)
+    return [
+        *(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU()),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+    ]
+
+
+@example("TH402", "2")
+def gradients_that_are_large_everywhere(code):
+    return scaled(code, 1e6)
+
+
+@example("TH402")
+def gradients_that_are_larger_than_usual(code):
+    return scaled(code, 500)
+
+
+@example("TH402")
+def a_sum_over_very_many_positions(code):
+    """Small gradients of outputs add up to large ones of the weights."""
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3))
+    with measure(model, grads=True, param_grads=True) as stats:
+        model(1 + torch.rand(8, 1, 128, 128)).square().sum().backward()
+    assert stats["2.weight", "param_grad"].l2 > 1e4
+    return check(stats, [code])
+
+
+@example("TH402")
+def a_loss_that_a_gradscaler_has_multiplied(code):
+    return scaled(code, 2**16, torch.float16)
+
+
+def scaled(code, factor, dtype=None):
+    """A backward of a cross entropy times a factor, in eight samples, as `measure` sees it."""
+    model = mlp(nn.ReLU())
+    with measure(model, grads=True, param_grads=True) as stats:
+        with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+            output = model(torch.randn(8, 8))
+        (F.cross_entropy(output.float(), torch.arange(8) % 4) * factor).backward()
+    return check(stats, [code])
 
 
 @example("TH402", "0")

@@ -10,6 +10,7 @@ from torch import nn
 from torchhook import Finding, Report, Trial, diagnose
 from torchhook.render import json as as_json
 from torchhook.rules.repairs import repairs_for
+from torchhook.rules.trials import Trials, _Outcome
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -36,6 +37,21 @@ def test_inputs_out_of_scale_are_standardised_and_the_loss_is_told():
     assert finding.tried.change == "inputs standardised" and finding.tried.helped
     assert finding.tried.repaired < 0.5 and not finding.tried.without < 2 * finding.tried.repaired
     assert "tried: inputs standardised → loss" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("losses", "helped"),
+    [
+        ([0.2, 0.3, 0.2, 0.3], True),  # half of it is gone
+        ([0.45, 0.45, 0.45, 0.45], False),  # a tenth
+        ([0.0, 0.8, 0.0, 0.6], False),  # as much as the batches differ by
+        ([0.2, 0.2, 0.2, math.nan], False),
+    ],
+)
+def test_a_repair_helps_if_the_loss_is_clearly_lower_with_it(losses, helped):
+    trials = Trials(lambda: None, [], None, steps=64, seconds=1.0, chance=0.7)
+    trials._plain = _Outcome({0: [0.7] * 4, 32: [0.6] * 4, 64: [0.5] * 4}, seconds=0.1)
+    assert trials._helps(_Outcome({0: [0.7] * 4, 32: [0.6] * 4, 64: losses}, seconds=0.1), 64, 0.0) == helped
 
 
 class Normed(nn.Module):

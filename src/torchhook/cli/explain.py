@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -45,7 +44,8 @@ def explain(
         int | None, typer.Option(metavar="CLASS", help="Index of the class to explain; by default the predicted class.")
     ] = None,
     layer: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Path of a module; by default the last with a spatial extent.")
+        str | None,
+        typer.Option(metavar="PATH", help="Path of a module; by default the last one before a final pooling."),
     ] = None,
     call: Annotated[
         int | None, typer.Option(metavar="N", help="Which call of the layer, if it is called several times in a pass.")
@@ -76,7 +76,7 @@ def explain(
     if not all(spread):
         raise wrong("--std", "colours are divided by it, so it must not be 0")
     picture = _read(image)
-    with progress_bar("loading", sys.stderr):
+    with progress_bar("loading", True):
         import torch
 
         from torchhook import explain as methods

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import html
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +14,12 @@ from torchhook.compare.auc import Estimate, auc_of, true_positives
 from torchhook.compare.features import FeatureReader, Pool, require_pool
 from torchhook.compare.gradient_inversion import SharedGradient
 from torchhook.compare.membership_signals import FOLDS, SHARED, SampleSignals, gradient_norms, uncounted_layers
-from torchhook.core.batch import Loss, require_loader
+from torchhook.core.batch import InputBatches, Loss, ToInputs
 from torchhook.core.model_state import state_kept
-from torchhook.core.selection import Query, require_module, require_sites
+from torchhook.core.progress import Progress
+from torchhook.core.selection import Sites, require_module, require_sites
+from torchhook.core.tabular import Tabular
 from torchhook.core.tap import require_count
-from torchhook.core.text import html_table, table
 
 _HEADER = ("signal", "AUC", "TPR at 0.1 % FPR", "TPR at 1 % FPR")
 
@@ -41,7 +40,7 @@ class Signal(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Leakage:
+class Leakage(Tabular):
     """What a model reveals about its training data.
 
     Args:
@@ -70,25 +69,21 @@ class Leakage:
             raise KeyError(f"no signal {name!r}; there are {', '.join(map(_title, self.signals))}")
         return found
 
-    def table(self) -> list[dict[str, Any]]:
-        """One plain dictionary per signal, for pandas and similar tools."""
+    def _records(self) -> list[dict[str, Any]]:
         return [
-            {"signal": signal.name, "site": signal.site, **_flat(signal, "auc", "tpr_0_1", "tpr_1")}
+            {"signal": signal.name, "path": signal.site, **_flat(signal, "auc", "tpr_0_1", "tpr_1")}
             for signal in self.signals
         ]
-
-    def __repr__(self) -> str:
-        return f"{self._title()}\n{table(_HEADER, self._rows())}\n{self._gradients()}"
-
-    def _repr_html_(self) -> str:
-        title, gradients = html.escape(self._title()), html.escape(self._gradients())
-        return f"<p>{title}</p>{html_table(_HEADER, self._rows())}<p>{gradients}</p>"
 
     def _title(self) -> str:
         return f"Leakage: {self.members} members and {self.non_members} others, 95 % intervals"
 
-    def _rows(self) -> list[list[str]]:
-        return [[_title(signal), *map(str, signal[2:])] for signal in self.signals]
+    def _foot(self) -> Sequence[str]:
+        out = [f"{len(self.left_out)} things were left out: see .left_out"] if self.left_out else []
+        return [*out, self._gradients()]
+
+    def _printed(self) -> tuple[Sequence[str], list[list[str]]]:
+        return _HEADER, [[_title(signal), *map(str, signal[2:])] for signal in self.signals]
 
     def _gradients(self) -> str:
         if self.layer is None:
@@ -102,16 +97,17 @@ class Leakage:
 
 def leakage(
     model: nn.Module,
-    members: Iterable[Any],
-    non_members: Iterable[Any],
+    members: Any,
+    non_members: Any,
     loss: Loss | None = None,
     *,
-    sites: Query | Iterable[Query] | None = None,
+    sites: Sites = None,
     pool: Pool = "mean",
     max_samples: int = 2000,
     draws: int = 500,
     generator: torch.Generator | None = None,
-    progress: TextIO | None = sys.stderr,
+    batch_to_inputs: ToInputs | None = None,
+    progress: Progress = True,
 ) -> Leakage:
     """How well the training samples of a model can be told from others, and what its gradients reveal about them.
 
@@ -132,7 +128,8 @@ def leakage(
         max_samples: How many members and how many others to use: the first ones; the last batch is cut.
         draws: How often samples are redrawn for a confidence interval.
         generator: Draws them; by default with the same seed every time.
-        progress: Where to show a progress bar; only a terminal shows one.
+        batch_to_inputs: Turns a batch into what the model takes, such as ``lambda batch: batch["image"]``.
+        progress: True for a bar in a terminal, False for none, or a function (what, done, total).
 
     >>> from torchhook.compare.membership import leakage
     >>> model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
@@ -143,8 +140,8 @@ def leakage(
     (True, '0', 20)
     """
     require_module(model)
-    require_loader(members, "members")
-    require_loader(non_members, "non_members")
+    members = InputBatches(members, model, batch_to_inputs, "members", targets=True)
+    non_members = InputBatches(non_members, model, batch_to_inputs, "non_members", targets=True)
     require_pool(pool)
     require_sites(model, sites, "sites")
     require_count(max_samples, "max_samples")

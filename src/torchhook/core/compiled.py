@@ -2,7 +2,7 @@
 
 A hook that is traced must not touch anything that changes: a list that grows, or a counter, would cause a recompilation
 at every call. So it leaves steps in the graph. An observer becomes an op (see `graph_ops`), an edit is traced like the
-model itself, and gradients go through an identity function whose backward has such an op.
+model itself, and a gradient is seen by a hook that leaves such an op in the graph of the backward.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import torchhook.core.graph_ops  # noqa: F401 (to define the ops)
 from torchhook.core.container_text import rebuilt, tensors_in
 from torchhook.core.edit import Editing, refused
+from torchhook.core.hooks.tensors import apart, hook_gradient
 from torchhook.core.passes import Pass
 from torchhook.core.sink import UNKNOWN, Act, Receive
-from torchhook.core.torch_internals import TESTED, can_order_ops, marked_constant
+from torchhook.core.torch_internals import DROPOUTS, TESTED, can_order_ops, marked_constant
 from torchhook.core.trees import leaves, put
 
 if TYPE_CHECKING:
@@ -38,14 +39,15 @@ _NO_ORDER = (
 class ObserveStep:
     """The observers at a point as a step of a compiled graph: acts on the value, and acts that want its gradient."""
 
-    __slots__ = ("acts", "address", "catches", "point", "wants_gradients")
+    __slots__ = ("acts", "address", "catches", "of_inputs", "point", "wants_gradients")
 
-    def __init__(self, point: Point, number: int, acts: list[Act], catches: list[Act]) -> None:
+    def __init__(self, point: Point, number: int, acts: list[Act], catches: list[Act], of_inputs: bool) -> None:
         self.point = point
         self.address = point.scope.key, point.index, number  # how the graph refers to it
         self.acts = acts
         self.catches = catches
         self.wants_gradients = bool(catches)  # a constant for the compiler
+        self.of_inputs = of_inputs  # whose gradient is that through this module alone
 
     def traced(self, value: Any) -> Any:
         """Put the op into the graph that is being made; returns the value to continue with."""
@@ -58,7 +60,8 @@ class ObserveStep:
             return value
         for number, (address, tensor) in enumerate(list(leaves(value))):
             if tensor.requires_grad:
-                value = put(value, address, _Observed.apply(tensor, ticket, number))  # type: ignore[no-untyped-call]  # torch's
+                is_apart = self.of_inputs or tensor.is_leaf
+                value = put(value, address, _observed(tensor, ticket, number, is_apart, self.point.path))
         return value
 
     def run(self, text: str, tensors: list[Tensor]) -> int:
@@ -173,6 +176,12 @@ def entered(steps: tuple[GraphStep, ...]) -> str:
     return name
 
 
+def returned(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """The output of a module as it is without a compiler, in whose graphs a dropout that is off returns a copy."""
+    is_off = isinstance(module, DROPOUTS) and not (module.training and module.p)
+    return args[0] if is_off and args else output
+
+
 def followed(name: str, value: Any) -> Any:
     """Trace the steps called `name` one after the other; returns the value to continue with."""
     _note(name)
@@ -187,20 +196,20 @@ def forget(name: str) -> None:
     traced_names.discard(name)
 
 
-class _Observed(torch.autograd.Function):
-    """An identity that reports its gradient. The compiler leaves the copy out unless something overwrites it."""
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]  # of torch
+def _observed(tensor: Tensor, ticket: Tensor, number: int, is_apart: bool, path: str) -> Tensor:
+    """The tensor to continue with, whose gradient is reported; if it `is_apart`, that of its later uses alone.
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ticket: Tensor, leaf: int) -> Tensor:
-        ctx.save_for_backward(ticket)
-        ctx.leaf = leaf
-        return x.clone()
+    The compiler runs this when it differentiates the graph. So the hook sees the gradient of the whole tensor, even if
+    the module returned its very input, and leaves its op in the graph of the backward.
+    """
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        (ticket,) = ctx.saved_tensors
-        torch.ops.torchhook.see_gradient(gradient, ticket, ctx.leaf)
-        return gradient, None, None
+    def report(gradient: Tensor) -> None:
+        torch.ops.torchhook.see_gradient(gradient, ticket, number)
+
+    tensor = apart(tensor) if is_apart else tensor
+    hook_gradient(tensor, report, path)
+    return tensor
 
 
 class _Edited(torch.autograd.Function):

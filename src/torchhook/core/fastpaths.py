@@ -30,7 +30,7 @@ _nested: weakref.WeakKeyDictionary[nn.TransformerEncoder, int] = weakref.WeakKey
 
 
 class Detour(ForwardPatch):
-    """A forward of ``nn.MultiheadAttention`` that calls all its submodules."""
+    """A forward of ``nn.MultiheadAttention`` that calls all its submodules, or of its ``out_proj``."""
 
 
 class Detours:
@@ -72,9 +72,12 @@ class Detours:
         if isinstance(module, nn.MultiheadAttention):
             if id(module.out_proj) not in targets or type(module).forward is not nn.MultiheadAttention.forward:
                 return
-            if not isinstance(vars(module).get("forward", Detour), (type, Detour)):
+            if _is_patched(module):
                 return  # another library's forward, which calls what it likes
             self.unfused.append(Detour(module, _unfused(module)))
+            projection = module.out_proj
+            if module.batch_first and type(projection).forward is nn.Linear.forward and not _is_patched(projection):
+                self.unfused.append(Detour(projection, _in_order_of_positions(projection)))
         if torch.backends.mha.get_fastpath_enabled() and not module.training and not self.warned:
             self.warned = True
             warn(
@@ -111,6 +114,28 @@ def _unfused(attention: nn.MultiheadAttention) -> Callable[..., Any]:
         return forward(attention, query, *args, **kwargs)
 
     return run
+
+
+def _in_order_of_positions(projection: nn.Linear) -> Callable[[Tensor], Tensor]:
+    """The forward of an ``out_proj`` that gets samples × positions × features, but computes as torch does there.
+
+    torch has the rows in order of positions, not of samples. In another order, the sum over the rows that is the
+    gradient of the weight is rounded differently.
+    """
+
+    def run(x: Tensor) -> Tensor:
+        weight, bias = projection.weight, projection.bias
+        if x.dim() != 3:
+            return F.linear(x, weight, bias)
+        rows = F.linear(x.transpose(0, 1).flatten(0, 1), weight, bias)
+        return rows.view(x.shape[1], x.shape[0], -1).transpose(0, 1)
+
+    return run
+
+
+def _is_patched(module: nn.Module) -> bool:
+    """Whether something other than a detour has replaced the forward of `module`."""
+    return not isinstance(vars(module).get("forward", Detour), (type, Detour))
 
 
 class _Torch:

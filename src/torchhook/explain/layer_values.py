@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from torchhook.core.edit import Edit
+from torchhook.core.errors import SilentError
 from torchhook.core.session import Session
+from torchhook.core.site import Site
 from torchhook.core.snapshot import frozen, lazily_copied
 from torchhook.core.tap import Tap
 from torchhook.core.text import shape_of
@@ -63,7 +65,7 @@ class ReachedLayer(NamedTuple):
         if found is None:
             raise ValueError(
                 f"the target does not depend on the output of layer {self.layer.path!r}, as far as autograd can see;"
-                " name a layer between the input and the target, or pass layer=None"
+                " name a layer between the input and the target, or pass sites=None"
             )
         return _precise(self.fold(found))
 
@@ -87,6 +89,14 @@ def no_such_call(path: str, call: int | None, calls: int) -> ValueError:
     """The error for a call index that the layer does not have."""
     remedy = f"pass call=0 to call={calls - 1}" if calls > 1 else "pass call=0, or leave it out"
     return ValueError(f"layer {path!r} has no call {call}: it is called {calls} times in a pass; {remedy}")
+
+
+def never_ran(path: str, session: Session) -> SilentError:
+    """The error for a layer that the model has, but did not call while `session` watched it."""
+    reason = session.silent.get(Site(session.aliases.get(path, path)), "it was not called")
+    return SilentError(
+        f"layer {path!r} has no output to explain: {reason}; name a layer that runs for this x, or leave sites= out"
+    )
 
 
 class _GraphStart(Edit):
@@ -122,8 +132,10 @@ def _run(model: nn.Module, given: Arguments, layer: LayerCall, graph: bool, *, a
     start, grids = _GraphStart(layer, graph), list[Grid]()
     taps = [*patch_grid_taps(model, grids), Tap(layer.path, start)]
     given = mapped(Tensor.clone, given)  # since models may overwrite their inputs
-    with torch.set_grad_enabled(autograd), Session(model, taps):
+    with torch.set_grad_enabled(autograd), Session(model, taps, on_silent="ignore") as session:
         output = model(*given.args, **given.kwargs)
+    if not start.calls:
+        raise never_ran(layer.path, session)
     if layer.call is None and start.calls > 1:
         raise ValueError(
             f"layer {layer.path!r} is called {start.calls} times in a pass, each time with a different value;"

@@ -107,7 +107,7 @@ class Graph:
             fixed = self._fixed(items, outputs, inputs)
             choices = self._choices(layer, width) if not fixed else []
         except _EndlessSearchError:
-            return alone._replace(fixed="the search of Torch-Pruning for channels tied to it does not end")
+            return alone._replace(fixed="Torch-Pruning's search for channels tied to it does not end")
         if fixed or len(choices) == width:
             return ChannelGroup(root, width, outputs, inputs, fixed)
         parts = [self._items(layer, choice) for choice in choices]  # the items of all channels at once do not show ties
@@ -234,18 +234,24 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def tracing(model: nn.Module) -> Iterator[None]:
-    """Run in eval mode with autograd, and with gradients for all parameters: the trace follows the autograd graph."""
+def requiring_gradients(model: nn.Module, wanted: bool) -> Iterator[None]:
+    """Let all parameters require gradients inside the block, or none."""
     flags = {path: parameter.requires_grad for path, parameter in model.named_parameters()}
     try:
         for parameter in model.parameters():
-            parameter.requires_grad_(parameter.is_floating_point())
-        with torch.inference_mode(False), torch.enable_grad(), evaluating(model):
-            yield
+            parameter.requires_grad_(wanted and parameter.is_floating_point())
+        yield
     finally:
         for path, parameter in model.named_parameters():  # some may be new, and some gone
             if path in flags:
                 parameter.requires_grad_(flags[path])
+
+
+@contextmanager
+def tracing(model: nn.Module) -> Iterator[None]:
+    """Run in eval mode with autograd, and with gradients for all parameters: the trace follows the autograd graph."""
+    with requiring_gradients(model, True), torch.inference_mode(False), torch.enable_grad(), evaluating(model):
+        yield
 
 
 def _require_run(model: nn.Module, batch: Batch) -> None:

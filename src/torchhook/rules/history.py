@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 
 GOOD = 0.45
-"""Of the loss of guessing: a training that ends below works."""
+"""A training works if its loss ends below this share of the loss of guessing."""
 
 GREAT = 0.2
-"""The same of the first loss, where the loss of guessing is unknown."""
+"""The same as a share of the first loss, if the loss of guessing is unknown."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchhook.core.torch_internals import saved_by
 from torchhook.core.transfer import sent_home
 
 _OURS = f'"{Path(__file__).parents[1]}{os.sep}'  # as it is in a traceback
@@ -275,16 +276,13 @@ def _through(node: Any) -> Any:
 
 
 def _saved(node: Any, name: str) -> Tensor | None:
-    try:
-        value = getattr(node, f"_saved_{name}", None)
-    except RuntimeError:  # freed by a backward, or changed in place since
-        return None
+    value = saved_by(node, name)
     return value if isinstance(value, Tensor) else None
 
 
 def _units(softmax: Any) -> int:
     """The number of units that a softmax runs over."""
-    result, dim = _saved(softmax, "result"), getattr(softmax, "_saved_dim", None)
+    result, dim = _saved(softmax, "result"), saved_by(softmax, "dim")
     if result is None or dim is None:
         return 0
     dim = dim - 2**64 if dim >= 2**63 else dim  # torch shows a negative number as an unsigned one
@@ -324,13 +322,13 @@ def _broadcast(loss: Any, target: Tensor | None) -> str:
 
 def _sizes(node: Any) -> tuple[int, ...]:
     """The sizes of the argument of a reshape or an expansion."""
-    return tuple(map(int, getattr(node, "_saved_self_sym_sizes", ())))
+    return tuple(map(int, saved_by(node, "self_sym_sizes") or ()))
 
 
 def _is_over_samples(node: Any) -> bool:
     """Whether a node is a softmax over the first of several dimensions."""
     result = _saved(node, "result") if _is(node, "Softmax|LogSoftmax") else None
-    return result is not None and result.dim() > 1 and getattr(node, "_saved_dim", None) in (0, 2**64 - result.dim())
+    return result is not None and result.dim() > 1 and saved_by(node, "dim") in (0, 2**64 - result.dim())
 
 
 def _linear(node: Any) -> int:

@@ -1,4 +1,4 @@
-"""Tries the repairs of findings on copies, and says by how much the loss fell then."""
+"""Tries the repairs of findings on copies, and says how much lower the loss was then."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from torchhook.core.batch import Batch, Loss, call, loss_of
 from torchhook.core.findings import Finding, Severity, Trial
+from torchhook.core.model_state import random_state_kept
 from torchhook.core.trees import mapped
 from torchhook.rules.history import GOOD
 from torchhook.rules.repairs import Repair, Setup, repairs_for
@@ -28,7 +29,7 @@ _STUCK = 0.95  # of an earlier loss: a training that ends above has learnt nothi
 _FIRST_LOOK = 16  # steps, then twice as many, and so on: when the loss is looked at on the way
 _LEAST_GAIN = 0.03  # of the first loss, or that of guessing: a loss near zero needs no repair
 _DECIDED = ("TH301", "TH303", "TH603", "TH609", "TH612")  # by the trial alone: even an info becomes a warning
-_HELD = 5  # one batch in so many is held back to judge by
+_HELD = 5  # one batch in this many is held back to judge by
 
 
 class Trials:
@@ -79,7 +80,7 @@ class Trials:
     def _after(self, finding: Finding, rule: Rule, trial: Trial, cause: str, is_shown: bool) -> Finding:
         """The finding after a trial: at least a warning if the repair helped, a severity lower if it is not needed.
 
-        Where nothing is learnt, a repair that does not help proves nothing: there may be another fault beside.
+        Where nothing is learnt, a repair that does not help proves nothing: there may be a second fault.
         """
         tried, works = trial if is_shown else None, self._works(finding)
         if trial.helped and not (works and rule.forgiving and rule.code not in _DECIDED):
@@ -132,7 +133,7 @@ class Trials:
         setup = Setup(*self.copies(), list(self.batches), list(self.held))
         watch = _Stopwatch()
         try:
-            with torch.random.fork_rng(devices=[]):
+            with random_state_kept(setup.model):
                 torch.manual_seed(0)
                 if repair is not None:
                     repair.apply(setup)

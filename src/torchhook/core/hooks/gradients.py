@@ -5,17 +5,16 @@ They see the gradient of the value as it was at that moment, in any container, e
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from torchhook.core.compiled import received
-from torchhook.core.errors import TapError
+from torchhook.core.hooks.tensors import SourceNode, apart, hook_gradient
 from torchhook.core.passes import Pass
 from torchhook.core.sink import Act, Receive
-from torchhook.core.torch_internals import base_of, version_of
+from torchhook.core.torch_internals import version_of
 from torchhook.core.trees import Address, Arguments, leaves, replaced
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ class InputViews:
         if torch.is_grad_enabled():
             for number, (address, x) in enumerate(leaves(arguments)):
                 if x.requires_grad:
-                    view = views[number] = x.view_as(x)
+                    view = views[number] = apart(x)
                     self.seen.append((number, address, view, version_of(view), SourceNode.of(x)))
         self.arguments = replaced(arguments, views) if views else arguments
 
@@ -67,45 +66,7 @@ class InputViews:
             if version_of(view) == version:
                 view.register_hook(hook)
             elif source is not None:  # always true: autograd does not allow a leaf to be overwritten
-                source.hook(hook)
-
-
-class SourceNode(NamedTuple):
-    """The autograd node that made a tensor, or the base that the tensor is a view of.
-
-    It receives the tensor's gradient even after an in-place op overwrote the tensor.
-    """
-
-    node: Any
-    output: int
-    whole: tuple[torch.Size, tuple[int, ...]]
-    part: tuple[torch.Size, tuple[int, ...], int]
-
-    @staticmethod
-    def of(x: Tensor) -> SourceNode | None:
-        """The node behind `x`, None if `x` is a leaf or a view of one."""
-        viewed = base_of(x)
-        base = x if viewed is None else viewed
-        if base.grad_fn is None:
-            return None
-        part = (x.shape, x.stride(), int(x.storage_offset() - base.storage_offset()))
-        return SourceNode(base.grad_fn, base.output_nr, (base.shape, base.stride()), part)
-
-    def hook(self, hook: GradHook, when: Callable[[], bool] = lambda: True) -> None:
-        """Call `hook` with the tensor's gradient, if `when()` is true then."""
-        output, whole_like, part_like = self.output, self.whole, self.part  # the node must not reference itself
-
-        def catch(grads: tuple[Tensor | None, ...]) -> None:
-            gradient = grads[output]
-            if gradient is not None and when():
-                whole = gradient.new_empty_strided(*whole_like).copy_(gradient)
-                if hook(whole.as_strided(*part_like)) is not None:
-                    raise TapError(
-                        f"cannot edit the gradient at {hook.point.path!r}: a later op overwrote that value in place;"
-                        " make that op out of place, or edit the gradient at the next module"
-                    )
-
-        self.node.register_prehook(catch)
+                source.hook(hook, point.path)
 
 
 def catching(catches: list[Act], point: Point) -> Act:
@@ -128,20 +89,9 @@ def hooked(value: Any, receives: list[Receive], point: Point) -> Any:
     for number, (address, tensor) in enumerate(leaves(value)):
         if not tensor.requires_grad:
             continue
-        if tensor.is_leaf:  # a hook on a parameter would outlive this call, so a view of it is hooked
+        if tensor.is_leaf:
             if not torch.is_grad_enabled():
                 continue
-            views[number] = tensor.view_as(tensor)
-        hook = GradHook(point, receives, number, address)
-        views.get(number, tensor).register_hook(hook)
-        if base_of(tensor) is not None and not tensor.is_leaf:
-            _catch_if_overwritten(tensor, hook)
+            views[number] = apart(tensor)
+        hook_gradient(views.get(number, tensor), GradHook(point, receives, number, address), point.path)
     return replaced(value, views) if views else None
-
-
-def _catch_if_overwritten(view: Tensor, hook: GradHook) -> None:
-    """Also hook the node that made `view`: a view that is overwritten leaves the graph, together with its own hook."""
-    source = SourceNode.of(view)
-    if source is not None:
-        alias, version = view.detach(), version_of(view)  # not the view: a graph must not reference itself
-        source.hook(hook, when=lambda: version_of(alias) != version)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchhook.core.compiled import followed, leave_keeping, received, tracing
+from torchhook.core.compiled import followed, leave_keeping, received, returned, tracing
 from torchhook.core.hooks.gradients import InputViews
 from torchhook.core.hooks.registration import inert_copy
 from torchhook.core.page import Keep, Newest
@@ -66,7 +66,7 @@ class OutputHook(ActHook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if tracing():
-            return followed(self.steps, output)
+            return followed(self.steps, returned(module, args, output))
         if not self.scope.when.active:
             return None
         pass_ = self.pass_of(module)
@@ -172,7 +172,7 @@ class PairedOutputHook(ActHook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if tracing():
-            return followed(self.steps, output)
+            return followed(self.steps, returned(module, args, output))
         if not self.scope.when.active:
             return None
         pass_ = self.pass_of(module)

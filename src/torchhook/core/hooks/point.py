@@ -199,7 +199,7 @@ class Point(Defaults):
     def observer(self, number: int) -> ObserveStep:
         """The observer that a compiled graph knows by this number."""
         if not self.observers:  # a `KeepHook` has made none
-            self.observers = (ObserveStep(self, 0, self._acts("output"), []),)
+            self.observers = (ObserveStep(self, 0, self._acts("output"), [], of_inputs=False),)
         return self.observers[number]
 
     def _repeats(self) -> bool:
@@ -237,7 +237,7 @@ class Point(Defaults):
                 observing.append(act)
                 continue
             if observing:
-                steps.append(self._observe_step(observing, []))
+                steps.append(self._observe_step(observing, [], grad_port))
                 observing = []
             if isinstance(act, Editing):
                 steps.append(EditStep(act))
@@ -247,14 +247,14 @@ class Point(Defaults):
                 )
         catches = [act for tap, site, act in self.bound if site.port == grad_port and not tap.edits]
         if observing or catches:
-            steps.append(self._observe_step(observing, catches))
+            steps.append(self._observe_step(observing, catches, grad_port))
         steps += [GradientEditStep(act.editing) for act in self._acts(grad_port) if isinstance(act, GradientEditing)]
         name = entered(tuple(steps))
         self.steps = {**self.steps, name: tuple(steps)}
         return name
 
-    def _observe_step(self, acts: list[Act], catches: list[Act]) -> ObserveStep:
-        step = ObserveStep(self, len(self.observers), acts, catches)
+    def _observe_step(self, acts: list[Act], catches: list[Act], grad_port: Port) -> ObserveStep:
+        step = ObserveStep(self, len(self.observers), acts, catches, grad_port == "grad_input")
         self.observers += (step,)
         return step
 

@@ -23,7 +23,7 @@ class PoorInit(Rule):
     Their spread is the standard deviation of each unit over the batch, averaged over the layer: over the whole tensor,
     biases would hide that a signal has died out. At the input of the last layer it is more than a thousand times that
     at the input of the first (or one), or less than a thousandth, and the last layer's biases drown what is left (a
-    millionth is enough without them). In between, it may be as it likes: queries, gates and small weights before a norm
+    millionth is enough without them). In between, any spread is fine: queries, gates and small weights before a norm
     do no harm. The finding names the layer that changes the spread most, by its weights or by what follows it.
     """
 

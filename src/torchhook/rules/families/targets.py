@@ -46,7 +46,7 @@ class WrongOutputs(Fit):
     explains = ("TH101", "TH104", "TH201", "TH401", "TH404", "TH502", "TH601", "TH603", "TH203", "TH607")
     endless = ("TH402", "TH403", "TH501", "TH602", "TH606")
     hint = "Give the loss what it expects: logits for cross_entropy and binary_cross_entropy_with_logits."
-    wrong = "Only if the second function is intended."
+    wrong = "A second function that is there on purpose."
 
     def find(self, history: History) -> Iterator[Finding]:
         for term in history.comparisons:
@@ -79,7 +79,7 @@ class WrongOutputs(Fit):
             given = f"the outputs of a {name}" if name else "raw outputs"
             return f"nll_loss expects log-probabilities, but gets {given}"
         if term.kind in ("binary", "log") and term.squash == "relu":
-            return "the loss takes its inputs for probabilities, but gets the outputs of a ReLU"
+            return "the loss expects probabilities, but gets the outputs of a ReLU"
         return ""
 
 
@@ -111,7 +111,7 @@ class OutOfReach(Fit):
 
     def _several(self, term: LossTerm) -> str:
         is_multiple = term.kind == "binary" and term.squash == "softmax" and term.units > 2 and (term.sums or 0) >= 1
-        return "a softmax shares out one label, but there are samples with several or none" if is_multiple else ""
+        return "a softmax expects one label per sample, but some samples have several or none" if is_multiple else ""
 
     def _beyond(self, term: LossTerm) -> str:
         target = term.target
@@ -149,7 +149,7 @@ class Labels(Fit):
                 continue
             is_binary = term.kind in ("binary", "binary-logits")
             if is_binary and (target.low < -1e-6 or target.high > 1 + 1e-6):
-                yield self._at(term, f"the loss takes labels from 0 to 1, but they are {_span(target)}")
+                yield self._at(term, f"the loss expects labels from 0 to 1, but they are {_span(target)}")
             elif is_binary and 0 < target.high <= 0.1 and target.std > 0:
                 yield self._at(term, f"the labels are at most {target.high:.2g}: were they divided?")
             elif term.kind == "cross-entropy" and target.low == target.high:
@@ -223,7 +223,7 @@ class LogByHand(Fit):
                 message = f"the loss takes the log of {of}, whose values go down to {low:.3g}"
                 yield self.finding_at(history, term, message)
             elif term.squash in ("softmax", "sigmoid"):
-                message = f"the loss takes the log of {of}, which is infinite once that is 0"
+                message = f"the loss takes the log of {of}, which is infinite when its argument is 0"
                 yield self.finding_at(history, term, message, severity="info")
 
 

@@ -190,7 +190,7 @@ class NotInOptimizer(Rule):
             yield self.finding(f"{message}: are layers in a plain list, or made in forward?", count=history.unlisted)
         if held and not any(parameter.trainable for parameter in held.values()):
             for site, names in _by_owner(held).items():
-                message = f"frozen, but there is nothing else in the optimizer: {', '.join(names)}"
+                message = f"frozen, but the optimizer has no other parameters: {', '.join(names)}"
                 yield self.finding(message, site, parameters=names)
         elif held and self._is_idle(history):
             message = "no parameter of the optimizer ever gets a gradient: they are no longer those of the model"
@@ -214,7 +214,7 @@ class NotInOptimizer(Rule):
                     yield self.finding(message, site, parameters=names)
 
     def _left_out(self, history: History, held: Collection[str]) -> Iterator[Finding]:
-        """The parameters that nobody trains, by module."""
+        """The parameters that no optimizer trains, by module."""
         assert history.rest is not None
         elsewhere = history.loop.elsewhere if history.loop is not None else frozenset[str]()
         parameters, strangers = history.rest.parameters, history.rest.strangers
@@ -296,7 +296,7 @@ class DecayOfGains(Rule):
     facts = ("rest", "own_optimizer", "after")
     explains = ("TH2", "TH401", "TH501", "TH601", "TH801")
     hint = "Put norms and biases into a parameter group of their own, with weight_decay=0."
-    wrong = "A decay that was chosen for the gains, too."
+    wrong = "A weight decay that is meant for the gains as well."
     taken, each, shrunk, most = 0.2, 5e-4, 0.5, 0.05
 
     def find(self, history: History) -> Iterator[Finding]:
