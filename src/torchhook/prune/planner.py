@@ -156,7 +156,7 @@ class Cost:
 
 def flops_of(model: nn.Module, batch: Batch) -> tuple[int, dict[str, int]]:
     """The FLOPs of a forward as torch counts them: the total, and by module."""
-    # torch's counter hooks every input that requires a gradient, and fails at a view of a parameter made without a graph.
+    # torch's counter hooks inputs that require a gradient, and fails at a view of a parameter made without a graph.
     with (
         torch.no_grad(),
         evaluating(model),
