@@ -600,8 +600,8 @@ def test_the_rollout_of_those_that_look_at_themselves_is_the_identity():
 def test_tables():
     model = nn.Sequential(Own(), Own(heads=4)).eval()
     seen = attention(model, torch.randn(3, 5, 16))
-    rows = seen.table()
-    assert [(row["layer"], row["call"], row["head"]) for row in rows] == [
+    rows = seen.table("list")
+    assert [(row["path"], row["call"], row["head"]) for row in rows] == [
         *(("0", 0, head) for head in range(2)),
         *(("1", 0, head) for head in range(4)),
     ]

@@ -6,8 +6,12 @@ computed when they are read, from copies of queries and keys, which are far smal
 
 from __future__ import annotations
 
+<<<<<<< HEAD
 import html
 from collections.abc import Callable, Iterator, Mapping, Sequence
+=======
+from collections.abc import Callable, Iterator, Sequence
+>>>>>>> main
 from dataclasses import dataclass
 from math import nan, prod
 from types import MappingProxyType
@@ -19,7 +23,8 @@ from torch import Tensor, nn
 from torchhook.core.attention import Logits
 from torchhook.core.errors import BudgetError, NotRecordedError
 from torchhook.core.selection import glob
-from torchhook.core.text import html_table, in_units, table
+from torchhook.core.tabular import Tabular
+from torchhook.core.text import in_units
 from torchhook.explain.token_grid import Grid
 from torchhook.stats.attention import entropy_of, weights_of
 
@@ -123,7 +128,7 @@ class AttentionCall:
         return f"{self.path or 'the model'!r}{which}"
 
 
-class Attended(Sequence[AttentionCall]):
+class Attended(Tabular, Sequence[AttentionCall]):
     """Every attention of one pass, in the order of computation, and the output of the model (`output`).
 
     ``seen[3]`` is the fourth; ``seen["encoder.layer.0.attention.self"]`` lists all at a path, which may be a glob;
@@ -148,14 +153,14 @@ class Attended(Sequence[AttentionCall]):
         """The paths of the modules that computed attention, in the order of their first call."""
         return list(dict.fromkeys(call.path for call in self.calls))
 
-    def table(self) -> list[dict[str, Any]]:
-        """One row per head of each attention, as plain dictionaries, e.g. for pandas."""
+    def _records(self) -> list[dict[str, Any]]:
+        """One row per head of each attention."""
         rows = []
         for call in self.calls:
             means = {name: value.tolist() for name, value in call.by_head().items()}
             for head in range(call.shape[1]):
                 numbers = {name: values[head] for name, values in means.items()}
-                rows.append({"layer": call.path, "call": call.call, "head": head, **numbers})
+                rows.append({"path": call.path, "call": call.call, "head": head, **numbers})
         return rows
 
     def change(self, other: Attended) -> list[dict[str, Any]]:
@@ -211,7 +216,7 @@ class Attended(Sequence[AttentionCall]):
         means = [call.by_head()["entropy"].tolist() for call in self.calls]
         widest = max(map(len, means))
         matrix = [mean + [nan] * (widest - len(mean)) for mean in means]
-        return similarity(matrix, rows=[f"{call.path} {call.call}" for call in self.calls], ax=ax)
+        return similarity(matrix, rows=[f"{call.path} {call.call}" for call in self.calls], unit="entropy", ax=ax)
 
     @overload
     def __getitem__(self, which: int) -> AttentionCall: ...
@@ -235,6 +240,7 @@ class Attended(Sequence[AttentionCall]):
     def __len__(self) -> int:
         return len(self.calls)
 
+<<<<<<< HEAD
     def __repr__(self) -> str:
         return "\n".join([self._title(), table(_HEADER, self._cells()), *self._notes()])
 
@@ -252,11 +258,14 @@ class Attended(Sequence[AttentionCall]):
             for reason, paths in by_reason.items()
         ]
 
+=======
+>>>>>>> main
     def _title(self) -> str:
         return f"{len(self)} attentions in {len(self.paths)} modules; entropy, distance and sink are means over heads"
 
-    def _cells(self) -> list[list[Any]]:
-        return [[call.path or "''", call.call, _shape_text(call.shape), *_means(call)] for call in self.calls]
+    def _printed(self) -> tuple[Sequence[str], list[list[Any]]]:
+        rows = [[call.path or "''", call.call, _shape_text(call.shape), *_means(call)] for call in self.calls]
+        return ("layer", "call", "shape", "entropy", "distance", "sink"), rows
 
     def _chain(self, calls: Sequence[AttentionCall] | None) -> Sequence[AttentionCall]:
         """The attentions of a rollout; raises unless their shapes can be multiplied."""
@@ -278,9 +287,6 @@ class Attended(Sequence[AttentionCall]):
                     " and the same number in each; pass attentions that follow one another as calls="
                 )
         return chain
-
-
-_HEADER = ("layer", "call", "shape", "entropy", "distance", "sink")
 
 
 def summary_of(logits: Logits, grid: Grid | None = None) -> HeadSummary:
