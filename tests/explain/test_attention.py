@@ -619,3 +619,48 @@ def test_names_are_escaped_and_figures_are_drawn():
     figure = seen[0].figure(1, tokens=["a", "b", "c", "d", "e"])
     assert [text.get_text() for text in figure.axes[0].texts][:2] == ["head 0", "head 1"]
     assert len(seen.figure().axes[0].texts) == 2
+
+
+# --- two moments of a training
+
+
+def test_how_attention_changes_in_a_training():
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0), 2)
+    x, padded = torch.randn(3, 5, 16), torch.zeros(3, 5, dtype=torch.bool)
+    padded[0, 3:] = True
+    given = {"src": x, "src_key_padding_mask": padded}
+    optimizer, moments, weights = torch.optim.SGD(model.parameters(), 0.3), [], []
+    for _ in range(3):
+        moments.append(attention(model, given))
+        weights.append([call.weights for call in moments[-1]])
+        optimizer.zero_grad()
+        model(**given)[~padded][:, :3].sum().backward()
+        optimizer.step()
+    for later in (1, 2):
+        rows = moments[0].change(moments[later])
+        assert [(row["path"], row["head"]) for row in rows] == [
+            (f"layers.{layer}.self_attn", head) for layer in range(2) for head in range(2)
+        ]
+        for row in rows:
+            layer, head = int(row["path"].split(".")[1]), row["head"]
+            old, new = (weights[moment][layer][:, head][~padded].double() for moment in (0, later))
+            keys = (~padded).sum(1)[:, None].expand(3, 5)[~padded].double()
+            entropies = [-(one * one.clamp(min=1e-30).log()).sum(-1) / keys.log() for one in (old, new)]
+            assert row["before"] == pytest.approx(float(entropies[0].mean()), abs=1e-5)
+            assert row["after"] == pytest.approx(float(entropies[1].mean()), abs=1e-5)
+            assert row["change"] == pytest.approx(float((entropies[1] - entropies[0]).mean()), abs=1e-5)
+            assert row["moved"] == pytest.approx(float((new - old).clamp(min=0).sum(-1).mean()), abs=1e-5)
+            assert row["moved"] > 1e-3
+
+
+def test_changes_without_weights_and_of_other_inputs():
+    model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    x = torch.randn(3, 5, 16)
+    seen, bare = attention(model, x), attention(model, x, maps=[])
+    assert [row["moved"] for row in seen.change(bare)] == [None, None]
+    assert [(row["change"], row["moved"]) for row in seen.change(seen)] == [(0, 0), (0, 0)]
+    with pytest.raises(
+        ValueError, match="other must be of the same model .* 3×2×5×5 at 'self_attn', call 0 and 3×2×4×4"
+    ):
+        seen.change(attention(model, x[:, :4]))

@@ -6,7 +6,7 @@ compute attention say which module a call belongs to.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from math import prod
 from typing import Any, Literal, NamedTuple, get_args
@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from torchhook.core.attention import Attending, Logits
+from torchhook.core.attention import Attending, Given, Logits
 from torchhook.core.errors import BudgetError, SilentError
 from torchhook.core.event import Event
 from torchhook.core.scope import Scope
@@ -22,13 +22,23 @@ from torchhook.core.selection import Query, Selector, queries_of, require_module
 from torchhook.core.session import Session
 from torchhook.core.sink import Sink
 from torchhook.core.tap import Tap, require_count
-from torchhook.core.text import in_units
+from torchhook.core.text import in_units, warn
 from torchhook.core.torch_internals import is_dynamo_loaded, submodules
 from torchhook.core.transfer import free_memory
 from torchhook.core.trees import Arguments, nbytes
 from torchhook.explain.attention_maps import Attended, AttentionCall, HeadSummary, summary_of
 from torchhook.explain.token_grid import Grid
 from torchhook.explain.unfused_attention import implementation_of, unfused
+
+_IN_BANDS = (
+    "{kind} computes a softmax whose weights are not multiplied with values key by key, as in the banded attention of"
+    " Longformer and LED: which key a weight belongs to cannot be seen"
+)
+_UNSEEN = (
+    "{kind} called neither nn.MultiheadAttention nor F.scaled_dot_product_attention, and did not multiply a softmax"
+    " over keys with values: attention without a softmax, or in the kernel of another library, cannot be seen; for a"
+    " Hugging Face model try how='eager'"
+)
 
 How = Literal["recompute", "eager", "error"]
 
@@ -46,7 +56,9 @@ def attention(
 
     It sees ``nn.MultiheadAttention``, ``F.scaled_dot_product_attention``, and every softmax over keys whose weights are
     multiplied with values. That covers the models of torchvision, timm and Hugging Face that compute attention in one
-    of these ways, and your own. The model stays in its current mode; the weights are those before dropout.
+    of these ways, and your own. What a module named after attention computes in another way is in ``.left_out``, with
+    the reason, and a warning says so if that is a softmax. The model stays in its current mode; the weights are those
+    before dropout.
 
     Args:
         x: The input, a tuple of positional arguments or a dict of keyword arguments.
@@ -86,10 +98,28 @@ def attention(
         stack.enter_context(torch.no_grad())
         session = stack.enter_context(Session(model, [_everywhere(model)], on_silent="ignore"))
         recorder.scope = session.scope
-        with Attending(recorder.add):
+        with _Noticing(recorder.add, recorder.note_softmax):
             output = model(*given.args, **given.kwargs)
-        recorder.check(model, {point.path for point in session.points if point.fired})
-    return Attended(recorder.calls(), output, _is_branched(model))
+        ran = {point.path for point in session.points if point.fired}
+        recorder.check(model, ran)
+        left_out = recorder.left_out(model, ran)
+    lost = [path for path in left_out if path in recorder.lost_softmaxes]
+    if lost:
+        warn(f"attention is missing at {lost[0]!r}: {left_out[lost[0]]} (.left_out lists all {len(lost)} such modules)")
+    return Attended(recorder.calls(), output, _is_branched(model), left_out)
+
+
+class _Noticing(Attending):
+    """Also calls `note` at every softmax that may be attention."""
+
+    def __init__(self, tell: Callable[[Logits], None], note: Callable[[Given], None]) -> None:
+        super().__init__(tell)
+        self.note = note
+
+    def look(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().look(name, args, kwargs)
+        if name == "softmax" and self._given is not None:
+            self.note(self._given)
 
 
 class _SeenAttention(NamedTuple):
@@ -112,12 +142,23 @@ class _Recorder:
         self.store = store
         self.grid = grid
         self.seen: list[_SeenAttention] = []
+        self.unused: dict[int, str] = {}  # softmaxes that were not multiplied with values, by id of the logits
+        self.lost: set[str] = set()  # the paths of those that are gone
+
+    def note_softmax(self, given: Given) -> None:
+        """A softmax begins in the module that is running, which may turn out to be attention."""
+        before = self.unused.pop(id(given.logits), None)
+        if before is not None:  # of a tensor that is gone
+            self.lost.add(before)
+        self.unused[id(given.logits)] = self._path()
 
     def add(self, logits: Logits) -> None:
         """Take in one attention that is being computed."""
         if not prod(logits.shape):  # an empty batch
             return
         path = self._path()
+        if isinstance(logits, Given):
+            self.unused.pop(id(logits.logits), None)
         if self.how == "error" and not logits.handed_out:
             raise SilentError(
                 f"{path or 'the model'!r} computes attention in a fused kernel, which does not return its"
@@ -147,6 +188,9 @@ class _Recorder:
                     f"no attention was seen in {path or 'the model'!r}: its implementation is {name!r}, whose kernel"
                     " hides weights, queries and keys; pass how='eager', which switches it for this run"
                 )
+        if not self.seen and (left_out := self.left_out(model, ran)):
+            path, reason = next(iter(left_out.items()))
+            raise SilentError(f"no attention was seen in this {type(model).__name__}: at {path!r}, {reason}")
         if not self.seen:
             raise SilentError(
                 f"no attention was seen in this {type(model).__name__}: it called neither nn.MultiheadAttention nor"
@@ -161,6 +205,27 @@ class _Recorder:
         if self.grid is not None and all(bool(seen.summary.distance.isnan().all()) for seen in self.seen):
             rows, columns = self.grid
             raise ValueError(f"grid has {rows}×{columns} patches, but no self-attention has that many positions")
+
+    def left_out(self, model: nn.Module, ran: set[str]) -> dict[str, str]:
+        """The modules named after attention that ran, but whose attention was not seen or only in part, and why."""
+        named = {path: module for path, module in walk(model) if path in ran and _is_named_after_attention(module)}
+        found: dict[str, str] = {}
+        for path, module in named.items():
+            if path in self.lost_softmaxes:
+                found[path] = _IN_BANDS.format(kind=type(module).__name__)
+            elif not any(_is_in(other, path) for other in (*self.paths, *(one for one in named if one != path))):
+                found[path] = _UNSEEN.format(kind=type(module).__name__)
+        return found
+
+    @property
+    def lost_softmaxes(self) -> set[str]:
+        """The paths of the modules with a softmax whose weights were not multiplied with values."""
+        return self.lost.union(self.unused.values())
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths of the modules whose attention was seen."""
+        return [seen.path for seen in self.seen]
 
     def _path(self) -> str:
         """The path of the module that is running."""
@@ -259,6 +324,11 @@ def _is_branched(model: nn.Module) -> bool:
     return any(getattr(config, "is_encoder_decoder", False) for config in configs) or any(
         isinstance(module, nn.TransformerDecoderLayer) for module in model.modules()
     )
+
+
+def _is_named_after_attention(module: nn.Module) -> bool:
+    name = type(module).__name__.lower()
+    return "attention" in name or "attn" in name
 
 
 def _is_in(path: str, outer: str) -> bool:
