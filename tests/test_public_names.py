@@ -21,7 +21,7 @@ overhead regex sample select skip sweep trace
 """
 
 PACKAGES = {
-    "compare": "Leakage Likeness Shift Spreads cka datasets inputs leakage models shift",
+    "compare": "Leakage Likeness Shift Shifts Spreads cka datasets inputs leakage models shift",
     "dashboard": "show",
     "distributed": "merge",
     "edits": "Edit ablate add apply clamp noise patch replace scale zero",
