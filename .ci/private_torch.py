@@ -94,11 +94,11 @@ class _Search:
 
     def _is_of_torch(self, node: ast.Attribute) -> bool:
         root = _root_of(node.value)
-        if not _is_private(node.attr) or root in self.of_others:
+        if not _is_private(node.attr) or node.attr in OF_OTHERS or root in self.of_others:
             return False
         if root in ("self", "cls") and isinstance(node.value, ast.Name):
             return node.attr not in (self.here if node.attr in self.known else self.own)
-        return root in self.of_torch or node.attr not in self.own | OF_OTHERS
+        return root in self.of_torch or node.attr not in self.own
 
     def _is_name(self, text: str, by_name: bool) -> bool:
         if not re.fullmatch(r"[\w.]+", text):

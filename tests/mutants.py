@@ -1,7 +1,7 @@
 """Mutants: lines of the package, each made wrong in one place, and the test that notices.
 
-A line is given without its indentation and occurs once in its file. `test_mutants.py` applies them. If a line changes,
-change it here, too; when a mutant survives, make its test stronger.
+A line is given without indentation and comment, and occurs once in its file. `test_mutants.py` applies the mutants.
+If a line changes, change it here, too; if a mutant survives, make its test stronger.
 """
 
 from typing import NamedTuple
@@ -20,8 +20,8 @@ MUTANTS = [
     # core: where and when
     Mutant(
         "core/tap.py",
-        "return lambda number: number % n == 0",
-        "return lambda number: number % n == 1",
+        "return Passes(lambda number: number % n == 0)",
+        "return Passes(lambda number: number % n == 1)",
         "core/test_passes.py::test_schedules_choose_passes",
     ),
     Mutant(
@@ -38,8 +38,14 @@ MUTANTS = [
     ),
     Mutant(
         "core/hooks/gradients.py",
-        "source.hook(hook, when=lambda: version_of(alias) != version)",
-        "source.hook(hook, when=lambda: version_of(alias) == version)",
+        "if version_of(view) == version:",
+        "if version_of(view) >= version:",
+        "core/test_gradients.py::test_grad_input_of_a_module_that_overwrites_its_input",
+    ),
+    Mutant(
+        "core/hooks/tensors.py",
+        "source.hook(hook, path, when=lambda: version_of(alias) != version)",
+        "source.hook(hook, path, when=lambda: version_of(alias) == version)",
         "core/test_gradients.py::test_views_that_are_overwritten_have_the_gradients_of_what_was_there",
     ),
     Mutant(
@@ -109,6 +115,12 @@ MUTANTS = [
         "checksum = self._pool.submit(zlib.crc32, payload, 0)",
         "seeds/test_tool_rows.py::test_b09_the_activations_of_a_data_set_where_it_was_interrupted",
     ),
+    Mutant(
+        "captures/pictures.py",
+        "scaled = torch.where(high > low, (maps - low) / (high - low), 0.5)",
+        "scaled = torch.where(high > low, (high - maps) / (high - low), 0.5)",
+        "seeds/test_seeing_rows.py::test_c15_feature_maps_and_histograms_of_one_pass_in_tensorboard",
+    ),
     # stats: numbers
     Mutant(
         "stats/moments.py",
@@ -136,7 +148,7 @@ MUTANTS = [
     ),
     Mutant(
         "stats/histogram.py",
-        "wanted = q * (float(below[-1]) - 1) + 0.5  # each value is in the middle of its share",
+        "wanted = q * (float(below[-1]) - 1) + 0.5",
         "wanted = q * (float(below[-1]) - 1) + 1.5",
         "stats/test_histogram_property.py::test_a_quantile_lies_in_the_bin_of_the_true_one",
     ),
@@ -156,7 +168,13 @@ MUTANTS = [
     Mutant(
         "edits/ablation.py",
         "mask = torch.tensor([index in indices for index in range(count)], device=x.device).repeat_interleave(times)",
-        "mask = torch.tensor([index not in indices for index in range(count)], device=x.device).repeat_interleave(times)",
+        "mask = torch.tensor([index in chosen for index in range(count)], device=x.device).repeat_interleave(times)",
+        "seeds/test_edit_rows.py::test_b06_one_selection_language_for_ablating_patching_steering_and_clipping",
+    ),
+    Mutant(
+        "edits/ablation.py",
+        "indices = [index % count for index in chosen]",
+        "indices = [index for index in range(count) if index not in chosen]",
         "seeds/test_edit_rows.py::test_b06_one_selection_language_for_ablating_patching_steering_and_clipping",
     ),
     Mutant(
@@ -216,7 +234,7 @@ MUTANTS = [
     ),
     Mutant(
         "rules/profile.py",
-        "more = total / (total - some)  # the rest lies on the other side of the whole, so it is this much further away",
+        "more = total / (total - some)",
         "more = 1.0",
         "rules/test_profile.py::test_how_far_batches_are_apart_is_their_distance_from_the_rest",
     ),
@@ -290,12 +308,6 @@ MUTANTS = [
         "seeds/test_seeing_rows.py::test_c15_feature_maps_and_histograms_of_one_pass_in_tensorboard",
     ),
     Mutant(
-        "captures/pictures.py",
-        "scaled = torch.where(high > low, (maps - low) / (high - low), 0.5)",
-        "scaled = torch.where(high > low, (high - maps) / (high - low), 0.5)",
-        "seeds/test_tool_rows.py::test_c15_feature_maps_and_histograms_in_tensorboard",
-    ),
-    Mutant(
         "training/runs/fields.py",
         '"l2": lambda row: _known(row, (row.m2 + row.n * row.mean * row.mean).sqrt()),',
         '"l2": lambda row: _known(row, row.m2.sqrt()),',
@@ -311,7 +323,7 @@ MUTANTS = [
         "training/maps.py",
         "self.latest[path] = value.detach()[0, :_CHANNELS].clone()",
         "self.latest[path] = value.detach()[-1, :_CHANNELS].clone()",
-        "seeds/test_tool_rows.py::test_c15_feature_maps_and_histograms_in_tensorboard",
+        "seeds/test_tool_rows.py::test_c15_feature_maps_and_histograms_of_a_training_in_tensorboard",
     ),
     Mutant(
         "training/judge.py",
@@ -469,7 +481,7 @@ MUTANTS = [
     ),
     Mutant(
         "prune/scores.py",
-        "scale = scale / (norm.running_var.double() + norm.eps).sqrt()  # type: ignore[operator]  # a tensor, in these modules",
+        "scale = scale / (norm.running_var.double() + norm.eps).sqrt()",
         "scale = scale * (norm.running_var.double() + norm.eps).sqrt()",
         "prune/test_importance.py::test_l1_wanda_activation_and_apoz_by_their_formulas",
     ),
@@ -518,7 +530,7 @@ MUTANTS = [
     ),
     Mutant(
         "activations/collector.py",
-        "stored = stored.clone()  # the model may overwrite it, and a view would keep all of its storage",
+        "stored = stored.clone()",
         "pass",
         "activations/test_harvest_whole.py::test_what_a_later_layer_overwrites_is_kept_as_it_flowed",
     ),

@@ -37,7 +37,7 @@ VERBS = {
     "capture(params)": lambda model, place: th.capture(model, place, params=True).open(),
     "measure": lambda model, place: th.measure(model, place).open(),
     "edit": lambda model, place: th.edit(model, {place: edits.zero}).open(),
-    "trace": lambda model, place: th.trace(model, place, quiet=True).open(),
+    "trace": lambda model, place: th.trace(model, place, progress=False).open(),
     "skip": lambda model, place: th.skip(model, place),
     "clip_gradients": lambda model, place: th.clip_gradients(model, place, value=1.0),
     "Session": lambda model, place: th.Session(model, [th.Tap(place, print)]).open(),
@@ -58,14 +58,14 @@ VERBS = {
     "compare.datasets": lambda model, place: compare.datasets(model, LOADER, LOADER, place),
     "compare.shift": lambda model, place: compare.shift(model, LOADER, LOADER, place),
     "compare.leakage": lambda model, place: compare.leakage(model, LOADER, LOADER, F.cross_entropy, sites=place),
-    "prune.importance": lambda model, place: prune.importance(model, LOADER, "taylor", F.cross_entropy, layers=place),
-    "prune.sensitivity": lambda model, place: prune.sensitivity(model, LOADER, F.cross_entropy, layers=place),
+    "prune.importance": lambda model, place: prune.importance(model, LOADER, "taylor", F.cross_entropy, sites=place),
+    "prune.sensitivity": lambda model, place: prune.sensitivity(model, LOADER, F.cross_entropy, sites=place),
     "prune.plan": lambda model, place: prune.plan(
         prune.importance(model, LOADER, "taylor", F.cross_entropy), 0.2, ignore=place
     ),
     "explain.top_examples": lambda model, place: explain.top_examples(model, LOADER, place, 0),
     "explain.attention": lambda model, place: explain.attention(Attentive(), torch.ones(1, 4, 8), maps=place),
-    "explain.sanity": lambda model, place: explain.sanity(explain.grad_cam, model, X, layer=place),
+    "explain.sanity": lambda model, place: explain.sanity(explain.grad_cam, model, X, sites=place),
     **{f"explain.{name}": lambda model, place, cam=name: getattr(explain, cam)(model, X, None, place) for name in CAMS},
 }
 
@@ -87,11 +87,11 @@ def test_an_unknown_place_is_named_with_the_nearest_ones(verb):
 def test_harvest_names_an_unknown_place(tmp_path):
     pytest.importorskip("safetensors")
     with pytest.raises(th.SelectionError, match=rf"{TYPO}.*nearest: .*'conv1'"):
-        th.harvest(net(), X, [TYPO], tmp_path / "out", quiet=True)
+        th.harvest(net(), X, [TYPO], tmp_path / "out", progress=False)
 
 
 def test_a_detector_names_an_unknown_place():
     detection = pytest.importorskip("torchvision").models.detection
     detector = detection.ssdlite320_mobilenet_v3_large(weights=None, weights_backbone=None).eval()
     with pytest.raises(th.SelectionError, match=r"backbonne.*nearest: .*'backbone"):
-        explain.pyramid(detector, [torch.ones(3, 64, 64)], layer="backbonne")
+        explain.pyramid(detector, [torch.ones(3, 64, 64)], sites="backbonne")

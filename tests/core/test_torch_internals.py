@@ -127,6 +127,6 @@ class Own:
         self._version, self._taken = 0, other._taken
         self._frame, self._row = sys._getframe(), other._asdict()
     def _read(self):
-        return self._version, getattr(self, "_taken"), self._taken._read()
+        return self._version, self._asdict(), getattr(self, "_taken"), self._taken._read()
 """
     assert found_in(check, tmp_path, monkeypatch, text) == []

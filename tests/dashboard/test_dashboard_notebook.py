@@ -129,7 +129,7 @@ def test_results_of_other_verbs_are_shown():
     for result in (
         torchhook.compare.cka(model, None, x.split(4), progress=False),
         torchhook.sweep(model, x, ["0"], torchhook.edits.zero(), torch.sum, progress=False),
-        torchhook.explain.grad_cam(convolution, torch.randn(2, 1, 6, 6), layer="0"),
+        torchhook.explain.grad_cam(convolution, torch.randn(2, 1, 6, 6), sites="0"),
     ):
         page = page_of(result)
         assert result._repr_html_() in page and f"<h1>{type(result).__name__}</h1>" in page

@@ -1,4 +1,4 @@
-"""The rows of other tools, of whole scripts and of whole data sets: C15, C33, C34, B03, B09."""
+"""The rows of trainings in TensorBoard, of whole scripts and of whole data sets: C15, B03, B09."""
 
 import io
 import re
@@ -9,9 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from specimens import hooks_of
 from torchhook import Monitor, harvest
 from torchhook.training.runs import Run
 
@@ -26,22 +24,19 @@ def net():
     return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
 
 
-def trained(model, log=None, steps=3):
-    """Train for some steps, watched if there is a log; returns the losses and the model as it was in the last step."""
+def trained(model, log, steps=3):
+    """Train for some steps, watched; returns the losses and the model as it was in the last step."""
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    monitor = Monitor(model, optimizer, every=1, to=[log]) if log is not None else None
     losses, last = [], {}
-    for _ in range(steps):
-        last = {name: value.clone() for name, value in model.state_dict().items()}
-        loss = F.cross_entropy(model(X), Y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-        if monitor is not None:
+    with Monitor(model, optimizer, every=1, to=[log]) as monitor:
+        for _ in range(steps):
+            last = {name: value.clone() for name, value in model.state_dict().items()}
+            loss = F.cross_entropy(model(X), Y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
             monitor.step(loss)
-    if monitor is not None:
-        monitor.close()
     return losses, last
 
 
@@ -63,7 +58,7 @@ def pixels(data):
     return torch.tensor(list(image.tobytes()), dtype=torch.float32).view(image.height, image.width)
 
 
-def test_c15_feature_maps_and_histograms_in_tensorboard(tmp_path):
+def test_c15_feature_maps_and_histograms_of_a_training_in_tensorboard(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     from torchhook.integrations.tensorboard import TensorBoard
@@ -83,68 +78,6 @@ def test_c15_feature_maps_and_histograms_in_tensorboard(tmp_path):
     assert torch.tensor(said.bucket).cumsum(0).tolist() == below.tolist()
     picture = pixels(events.Images("torchhook/maps/0")[-1].encoded_image_string)
     torch.testing.assert_close(picture, grey(conv[0]), atol=1, rtol=0)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::UserWarning:lightning")
-def test_c33_a_lightning_training_is_watched_and_stays_the_same(tmp_path):
-    import lightning.pytorch as pl
-
-    from torchhook.integrations.lightning import TorchhookCallback
-
-    class Module(pl.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.net = net()
-
-        def training_step(self, batch, _):
-            return F.cross_entropy(self.net(batch[0]), batch[1])
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), 0.1)
-
-    by_hand, module = net(), Module()
-    losses, last = trained(by_hand)
-    before = hooks_of(module.net)
-    callback = TorchhookCallback(1, to=[tmp_path])
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-    trainer = pl.Trainer(callbacks=[callback], max_epochs=3, accelerator="cpu", **quiet)
-    trainer.fit(module, DataLoader(TensorDataset(X, Y), 16))
-    assert all(torch.equal(a, b) for a, b in zip(module.net.parameters(), by_hand.parameters(), strict=True))
-    assert hooks_of(module.net) == before and callback.report.ok
-    with Run(callback.run) as run:
-        assert run.losses == pytest.approx(dict(enumerate(losses))) and run.state == "ended"
-        by_hand.load_state_dict(last)
-        outputs = by_hand(X).detach().double()
-        said = run.window(2)["net.3"]
-        assert (said.count, said.mean, said.std) == pytest.approx((48, outputs.mean().item(), outputs.std().item()))
-
-
-@pytest.mark.slow
-def test_c34_a_training_in_mlflow(tmp_path, monkeypatch):
-    import mlflow
-    from mlflow import MlflowClient
-
-    from torchhook.integrations.mlflow import MLflow
-
-    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-    monkeypatch.chdir(tmp_path)
-    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
-    run_id = client.create_run(client.create_experiment("mine")).info.run_id
-    model = net()
-    losses, last = trained(model, MLflow(run_id, client))
-    assert mlflow.active_run() is None
-    points = client.get_metric_history(run_id, "torchhook/loss")
-    assert {point.step: point.value for point in points} == pytest.approx(dict(enumerate(losses)))
-    model.load_state_dict(last)
-    conv = model[0](X).detach()
-    model.zero_grad()
-    F.cross_entropy(model(X), Y).backward()
-    newest = {point.step: point.value for point in client.get_metric_history(run_id, "torchhook/mean/0")}
-    assert newest[2] == pytest.approx(conv.mean().item(), rel=1e-4)
-    norms = {point.step: point.value for point in client.get_metric_history(run_id, "torchhook/grad_norm/3.weight")}
-    assert norms[2] == pytest.approx(model[3].weight.grad.norm().item(), rel=1e-4)
-    assert {file.path for file in client.list_artifacts(run_id, "torchhook")} >= {"torchhook/report.json"}
 
 
 SCRIPT = """

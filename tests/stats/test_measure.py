@@ -15,11 +15,11 @@ from types import ModuleType
 
 import pytest
 import torch
+from contents import check_moments
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from contents import check_moments
 from specimens import Containers, InPlace, Returning, Shared, hooks_of, resnet18
 from torchhook import (
     Channels,
@@ -513,7 +513,7 @@ def test_a_table_has_a_row_for_each_place_in_execution_order():
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
     lines = stats.table("list")
-    sites = [(line["site"], line["port"]) for line in lines]
+    sites = [(line["path"], line["port"]) for line in lines]
     assert sites == list(stats) == list(stats.snapshot())
     assert [site for site, port in sites if port == "output"] == ["first", "last"]
     assert [line["module"] for line in lines[:6]] == ["Linear"] * 6 and not any(line["module"] for line in lines[6:])
@@ -543,18 +543,18 @@ def test_a_table_is_of_the_kind_that_is_installed(monkeypatch, installed):
     def find_spec(name, *args):
         return None if name in ("pandas", "polars") and name not in installed else real(name, *args)
 
-    monkeypatch.setattr("torchhook.stats.reading.find_spec", find_spec)
+    monkeypatch.setattr("torchhook.core.tabular.find_spec", find_spec)
     model = net()
     with measure(model) as stats:
         model(torch.ones(2, 4))
     lines = stats.table("list")
-    assert [line["site"] for line in lines] == ["0", "1", "2"]
-    if not installed:
+    assert [line["path"] for line in lines] == ["0", "1", "2"]
+    if "pandas" not in installed:
         assert stats.table() == lines
     for kind in installed:
         assert stats.table(kind) == (kind, lines)
-    if installed:
-        assert stats.table()[0] == ("pandas" if "pandas" in installed else "polars")
+    if "pandas" in installed:
+        assert stats.table()[0] == "pandas"
     with pytest.raises(ValueError, match="kind must be"):
         stats.table("arrow")
 
@@ -566,7 +566,7 @@ def test_tables_of_others(kind):
     with measure(model, stats=SIX) as stats:
         model(torch.ones(2, 4))
     frame = stats.table(kind)
-    assert list(frame["site"]) == ["0", "1", "2"] and list(frame["count"]) == [12, 12, 6]
+    assert list(frame["path"]) == ["0", "1", "2"] and list(frame["count"]) == [12, 12, 6]
 
 
 # --- nothing is left behind

@@ -6,9 +6,9 @@ import weakref
 
 import pytest
 import torch
+from contents import check_moments
 from torch import nn
 
-from contents import check_moments
 from torchhook import NotRecordedError, measure
 
 PORTS = ("param", "param_grad", "step_grad", "update", "update_ratio")

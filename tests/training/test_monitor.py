@@ -744,7 +744,12 @@ def test_once_is_as_good_as_twice(tmp_path):
 
 @pytest.mark.parametrize(
     "error, state",
-    [(KeyboardInterrupt(), "interrupted"), (RuntimeError("of yours"), "failed"), (SystemExit(0), "ended")],
+    [
+        (SystemExit(1), "failed"),
+        (SystemExit(0), "ended"),
+        (KeyboardInterrupt(), "interrupted"),
+        (RuntimeError("of yours"), "failed"),
+    ],
 )
 @pytest.mark.parametrize("where", ["forward", "backward", "before the monitor's step"])
 def test_how_the_training_ended_is_written_with_all_that_was_seen(tmp_path, error, state, where):

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from torchhook.captures.capture import capture
+from torchhook.core.batch import inputs_of
 from torchhook.core.model_state import state_kept
 from torchhook.core.selection import Query, require_module
 from torchhook.core.tabular import frame
 from torchhook.core.tap import require_count
-from torchhook.core.trees import Arguments
 
 
 class Overhead(NamedTuple):
@@ -53,7 +53,7 @@ def overhead(model: nn.Module, x: Any, *queries: Query, runs: int = 30, **option
     """
     require_module(model)
     require_count(runs, "runs")
-    args, kwargs = Arguments.of(x)
+    args, kwargs = inputs_of(x, model)
     options = {"on_silent": "ignore", **options}
     with state_kept(model):
         return _timed(lambda: model(*args, **kwargs), lambda: capture(model, *queries, **options), runs)

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from torchhook.core.selection import unwrapped
+from torchhook.core.selection import require_module, unwrapped
 from torchhook.core.trees import Arguments, leaves, mapped
 
 ToInputs = Callable[[Any], Any]
@@ -223,6 +224,19 @@ class Keywords(NamedTuple):
     def takes(self, name: Any) -> bool:
         """Whether the model can be called with an argument of this name."""
         return self.others or name in self.names
+
+
+def inputs_of(x: Any, model: nn.Module) -> Arguments:
+    """The arguments for one call of `model`: those that `x` stands for, or, of a DataLoader, its first inputs.
+
+    >>> inputs_of((1, 2), nn.Bilinear(1, 1, 1))
+    Arguments(args=(1, 2), kwargs={})
+    """
+    require_module(model)
+    if isinstance(x, DataLoader):
+        return Batch.of(next(iter(InputBatches(x, model, argument="x")))).arguments
+    (given,) = InputBatches([x], model, argument="x")
+    return Arguments.of(given)
 
 
 def _is_split(data: tuple[Any, ...]) -> bool:

@@ -196,7 +196,7 @@ def forget(name: str) -> None:
     traced_names.discard(name)
 
 
-@torch.compiler.allow_in_graph
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]  # of torch
 def _observed(tensor: Tensor, ticket: Tensor, number: int, is_apart: bool, path: str) -> Tensor:
     """The tensor to continue with, whose gradient is reported; if it `is_apart`, that of its later uses alone.
 

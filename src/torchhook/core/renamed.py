@@ -28,11 +28,10 @@ def renamed(**arguments: New) -> Callable[[_F], _F]:
     """
 
     def decorate(function: _F) -> _F:
-        name = function.__qualname__.removesuffix(".__init__")
-
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             for old in arguments.keys() & kwargs.keys():
+                name = call.__qualname__.removesuffix(".__init__")
                 new, convert = _parts(arguments[old])
                 if new in kwargs:
                     raise TypeError(f"{name}() got both {new}= and its old name {old}=; pass {new}= alone")

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchhook.core.batch import inputs_of
 from torchhook.core.edit import Edit
 from torchhook.core.errors import SelectionError
 from torchhook.core.progress import Progress, track
@@ -106,7 +107,7 @@ def sweep(
     if batch is not None:
         require_count(batch, "batch")
     chosen = _sites(model, sites, port)
-    given, clean_value = Arguments.of(x), None
+    given, clean_value = inputs_of(x, model), None
     if model.training:
         warn("the model is in training mode, so dropout and batch statistics change the metric as well; call .eval()")
     change = edit
@@ -114,7 +115,7 @@ def sweep(
         output = model(*given.args, **given.kwargs)
         baseline = _number(metric(output))
         if source is not None:
-            clean, clean_value = _clean(model, chosen, Arguments.of(source), metric)
+            clean, clean_value = _clean(model, chosen, inputs_of(source, model), metric)
             change = patch(clean) if edit is None else _made_from(edit, clean)
         if change is None:
             raise ValueError("edit is None, which means patching from source=, but source is None")

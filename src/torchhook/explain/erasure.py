@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchhook.core.batch import inputs_of
 from torchhook.core.model_state import inference
 from torchhook.core.selection import require_module
 from torchhook.core.tabular import Tabular
@@ -180,7 +181,7 @@ def faithfulness(
     Faithful: what the maps show matters more to the score than what random maps show.
     """
     require_module(model)
-    heat, given = _heat(maps), Arguments.of(x)
+    heat, given = _heat(maps), inputs_of(x, model)
     images = _images(given, len(heat))
     batch = (8 if images.device.type == "cpu" else 64) if batch is None else batch
     for name, count in (("steps", steps), ("randoms", randoms), ("batch", batch)):

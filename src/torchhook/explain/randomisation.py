@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchhook.core.batch import inputs_of
 from torchhook.core.model_state import inference, random_state_kept
 from torchhook.core.selection import Selector, require_module, select
 from torchhook.core.session import Session
@@ -24,7 +25,6 @@ from torchhook.core.tabular import Tabular
 from torchhook.core.tap import Tap, require_count
 from torchhook.core.text import shape_of
 from torchhook.core.torch_internals import own_parameters, submodules
-from torchhook.core.trees import Arguments
 from torchhook.explain.heat import Heat
 from torchhook.explain.targets import Score, Target
 
@@ -120,7 +120,7 @@ def sanity(
 
     Args:
         method: ``method(model, x, target=...)`` returns a `Heat` or maps N×h×w: `explain.grad_cam`, or your own. It
-            must use the model that it is given, so name layers by path: ``layer="layer4"``, not ``model.layer4``.
+            must use the model that it is given, so name layers by path: ``sites="layer4"``, not ``model.layer4``.
         target: As for `explain.grad_cam`. The predicted class is that of the original model at every step.
         steps: The most maps to compare; with more layers than that, several are randomised between two maps.
         seed: Seeds the random weights.
@@ -178,7 +178,7 @@ def _fixed_target(first: Any, model: nn.Module, x: Any, target: Target) -> Targe
         return target
     if isinstance(first, Heat):
         return [one for one in first.target if isinstance(one, int)] or None
-    given = Arguments.of(x)
+    given = inputs_of(x, model)
     with inference(model):
         classes = Score.of(None, output := model(*given.args, **given.kwargs)).explained(len(output))
     return [one for one in classes if isinstance(one, int)]
@@ -190,7 +190,7 @@ def _from_the_output(model: nn.Module, x: Any) -> list[tuple[str, nn.Module]]:
     A module that is never called itself, such as the output projection of an attention, counts as starting with its
     parent.
     """
-    given, started = Arguments.of(x), [""]
+    given, started = inputs_of(x, model), [""]
     taps = [Tap(_EVERY, lambda event: started.append(event.path), "input")] if submodules(model) else []
     with inference(model), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "a tap is inside")  # about the copy, which only runs once

@@ -58,7 +58,7 @@ def maps_of(given: Any, argument: str = "x") -> list[Layer]:
     layers = layers_of(given, argument)
     if not isinstance(given, Mapping):
         return layers
-    dims = (4,) if isinstance(given, Capture) else _IMAGES  # [N, T, D] of a transformer is no image
+    dims = (4,) if isinstance(given, Capture) else _IMAGES  # [N, T, D] of a transformer is not an image
     found = [layer for layer in layers if layer.values.dim() in dims and layer.values.shape[-2:].numel() > 1]
     if not found:
         shapes = ", ".join(f"{layer.path!r} {list(layer.values.shape)}" for layer in layers[:3]) or "nothing"

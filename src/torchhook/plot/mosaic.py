@@ -35,7 +35,7 @@ class Mosaic(NamedTuple):
 
     @classmethod
     def of(cls, tiles: Tensor, columns: int | None = None) -> Mosaic:
-        """Arrange the tiles in so many columns, or so that they fit a page."""
+        """Arrange the tiles in this many columns, or so that they fit a page."""
         count, height, width = tiles.shape
         columns = columns or max(1, min(count, round(math.sqrt(_WIDE * count * height / width))))
         above, beside = round(0.14 * max(height, width / 4)), round(0.06 * max(width, height / 4))
