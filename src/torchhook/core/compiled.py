@@ -211,25 +211,6 @@ def forget(name: str) -> None:
     traced_names.discard(name)
 
 
-<<<<<<< HEAD
-=======
-@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]  # of torch
-def _observed(tensor: Tensor, ticket: Tensor, number: int, is_apart: bool, path: str) -> Tensor:
-    """The tensor to continue with, whose gradient is reported; if it `is_apart`, that of its later uses alone.
-
-    The compiler runs this when it differentiates the graph. So the hook sees the gradient of the whole tensor, even if
-    the module returned its very input, and leaves its op in the graph of the backward.
-    """
-
-    def report(gradient: Tensor) -> None:
-        torch.ops.torchhook.see_gradient(gradient, ticket, number)
-
-    tensor = apart(tensor) if is_apart else tensor
-    hook_gradient(tensor, report, path)
-    return tensor
-
-
->>>>>>> main
 class _Edited(torch.autograd.Function):
     """An identity that edits its gradient."""
 

@@ -6,12 +6,7 @@ computed when they are read, from copies of queries and keys, which are far smal
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-import html
 from collections.abc import Callable, Iterator, Mapping, Sequence
-=======
-from collections.abc import Callable, Iterator, Sequence
->>>>>>> main
 from dataclasses import dataclass
 from math import nan, prod
 from types import MappingProxyType
@@ -163,18 +158,18 @@ class Attended(Tabular, Sequence[AttentionCall]):
                 rows.append({"path": call.path, "call": call.call, "head": head, **numbers})
         return rows
 
-    def change(self, other: Attended) -> list[dict[str, Any]]:
+    def change(self, other: Attended) -> AttentionChange:
         """How the attention of the same model on the same input has changed in `other`, such as later in a training.
 
-        One row per head of each attention: its mean entropy here (`before`) and in `other` (`after`), the `change`, and
-        `moved`: the mean share of its weight that each query gives to other keys, from 0 to 1 (the total variation
-        distance). That is None where the weights were not kept in both.
+        The result has one row per head of each attention: its mean entropy here (`before`) and in `other` (`after`),
+        the `change`, and `moved`: the mean share of its weight that each query gives to other keys, from 0 to 1 (the
+        total variation distance). That is None where the weights were not kept in both.
 
         >>> from torchhook.explain import attention
         >>> model, x = torch.nn.MultiheadAttention(4, 1, batch_first=True), torch.randn(1, 3, 4)
         >>> before = attention(model, (x, x, x))
         >>> _ = model.in_proj_weight.data.zero_()  # now all keys get the same weight
-        >>> [row] = before.change(attention(model, (x, x, x)))
+        >>> [row] = before.change(attention(model, (x, x, x))).rows
         >>> round(row["after"], 3), row["change"] > 0, 0 < row["moved"] < 1
         (1.0, True, True)
         """
@@ -183,7 +178,7 @@ class Attended(Tabular, Sequence[AttentionCall]):
             odd = next((pair for pair in zip(mine, others, strict=False) if pair[0] != pair[1]), None)
             said = f"{len(mine)} attentions and {len(others)}" if odd is None else " and ".join(map(_place_text, odd))
             raise ValueError(f"other must be of the same model and of inputs of the same shape, but has {said}")
-        return [row for pair in zip(self.calls, other.calls, strict=True) for row in _changes(*pair)]
+        return AttentionChange([row for pair in zip(self.calls, other.calls, strict=True) for row in _changes(*pair)])
 
     def rollout(self, calls: Sequence[AttentionCall] | None = None, *, heads: Fusion = "mean") -> Tensor:
         """How much of each input position reaches each output position: samples × positions × positions.
@@ -240,16 +235,7 @@ class Attended(Tabular, Sequence[AttentionCall]):
     def __len__(self) -> int:
         return len(self.calls)
 
-<<<<<<< HEAD
-    def __repr__(self) -> str:
-        return "\n".join([self._title(), table(_HEADER, self._cells()), *self._notes()])
-
-    def _repr_html_(self) -> str:
-        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self._notes())
-        return f"<p>{html.escape(self._title())}</p>{html_table(_HEADER, self._cells())}{notes}"
-
-    def _notes(self) -> list[str]:
-        """One line for each reason that something is missing."""
+    def _foot(self) -> list[str]:
         by_reason: dict[str, list[str]] = {}
         for path, reason in self.left_out.items():
             by_reason.setdefault(reason, []).append(path)
@@ -258,8 +244,6 @@ class Attended(Tabular, Sequence[AttentionCall]):
             for reason, paths in by_reason.items()
         ]
 
-=======
->>>>>>> main
     def _title(self) -> str:
         return f"{len(self)} attentions in {len(self.paths)} modules; entropy, distance and sink are means over heads"
 
@@ -287,6 +271,19 @@ class Attended(Tabular, Sequence[AttentionCall]):
                     " and the same number in each; pass attentions that follow one another as calls="
                 )
         return chain
+
+
+class AttentionChange(Tabular):
+    """How the attention of a model has changed from one moment to another: `rows`, one per head of each attention."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = rows
+
+    def _records(self) -> list[dict[str, Any]]:
+        return self.rows
+
+    def _title(self) -> str:
+        return f"The attention of {len(self.rows)} heads: mean entropy before and after, and the share of weight moved"
 
 
 def summary_of(logits: Logits, grid: Grid | None = None) -> HeadSummary:
