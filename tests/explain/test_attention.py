@@ -421,7 +421,7 @@ def test_others_hooks_and_gradients_stay():
         ({"max_bytes": "1 GB"}, TypeError, "max_bytes must be a whole number"),
         ({"grid": 7}, TypeError, r"grid must be \(rows, columns\)"),
         ({"grid": (0, 7)}, ValueError, "grid must be at least 1"),
-        ({"maps": "mix"}, ValueError, "no module matches 'mix'"),
+        ({"sites": "mix"}, ValueError, "no module matches 'mix'"),
     ],
 )
 def test_bad_arguments(options, error, said):
