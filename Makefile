@@ -13,7 +13,7 @@ PIP := $(BIN)/python $(INSTALL)
 BROWSER := /usr/bin/chromium /usr/bin/chromedriver
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 
-.PHONY: demo test test-all test-full check docs bench rules matrix clean
+.PHONY: demo test test-all test-full mutants check docs bench rules matrix clean
 
 demo: .venv/demo
 	$(BIN)/python examples/demo.py
@@ -29,6 +29,10 @@ test-all: .venv/test $(BROWSER)
 
 test-full: .venv/test $(BROWSER)
 	$(PYTEST) --full
+
+# Makes lines of the code wrong, one at a time in a copy, and lists those that no test noticed. Takes some minutes.
+mutants: .venv/test
+	$(PYTEST) --full tests/test_mutants.py
 
 check: .venv/check
 	$(BIN)/ruff check .

@@ -130,10 +130,10 @@ class Ours(Contender):
 
     def attach(self) -> None:
         # "ignore", since the cost of attaching is also measured without a forward
-        self.acts = torchhook.capture(self.model, on_silent="ignore").attach()
+        self.acts = torchhook.capture(self.model, on_silent="ignore").open()
 
     def remove(self) -> None:
-        self.acts.detach()
+        self.acts.close()
 
     def kept(self) -> list[Tensor]:
         return [calls.output for calls in self.acts.values()]

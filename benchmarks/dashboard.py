@@ -60,7 +60,7 @@ def main() -> None:
     torch.set_num_threads(1)
     made = windows(options.layers, ports=2)
     with tempfile.TemporaryDirectory() as folder:
-        log = RunLog(Path(folder) / "run", max_mb=1024)
+        log = RunLog(Path(folder) / "run", max_bytes=2**30)
         log.begin({"model": "Net", "every": 10})
         for step in range(options.steps):
             log.write(entry(step, made))

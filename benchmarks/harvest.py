@@ -88,7 +88,7 @@ def writing(folder: Path, gb: float, rounds: int) -> list[list[str]]:
     def whole() -> float:
         away(folder / "store")
         start = time.perf_counter()
-        harvest(Nothing(), data, "site", folder / "store", dtype=None, quiet=True)
+        harvest(Nothing(), data, "site", folder / "store", dtype=None, progress=False)
         return time.perf_counter() - start
 
     # A virtual machine gets memory from its host on first use: touch it before anything is timed.
@@ -189,7 +189,7 @@ def through_models(folder: Path, rounds: int) -> list[list[str]]:
             away(folder / "model")
             times: list[float] = []
             handle = model.register_forward_pre_hook(lambda *_: times.append(time.perf_counter()))
-            harvest(model, data, site, folder / "model", quiet=True)
+            harvest(model, data, site, folder / "model", progress=False)
             handle.remove()
             return time.perf_counter() - times[2]  # two forward passes of the first batch are for the estimate
 
@@ -220,12 +220,12 @@ def models() -> dict[str, tuple[nn.Module, list[torch.Tensor], str]]:
     }
 
 
-def peak(folder: str, memory_mb: int) -> float:
+def peak(folder: str, memory_bytes: int) -> float:
     """By how many MB a process grows while it harvests ten times its budget."""
-    model, data = Nothing(), RepeatedBatch(round(10 * memory_mb * 1e6 / (BATCH * WIDTH * 2)))
-    harvest(model, RepeatedBatch(1), "site", Path(folder) / "warm", dtype=None, quiet=True)
+    model, data = Nothing(), RepeatedBatch(round(10 * memory_bytes / (BATCH * WIDTH * 2)))
+    harvest(model, RepeatedBatch(1), "site", Path(folder) / "warm", dtype=None, progress=False)
     before = highest()
-    harvest(model, data, "site", Path(folder) / "budget", dtype=None, memory_mb=memory_mb, quiet=True)
+    harvest(model, data, "site", Path(folder) / "budget", dtype=None, memory_bytes=memory_bytes, progress=False)
     return highest() - before
 
 
@@ -266,7 +266,7 @@ def main() -> None:
         print("\nThe model, with and without harvest\n")
         print(markdown(["", "rate", "of the model"], through_models(folder, options.rounds)))
         budget = 64
-        grown = in_fresh_process(peak, name, budget)
+        grown = in_fresh_process(peak, name, budget * 10**6)
         print(f"\nMemory: {grown:,.0f} MB more for {10 * budget} MB of rows, with a budget of {budget} MB")
         assert grown < budget
 

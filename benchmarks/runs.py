@@ -46,11 +46,11 @@ def windows(sites: int, ports: int) -> list[Snapshot]:
     return made
 
 
-def write(folder: Path, sites: int, ports: int, steps: int, max_mb: int) -> dict[str, float]:
+def write(folder: Path, sites: int, ports: int, steps: int, max_bytes: int) -> dict[str, float]:
     """Write a run; returns milliseconds and MiB."""
     torch.set_num_threads(1)
     made = windows(sites, ports)
-    log, seconds, largest = RunLog(folder, max_mb), [], 0
+    log, seconds, largest = RunLog(folder, max_bytes), [], 0
     log.begin({"model": "Net"})
     for step in range(steps):
         entry = Entry(step, float(step), made[step % _DIFFERENT], losses={step: 1 / (step + 1)}, rate=1e-3)
@@ -97,13 +97,13 @@ def main() -> None:
         "--ports", type=int, nargs="+", default=[1, 5], help="how many ports: output, its gradient, parameters, …"
     )
     parser.add_argument("--steps", type=int, default=100_000)
-    parser.add_argument("--max-mb", type=int, default=256)
+    parser.add_argument("--max-bytes", type=int, default=2**28)
     options = parser.parse_args()
     rows: dict[str, list[str]] = {}
     for ports in options.ports:
         with tempfile.TemporaryDirectory() as root:
             folder = Path(root, "run")
-            wrote = in_fresh_process(write, folder, options.sites, ports, options.steps, options.max_mb)
+            wrote = in_fresh_process(write, folder, options.sites, ports, options.steps, options.max_bytes)
             found = in_fresh_process(read, folder)
         row = {
             "largest size, MiB": f"{wrote['largest']:.0f}",
@@ -120,7 +120,7 @@ def main() -> None:
         for name, value in row.items():
             rows.setdefault(name, [name]).append(value)
     print(f"{machine()}, torch {torch.__version__}")
-    print(f"{options.sites} sites with moments, {options.steps:,} steps, max_mb={options.max_mb}\n")
+    print(f"{options.sites} sites with moments, {options.steps:,} steps, max_bytes={options.max_bytes}\n")
     print(markdown(["", *(f"{ports} port{'s' if ports > 1 else ''}" for ports in options.ports)], list(rows.values())))
 
 

@@ -102,10 +102,10 @@ class Measured(Training):
     def __init__(self, model: nn.Module, loss: Loss, **options: Any) -> None:
         super().__init__(model, loss)
         self.steps = options.get("every", self.steps)  # one of them is measured
-        self.stats = torchhook.measure(self.model, **options, on_silent="ignore").attach()
+        self.stats = torchhook.measure(self.model, **options, on_silent="ignore").open()
 
     def finish(self) -> None:
-        self.stats.detach()
+        self.stats.close()
 
 
 class Uncompiled(Measured):
@@ -353,7 +353,7 @@ def grown(rounds: int) -> dict[int, float]:
     """Seconds per site that measuring adds to a forward, by number of sites."""
     torch.set_num_threads(1)
     ways = {size: (mlp(size)[0], mlp(size)[0]) for size in SIZES}
-    sessions = [torchhook.measure(measured).attach() for _, measured in ways.values()]
+    sessions = [torchhook.measure(measured).open() for _, measured in ways.values()]
     x = torch.randn(8, 32)
     with torch.no_grad():
         samples = {
@@ -364,7 +364,7 @@ def grown(rounds: int) -> dict[int, float]:
         settle()
         seconds = interleaved(samples, rounds)
     for session in sessions:
-        session.detach()
+        session.close()
     return {
         size: median(
             mine - without for mine, without in zip(seconds[size, measured], seconds[size, plain], strict=True)

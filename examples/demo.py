@@ -104,7 +104,7 @@ def draw_what_is_inside(net: Net, unseen: Tensor) -> None:
     with th.capture(net, "relu2") as acts:
         net(unseen[:1])
     th.plot.feature_maps(acts["relu2"].output).savefig(OUTPUT / "feature_maps.png")
-    heat = th.explain.grad_cam(net, unseen[:8], layer="relu2")
+    heat = th.explain.grad_cam(net, unseen[:8], sites="relu2")
     heat.overlay(unseen[:8]).savefig(OUTPUT / "grad_cam.png")
 
 

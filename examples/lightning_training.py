@@ -51,7 +51,7 @@ def main() -> None:
     pixels = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8)
     loader = DataLoader(TensorDataset(pixels, torch.tensor(labels)), batch_size=32, shuffle=True)
 
-    callback = TorchhookCallback(every=5, on_finding="stop", to=[OUTPUT / "runs"], name="lightning")
+    callback = TorchhookCallback(every=5, on_finding="stop", to=OUTPUT / "runs", name="lightning")
     trainer = lightning.Trainer(
         max_epochs=EPOCHS,
         accelerator="cpu",

@@ -27,7 +27,7 @@ def train(rate: float) -> None:
     images, labels = map(torch.tensor, load_digits(return_X_y=True))
     net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
     optimizer = torch.optim.SGD(net.parameters(), lr=rate, momentum=0.9)
-    with th.Monitor(net, optimizer, every=15, to=[MLflow()]) as monitor:
+    with th.Monitor(net, optimizer, every=15, to=MLflow()) as monitor:
         for _ in range(150):
             batch = torch.randint(len(images), (64,))
             loss = F.cross_entropy(net(images[batch].float() / 16), labels[batch])

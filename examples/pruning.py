@@ -62,7 +62,7 @@ def main() -> None:
     print(f"\n{plan}\n\n{pruned}\n")
     whole, cut = accuracy(net, unseen), accuracy(pruned.model, unseen)
     train(pruned.model, seen, epochs=1)
-    gone = ", ".join(f"{row['go']} of {row['channels']} in {row['layer']!r}" for row in plan.table())
+    gone = ", ".join(f"{row['removed']} of {row['channels']} in {row['path']!r}" for row in plan.table("list"))
     parameters, flops = (1 - change.after / change.before for change in (pruned.parameters, pruned.flops))
     print(
         f"Answer: {gone} can go, which saves {parameters:.0%} of the parameters and {flops:.0%} of the FLOPs."

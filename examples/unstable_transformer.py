@@ -38,7 +38,7 @@ class Speller(nn.Module):
 
 def train(net: Speller, letters: Tensor, warm: bool, name: str) -> th.Monitor:
     optimizer = torch.optim.Adam(net.parameters(), lr=0.02)
-    with th.Monitor(net, optimizer, every=5, to=[OUTPUT / "runs"], name=name) as monitor:
+    with th.Monitor(net, optimizer, every=5, to=OUTPUT / "runs", name=name) as monitor:
         for step in range(STEPS):
             up, down = (step + 1) / WARMUP, (STEPS - step) / (STEPS - WARMUP)
             optimizer.param_groups[0]["lr"] = 0.02 * (min(up, down) if warm else 1)

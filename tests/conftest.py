@@ -46,7 +46,7 @@ def _no_open_sessions():
 
 @pytest.fixture(scope="module")
 def one_thread():
-    """More gain nothing for small tensors, and wait for each other where somebody else works, too."""
+    """More gain nothing for small tensors, and wait for each other when other programs run."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

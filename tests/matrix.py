@@ -21,7 +21,7 @@ Also good to know:
 - Inside a compiled graph a tap is an op that runs in order and is never optimised away; edits are traced like the model
   itself. Graphs with taps are not loaded from the compiler's cache on disk: attaching taps compiles the model.
 - A model that is called inside a compiled function has no passes of its own, and `keep=1` keeps the newest call of each
-  site, unless `torchhook.arm(model)` was called before compiling.
+  site, unless `torchhook.arm(model).open()` was called before compiling.
 - What was compiled with CUDA graphs (`mode="reduce-overhead"`) runs without them while taps are attached.
   `static=True` is for graphs that you capture yourself.
 - With checkpointing and an edit, run the backward inside the block, since it repeats the forward.

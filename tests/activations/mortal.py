@@ -58,8 +58,8 @@ class Texts:
 
 def harvested(out, data, **options) -> Activations:
     """`data`, two batches a shard unless told otherwise, with a commit after each."""
-    given = {"shard_mb": 0.0003, "commit_seconds": 0.0, "on_error": "skip", **options}
-    return harvest(Net(), data, ["mix", "head"], out, quiet=True, **given)
+    given = {"shard_bytes": 300, "commit_seconds": 0.0, "on_error": "skip", **options}
+    return harvest(Net(), data, ["mix", "head"], out, progress=False, **given)
 
 
 def files(out: Path) -> dict[str, bytes]:

@@ -38,7 +38,7 @@ def batches(number=6, size=8, width=12):
 def test_the_rows_are_those_of_the_cpu_and_no_tap_waits(tmp_path, dtype):
     torch.backends.cuda.matmul.allow_tf32 = False
     model, data = Strict().eval(), batches()
-    options = {"dtype": dtype, "keep": ["input_ids"], "quiet": True}
+    options = {"dtype": dtype, "keep": ["input_ids"], "progress": False}
     here = harvest(model, data, ["mix.0", "mix"], tmp_path / "cpu", **options)
     there = harvest(model.cuda(), data, ["mix.0", "mix"], tmp_path / "gpu", **options)
     assert there.manifest.model_fingerprint == here.manifest.model_fingerprint
@@ -47,7 +47,7 @@ def test_the_rows_are_those_of_the_cpu_and_no_tap_waits(tmp_path, dtype):
         tolerance = {"float16": 2e-3, "bfloat16": 2e-2, None: 1e-5}[dtype]
         torch.testing.assert_close(there[site][:], here[site][:], rtol=tolerance, atol=tolerance)
         assert there[site].statistics.mean == pytest.approx(here[site].statistics.mean, abs=1e-5)
-    there.verify(None)
+    there.verify(False)
 
 
 class Scale(nn.Module):
@@ -66,7 +66,7 @@ def test_overflow_is_counted_there(tmp_path):
         pytest.warns(UserWarning, match="1 values of '' are too large"),
         pytest.warns(UserWarning, match="has 2 NaN or infinite values"),
     ):
-        acts = harvest(Scale().cuda(), x, "", tmp_path, quiet=True)
+        acts = harvest(Scale().cuda(), x, "", tmp_path, progress=False)
     assert acts[""].overflow == 1 and acts[""].statistics.nonfinite == 2
 
 
@@ -77,7 +77,7 @@ def test_pinned_memory_stays_within_the_budget(tmp_path):
     torch.cuda.reset_peak_memory_stats()
     torch.cuda.reset_peak_host_memory_stats()
     before, pinned = torch.cuda.memory_allocated(), torch.cuda.host_memory_stats()["allocated_bytes.current"]
-    acts = harvest(model, data, "", tmp_path, dtype="float32", memory_mb=16, quiet=True)
+    acts = harvest(model, data, "", tmp_path, dtype="float32", memory_bytes=16000000, progress=False)
     assert len(acts) == 64 * 1024
     assert torch.cuda.max_memory_allocated() - before < 64e6
     assert torch.cuda.host_memory_stats()["allocated_bytes.peak"] - pinned < 64e6

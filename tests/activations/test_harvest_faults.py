@@ -52,14 +52,14 @@ class Numbers(Dataset):
 
 
 def run(out, data=None, sites="twice", model=None, **options):
-    given = {"batch_size": 4, "shard_mb": 0.00003, "commit_seconds": 0.0, "dtype": None, "quiet": True, **options}
+    given = {"batch_size": 4, "shard_bytes": 30, "commit_seconds": 0.0, "dtype": None, "progress": False, **options}
     return harvest(model or Net(), Numbers(21) if data is None else data, sites, out, **given)
 
 
 def numbers_in(acts):
     """The samples there are, of which the rows are right."""
     assert torch.equal(acts["twice"][:], 2.0 * acts.samples[:, None].expand(-1, 2))
-    acts.verify(None)
+    acts.verify(False)
     return acts.samples.tolist()
 
 
@@ -77,7 +77,7 @@ warnings.simplefilter("ignore")
 torch.set_num_threads(1)
 folder, kind = Path(sys.argv[1]), sys.argv[2]
 whole, out, data = folder / "whole", folder / "small" / "out", mortal.Texts(batches=400)
-options = dict(shard_mb=1, commit_seconds=0.02)
+options = dict(shard_bytes=1000000, commit_seconds=0.02)
 mortal.harvested(whole, data, **options)
 if kind == "disk":
     small = ["mount", "-t", "tmpfs", "-o", "size=48k", "tmpfs", str(out.parent)]
@@ -90,7 +90,7 @@ try:
 except (HarvestError, OSError) as error:
     print(type(error).__name__, error)
 there = len(mortal.Activations.open(out))
-mortal.Activations.open(out).verify(None)
+mortal.Activations.open(out).verify(False)
 print(0 < there < 1000)
 if kind == "disk":
     subprocess.run(grown, check=True)
@@ -232,10 +232,10 @@ def test_something_else_is_refused_on_going_on(tmp_path, changed, said):
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 def test_data_that_changed_in_the_middle_are_noticed_where_it_goes_on(tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        harvested(tmp_path, Texts(batches=8, unlucky=(), stops=6), shard_mb=1)
+        harvested(tmp_path, Texts(batches=8, unlucky=(), stops=6), shard_bytes=1000000)
     with pytest.raises(HarvestError, match="the data changed: batch 5 differs from when it was harvested"):
-        harvested(tmp_path, Texts(batches=8, unlucky=(16,)), shard_mb=1)
-    assert len(harvested(tmp_path, Texts(batches=8, unlucky=()), shard_mb=1)) == 24
+        harvested(tmp_path, Texts(batches=8, unlucky=(16,)), shard_bytes=1000000)
+    assert len(harvested(tmp_path, Texts(batches=8, unlucky=()), shard_bytes=1000000)) == 24
 
 
 def test_data_that_can_be_read_once(tmp_path):
@@ -268,12 +268,12 @@ def test_a_folder_that_is_not_ours(tmp_path):
 
 
 def test_a_batch_beyond_the_budget(tmp_path):
-    with pytest.raises(BudgetError, match=r"batch 0 has .* more than memory_mb allows .*; use smaller batches"):
-        run(tmp_path / "a", torch.ones(1000, 1), batch_size=1000, memory_mb=0.001)
+    with pytest.raises(BudgetError, match=r"batch 0 has .* more than memory_bytes allows .*; use smaller batches"):
+        run(tmp_path / "a", torch.ones(1000, 1), batch_size=1000, memory_bytes=1000)
     assert not (tmp_path / "a").exists()
     batches = [torch.ones(3, 1), torch.ones(3, 1), torch.ones(1000, 1)]
-    with pytest.raises(BudgetError, match="batch 2 has .* more than memory_mb allows"):
-        run(tmp_path / "b", batches, batch_size=None, memory_mb=0.001)
+    with pytest.raises(BudgetError, match="batch 2 has .* more than memory_bytes allows"):
+        run(tmp_path / "b", batches, batch_size=None, memory_bytes=1000)
     assert len(Activations.open(tmp_path / "b")) == 6 and not threads()
     assert len(run(tmp_path / "b", batches, batch_size=None)) == 1006
 
@@ -295,7 +295,7 @@ def test_no_more_than_the_budget_is_on_its_way(tmp_path, monkeypatch):
 
     monkeypatch.setattr(writer.WriterThread, "_release", slow)
     monkeypatch.setattr(writer.WriterThread, "put", watched)
-    run(tmp_path, torch.ones(4 * 40, 1), memory_mb=0.0002)  # six batches of 32 bytes
+    run(tmp_path, torch.ones(4 * 40, 1), memory_bytes=200)  # six batches of 32 bytes
     assert max(most) == 160 and max(waiting) > 1, "with room for the one that is being made"
 
 
@@ -335,7 +335,7 @@ def test_an_error_of_the_thread_that_writes_is_raised_and_no_thread_is_left(tmp_
 def test_rows_that_differ_between_batches(tmp_path):
     model, batches = nn.Conv2d(1, 2, 1), [torch.ones(2, 1, 4, 4), torch.ones(2, 1, 5, 4)]
     with pytest.raises(HarvestError, match=r"'' returned one 2×5×4 row .*, but one 2×4×4 row .* in the first batch;"):
-        harvest(model, batches, "", tmp_path, commit_seconds=0, quiet=True)
+        harvest(model, batches, "", tmp_path, commit_seconds=0, progress=False)
     assert len(Activations.open(tmp_path)) == 2 and not threads()
 
 
@@ -389,8 +389,8 @@ def test_what_cannot_be_rows(tmp_path, transform, said):
         ({"rows": "word"}, "rows must be one of"),
         ({"engine": "spark"}, "engine must be one of"),
         ({"on_error": "ignore"}, "on_error must be one of"),
-        ({"shard_mb": 0}, "shard_mb must be a positive number of megabytes"),
-        ({"memory_mb": "1"}, "memory_mb must be a positive number"),
+        ({"shard_bytes": 0}, "shard_bytes must be at least 1"),
+        ({"memory_bytes": -5}, "memory_bytes must be at least 1, not -5"),
         ({"commit_seconds": -1}, "commit_seconds must be a number of seconds"),
         ({"workers": 2}, "workers= needs engine='ray'"),
         ({"keep": ["labels"]}, "keep: the batch has no 'labels'"),

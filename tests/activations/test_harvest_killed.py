@@ -42,7 +42,7 @@ def require_whole(out, data):
     """Every sample once, each value where it belongs, every file as it was written and readable by anybody."""
     acts = Activations.open(out)
     assert acts.complete
-    assert acts.verify(None) > 0
+    assert acts.verify(False) > 0
     everything = list(range(mortal.SIZE * data.batches))
     assert sorted([*acts.samples.tolist(), *acts.skipped]) == everything
     assert sorted(acts.skipped) == [sample for sample in everything if sample in data.unlucky]
@@ -85,12 +85,12 @@ def require_the_same(folder, how, batches, least):
 @given(
     stops=st.lists(st.tuples(st.integers(0, 8), st.sampled_from([KeyboardInterrupt, OSError])), max_size=4),
     unlucky=st.sets(st.integers(0, 26)),
-    shard_mb=st.sampled_from([0.0001, 0.0003, 0.001, 1]),
+    shard_bytes=st.sampled_from([100, 300, 1000, 10**6]),
     commit_seconds=st.sampled_from([0.0, 0.001, 5.0]),
 )
 @example([(3, KeyboardInterrupt)], {6, 7, 8}, 0.0003, 0.0)  # nothing of the first batch of a shard is kept
-def test_interrupted_anywhere(stops, unlucky, shard_mb, commit_seconds):
-    options = {"shard_mb": shard_mb, "commit_seconds": commit_seconds}
+def test_interrupted_anywhere(stops, unlucky, shard_bytes, commit_seconds):
+    options = {"shard_bytes": shard_bytes, "commit_seconds": commit_seconds}
     if len(unlucky) == 27:
         unlucky.pop()
     with in_memory() as folder:
@@ -104,7 +104,7 @@ def test_interrupted_anywhere(stops, unlucky, shard_mb, commit_seconds):
         acts = harvested(out, Texts(batches=9, unlucky=unlucky), **options)
         assert files(out) == files(whole)
         assert sorted([*acts.samples.tolist(), *acts.skipped]) == list(range(27))
-        acts.verify(None)
+        acts.verify(False)
 
 
 @pytest.fixture
@@ -120,12 +120,12 @@ def begun(tmp_path):
 
 def test_a_torn_tail_is_cut(begun):
     out, data, whole = begun
-    seen = Activations.open(out).verify(None)
+    seen = Activations.open(out).verify(False)
     for path in out.rglob("*.*"):
         if path.is_file() and path.name != store_files.MANIFEST:
             with path.open("ab") as file:
                 file.write(b'{"batches":7,"samp')
-    assert Activations.open(out).verify(None) == seen  # what was committed is there, whatever comes after it
+    assert Activations.open(out).verify(False) == seen  # what was committed is there, whatever comes after it
     with pytest.raises(KeyboardInterrupt):
         harvested(out, Texts(batches=7, unlucky=(4,), stops=6), commit_seconds=1000)
     harvested(out, data)
@@ -146,7 +146,7 @@ def test_a_torn_header_is_written_again(begun):
     for path in out.rglob("00002*.safetensors"):
         with path.open("r+b") as file:
             file.write(b"\0" * 2000)
-    Activations.open(out).verify(None)
+    Activations.open(out).verify(False)
     harvested(out, data)
     assert files(out) == whole
 
@@ -169,13 +169,13 @@ def test_a_file_lost_after_the_end_is_made_again(begun):
     path = store_files.values_path(out, "head", 1)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(HarvestError, match=r"head/00001\.safetensors"):
-        Activations.open(out).verify(None)
+        Activations.open(out).verify(False)
     harvested(out, data)
     assert files(out) == whole
 
 
 def test_a_second_process_is_refused(tmp_path):
-    script = "import sys, mortal; mortal.harvested(sys.argv[1], mortal.Texts(pause=0.3, batches=40), shard_mb=1)"
+    script = "import sys, mortal; mortal.harvested(sys.argv[1], mortal.Texts(pause=0.3, batches=40), shard_bytes=10**6)"
     out = tmp_path / "out"
     environment = {**os.environ, "PYTHONPATH": f"{Path(mortal.__file__).parent}:{os.environ['PYTHONPATH']}"}
     first = subprocess.Popen(
@@ -187,13 +187,13 @@ def test_a_second_process_is_refused(tmp_path):
             assert first.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
         with pytest.raises(HarvestError, match=r"another process is writing .*00000\.jsonl'; wait until it ends"):
-            harvested(out, Texts(batches=40), shard_mb=1)
+            harvested(out, Texts(batches=40), shard_bytes=1000000)
         assert first.poll() is None
     finally:
         first.kill()
         first.wait()
-    harvested(out, Texts(batches=40), shard_mb=1)
-    harvested(tmp_path / "whole", Texts(batches=40), shard_mb=1)
+    harvested(out, Texts(batches=40), shard_bytes=1000000)
+    harvested(tmp_path / "whole", Texts(batches=40), shard_bytes=1000000)
     assert files(out) == files(tmp_path / "whole")
 
 

@@ -61,9 +61,9 @@ class Numbers(nn.Module):
 
 def run(out, data=None, pause=0.0, notes=None, **options):
     """Batches of 4 numbers, three of them a shard; 66 of them unless given."""
-    given = {"engine": "ray", "workers": 2, "batch_size": 4, "shard_mb": 0.0001, "commit_seconds": 0.0, **options}
+    given = {"engine": "ray", "workers": 2, "batch_size": 4, "shard_bytes": 100, "commit_seconds": 0.0, **options}
     data = torch.arange(66.0)[:, None] if data is None else data
-    return harvest(Numbers(pause, notes), data, "twice", out, dtype=None, quiet=True, **given)
+    return harvest(Numbers(pause, notes), data, "twice", out, dtype=None, progress=False, **given)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_two_workers_make_the_same_files_as_none(tmp_path, whole):
     assert files(tmp_path / "out") == whole
     assert len(list(notes.iterdir())) == 3  # one for each, and one for the first batch, here
     assert acts.complete and acts.manifest.shards == 6 and acts.samples.tolist() == list(range(66))
-    acts.verify(None)
+    acts.verify(False)
 
 
 def test_actors_that_are_killed_lose_nothing(tmp_path, whole):
@@ -110,7 +110,7 @@ def test_actors_that_are_killed_lose_nothing(tmp_path, whole):
         killer.join()
     assert len(killed) >= 2
     assert files(out) == whole
-    acts.verify(None)
+    acts.verify(False)
 
 
 def test_a_driver_that_is_killed_loses_nothing_that_was_committed(tmp_path, whole, cluster):
@@ -133,7 +133,7 @@ def test_a_driver_that_is_killed_loses_nothing_that_was_committed(tmp_path, whol
     assert 0 < len(Activations.open(out)) < 66
     acts = resumed(out)
     assert files(out) == whole
-    acts.verify(None)
+    acts.verify(False)
 
 
 def resumed(out):
@@ -196,6 +196,6 @@ def test_a_stream_is_gone_on_with(tmp_path, whole):
 def test_a_module_as_a_site_means_the_same_over_there(tmp_path, whole):
     model = Numbers(0, None)
     x = torch.arange(66.0)[:, None]
-    options = {"batch_size": 4, "shard_mb": 0.0001, "commit_seconds": 0.0, "dtype": None, "quiet": True}
+    options = {"batch_size": 4, "shard_bytes": 100, "commit_seconds": 0.0, "dtype": None, "progress": False}
     harvest(model, x, [model.twice], tmp_path, engine="ray", workers=1, **options)
     assert files(tmp_path) == whole

@@ -118,7 +118,7 @@ def test_every_dtype(tmp_path, dtype):
     assert torch.equal(torch.cat([batch.float() for batch in column.batches(33)]), values)
     mixed = torch.cat([batch.float() for batch in column.batches(33, shuffle=True)])
     assert sorted(mixed.tolist()) == sorted(values.tolist())
-    assert acts.verify(None) > 0
+    assert acts.verify(False) > 0
     table = acts.to_arrow()
     assert table["fc"].to_pylist() == (values.bool() if dtype == torch.bool else values).tolist()
 
@@ -321,7 +321,7 @@ def test_an_unfinished_store_has_what_was_committed(tmp_path):
     acts = Activations.open(tmp_path)
     assert len(acts) == 20 and not acts.complete
     assert torch.equal(acts["fc"][:], stores.reference([shards[0], shards[2]]))
-    assert acts.verify(None) == 20 * 8 + 20 * 16
+    assert acts.verify(False) == 20 * 8 + 20 * 16
 
 
 def test_opening_writes_nothing(store):
@@ -332,7 +332,7 @@ def test_opening_writes_nothing(store):
         path.chmod(0o555 if path.is_dir() else 0o444)
     try:
         acts = Activations.open(out)
-        acts["fc"][:], acts["fc"][[3, 2]], acts.verify(None), list(acts.batches(9, shuffle=True))
+        acts["fc"][:], acts["fc"][[3, 2]], acts.verify(False), list(acts.batches(9, shuffle=True))
     finally:
         for path in [out, *out.rglob("*")]:
             path.chmod(0o755)
@@ -381,7 +381,7 @@ def test_a_store_without_rows(tmp_path):
     assert len(acts) == 0 and acts.skipped == {0: "broken"} and acts.complete and acts.samples.tolist() == []
     assert acts["x"][:].shape == (0, 3) and acts["x"][[]].shape == (0, 3)
     assert list(acts["x"].batches(2)) == [] == list(acts["x"].batches(2, shuffle=True))
-    assert acts["x"].statistics.count == 0 and acts.verify(None) == 0 and acts.to_arrow().num_rows == 0
+    assert acts["x"].statistics.count == 0 and acts.verify(False) == 0 and acts.to_arrow().num_rows == 0
     assert "0 samples" in repr(acts)
 
 
@@ -430,11 +430,11 @@ def test_verify_reads_the_headers_of_what_is_done(tmp_path, place):
     shards = [Shard([0, 1], {"x": torch.rand(3, 2)}, {"x": [1, 2]}), Shard([], {"x": torch.rand(0, 2)}, {"x": []})]
     stores.write(tmp_path, shards, ragged=["x"])
     acts, files = Activations.open(tmp_path), sorted(tmp_path.rglob("*.safetensors"))
-    assert len(files) == 6 and acts.verify(None)
+    assert len(files) == 6 and acts.verify(False)
     for path in files:
         flip(path, place)
         with pytest.raises(HarvestError) as caught:
-            acts.verify(None)
+            acts.verify(False)
         assert [repr(str(other)) in str(caught.value) for other in files] == [other == path for other in files]
         flip(path, place)
 
@@ -443,7 +443,7 @@ def test_what_verify_says_to_do_mends_the_store(tmp_path):
     model, data = torch.nn.Linear(3, 2), torch.rand(40, 3)
 
     def harvested():
-        return harvest(model, data, "", tmp_path, batch_size=4, shard_mb=0.00004, quiet=True)
+        return harvest(model, data, "", tmp_path, batch_size=4, shard_bytes=40, progress=False)
 
     acts = harvested()
     assert len(acts[""].parts) > 2
@@ -452,11 +452,11 @@ def test_what_verify_says_to_do_mends_the_store(tmp_path):
     flip(broken[0], 5000 % len(whole[broken[0]]))
     flip(broken[1], 12)
     with pytest.raises(HarvestError, match="delete these files and call harvest again") as caught:
-        acts.verify(None)
+        acts.verify(False)
     assert all(repr(str(path)) in str(caught.value) for path in broken)
     for path in broken:
         path.unlink()
-    assert harvested().verify(None) == acts.nbytes + 40 * 8
+    assert harvested().verify(False) == acts.nbytes + 40 * 8
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()} == whole
 
 
@@ -468,7 +468,7 @@ def test_verify_shows_how_far_it_is(store, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     screen, plain = Terminal(), io.StringIO()
     acts = Activations.open(store[0])
-    assert acts.verify(screen) == acts.verify(plain) == acts.verify(None)
+    assert acts.verify(screen) == acts.verify(plain) == acts.verify(False)
     assert "checking pieces of 8 MiB" in screen.getvalue() and "9/9" in screen.getvalue()
     assert plain.getvalue() == ""
 
@@ -546,7 +546,7 @@ import sys
 sys.modules["numpy"] = sys.modules["pyarrow"] = sys.modules["safetensors"] = None
 from torchhook.activations.store import Activations
 acts = Activations.open({str(store[0])!r})
-acts["fc"][:], acts["fc"][[1, 2]], list(acts.batches(9, shuffle=True)), acts.verify(None)
+acts["fc"][:], acts["fc"][[1, 2]], list(acts.batches(9, shuffle=True)), acts.verify(False)
 try:
     acts.to_arrow()
 except ImportError as error:
@@ -571,7 +571,7 @@ acts = Activations.open({str(store[0])!r})
 assert len(acts) == 87 and acts["fc"][:].shape == acts["fc"][torch.randperm(87)].shape == (87, 4)
 assert acts["fc"].of(3).tolist() == acts["fc"][[3]].tolist() == [[12.0, 13.0, 14.0, 15.0]]
 assert sum(len(batch["fc"]) for shuffle in (True, False) for batch in acts.batches(9, shuffle=shuffle)) == 2 * 87
-assert acts.verify(None) == 87 * 8 + 2 * 87 * 16 and acts.to_arrow().num_rows == 87
+assert acts.verify(False) == 87 * 8 + 2 * 87 * 16 and acts.to_arrow().num_rows == 87
 try:
     harvest(torch.nn.Linear(2, 2), torch.ones(4, 2), "", {str(tmp_path / "new")!r})
 except Exception as error:

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from torchhook import Activations, HarvestError, harvest
 from torchhook.activations.collector import Positions, Tokens, rows_of
 
-quiet = partial(harvest, quiet=True, dtype=None)
+quiet = partial(harvest, progress=False, dtype=None)
 
 
 class Texts(nn.Module):
@@ -123,7 +123,7 @@ def test_what_a_transform_returns_has_a_row_a_sample(tmp_path, padded):
 
 def test_entries_that_are_kept_keep_their_numbers(tmp_path):
     data = [(torch.rand(2, 3), torch.tensor([1e6, 0.1234567]))]
-    acts = harvest(nn.Linear(3, 2), data, "", tmp_path / "acts", keep="target", quiet=True)
+    acts = harvest(nn.Linear(3, 2), data, "", tmp_path / "acts", keep="target", progress=False)
     assert torch.equal(acts["target"][:], data[0][1]) and acts[""].dtype == torch.float16
 
 
@@ -156,13 +156,13 @@ class Batches:
 @pytest.mark.parametrize("batches_a_shard", [1, 7])
 def test_a_stream_that_became_shorter_is_refused(tmp_path, batches_a_shard):
     out, model = tmp_path / "acts", nn.Linear(3, 2)
-    size = batches_a_shard * 4 * 2 * 4 / 1e6
+    size = batches_a_shard * 4 * 2 * 4
     with pytest.raises(HarvestError, match="no more"):
-        quiet(model, Batches(100, fails=60), "", out, shard_mb=size)
+        quiet(model, Batches(100, fails=60), "", out, shard_bytes=size)
     assert len(Activations.open(out)) == 240
     with pytest.raises(HarvestError, match="the data changed"):
-        quiet(model, Batches(20), "", out, shard_mb=size)
-    assert len(quiet(model, Batches(80), "", out, shard_mb=size)) == 320
+        quiet(model, Batches(20), "", out, shard_bytes=size)
+    assert len(quiet(model, Batches(80), "", out, shard_bytes=size)) == 320
 
 
 def test_what_a_forward_writes_to_buffers_counts_once_for_each_batch(tmp_path):

@@ -32,10 +32,10 @@ def numbers(batches):
 
 
 @settings(deadline=None, max_examples=40)
-@given(SHARDS, st.integers(1, 400), st.integers(0, 2**40), st.sampled_from([1e-4, 0.01, 1]))
+@given(SHARDS, st.integers(1, 400), st.integers(0, 2**40), st.sampled_from([105, 10486, 2**20]))
 def test_mixed_batches_are_a_permutation(tmp_path_factory, sizes, size, seed, memory):
     column = opened(tmp_path_factory.mktemp("store"), sizes)["fc"]
-    batches = column.batches(size, shuffle=True, seed=seed, memory_mb=memory)
+    batches = column.batches(size, shuffle=True, seed=seed, memory_bytes=memory)
     found = list(batches)
     assert sorted(numbers(found)) == list(range(sum(sizes)))
     assert all(len(batch) == size for batch in found[:-1]) and len(found) == len(batches)
@@ -95,7 +95,7 @@ def test_a_batch_comes_from_many_blocks(tmp_path):
 def test_sites_go_together(tmp_path):
     acts = opened(tmp_path, [500, 70], 2, torch.float32, sites=("a", "b"))
     for shuffle in (False, True):
-        batches = acts.batches(33, shuffle=shuffle, memory_mb=0.01)
+        batches = acts.batches(33, shuffle=shuffle, memory_bytes=10486)
         found = list(batches)
         assert [list(batch) for batch in found] == [["a", "b"]] * len(batches)
         assert all(torch.equal(batch["a"] + 1000, batch["b"]) for batch in found)
@@ -107,7 +107,7 @@ def test_sites_go_together(tmp_path):
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_loader(tmp_path, workers, shuffle):
     acts = opened(tmp_path, [500, 1, 70])
-    loader = acts.loader(33, shuffle=shuffle, seed=3, memory_mb=0.01, num_workers=workers)
+    loader = acts.loader(33, shuffle=shuffle, seed=3, memory_bytes=10486, num_workers=workers)
     assert isinstance(loader, DataLoader)
     found = [batch["fc"] for batch in loader]
     rows = numbers(found)
@@ -116,14 +116,14 @@ def test_a_loader(tmp_path, workers, shuffle):
     if workers:
         assert all(batch.untyped_storage().nbytes() == batch.nbytes for batch in found), "all of a window was sent"
     if workers < 2:
-        assert rows == numbers(acts["fc"].batches(33, shuffle=shuffle, seed=3, memory_mb=0.01))
+        assert rows == numbers(acts["fc"].batches(33, shuffle=shuffle, seed=3, memory_bytes=10486))
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.filterwarnings("error:Length of IterableDataset", "ignore:This DataLoader will create")
 def test_any_loader_knows_how_many_batches_there_are(tmp_path, shuffle):
     """Also one that is made by hand, of whose workers nobody told us; and only the very last batch is short."""
-    batches = opened(tmp_path, [500, 1, 70])["fc"].batches(40, shuffle=shuffle, memory_mb=0.003)
+    batches = opened(tmp_path, [500, 1, 70])["fc"].batches(40, shuffle=shuffle, memory_bytes=3146)
     loader = DataLoader(batches, batch_size=None, num_workers=3)
     assert len(loader) == 15
     found = list(loader)
@@ -159,7 +159,7 @@ def test_a_batch_can_be_changed(tmp_path):
 
 def test_a_loop_that_is_left_leaves_no_thread(tmp_path):
     column, before = opened(tmp_path, [5000])["fc"], threading.active_count()
-    for _ in column.batches(10, shuffle=True, memory_mb=0.001):
+    for _ in column.batches(10, shuffle=True, memory_bytes=1049):
         break
     assert threading.active_count() == before
 
@@ -171,7 +171,7 @@ def test_a_file_that_breaks_meanwhile_is_named(tmp_path):
         list(acts["fc"].batches(10, shuffle=True))
 
 
-@pytest.mark.parametrize("wrong", [{"size": 0}, {"size": 1, "memory_mb": 0}])
+@pytest.mark.parametrize("wrong", [{"size": 0}, {"size": 1, "memory_bytes": 0}])
 def test_wrong_arguments(tmp_path, wrong):
     with pytest.raises(ValueError, match=list(wrong)[-1]):
         opened(tmp_path, [5])["fc"].batches(**wrong, shuffle=True)
@@ -198,10 +198,10 @@ COUNTS = st.lists(st.lists(st.integers(0, 90), max_size=8), min_size=1, max_size
 
 
 @settings(deadline=None, max_examples=40)
-@given(COUNTS, st.integers(1, 200), st.booleans(), st.sampled_from([1e-4, 0.01, 1]))
+@given(COUNTS, st.integers(1, 200), st.booleans(), st.sampled_from([105, 10486, 2**20]))
 def test_tokens_go_with_what_is_of_their_samples(tmp_path_factory, counts, size, shuffle, memory):
     acts, labels = tokens_and_labels(tmp_path_factory.mktemp("store"), counts)
-    batches = acts.batches(size, ["label", "h", "pooled"], shuffle=shuffle, memory_mb=memory)
+    batches = acts.batches(size, ["label", "h", "pooled"], shuffle=shuffle, memory_bytes=memory)
     found = list(batches)
     assert len(found) == len(batches)
     tokens = [int(token) for batch in found for token in batch["h"][:, 0]]
@@ -216,7 +216,7 @@ def test_tokens_go_with_what_is_of_their_samples(tmp_path_factory, counts, size,
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_loader_of_tokens_and_labels(tmp_path, dtype, shuffle):
     acts, labels = tokens_and_labels(tmp_path, [[30, 0, 200], [0], [7] * 90], dtype)
-    loader = acts.loader(33, sites=["h", "label", "pooled"], shuffle=shuffle, memory_mb=0.01, num_workers=2)
+    loader = acts.loader(33, sites=["h", "label", "pooled"], shuffle=shuffle, memory_bytes=10486, num_workers=2)
     found = list(loader)
     pairs = [pair for batch in found for pair in zip(batch["h"][:, 0].tolist(), batch["label"].tolist(), strict=True)]
     assert len(found) == len(loader) and sorted(pairs) == list(enumerate(labels))
@@ -244,7 +244,7 @@ torch.set_num_threads(1)
 def resident():
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("VmRSS")) / 1024
-batches = Activations.open(sys.argv[1]).batches(1000, shuffle=sys.argv[2] == "mixed", memory_mb=8)
+batches = Activations.open(sys.argv[1]).batches(1000, shuffle=sys.argv[2] == "mixed", memory_bytes=2**23)
 def looked_at(batch):
     return len(batch["fc"]) * all(bool(rows.max() > -1) for rows in batch.values())
 looked_at(next(iter(batches)))  # what of torch this needs is loaded when it is first used

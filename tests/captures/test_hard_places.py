@@ -355,9 +355,9 @@ def test_torch_jit_and_torch_export_say_that_hooks_cannot_fire():
     for model in (traced, scripted):
         for path in ("0", ""):
             with pytest.raises(SessionError, match="torch.jit.*hook the module that it was made from"):
-                capture(model, path).attach()
+                capture(model, path).open()
     with pytest.raises(SessionError, match="torch.export.*hook the module that it was made from"):
-        capture(exported, "0").attach()
+        capture(exported, "0").open()
     with capture(exported, "") as acts:
         assert torch.equal(exported(x), acts[""].output)
     symbolic = torch.fx.symbolic_trace(net)

@@ -41,10 +41,10 @@ def test_a_torchscript_model_refuses_with_the_reason():
         with pytest.raises(
             SessionError, match="is a RecursiveScriptModule, inside which torch.jit runs no hooks.*hook the module that"
         ):
-            capture(model, *queries).attach()
+            capture(model, *queries).open()
     net = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
     with pytest.raises(SessionError, match="'1' is a RecursiveScriptModule"):
-        capture(net).attach()
+        capture(net).open()
     assert not net[0]._forward_hooks and hooks_of(net)["", "call"] is None
 
 

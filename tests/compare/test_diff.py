@@ -189,7 +189,7 @@ def test_a_dtype_is_no_difference(dtype, loss):
     for model, x in ((former(), TOKENS), (picture(), IMAGES)):
         found = diff(model, copy.deepcopy(model).to(dtype), x, loss)
         assert found.first is None and "rounding" in found.verdict, found.verdict
-        assert max(row.error for row in found.table) > 1e-8
+        assert max(row.error for row in found.rows) > 1e-8
 
 
 def test_rounding_that_grows_with_depth_is_no_difference():
@@ -201,7 +201,7 @@ def test_rounding_that_grows_with_depth_is_no_difference():
     b = copy.deepcopy(a)
     x = torch.randn(8, 32)
     found = diff(a, copy.deepcopy(a).bfloat16(), x)
-    assert found.same and found.table[-1].error > 0.5
+    assert found.same and found.rows[-1].error > 0.5
     b[78].weight.data *= 1 + 1e-5
     found = diff(a, b.double(), x)
     assert found.first == Site("78")
@@ -277,5 +277,5 @@ def test_a_damaged_copy_is_found_in_few_forwards(path):
         model.register_forward_pre_hook(lambda *_: forwards.append(1))
     found = diff(a, b, x)
     assert found.first == Site(path) and found.module == path
-    assert [row.site.path for row in found.table if row.parts] == [path]
+    assert [row.site.path for row in found.rows if row.parts] == [path]
     assert len(forwards) == 5, "one of each, one on the values of a, and two with noise"

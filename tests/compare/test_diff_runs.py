@@ -119,7 +119,7 @@ def test_a_module_that_is_called_again_is_told_by_its_call():
     found = diff(a, b, X)
     assert (found.first, found.module) == (Site("fc", "input"), "")
     assert "before it calls fc, call 1" in found.verdict
-    assert [(row.site.path, row.call) for row in found.table] == [("fc", 0), ("fc", 1), ("", 0)]
+    assert [(row.site.path, row.call) for row in found.rows] == [("fc", 0), ("fc", 1), ("", 0)]
 
 
 def renamed(model):
@@ -128,7 +128,7 @@ def renamed(model):
 
 def test_other_names_are_matched_by_order_and_shape():
     a, b = small(), renamed(small())
-    assert {row.site.path: row.partner for row in diff(a, b, X).table}["4"] == "e"
+    assert {row.site.path: row.partner for row in diff(a, b, X).rows}["4"] == "e"
     b.b.eps = 1e-3
     found = diff(a, b, X)
     assert found.first == Site("1") and not found.unmatched
@@ -140,7 +140,7 @@ def test_a_mapping_says_what_belongs_together():
     b = nn.ModuleDict({"new": nn.ModuleDict({"net": nn.Sequential(small())})})
     b.forward = lambda x: b["new"]["net"](x)
     found = diff(a, b, X, match={"old": "new.net"})
-    assert {row.site.path: row.partner for row in found.table}["old.0"] == "new.net.0" and not found.unmatched
+    assert {row.site.path: row.partner for row in found.rows}["old.0"] == "new.net.0" and not found.unmatched
     with pytest.raises(SelectionError, match=r"match: b has no module 'newt'; nearest: 'new'"):
         diff(a, b, X, match={"old": "newt"})
     with pytest.raises(TypeError, match="match must map paths"):
@@ -183,7 +183,7 @@ def test_what_is_not_finite_is_equal_in_the_same_place_alone(value):
     assert diff(a, copy.deepcopy(a), X).same
     found = diff(b, a, X)
     assert found.first == Site("1")
-    row = next(row for row in found.table if row.site.path == "1")
+    row = next(row for row in found.rows if row.site.path == "1")
     assert row.worst == (1, 2) and row.parts and row.values[0] == 0.0
 
 
@@ -231,7 +231,7 @@ def test_gradients_part_though_values_agree(change):
     for pair in ((a, b), (b, a)):
         found = diff(*pair, X, lambda y: y.square().sum())
         assert found.first == Site("1", "grad_output"), found.verdict
-    ports = [(row.site.path, row.site.port) for row in diff(a, b, X, torch.sum).table]
+    ports = [(row.site.path, row.site.port) for row in diff(a, b, X, torch.sum).rows]
     assert (
         ports.index(("3.weight", "param_grad"))
         < ports.index(("1", "grad_output"))
@@ -277,7 +277,7 @@ def test_a_loss_may_take_a_target():
 def test_a_tolerance_is_on_plain_errors():
     a, b = small(), small()
     b[1].eps = 1e-3
-    errors = {row.site.path: row.error for row in diff(a, b, X, tolerance=1.0).table}
+    errors = {row.site.path: row.error for row in diff(a, b, X, tolerance=1.0).rows}
     assert diff(a, b, X, tolerance=max(errors.values())).same
     found = diff(a, b, X, tolerance=errors["1"] / 2)
     assert found.first == Site("1") and "above" in found.verdict
@@ -310,7 +310,7 @@ def test_quantized_models_are_judged_by_what_eight_bits_explain():
     a = small()
     b = torch.ao.quantization.quantize_dynamic(copy.deepcopy(a), {nn.Linear}, dtype=torch.qint8)
     found = diff(a, b, X)
-    assert found.same and max(row.error for row in found.table) > 1e-3
+    assert found.same and max(row.error for row in found.rows) > 1e-3
     b[1].weight.data *= 1.01
     assert diff(a, b, X).first == Site("1")
 

@@ -278,7 +278,7 @@ def test_attaching_to_what_already_ran_compiled(how):
 
 @pytest.mark.matrix(
     "torch.compile",
-    "a compiled function that already ran: works after `arm(model)`, otherwise raises with the remedies",
+    "a compiled function that already ran: works after `arm(model).open()`, otherwise raises with the remedies",
 )
 def test_a_compiled_function_that_already_ran_misses_loudly_unless_armed():
     net, x = Blocks(), torch.randn(2, 8)
@@ -289,7 +289,7 @@ def test_a_compiled_function_that_already_ran_misses_loudly_unless_armed():
             run(x)
     torch.compiler.reset()
     before = hooks_of(net)
-    armed = arm(net)
+    armed = arm(net).open()
     run = torch.compile(lambda x: net(x), backend="aot_eager", fullgraph=True)
     plain = run(x)
     for _ in range(3):
@@ -303,7 +303,7 @@ def test_a_compiled_function_that_already_ran_misses_loudly_unless_armed():
     graphs = counters["stats"]["unique_graphs"]
     torch.testing.assert_close(run(x), plain)
     assert counters["stats"]["unique_graphs"] == graphs
-    armed.remove()
+    armed.close()
     assert hooks_of(net) == before
 
 
@@ -386,7 +386,7 @@ def test_a_second_thread_may_not_open_another():
 
     def other():
         try:
-            capture(run, "head").attach()
+            capture(run, "head").open()
         except SessionError as error:
             errors.append(error)
 

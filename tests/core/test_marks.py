@@ -80,7 +80,7 @@ def test_a_mark_that_never_came_raises_at_the_end_of_the_scope():
 
 def test_nobody_listens_afterwards_and_other_models_are_not_heard():
     net, other = Net(), Net()
-    acts = capture(net, marked("pre")).attach()
+    acts = capture(net, marked("pre")).open()
     assert len(marks._listeners) == 1
     other(torch.ones(1, 4))
     assert len(acts) == 0
@@ -94,4 +94,4 @@ def test_nobody_listens_afterwards_and_other_models_are_not_heard():
 
 def test_stop_cannot_wait_for_marks():
     with pytest.raises(ValueError, match="stop=True cannot wait for marks"):
-        capture(Net(), marked("pre"), stop=True).attach()
+        capture(Net(), marked("pre"), stop=True).open()

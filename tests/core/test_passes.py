@@ -191,14 +191,14 @@ def test_asyncio_tasks_see_their_own_passes():
 
 def test_another_context_is_not_seen_but_a_later_notebook_cell_is():
     net = nn.Sequential(nn.Identity())
-    acts = contextvars.copy_context().run(lambda: capture(net).attach())
+    acts = contextvars.copy_context().run(lambda: capture(net).open())
     net(torch.tensor(1))
     assert len(acts) == 0
     with pytest.raises(SilentError, match="in a thread or context other than.*scope='all'"):
-        acts.detach()
+        acts.close()
 
     async def cell():
-        return capture(net).attach()
+        return capture(net).open()
 
     async def next_cell():
         net(torch.tensor(2))
@@ -208,7 +208,7 @@ def test_another_context_is_not_seen_but_a_later_notebook_cell_is():
     loop.run_until_complete(next_cell())
     loop.close()
     assert values(acts["0"].outputs) == [2]
-    acts.detach()
+    acts.close()
 
 
 def test_replicas_of_data_parallel_are_routed_to_the_session_that_runs_them():

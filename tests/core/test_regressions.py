@@ -238,14 +238,14 @@ def test_marks_have_inputs_are_listed_and_can_be_detached():
     with capture(net, marked("d"), inputs=True, outputs=False) as acts:
         net(torch.ones(1))
     assert acts["0:d"].input.item() == 2
-    with trace(net, marked("d"), quiet=True) as calls:
+    with trace(net, marked("d"), progress=False) as calls:
         net(torch.ones(1))
     assert [call.path for call in calls.calls] == ["0:d"]
-    acts = capture(net, marked("d"), group="g").attach()
+    acts = capture(net, marked("d"), group="g").open()
     assert [(info.path, info.group) for info in hooks(net)] == [("marked 'd'", "g")]
     assert detach(net, group="g") == 1 and hooks(net) == [] and marks.listening() == ()
     with pytest.raises(SelectionError, match="a mark is a value"):
-        capture(net, marked("d"), params=True).attach()
+        capture(net, marked("d"), params=True).open()
 
 
 def test_marks_of_many_threads_leave_no_listener():
@@ -266,7 +266,7 @@ def test_marks_of_many_threads_leave_no_listener():
 
 def test_detaching_by_group_keeps_what_was_recorded():
     net = nn.Sequential(nn.Linear(2, 2))
-    acts = capture(net, "0", group="g").attach()
+    acts = capture(net, "0", group="g").open()
     net(torch.ones(1, 2))
     detach(net, "g")
     assert acts["0"].output.shape == (1, 2) and acts["0"].module_class is nn.Linear
@@ -324,7 +324,7 @@ def test_failing_calls_outside_of_a_pass_do_not_pile_up(monkeypatch):
 def test_attaching_in_the_middle_of_a_forward():
     class Inner(nn.Module):
         def forward(self, x):
-            self.acts = capture(net, "inner", inputs=True).attach()
+            self.acts = capture(net, "inner", inputs=True).open()
             return x
 
     class Net(nn.Module):
@@ -339,7 +339,7 @@ def test_attaching_in_the_middle_of_a_forward():
     with capture(net, "inner") as outer:
         net(torch.ones(1))
     with pytest.raises(SilentError):
-        net.inner.acts.detach()
+        net.inner.acts.close()
     assert len(outer) == 1 and len(net.inner.acts) == 0
     assert hooks_of(net)["inner", "_forward_hooks"] == {}
 
@@ -379,7 +379,7 @@ def test_sparse_and_nested_outputs():
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     for value in (torch.eye(3).to_sparse(), nested, torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)):
         for options in ({}, {"keep": None, "max_bytes": 10_000}):
-            with capture(net, **options) as acts, trace(net, quiet=True):
+            with capture(net, **options) as acts, trace(net, progress=False):
                 net(value)
             assert acts.nbytes >= 0 and "Returning" in repr(acts) and acts["0"].output.layout == value.layout
 
@@ -406,8 +406,8 @@ def test_a_stopping_session_still_stops_after_a_tap_went():
 
 
 def test_a_stopping_session_that_is_detached_in_the_middle_of_a_forward():
-    net = nn.Sequential(nn.Identity(), Returning(lambda x: (acts.detach(), x)[1]), nn.Identity())
-    acts = capture(net, "0", "2", stop=True, on_silent="ignore").attach()
+    net = nn.Sequential(nn.Identity(), Returning(lambda x: (acts.close(), x)[1]), nn.Identity())
+    acts = capture(net, "0", "2", stop=True, on_silent="ignore").open()
     assert net(torch.tensor(3)).item() == 3
     assert acts["0"].output.item() == 3 and acts["2"].outputs == []
 
@@ -494,7 +494,7 @@ def test_reading_says_what_is_wrong_with_it():
     with pytest.raises(
         SelectionError, match="'0.weight'; it is a parameter: select '0' with params=True in capture or measure"
     ):
-        capture(net, "0.weight").attach()
+        capture(net, "0.weight").open()
     with pytest.raises(SelectionError, match="must take a path and a module"):
         capture(net, lambda path: True)
     with pytest.raises(TypeError, match="name must be a string"), capture(net, marked("x")):

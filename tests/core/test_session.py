@@ -58,7 +58,7 @@ def test_the_value_of_an_event_is_safe_to_keep_and_to_change():
 def test_a_plain_callable_observes_and_returns_none():
     model = net()
     with (
-        pytest.raises(TapError, match=r"output of '0' returned a Tensor.*use an edit"),
+        pytest.raises(TapError, match=r"output of '0' returned a Tensor.*use an Edit"),
         Session(model, [Tap("0", lambda e: e.value)]),
     ):
         model(torch.ones(1, 4))
@@ -82,12 +82,12 @@ def test_a_sink_of_ones_own():
 def test_sessions_nest_and_overlap_and_close_in_any_order():
     model = net()
     before = hooks_of(model)
-    a, b, c = (capture(model, path).attach() for path in ("0", "1", "2"))
+    a, b, c = (capture(model, path).open() for path in ("0", "1", "2"))
     model(torch.ones(1, 4))
-    b.detach()
-    a.detach()
+    b.close()
+    a.close()
     model(torch.ones(2, 4))
-    c.detach()
+    c.close()
     assert hooks_of(model) == before
     assert a["0"].output.shape == b["1"].output.shape == (1, 4) and c["2"].output.shape == (2, 2)
 
@@ -174,11 +174,11 @@ def test_bad_input_names_the_argument_and_leaves_nothing():
         (TypeError, "inputs", lambda: capture(model, inputs="no")),
         (TypeError, "stop", lambda: capture(model, stop=1)),
         (ValueError, "to='nonsense'", lambda: capture(model, to="nonsense")),
-        (SelectionError, "has parameters", lambda: capture(model, nn.ReLU, params=True).attach()),
-        (SessionError, "attach", lambda: capture(model)["0"]),
+        (SelectionError, "has parameters", lambda: capture(model, nn.ReLU, params=True).open()),
+        (SessionError, "open", lambda: capture(model)["0"]),
         (TypeError, "a key must be", lambda: Ring()[3]),
         (ValueError, "scope", lambda: Session(model, scope="process")),
-        (SelectionError, "nearest: '0'", lambda: Session(model, [Tap("1", print), Tap("9", print)]).attach()),
+        (SelectionError, "nearest: '0'", lambda: Session(model, [Tap("1", print), Tap("9", print)]).open()),
         (TypeError, "action", lambda: Tap("0", 3)),
         (TypeError, "not a class: write Record", lambda: Tap("0", Record)),
         (ValueError, "port must be one of input, output", lambda: Tap("0", print, port="out")),
@@ -195,11 +195,11 @@ def test_bad_input_names_the_argument_and_leaves_nothing():
         (ValueError, "copy", lambda: capture(model, copy="deep")),
         (TypeError, "dtype", lambda: capture(model, dtype="float16")),
         (ValueError, "reference", lambda: capture(model, copy="reference", dtype=torch.float16)),
-        (ValueError, "reference", lambda: capture(model, copy="reference", transform=abs).attach()),
+        (ValueError, "reference", lambda: capture(model, copy="reference", transform=abs).open()),
         (ValueError, "nothing to capture", lambda: capture(model, outputs=False)),
         (TypeError, "max_entries", lambda: Ring(max_entries=1.5)),
         (TypeError, "store", lambda: Record({})),
-        (SelectionError, "'9'", lambda: capture(model, "0", "9").attach()),
+        (SelectionError, "'9'", lambda: capture(model, "0", "9").open()),
     ]
     for kind, message, call in cases:
         with pytest.raises(kind, match=message):
@@ -212,21 +212,21 @@ def test_a_closed_session_says_so():
     session = Session(model, [])
     with pytest.raises(SessionError, match="new session"):
         session.add(Tap("0", print))
-    session.attach()
-    with pytest.raises(SessionError, match="already attached"):
-        session.attach()
-    session.detach()
-    with pytest.raises(SessionError, match="detached session; attach a session first"):
+    session.open()
+    with pytest.raises(SessionError, match="already open"):
+        session.open()
+    session.close()
+    with pytest.raises(SessionError, match="closed session; open it first"):
         session.add(Tap("0", print))
-    with pytest.raises(SessionError, match="already detached; make a new one"):
-        session.attach()
-    with pytest.raises(SessionError, match="has not attached this tap"):
+    with pytest.raises(SessionError, match="already closed; make a new one"):
+        session.open()
+    with pytest.raises(SessionError, match="this tap is not attached by this session"):
         session.remove(Tap("0", print))
 
 
 def test_a_transform_that_raises_names_itself_and_the_site_and_nothing_stays():
     model = net()
-    acts = capture(model, "1", transform=lambda value: value.nope).attach()
+    acts = capture(model, "1", transform=lambda value: value.nope).open()
     with pytest.raises(TapError, match="transform raised AttributeError on the output of '1'") as caught:
         model(torch.ones(1, 4))
     assert isinstance(caught.value.__cause__, AttributeError)
@@ -250,7 +250,7 @@ def test_sites_are_listed_in_order():
             Site("relu"),
         ]
         assert session.aliases["second"] == "first" and session.aliases["second.bias"] == "first.bias"
-        assert repr(session) == "Session(Shared, 2 taps, attached)"
+        assert repr(session) == "Session(Shared, 2 taps, open)"
 
 
 class Turn:

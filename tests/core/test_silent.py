@@ -110,7 +110,7 @@ def test_never_while_another_exception_is_on_its_way_and_never_for_the_manager()
         manager.add("branch")
         net(torch.ones(1, 2))
         manager.clear_hooks()
-        with trace(net, quiet=True):
+        with trace(net, progress=False):
             net(torch.ones(1, 2))
 
 

@@ -153,7 +153,7 @@ def test_patching_inputs_by_position_and_by_keyword_and_from_the_newest_pass():
     with pytest.raises(TapError, match=r"does not have the input of 'inner'.*capture\(model, 'inner', inputs=True\)"):
         with capture(net, "inner") as outputs:
             net(torch.tensor([1.0]))
-        edit(net, {("inner", "input"): edits.patch(outputs, at=0)}).attach()
+        edit(net, {("inner", "input"): edits.patch(outputs, at=0)}).open()
 
 
 def test_overlapping_detours_end_in_any_order():
@@ -162,12 +162,12 @@ def test_overlapping_detours_end_in_any_order():
     mask = torch.tensor([[False] * 4, [False, False, True, True]])
     before = hooks_of(net)
     with torch.no_grad(), pytest.warns(UserWarning, match="fast path"):
-        first = capture(net, "**.linear1", "**.out_proj").attach()
-        second = capture(net, "**.linear1", "**.out_proj").attach()
+        first = capture(net, "**.linear1", "**.out_proj").open()
+        second = capture(net, "**.linear1", "**.out_proj").open()
         net(x, src_key_padding_mask=mask)
-        first.detach()
+        first.close()
         net(x, src_key_padding_mask=mask)
-        second.detach()
+        second.close()
     assert net.use_nested_tensor and hooks_of(net) == before
 
 
@@ -322,7 +322,7 @@ def test_stop_and_a_compile_in_the_middle():
     net, x = nn.Sequential(nn.Linear(3, 3), nn.ReLU()), torch.randn(2, 3)
     run = torch.compile(net, backend="aot_eager")
     with pytest.raises(SessionError, match="stop=True"):
-        capture(run, "0", stop=True).attach()
+        capture(run, "0", stop=True).open()
     net.compile(backend="aot_eager")
     with capture(net, "0"):
         net(x)

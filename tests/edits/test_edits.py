@@ -169,11 +169,11 @@ def test_heads_of_multihead_attention_and_of_what_has_none():
     block = nn.ModuleDict({"mlp": nn.ModuleDict({"c_proj": nn.Linear(4, 4)}), "attn": Attention()})
     for query in ("mlp", "mlp.c_proj"):
         with pytest.raises(SelectionError, match="number of heads in 'mlp.*ablate the channels"):
-            edit(block, {query: edits.ablate(heads=0)}).attach()
+            edit(block, {query: edits.ablate(heads=0)}).open()
     with pytest.raises(SelectionError, match="no output projection in 'attn.qkv'"):
-        edit(block, {"attn.qkv": edits.ablate(heads=0)}).attach()
+        edit(block, {"attn.qkv": edits.ablate(heads=0)}).open()
     with pytest.raises(SelectionError, match="no output projection in '0'"):
-        edit(nn.Sequential(nn.Sequential(nn.ReLU())), {"0": edits.ablate(heads=0)}).attach()
+        edit(nn.Sequential(nn.Sequential(nn.ReLU())), {"0": edits.ablate(heads=0)}).open()
     with pytest.raises(TapError, match=r"heads=\[9\] is out of range: there are 4"):
         with edit(net, {"": edits.ablate(heads=9)}):
             net(x, x, x)
@@ -359,7 +359,7 @@ def test_arguments_that_make_no_sense():
         (lambda: edits.clamp(), ValueError),
         (lambda: edits.patch(3), TypeError),
         (lambda: Tap("0", edits.zero, transform=abs), ValueError),
-        (lambda: edit(net, {"nope": edits.zero}).attach(), SelectionError),
+        (lambda: edit(net, {"nope": edits.zero}).open(), SelectionError),
         (lambda: skip(net), ValueError),
         (lambda: skip(net, "nope"), SelectionError),
     ):
@@ -421,8 +421,8 @@ def test_skipping_a_module():
     pairs = nn.Sequential(Returning(lambda x: (x * 9, None)), Returning(lambda pair: pair[0] + 1))
     with skip(pairs, "0", returns=lambda x: (x, None)):
         assert pairs(torch.ones(1)).item() == 2
-    first, second = skip(net, "norm").attach(), skip(net, "norm").attach()
-    first.detach()
+    first, second = skip(net, "norm").open(), skip(net, "norm").open()
+    first.close()
     assert "forward" in vars(net.norm)
-    second.detach()
+    second.close()
     assert hooks_of(net) == before

@@ -1,6 +1,7 @@
 """Sweeps: each site edited in turn, together in one batch where that is the same."""
 
 import io
+from contextlib import redirect_stderr
 
 import pytest
 import torch
@@ -140,12 +141,14 @@ def test_what_a_person_sees():
             return True
 
     net, shown = Net().eval(), Terminal()
-    result = sweep(net, torch.randn(1, 6), "blocks.*", edits.zero, logit, progress=shown)
+    with redirect_stderr(shown):
+        result = sweep(net, torch.randn(1, 6), "blocks.*", edits.zero, logit)
     assert "sweep" in shown.getvalue() and "5/5" in shown.getvalue() and "━" in shown.getvalue()
-    sweep(net, torch.randn(1, 6), "blocks.*", edits.zero, logit, progress=(silent := io.StringIO()))
+    with redirect_stderr(silent := io.StringIO()):
+        sweep(net, torch.randn(1, 6), "blocks.*", edits.zero, logit)
     assert not silent.getvalue()  # not a terminal
     assert "blocks.3" in repr(result) and "Sweep over 5 sites" in repr(result) and "<table" in result._repr_html_()
-    assert result.table()[0]["path"] == "blocks.0" and set(result.table()[0]) >= {"port", "value", "change"}
+    assert result.table("list")[0]["path"] == "blocks.0" and set(result.table("list")[0]) >= {"port", "value", "change"}
     with pytest.raises(ValueError, match="source"):
         sweep(net, torch.randn(1, 6), "blocks.*", None, logit)
     with pytest.raises(SelectionError):

@@ -600,8 +600,8 @@ def test_the_rollout_of_those_that_look_at_themselves_is_the_identity():
 def test_tables():
     model = nn.Sequential(Own(), Own(heads=4)).eval()
     seen = attention(model, torch.randn(3, 5, 16))
-    rows = seen.table()
-    assert [(row["layer"], row["call"], row["head"]) for row in rows] == [
+    rows = seen.table("list")
+    assert [(row["path"], row["call"], row["head"]) for row in rows] == [
         *(("0", 0, head) for head in range(2)),
         *(("1", 0, head) for head in range(4)),
     ]
@@ -638,7 +638,7 @@ def test_how_attention_changes_in_a_training():
         model(**given)[~padded][:, :3].sum().backward()
         optimizer.step()
     for later in (1, 2):
-        rows = moments[0].change(moments[later])
+        rows = moments[0].change(moments[later]).rows
         assert [(row["path"], row["head"]) for row in rows] == [
             (f"layers.{layer}.self_attn", head) for layer in range(2) for head in range(2)
         ]
@@ -658,8 +658,10 @@ def test_changes_without_weights_and_of_other_inputs():
     model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     x = torch.randn(3, 5, 16)
     seen, bare = attention(model, x), attention(model, x, maps=[])
-    assert [row["moved"] for row in seen.change(bare)] == [None, None]
-    assert [(row["change"], row["moved"]) for row in seen.change(seen)] == [(0, 0), (0, 0)]
+    assert [row["moved"] for row in seen.change(bare).rows] == [None, None]
+    assert [(row["change"], row["moved"]) for row in seen.change(seen).rows] == [(0, 0), (0, 0)]
+    change = seen.change(bare)
+    assert change.table("list") == change.rows and "2 heads" in repr(change) and "<table>" in change._repr_html_()
     with pytest.raises(
         ValueError, match="other must be of the same model .* 3×2×5×5 at 'self_attn', call 0 and 3×2×4×4"
     ):

@@ -42,7 +42,7 @@ class Scaling(nn.Module):
 def one_by_one(method, model, images, target, **others):
     """The maps of each sample, with all else as it is."""
     alone = [
-        method(model, {**others, "image" if "scale" in others else "images": one[None]}, [int(which)], layer="conv")
+        method(model, {**others, "image" if "scale" in others else "images": one[None]}, [int(which)], sites="conv")
         for one, which in zip(images, target, strict=True)
     ]
     return torch.cat([heat.maps for heat in alone])

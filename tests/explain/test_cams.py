@@ -111,9 +111,9 @@ def test_ops_in_place_change_nothing(method, layer, x):
 @pytest.mark.parametrize("method", ALL)
 def test_a_batch_is_its_samples_one_by_one(method, x):
     model = Net(pooled=False).eval()
-    whole = method(model, x, layer="relu1")
+    whole = method(model, x, sites="relu1")
     for number, one in enumerate(whole):
-        alone = method(model, x[number : number + 1], layer="relu1")
+        alone = method(model, x[number : number + 1], sites="relu1")
         assert torch.allclose(one.maps, alone.maps, atol=1e-6) and one.target == alone.target
 
 
@@ -132,7 +132,7 @@ def test_the_gradient_is_that_of_the_whole_graph(x):
 @pytest.mark.parametrize("size", [(6, 10), (2, 2)])  # more places than channels, and fewer
 def test_eigen_cam_is_the_first_principal_component_with_a_sign(x, size):
     model = nn.Sequential(nn.Conv2d(3, 9, 3), nn.AdaptiveAvgPool2d(size), nn.Flatten()).eval()
-    maps = eigen_cam(model, x, layer="1").maps
+    maps = eigen_cam(model, x, sites="1").maps
     assert maps.shape[1:] == size
     for found, values in zip(maps.double().flatten(1), model[:2](x).detach().double().flatten(2), strict=True):
         centred = values - values.mean(1, keepdim=True)
@@ -145,7 +145,7 @@ def test_eigen_cam_tells_components_apart_that_are_nearly_as_strong():
     places = torch.arange(16) * 2 * torch.pi / 16
     values = torch.linalg.qr(torch.randn(9, 2)).Q @ torch.stack([1.0002 * places.sin(), places.cos()])
     model = nn.Sequential(nn.Identity(), nn.Flatten())
-    found = eigen_cam(model, values.view(1, 9, 4, 4), layer="0").maps.flatten()
+    found = eigen_cam(model, values.view(1, 9, 4, 4), sites="0").maps.flatten()
     exact = values.double() - values.double().mean(1, keepdim=True)
     component = torch.linalg.svd(exact).U[:, 0] @ exact
     assert torch.allclose(found.double().abs(), component.abs(), atol=1e-6)
@@ -153,7 +153,7 @@ def test_eigen_cam_tells_components_apart_that_are_nearly_as_strong():
 
 def test_eigen_cam_has_the_same_sign_for_the_same_picture(x):
     model = Net().eval()
-    one = eigen_cam(model, x, layer="relu2").maps
+    one = eigen_cam(model, x, sites="relu2").maps
     with torch.no_grad():  # its channels in another order are the same component
         order = torch.randperm(8)
         twin = copy.deepcopy(model)
@@ -162,7 +162,7 @@ def test_eigen_cam_has_the_same_sign_for_the_same_picture(x):
                 if parameter.dim():
                     parameter.copy_(parameter[order])
         twin.conv2.weight.copy_(twin.conv2.weight[:, order])
-    assert torch.allclose(eigen_cam(twin, x, layer="relu2").maps, one, atol=1e-5)
+    assert torch.allclose(eigen_cam(twin, x, sites="relu2").maps, one, atol=1e-5)
 
 
 # where it may be asked for
@@ -178,7 +178,7 @@ def test_everything_is_as_before(method, x):
     given, generator = x.detach().clone(), torch.get_rng_state()
     before = state_of(model)
     for layer in ("relu1", None):
-        heat = method(model, x, layer=layer)
+        heat = method(model, x, sites=layer)
     assert_same_state(before, state_of(model))
     assert x.grad is None and torch.equal(x, given) and torch.equal(torch.get_rng_state(), generator)
     assert not heat.maps.requires_grad and torch.is_grad_enabled()
@@ -269,7 +269,7 @@ def test_a_model_that_overwrites_its_input(x):
     given = x.clone()
     grad_cam(model, x)
     assert torch.equal(x, given)
-    assert torch.equal(grad_cam(model, x, layer="relu1").maps, grad_cam(_like(model), x - 0.5, layer="relu1").maps)
+    assert torch.equal(grad_cam(model, x, sites="relu1").maps, grad_cam(_like(model), x - 0.5, sites="relu1").maps)
 
 
 def _like(model):
@@ -301,7 +301,7 @@ def test_other_precisions(dtype, x):
     found = grad_cam(model.to(dtype), x.to(dtype), 2, "relu1").maps
     assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert torch.allclose(found.float(), expected, atol=1e-6 if dtype == torch.float64 else 0.02 * expected.abs().max())
-    assert eigen_cam(model, x.to(dtype), layer="relu1").maps.dtype == found.dtype
+    assert eigen_cam(model, x.to(dtype), sites="relu1").maps.dtype == found.dtype
 
 
 # which layer, which call, which input
@@ -605,14 +605,14 @@ def test_every_call_of_a_layer_can_be_named(method):
 
 def test_a_layer_by_path_by_module_by_class(x):
     model = Net().eval()
-    expected = grad_cam(model, x, layer="relu2").maps
+    expected = grad_cam(model, x, sites="relu2").maps
     for layer in (model.relu2, "relu2", "rel*2"):
-        heat = grad_cam(model, x, layer=layer)
+        heat = grad_cam(model, x, sites=layer)
         assert heat.layer == "relu2" and torch.equal(heat.maps, expected)
-    with pytest.raises(SelectionError, match="layer must be one module, but .* selects 2: 'conv1', 'conv2'"):
-        grad_cam(model, x, layer=nn.Conv2d)
+    with pytest.raises(SelectionError, match="sites must be one module, but .* selects 2: 'conv1', 'conv2'"):
+        grad_cam(model, x, sites=nn.Conv2d)
     with pytest.raises(SelectionError, match="no module matches 'relu3'; nearest: 'relu"):
-        grad_cam(model, x, layer="relu3")
+        grad_cam(model, x, sites="relu3")
 
 
 def test_inputs_of_all_kinds(x):
@@ -718,11 +718,11 @@ def test_layers_without_extent_say_which_have_it(x):
     with pytest.raises(
         ValueError, match="layer 'fc' has no spatial extent: its output is 4×5 for 4 samples; name one that ha"
     ):
-        grad_cam(model, x, layer="fc")
+        grad_cam(model, x, sites="fc")
     with pytest.raises(
         ValueError, match="'pool' has no spatial extent: its output is 4×8×1×1 .* such as 'drop' or 'relu2'"
     ):
-        grad_cam(model, x, layer="pool")
+        grad_cam(model, x, sites="pool")
     squeezing = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Upsample(scale_factor=4), nn.Flatten())
     with pytest.raises(
         ValueError, match="layer '1' .*; name one that has, such as '0', or pass"
@@ -734,7 +734,7 @@ def test_layers_without_extent_say_which_have_it(x):
     with pytest.raises(
         ValueError, match="layer '1' has no spatial extent: its output is 2×7×4 for 2 samples; pass a function fold="
     ):
-        grad_cam(words, torch.zeros(2, 7, dtype=torch.long), layer="1")
+        grad_cam(words, torch.zeros(2, 7, dtype=torch.long), sites="1")
     line = grad_cam(words, torch.zeros(2, 7, dtype=torch.long), 0, "1", fold=lambda v: v.mT[:, :, None])
     assert line.maps.shape == (2, 1, 7) and line.size is None
 
@@ -755,7 +755,7 @@ def test_layers_that_the_target_does_not_depend_on():
     for method in (grad_cam, eigen_cam, score_cam):
         for call in (None, 0, -1):
             with pytest.raises(
-                SilentError, match="layer 'never' has no output to explain: .* leave layer= out"
+                SilentError, match="layer 'never' has no output to explain: .* leave sites= out"
             ) as raised:
                 method(model, x, 0, "never", call=call)
             assert "on_silent" not in str(raised.value), "an argument that these functions do not have"
@@ -765,11 +765,11 @@ def test_layers_that_the_target_does_not_depend_on():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"call": 1}, ValueError, "call= applies to one layer: name it with layer="),
-        ({"call": True, "layer": "relu1"}, TypeError, "call must be an integer or None, not True"),
-        ({"call": 0.0, "layer": "relu1"}, TypeError, "call must be an integer"),
-        ({"fold": torch.relu}, ValueError, "fold= applies to one layer: name it with layer="),
-        ({"layer": 3}, SelectionError, "query 3 is a int"),
+        ({"call": 1}, ValueError, "call= applies to one layer: name it with sites="),
+        ({"call": True, "sites": "relu1"}, TypeError, "call must be an integer or None, not True"),
+        ({"call": 0.0, "sites": "relu1"}, TypeError, "call must be an integer"),
+        ({"fold": torch.relu}, ValueError, "fold= applies to one layer: name it with sites="),
+        ({"sites": 3}, SelectionError, "query 3 is a int"),
         ({"target": 5}, ValueError, "target 5 is out of range: the model has 5 classes, 0 to 4"),
     ],
 )

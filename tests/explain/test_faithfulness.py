@@ -163,7 +163,7 @@ def test_a_trained_network_and_its_maps():
         F.cross_entropy(net(x), y).backward()
         optimizer.step()
     found, means = (
-        faithfulness(method(net, x[:16], target=y[:16].tolist(), layer="4"), net, x[:16], steps=16, baseline="zero")
+        faithfulness(method(net, x[:16], target=y[:16].tolist(), sites="4"), net, x[:16], steps=16, baseline="zero")
         for method in (hires_cam, grad_cam)
     )
     assert found.passed and not means.passed

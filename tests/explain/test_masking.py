@@ -42,7 +42,7 @@ def test_the_same_as_pytorch_grad_cam_where_it_is_right(method, peer):
     with torch.no_grad():
         assert (model(x).amax(1) > 0).all()
     wanted = by_peer(peer, model, "layer3", x, classes)
-    heat = method(model, x, layer="layer3")
+    heat = method(model, x, sites="layer3")
     assert heat.target == classes and heat.method == method.__name__
     torch.testing.assert_close(heat.maps, wanted, rtol=1e-3, atol=1e-3 * wanted.abs().max().item())
 
@@ -62,7 +62,7 @@ class Linear(nn.Module):
 def test_ablation_is_the_share_of_the_score_that_a_channel_has():
     torch.manual_seed(0)
     model, x = Linear(), torch.rand(3, 3, 8, 8)
-    heat = ablation_cam(model, x, target=2, layer="first")
+    heat = ablation_cam(model, x, target=2, sites="first")
     with torch.no_grad():
         maps = model.first(x)
         parts = (maps * model.head.weight[2].view(6, 8, 8)).sum((2, 3))
@@ -76,7 +76,7 @@ def test_what_lowers_the_score_is_negative_also_where_the_score_is():
     net[3].weight.data = torch.tensor([[1.0, -3.0]])
     x = torch.zeros(1, 2, 2, 2)
     x[0, 0, 0, 0] = x[0, 1, 1, 1] = 4.0
-    heat = ablation_cam(net, x, target=0, layer="0")
+    heat = ablation_cam(net, x, target=0, sites="0")
     assert net(x).item() == -2 and heat.maps.sign().tolist() == [[[1, 0], [0, -1]]]
 
 
@@ -108,7 +108,7 @@ class Joined(nn.Module):
 def test_ablation_is_the_same_whatever_the_model_does_with_copies(how):
     torch.manual_seed(0)
     model, x = Joined(how).eval(), torch.rand(2, 3, 8, 8)
-    heat = ablation_cam(model, x, target=[1, 3], layer="layer")
+    heat = ablation_cam(model, x, target=[1, 3], sites="layer")
     with torch.no_grad():
         whole, maps = model(x)[[0, 1], [1, 3]], model.layer(model.first(x))
         weights = torch.empty(2, 4)
@@ -128,10 +128,10 @@ def _without(maps, channel):
 @BOTH
 def test_batches_of_any_size_give_the_same(method):
     model, x = small(), torch.rand(3, 3, 32, 32)
-    whole = method(model, x, layer="layer2")
-    for other in (method(model, x, layer="layer2", batch=7), method(model, x, layer="layer2", batch=1000)):
+    whole = method(model, x, sites="layer2")
+    for other in (method(model, x, sites="layer2", batch=7), method(model, x, sites="layer2", batch=1000)):
         torch.testing.assert_close(other.maps, whole.maps, rtol=1e-3, atol=1e-4)
-    alone = torch.cat([method(model, x[n : n + 1], layer="layer2").maps for n in range(3)])
+    alone = torch.cat([method(model, x[n : n + 1], sites="layer2").maps for n in range(3)])
     torch.testing.assert_close(alone, whole.maps, rtol=1e-3, atol=1e-4)
 
 
@@ -145,9 +145,9 @@ def test_the_model_is_left_as_it_was(method):
     x = torch.rand(2, 3, 32, 32)
     given = x.clone()
     with torch.inference_mode():
-        method(model, x, layer="layer3")
+        method(model, x, sites="layer3")
     with pytest.raises(ZeroDivisionError):
-        method(model, x, target=lambda out: 1 / 0, layer="layer3")
+        method(model, x, target=lambda out: 1 / 0, sites="layer3")
     assert hooks_of(model) == before and [module.training for module in model.modules()] == modes
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
     assert torch.equal(x, given)
@@ -159,10 +159,10 @@ def test_dead_channels_take_one_run_a_sample_or_none():
         net[0].bias[:2], net[0].bias[2:] = 100.0, -100.0
     rows = []
     handle = net.register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
-    heat = score_cam(net, torch.rand(2, 3, 16, 16), target=0, layer="1")
+    heat = score_cam(net, torch.rand(2, 3, 16, 16), target=0, sites="1")
     assert sum(rows[1:]) == 2 * 3 and heat.maps.isfinite().all()  # two that live, and one for all that are flat
     rows.clear()
-    assert ablation_cam(net, torch.rand(2, 3, 16, 16), target=7, layer="1").maps.abs().sum() == 0
+    assert ablation_cam(net, torch.rand(2, 3, 16, 16), target=7, sites="1").maps.abs().sum() == 0
     handle.remove()
     assert rows == [2, 1, 1]  # all that live of a sample at once
 
@@ -176,7 +176,7 @@ def test_a_model_that_views_its_maps_can_be_shown_channels():
         def forward(self, x):
             return self.head(self.conv(x).view(len(x), -1))  # fails with the channels last
 
-    heat = score_cam(Viewing(), torch.rand(2, 3, 8, 8), layer="conv")
+    heat = score_cam(Viewing(), torch.rand(2, 3, 8, 8), sites="conv")
     assert heat.maps.shape == (2, 6, 6)
 
 
@@ -200,8 +200,8 @@ def test_score_cam_of_tokens_and_of_several_arguments():
             return self.conv(image).mean((2, 3)) * weight[:, None]
 
     net, images, weight = Weighing(), torch.rand(2, 3, 8, 8), torch.tensor([1.0, 100.0])
-    both = score_cam(net, {"image": images, "weight": weight}, target=1, layer="conv")
-    alone = [score_cam(net, (images[n : n + 1], weight[n : n + 1]), target=1, layer="conv").maps for n in range(2)]
+    both = score_cam(net, {"image": images, "weight": weight}, target=1, sites="conv")
+    alone = [score_cam(net, (images[n : n + 1], weight[n : n + 1]), target=1, sites="conv").maps for n in range(2)]
     torch.testing.assert_close(both.maps, torch.cat(alone))
 
 
@@ -211,7 +211,7 @@ def test_what_is_wrong_is_told(method):
     with pytest.raises(ValueError, match="batch must be"):
         method(model, torch.rand(1, 3, 32, 32), batch=0)
     with pytest.raises(ValueError, match="layer 'fc' has no spatial extent: its output is 1×10 for 1 sample"):
-        method(model, torch.rand(1, 3, 32, 32), layer="fc")
+        method(model, torch.rand(1, 3, 32, 32), sites="fc")
     with pytest.raises(ValueError, match="target 10 is out of range: the model has 10 classes"):
         method(model, torch.rand(1, 3, 32, 32), target=10)
 
@@ -234,5 +234,5 @@ def test_score_cam_of_images_of_whole_numbers():
 def test_score_cam_needs_images():
     net = nn.Sequential(nn.Unflatten(1, (2, 4, 4)), nn.Conv2d(2, 3, 1), nn.Flatten())
     with pytest.raises(ValueError, match="score_cam masks images, but x has none"):
-        score_cam(net, torch.rand(2, 32), target=0, layer="1")
-    assert ablation_cam(net, torch.rand(2, 32), target=0, layer="1").maps.shape == (2, 4, 4)
+        score_cam(net, torch.rand(2, 32), target=0, sites="1")
+    assert ablation_cam(net, torch.rand(2, 32), target=0, sites="1").maps.shape == (2, 4, 4)

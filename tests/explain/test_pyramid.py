@@ -88,7 +88,7 @@ def test_the_last_pyramid_in_execution_order_is_taken_and_any_other_by_name():
     model, x = Detector().train(), torch.rand(2, 3, 64, 64)
     before = hooks_of(model)
     assert pyramid(model, x).layer == "neck"
-    assert pyramid(model, list(x), layer="body").layer == "body"
+    assert pyramid(model, list(x), sites="body").layer == "body"
     assert hooks_of(model) == before and model.training
     assert "dead" in repr(pyramid(model, x)) and "background" not in repr(pyramid(model, x))
 
@@ -194,7 +194,7 @@ def test_detectors_whose_later_ops_are_not_needed(name):
 def test_a_backbone_by_itself():
     detector = retinanet(min_size=64)
     assert pyramid(detector.backbone, torch.rand(1, 3, 64, 64)).layer == ""
-    assert pyramid(detector, torch.rand(1, 3, 64, 64), layer="backbone.body").layer == "backbone.body"
+    assert pyramid(detector, torch.rand(1, 3, 64, 64), sites="backbone.body").layer == "backbone.body"
 
 
 def test_names_are_escaped():
@@ -215,8 +215,8 @@ def test_names_are_escaped():
         (torch.rand(1, 3, 64, 64), [torch.rand(2, 3)], {}, r"image 0 must have shape \[k, 4\]"),
         (torch.rand(1, 3, 64, 64), [torch.tensor([[70.0, 0, 80, 10]])], {}, "no area inside image 0"),
         (torch.rand(1, 3, 64, 64), [torch.tensor([[9.0, 0, 8, 10]])], {}, "x0, y0, x1, y1"),
-        (torch.rand(1, 3, 64, 64), None, {"layer": "head"}, "'head' returned 1×2×16×16, which is not a pyramid"),
-        (torch.rand(1, 3, 64, 64), None, {"layer": "nick"}, "nearest: 'neck'"),
+        (torch.rand(1, 3, 64, 64), None, {"sites": "head"}, "'head' returned 1×2×16×16, which is not a pyramid"),
+        (torch.rand(1, 3, 64, 64), None, {"sites": "nick"}, "nearest: 'neck'"),
     ],
 )
 def test_bad_input(images, boxes, options, said):

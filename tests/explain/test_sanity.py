@@ -129,7 +129,7 @@ def test_attention_is_randomised_without_a_warning():
 
 
 def test_what_no_layer_after_the_map_changes_is_told():
-    found = sanity(partial(eigen_cam, layer="norm"), Net(), images())
+    found = sanity(partial(eigen_cam, sites="norm"), Net(), images())
     assert [step.similarity == pytest.approx(1.0) for step in found][:2] == [True, True]
     assert found.method == "eigen_cam"
     assert found.passed  # the norm is as fresh as it was made
@@ -169,7 +169,7 @@ def test_nothing_is_left_behind_also_after_an_exception():
 
 def test_the_seed_decides():
     net, x = Net(), images(2)
-    first, again, other = (sanity(grad_cam, net, x, seed=seed).table() for seed in (1, 1, 2))
+    first, again, other = (sanity(grad_cam, net, x, seed=seed).table("list") for seed in (1, 1, 2))
     assert first == again != other
 
 

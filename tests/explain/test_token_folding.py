@@ -220,8 +220,8 @@ def test_fold_says_it_for_other_layouts():
 
     model, x = Sequence(), torch.randn(2, 3, 16, 24)
     with pytest.raises(ValueError, match="layer 'tokens' has no spatial extent: its output is 24×2×6 for 2 samples"):
-        grad_cam(model, x, layer="tokens")
-    heat = hires_cam(model, x, layer="tokens", fold=lambda value: value.permute(1, 2, 0).unflatten(2, (4, 6)))
-    assert torch.allclose(heat.maps, hires_cam(model, x, layer="cut").maps, atol=1e-6)
+        grad_cam(model, x, sites="tokens")
+    heat = hires_cam(model, x, sites="tokens", fold=lambda value: value.permute(1, 2, 0).unflatten(2, (4, 6)))
+    assert torch.allclose(heat.maps, hires_cam(model, x, sites="cut").maps, atol=1e-6)
     with pytest.raises(ValueError, match="fold= applies to one layer"):
         grad_cam(model, x, fold=lambda value: value)

@@ -97,10 +97,10 @@ def test_fuzzed_over_trees_taps_and_failure_points(tree, ports, error, where, af
 
 
 SCOPES = {
-    "capture": lambda model: capture(model, grads=True, inputs=True, params=True).attach(),
-    "session": lambda model: Session(model, [Tap("0", print, port="param_grad"), Tap("", print)]).attach(),
-    "stop": lambda model: capture(model, "0", stop=True).attach(),
-    "trace": lambda model: trace(model, quiet=True).attach(),
+    "capture": lambda model: capture(model, grads=True, inputs=True, params=True).open(),
+    "session": lambda model: Session(model, [Tap("0", print, port="param_grad"), Tap("", print)]).open(),
+    "stop": lambda model: capture(model, "0", stop=True).open(),
+    "trace": lambda model: trace(model, progress=False).open(),
 }
 
 
@@ -138,7 +138,7 @@ def test_an_error_while_attaching_leaves_nothing(monkeypatch):
 
     monkeypatch.setattr(nn.Module, "register_forward_hook", failing)
     with pytest.raises(KeyboardInterrupt):
-        capture(model).attach()
+        capture(model).open()
     assert len(calls) == 4 and hooks_of(model) == before
 
 

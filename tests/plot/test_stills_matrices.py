@@ -37,6 +37,23 @@ def test_a_matrix_with_its_numbers():
     assert (image.norm.vmin, image.norm.vmax) == (0, 1) and png(figure)
 
 
+def test_what_cka_returns_names_its_layers():
+    torch.manual_seed(0)
+    first, second = nn.Sequential(nn.Linear(4, 8), nn.Tanh()), nn.Sequential(nn.Linear(4, 3))
+    batches = torch.randn(64, 4).split(16)
+    both = torchhook.compare.cka(first, second, batches, progress=False)
+    figure = similarity(both)
+    (image,) = figure.axes[0].images
+    assert np.allclose(image.get_array(), both.matrix) and rows(figure) == ["0", "1"]
+    assert [tick.get_text() for tick in figure.axes[0].get_xticklabels()] == ["0"]
+    assert (figure.axes[0].get_ylabel(), figure.axes[0].get_xlabel()) == ("layer of a", "layer of b")
+    assert figure.axes[1].get_ylabel() == "cka"
+    alone = similarity(torchhook.compare.cka(first, None, batches, progress=False), rows=["in", "out"])
+    assert rows(alone) == ["in", "out"] and alone.axes[0].get_ylabel() == "layer"
+    with pytest.raises(TypeError, match="matrix must be .* or what torchhook.compare.cka returned, not Linear"):
+        similarity(second[0])
+
+
 def test_below_zero_the_scale_has_both_signs_and_beyond_one_it_grows():
     assert similarity([[-0.5, 0.5]]).axes[0].images[0].norm.vmin == -1
     assert similarity([[0.5, 7.0]]).axes[0].images[0].norm.vmax == 7
@@ -76,7 +93,7 @@ def test_refuses_what_does_not_fit(arguments, said):
 
 def test_a_sweep_has_a_bar_for_each_site():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)).eval()
-    found = torchhook.sweep(model, torch.randn(2, 4), "?", torchhook.edits.zero, torch.sum, progress=None)
+    found = torchhook.sweep(model, torch.randn(2, 4), "?", torchhook.edits.zero, torch.sum, progress=False)
     figure = sweep(found)
     assert rows(figure) == ["0", "1", "2"]
     bars = {round(bar.get_y() + bar.get_height() / 2): bar.get_width() for bar in figure.axes[0].patches}

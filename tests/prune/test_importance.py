@@ -205,9 +205,9 @@ def test_execution_order_some_layers_and_mappings():
 
     batch = {"x": torch.randn(4, 2)}
     assert list(importance(Backwards(), [batch], "wanda")) == ["first", "last"]
-    assert list(importance(Backwards(), [batch], layers="last", loss=lambda out, _: out.square().mean())) == ["last"]
+    assert list(importance(Backwards(), [batch], sites="last", loss=lambda out, _: out.square().mean())) == ["last"]
     found = importance(Backwards(), [batch], "l1")
-    assert found.table()[0].keys() == {"layer", "channel", "score"} and "<td>first</td>" in found._repr_html_()
+    assert found.table("list")[0].keys() == {"path", "channel", "score"} and "<td>first</td>" in found._repr_html_()
 
 
 def test_what_is_refused(net):
@@ -221,7 +221,7 @@ def test_what_is_refused(net):
     with pytest.raises(ValueError, match="cannot guess a loss: .*; pass loss="):
         importance(net, [x])
     with pytest.raises(SelectionError, match="none of the selected modules is a convolution"):
-        importance(net, [(x, y)], layers="relu")
+        importance(net, [(x, y)], sites="relu")
     with pytest.raises(ValueError, match="does not depend on any layer"):
         importance(net, [(x, y)], loss=lambda output, target: torch.tensor(1.0))
     net.conv2.weight.data[0] = torch.nan

@@ -350,7 +350,7 @@ def test_how_it_looks_and_what_is_refused(digits, monkeypatch):
     chosen = plan(found, ratio=0.3)
     result = apply(model, chosen, runs=1)
     assert repr(chosen).startswith("Plan: ") and "<td>hidden</td>" in chosen._repr_html_()
-    assert [row["measure"] for row in result.table()] == ["parameters", "FLOPs", "milliseconds", "loss"]
+    assert [row["measure"] for row in result.table("list")] == ["parameters", "FLOPs", "milliseconds", "loss"]
     assert "<td>FLOPs</td>" in result._repr_html_()
     without = apply(model, chosen, train[0][0], runs=1)  # no target, so no loss
     assert without.loss is None and "loss" not in repr(without)

@@ -51,7 +51,7 @@ def test_it_can_be_drawn_and_some_layers_are_enough():
     from torchhook.plot import sweep
 
     loader, _, _ = data()
-    found = sensitivity(Net(), loader, F.cross_entropy, layers="body")
+    found = sensitivity(Net(), loader, F.cross_entropy, sites="body")
     assert [row.site.path for row in found] == ["body"]
     assert [tick.get_text() for tick in sweep(found).axes[0].get_yticklabels()] == ["body"]
 

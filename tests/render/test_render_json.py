@@ -102,10 +102,10 @@ def test_numbers_that_are_not_finite_come_back_as_numbers_but_as_words_in_the_ev
     affected = (Finding("TH2", "info", "", evidence={"deep": {"list": [math.nan, -math.inf]}}),)
     layers = ({"site": "NaN", "kind": "module", "module": "Infinity", "std": math.nan, "mean": None},)
     found = Finding("TH1", "error", "NaN", site="NaN", evidence={"x": math.inf}, affected=affected)
-    back = from_json(render.json(Report((found,), layers=layers, losses={0: math.nan, 5: 1.0})))
+    back = from_json(render.json(Report((found,), layers=layers, losses={0: math.nan, 5: 1.0, 6: -math.inf})))
     assert back.findings[0].evidence == {"x": "Infinity"}
     assert back.findings[0].affected[0].evidence == {"deep": {"list": ["NaN", "-Infinity"]}}
-    assert math.isnan(back.losses[0]) and back.losses[5] == 1.0
+    assert math.isnan(back.losses[0]) and (back.losses[5], back.losses[6]) == (1.0, -math.inf)
     assert back.layers[0]["site"] == "NaN" and back.layers[0]["module"] == "Infinity"
     assert math.isnan(back.layers[0]["std"]) and back.layers[0]["mean"] is None
     assert back.findings[0].message == "NaN"

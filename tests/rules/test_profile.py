@@ -90,6 +90,14 @@ def test_a_profile_has_all_leaves_in_execution_order_or_those_that_are_asked_for
         Profile.of(model, data(), "secnd")
 
 
+def test_how_far_batches_are_apart_is_their_distance_from_the_rest():
+    parts = [1000 + shift + torch.randn(400, 2) for shift in (0, 0, 0, 0, 2)]  # too far from zero for the bins
+    known = Profile.of(nn.Identity(), parts, "").places["", "output"]
+    whole, rest = torch.cat(parts).double(), torch.cat(parts[:-1]).double()
+    distance = float(parts[-1].double().mean() - rest.mean()) / float(whole.std())
+    assert known.noise == pytest.approx(distance, rel=0.1)
+
+
 def test_a_profile_is_of_all_values_of_all_batches(model, profile):
     with torch.no_grad():
         values = torch.cat([model.first(x) for x in data()])

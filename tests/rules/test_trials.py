@@ -10,6 +10,7 @@ from torch import nn
 from torchhook import Finding, Report, Trial, diagnose
 from torchhook.render import json as as_json
 from torchhook.rules.repairs import repairs_for
+from torchhook.rules.trials import Trials, _Outcome
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -36,6 +37,21 @@ def test_inputs_out_of_scale_are_standardised_and_the_loss_is_told():
     assert finding.tried.change == "inputs standardised" and finding.tried.helped
     assert finding.tried.repaired < 0.5 and not finding.tried.without < 2 * finding.tried.repaired
     assert "tried: inputs standardised → loss" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("losses", "helped"),
+    [
+        ([0.2, 0.3, 0.2, 0.3], True),  # half of it is gone
+        ([0.45, 0.45, 0.45, 0.45], False),  # a tenth
+        ([0.0, 0.8, 0.0, 0.6], False),  # as much as the batches differ by
+        ([0.2, 0.2, 0.2, math.nan], False),
+    ],
+)
+def test_a_repair_helps_if_the_loss_is_clearly_lower_with_it(losses, helped):
+    trials = Trials(lambda: None, [], None, steps=64, seconds=1.0, chance=0.7)
+    trials._plain = _Outcome({0: [0.7] * 4, 32: [0.6] * 4, 64: [0.5] * 4}, seconds=0.1)
+    assert trials._helps(_Outcome({0: [0.7] * 4, 32: [0.6] * 4, 64: losses}, seconds=0.1), 64, 0.0) == helped
 
 
 class Normed(nn.Module):
@@ -68,6 +84,23 @@ def test_a_rate_that_is_too_low_is_told_from_a_training_that_is_slow():
     )
     report = diagnose(slow, classes(), F.cross_entropy, torch.optim.SGD(slow.parameters(), 3e-3))
     assert not any(finding.severity >= "warning" for finding in report.findings)
+
+
+def test_labels_in_another_order_are_told_from_a_rate_that_is_too_low():
+    data, model = classes(), mlp()
+    mixed = [(x, y[torch.randperm(len(y))]) for x, y in data]
+    report = diagnose(model, mixed, F.cross_entropy, torch.optim.Adam(model.parameters(), 3e-3))
+    finding = report.findings[0]
+    assert finding.code == "TH601" and finding.evidence["cause"] == "labels"
+    assert "by heart" in finding.tried.change and finding.tried.repaired < 0.3 < finding.tried.without
+
+
+def test_missing_activations_explain_a_loss_that_does_not_fall():
+    circles = [(x, (x.square().sum(1) > 1.4).long()) for x in torch.randn(20, 64, 2)]
+    model = nn.Sequential(nn.Linear(2, 16), nn.Linear(16, 16), nn.Linear(16, 2))
+    report = diagnose(model, circles, F.cross_entropy, torch.optim.Adam(model.parameters(), 1e-2))
+    assert report.findings[0].code == "TH612" and report.findings[0].tried.helped
+    assert "TH601" in [finding.code for finding in report.findings[0].affected]
 
 
 def test_a_rate_that_is_too_high_explains_the_dead_units_that_come_of_it():

@@ -124,12 +124,13 @@ def test_c04_custom_hook_decides_what_is_stored():
         return output[output > 0].mean().reshape(1) if len(seen) > 1 else None
 
     manager.add("1", custom_hook=custom)
-    x = torch.ones(1, 4)
+    x = torch.randn(8, 4)
     model(x)
     assert manager.get("1") == []
     model(x)
     assert seen[0][0] is model[1] and isinstance(seen[0][1], tuple)
-    assert manager.get("1")[0].shape == (1,)
+    hidden = nn.functional.linear(x, model[0].weight, model[0].bias)
+    torch.testing.assert_close(manager.get("1")[0], hidden[hidden > 0].mean().reshape(1))
 
 
 def test_c04_custom_hook_that_returns_no_tensor_is_told():
@@ -223,12 +224,27 @@ def test_c08_helpers(capsys):
     assert torchhook.count_parameters(model, trainable_only=True) == count - 513_000
     assert torchhook.format_parameter_count(count) == "11.69 M"
     assert torchhook.format_parameter_count(999) == "999.00 "
-    by_layer = torchhook.get_layerwise_parameter_count(model)
-    assert by_layer["conv1"] == 9408 and sum(by_layer.values()) == count
-    assert set(torchhook.get_layerwise_parameter_count(model, max_depth=0)) == dict(model.named_children()).keys()
+    own = {path: [p for p in layer._parameters.values() if p is not None] for path, layer in model.named_modules()}
+    counts = {path: sum(p.numel() for p in some) for path, some in own.items() if path}
+    trainable = {path: sum(p.numel() for p in some if p.requires_grad) for path, some in own.items() if path}
+    assert torchhook.get_layerwise_parameter_count(model) == counts and counts["conv1"] == 9408
+    assert torchhook.get_layerwise_parameter_count(model, trainable_only=True) == trainable != counts
+    shallow = {path: number for path, number in counts.items() if path.count(".") < 2}
+    assert torchhook.get_layerwise_parameter_count(model, max_depth=1) == shallow
     torchhook.model_summary(model, max_depth=1)
-    printed = capsys.readouterr().out
-    assert "Model Summary: ResNet" in printed and "Non-trainable Parameters: 513.00 K" in printed
+    printed = capsys.readouterr().out.splitlines()
+    totals = ["Total Parameters: 11.69 M", "Trainable Parameters: 11.18 M", "Non-trainable Parameters: 513.00 K"]
+    assert printed[1] == "Model Summary: ResNet" and printed[3:6] == totals
+    rows = {line[:40].strip(): (line[41:61], line[62:]) for line in printed[9:-1]}
+    assert list(rows) == list(shallow)
+    for path, texts in rows.items():
+        assert [in_units(text) for text in texts] == pytest.approx([counts[path], trainable[path]], rel=0.005), path
+
+
+def in_units(text):
+    """A count such as 513.00 K as a number."""
+    number, _, unit = text.strip().partition(" ")
+    return float(number) * {"": 1, "K": 1e3, "M": 1e6}[unit]
 
 
 def test_bad_arguments_name_themselves_and_leave_nothing():

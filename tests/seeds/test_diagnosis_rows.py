@@ -6,6 +6,7 @@ import math
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -50,20 +51,39 @@ def test_c20_one_diagnostics_object_over_features_and_gradients():
         def add_histogram(self, tag, values, global_step=None):
             self.tags = (*self.tags, (tag, global_step, values.numel()))
 
-    model, writer = resnet18(num_classes=3), Writer()
+    model, writer, x = resnet18(num_classes=3), Writer(), torch.randn(2, 3, 32, 32)
     before = hooks_of(model)
     diagnostics = ModelDiagnostics(model)
-    model(torch.randn(2, 3, 32, 32)).sum().backward()
+    model(x).sum().backward()
     diagnostics.visualize(writer, 5)
     diagnostics.close()
     assert hooks_of(model) == before
     convolutions = [path for path, module in model.named_modules() if isinstance(module, nn.Conv2d)]
     assert sorted(diagnostics.features) == sorted(diagnostics.gradients) == sorted(convolutions)
     assert diagnostics.features["conv1"].shape == diagnostics.gradients["conv1"].shape == (2, 64, 16, 16)
-    stats = diagnostics.compute_activation_stats()["conv1"]
-    assert stats["mean"] == pytest.approx(float(diagnostics.features["conv1"].mean()), abs=1e-5)
-    assert set(stats) == {"mean", "std", "max", "min"}
+    torch.testing.assert_close(diagnostics.features["conv1"], model.conv1(x))
+    for path, stats in diagnostics.compute_activation_stats().items():
+        values = diagnostics.features[path].double()
+        expected = {name: float(getattr(values, name)()) for name in ("mean", "std", "max", "min")}
+        assert stats == pytest.approx(expected, rel=1e-4, abs=1e-6), path
     assert ("features/conv1", 5, 2 * 64 * 16 * 16) in writer.tags and len(writer.tags) == 2 * len(convolutions)
+
+
+def test_c20_a_forward_in_another_thread_that_is_not_seen_is_told():
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Conv2d(2, 2, 3))
+    said = r"nothing was seen at the output of '0', output of '1': it ran only in a thread .*; pass scope='all'"
+    with ModelDiagnostics(net) as here, ModelDiagnostics(net, scope="all") as everywhere:
+        thread = threading.Thread(target=lambda: net(torch.ones(1, 1, 8, 8)).sum().backward())
+        thread.start()
+        thread.join()
+        reads = (here.compute_activation_stats, here.check, lambda: here.features, lambda: here.gradients)
+        for read in reads:
+            with pytest.warns(UserWarning, match=said):
+                read()
+    for read in reads:  # after the end, too
+        with pytest.warns(UserWarning, match=said):
+            read()
+    assert list(everywhere.features) == list(everywhere.gradients) == ["0", "1"]
 
 
 def test_c21_dead_units_are_found():
@@ -79,13 +99,68 @@ def test_c21_dead_units_are_found():
     assert finding.evidence["dead"] == 30 and finding.evidence["units"] == 32
 
 
-@pytest.mark.parametrize("factor, code", [(1e-9, "TH401"), (1e9, "TH402"), (1.0, None)])
-def test_c22_exploding_and_vanishing_gradients_are_found(factor, code):
-    model = mlp(nn.ReLU(), Scale(factor))
+def gradient_norms(model, x, y, layers, factor=1.0):
+    """The norms of the gradients of the outputs of some layers, with autograd alone."""
+    outputs, value = {}, x
+    for number, layer in enumerate(model):
+        value = outputs[number] = layer(value)
+    gradients = torch.autograd.grad(factor * F.cross_entropy(value, y), [outputs[number] for number in layers])
+    return [float(gradient.double().norm()) for gradient in gradients]
+
+
+@pytest.mark.parametrize(
+    "times, code", [(1e-6, "TH401"), (0.9e-3, "TH401"), (1.1e-3, None), (2, None), (900, None), (1100, "TH402")]
+)
+def test_c22_exploding_and_vanishing_gradients_are_found(times, code):
+    """A rotation keeps the norm of a gradient, so that the first layer has exactly `times` that of the last."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), Scale(times), nn.Linear(32, 32))
+    nn.init.orthogonal_(model[2].weight)
+    x, direction = 9 * torch.randn(64, 8), 0.01 * torch.randn(64, 32)
     with measure(model, grads=True) as stats:
-        F.cross_entropy(model(torch.randn(64, 8)), torch.randint(3, (64,))).backward()
-    found = [(finding.code, finding.site) for finding in check(stats, ["TH4"]).findings]
-    assert found == ([(code, "0")] if code else [])
+        (model(x) * direction).sum().backward()
+    assert stats["0", "grad_output"].l2 == pytest.approx(times * float(direction.norm()), rel=1e-4)
+    found = check(stats, ["TH4"]).findings
+    assert [(finding.code, finding.site) for finding in found] == ([(code, "0")] if code else [])
+    assert [finding.evidence["ratio"] for finding in found] == [pytest.approx(times, rel=0.02)] * len(found)
+
+
+@pytest.mark.parametrize("factor, code", [(1, None), (2, None), (1e6, "TH402")])
+def test_c22_gradients_that_are_large_everywhere_are_found(factor, code):
+    torch.manual_seed(0)
+    pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), pool, nn.Linear(8, 3))
+    x, y = torch.randn(16, 3, 32, 32), torch.arange(16) % 3
+    with ModelDiagnostics(model) as diagnostics, measure(model, grads=True, param_grads=True) as stats:
+        (factor * F.cross_entropy(model(x), y)).backward()
+    of_head = gradient_norms(model, x, y, [5], factor)[0] / math.sqrt(16 * 3)
+    of_output = min(1.0, float(model(x).detach().square().mean().sqrt()))
+    for report, size in ((check(stats), of_head * of_output), (diagnostics.check(), of_head)):
+        found = [(finding.code, finding.site, finding.evidence["size"]) for finding in report.findings]
+        assert found == ([(code, "5", pytest.approx(size, rel=1e-3))] if code else []), report
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_c22_a_mean_over_very_many_positions_is_no_vanishing_gradient(weights):
+    """It divides the norm by the square root of their number, and leaves the sum of the absolute values as it is."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU()
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4))
+    x, y = torch.randn(2, 3, 224, 224), torch.tensor([0, 1])
+    pooled, after, last = gradient_norms(model, x, y, (3, 4, 6))
+    assert pooled == pytest.approx(after / 224, rel=1e-5) and gradient_norms(model, x, y, [0])[0] < 1e-3 * last
+    with measure(model, grads=True, param_grads=weights) as stats:
+        F.cross_entropy(model(x), y).backward()
+    assert not check(stats, ["TH4"]).findings
+
+
+@pytest.mark.slow
+def test_c22_diagnose_finds_nothing_in_a_mean_over_very_many_positions():
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU()
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+    data = [(torch.randn(2, 3, 224, 224), torch.tensor([0, 1])) for _ in range(2)]
+    assert not diagnose(model, data, F.cross_entropy, steps=3, rules=["TH4"]).findings
 
 
 NETS = """
@@ -211,8 +286,13 @@ def test_b11_one_report_for_people_and_machines(tmp_path, capsys):
     assert page.lstrip().lower().startswith("<!doctype html") and "<script src" not in page  # works from disk
     assert render.load(tmp_path / "report.json").findings == report.findings
     assert json.loads(render.json(report))["ok"] is False
-    failures = [case for case in ElementTree.parse(tmp_path / "report.xml").iter("testcase") if len(case)]
-    assert failures
+    failing = {finding.code for finding in report.findings if finding.severity == "error"}
+    suite = ElementTree.parse(tmp_path / "report.xml").getroot().find("testsuite")
+    cases = {case.get("name"): case for case in suite.iter("testcase")}
+    assert cases.keys() >= {*report.checked, *failing} and code in failing
+    assert {name for name, case in cases.items() if case.find("failure") is not None} == failing
+    assert (int(suite.get("failures")), int(suite.get("tests"))) == (len(failing), len(cases))
+    assert site in cases[code].find("failure").text and cases[code].find("failure").get("message")
     render.terminal(report)
     assert code in capsys.readouterr().out and code in str(report) and code in report._repr_html_()
 

@@ -1,14 +1,20 @@
 """The rows of statistics: C17, C25, B02."""
 
+import copy
 import gc
+import math
+import pickle
+from collections import Counter, defaultdict
 
+import numpy as np
 import pytest
 import torch
+from scipy.stats import entropy
 from torch import nn
 from torch.nn import functional as F
 
 from specimens import hooks_of, resnet18
-from torchhook import Stat, capture, measure
+from torchhook import Histogram, Stat, capture, measure
 
 
 def test_c17_statistics_by_layer():
@@ -29,6 +35,56 @@ def test_c17_statistics_by_layer():
         assert said.zero_fraction == (values == 0).double().mean().item()
         exact = values.quantile(0.9).item()
         assert said.quantile(0.9) == pytest.approx(exact, rel=0.25)
+
+
+def occupied(values):
+    """How many values are in each bin, four of equal width per octave and sign, counted one by one."""
+    fraction, exponent = np.frexp(values)
+    quarter = np.floor((np.abs(fraction) * 2 - 1) * 4)
+    return list(Counter(zip(np.sign(values), exponent, quarter, strict=True)).values())
+
+
+def test_c17_entropy_and_shape_of_the_features_of_each_layer():
+    net, x = resnet18(num_classes=3), torch.randn(4, 3, 32, 32)
+    net.fc = nn.Sequential(net.fc, nn.Hardtanh(2.0, 3.0))  # whose outputs are the same
+    nn.init.zeros_(net.fc[0].weight), nn.init.zeros_(net.fc[0].bias)
+    with capture(net, keep=None) as acts, measure(net, stats=("moments", "histogram")) as stats:
+        net(x)
+        net(x[:2])
+    table = {line["path"]: line for line in stats.table("list")}
+    for path in acts:
+        values = torch.cat([output.flatten() for output in acts[path].outputs]).numpy()
+        bins, line = stats[path].histogram(), table[path]
+        counts = occupied(values)
+        assert line["entropy"] == bins.entropy == pytest.approx(entropy(counts), rel=1e-6, abs=1e-12), path
+        most = entropy(np.ones(len(counts)))
+        share = pytest.approx(entropy(counts) / most if most else 0.0, rel=1e-6)
+        assert line["normalised_entropy"] == bins.normalised_entropy == share
+        assert 0 <= bins.normalised_entropy <= 1
+        assert stats[path].shape == line["shape"] == tuple(acts[path].output.shape)
+    assert stats["conv1"].shape == (2, 64, 16, 16)  # of the latest pass
+    assert stats["fc.1"].histogram().entropy == 0 < stats["conv1"].histogram().entropy
+
+
+def test_c17_entropy_of_nothing_and_of_equally_full_bins():
+    assert math.isnan(Histogram().of(torch.tensor([math.nan])).entropy)
+    assert math.isnan(Histogram().of(torch.tensor([math.inf])).normalised_entropy)
+    spread = Histogram().of(torch.tensor([-8.0, -2.0, 1.0, 4.0]))
+    assert spread.entropy == pytest.approx(math.log(4)) and spread.normalised_entropy == pytest.approx(1)
+
+
+def test_c17_shapes_of_gradients_parameters_and_updates():
+    net = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    everything = {"grads": True, "params": True, "param_grads": True, "updates": True}
+    with measure(net, optimizer=optimizer, **everything) as stats:
+        net(torch.randn(5, 4)).sum().backward()
+        optimizer.step()
+    assert stats["0", "grad_output"].shape == stats["1"].shape == (5, 3)
+    for port in ("param", "param_grad", "step_grad", "update"):
+        assert stats["0.weight", port].shape == (3, 4), port
+    twin = pickle.loads(pickle.dumps(stats.snapshot()))
+    assert twin["1"].shape == (5, 3)
 
 
 def test_c25_statistics_without_keeping_tensors():
@@ -57,8 +113,37 @@ class NearZero(Stat):
         return float(state[0] / state[1])
 
 
+def trained_by_hand(net, x, y, steps, rate):
+    """What flows in a training, by plain hooks and plain arithmetic: values by path and port, a tensor a step."""
+    seen = defaultdict(list)
+
+    def keep(path):
+        def hook(module, args, output):
+            seen[path, "output"].append(output.detach().clone())
+            output.register_hook(lambda gradient: seen[path, "grad_output"].append(gradient.clone()))
+
+        return hook
+
+    leaves = {path: module for path, module in net.named_modules() if not list(module.children())}
+    handles = [module.register_forward_hook(keep(path)) for path, module in leaves.items()]
+    for _ in range(steps):
+        net.zero_grad()
+        F.cross_entropy(net(x), y).backward()
+        for path, parameter in net.named_parameters():
+            before = parameter.detach().clone()
+            parameter.data -= rate * parameter.grad
+            seen[path, "param"].append(before)
+            seen[path, "param_grad"].append(parameter.grad.clone())
+            seen[path, "update"].append(parameter.detach() - before)
+            seen[path, "update_ratio"].append((rate * parameter.grad.norm() / before.norm()).reshape(1))
+    for handle in handles:
+        handle.remove()
+    return {place: torch.cat([part.flatten() for part in parts]).double() for place, parts in seen.items()}
+
+
 def test_b02_every_activation_gradient_weight_and_update_of_a_training():
     net, x, y = resnet18(num_classes=3), torch.randn(4, 3, 32, 32), torch.tensor([0, 1, 2, 0])
+    expected = trained_by_hand(copy.deepcopy(net), x, y, steps=3, rate=0.1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     wanted = dict.fromkeys(("grads", "params", "param_grads", "updates"), True)
     with measure(net, **wanted, optimizer=optimizer, stats=("moments", NearZero())) as stats:
@@ -66,12 +151,17 @@ def test_b02_every_activation_gradient_weight_and_update_of_a_training():
             F.cross_entropy(net(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
-    leaves = [path for path, module in net.named_modules() if not list(module.children())]
-    for path in leaves:
-        assert stats[path].nonfinite == stats[path, "grad_output"].nonfinite == 0
-        assert 0 <= stats[path]["near_zero"] <= 1
-    for path, parameter in net.named_parameters():
-        for port in ("param", "param_grad", "step_grad", "update"):
-            assert stats[path, port].count == 3 * parameter.numel(), (path, port)
-        assert stats[path, "update"].l2 == pytest.approx(0.1 * stats[path, "step_grad"].l2, rel=1e-3)
-        assert stats[path, "update_ratio"].count == 3
+    assert {port for _, port in expected} < {port for _, port in stats}
+    for (path, port), values in expected.items():
+        said, finite = stats[path, port], values.isfinite()  # the ratio of a bias that was zero is infinite
+        assert (said.count, said.nonfinite) == (values.numel(), int((~finite).sum())), (path, port)
+        values = values[finite]
+        found = said.mean, said.std, said.min, said.max, said.abs_mean, said.l2
+        exact = values.mean(), values.std(), values.min(), values.max(), values.abs().mean(), values.norm()
+        assert found == pytest.approx(
+            [float(number) for number in exact], rel=1e-3, abs=1e-4 * float(values.abs().max())
+        ), (path, port)
+        if port in ("output", "grad_output"):
+            assert said["near_zero"] == pytest.approx((values.abs() < 1e-3).double().mean().item(), abs=1e-3)
+        if port == "param_grad":
+            assert stats[path, "step_grad"].l2 == pytest.approx(said.l2, rel=1e-6)

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
+from contents import DTYPES, FLOATS, INTS, KINDS, SEEDS, filled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from contents import DTYPES, FLOATS, INTS, KINDS, SEEDS, filled
 from torchhook import Channels, capture, measure
 from torchhook.stats.kernels import kernels
 from torchhook.stats.kernels.native import Native

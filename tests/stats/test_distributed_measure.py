@@ -122,7 +122,7 @@ def check_together(rank):
         torch.testing.assert_close(tuple(merged[place]["channels"]), tuple(both[place]["channels"]), equal_nan=True)
     assert merged["fc1"].note == f"{mine['fc1'].note}; of all 2 ranks"
     assert {entry.tensor // 3 for entry in merged["fc2"]["topk"]} <= {0, 1}
-    assert [line["site"] for line in merged.table("list")][:1] == ["fc1"] and "fc1" in repr(merged)
+    assert [line["path"] for line in merged.table("list")][:1] == ["fc1"] and "fc1" in repr(merged)
 
 
 @pytest.mark.parametrize("stat", [*SIX, Range()], ids=[*SIX, "range"])

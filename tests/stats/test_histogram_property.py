@@ -5,10 +5,10 @@ from itertools import pairwise
 
 import pytest
 import torch
+from contents import AROUND, DTYPES, FLOATS, KINDS, LAYOUTS, PLACES, SEEDS, SIZES, filled
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from contents import AROUND, DTYPES, FLOATS, KINDS, LAYOUTS, PLACES, SEEDS, SIZES, filled
 from torchhook import Histogram, Quantiles
 from torchhook.stats.kernels import kernels
 from torchhook.stats.kernels.plain import BINS, Plain, bins_of

@@ -7,13 +7,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from contents import FLOATS, KINDS, SEEDS, filled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from contents import FLOATS, KINDS, SEEDS, filled
 from torchhook import Histogram
 from torchhook.rules.attention import GuardedAttending
 from torchhook.stats import Attention, Headroom, Saturation

@@ -15,11 +15,11 @@ from types import ModuleType
 
 import pytest
 import torch
+from contents import check_moments
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from contents import check_moments
 from specimens import Containers, InPlace, Returning, Shared, hooks_of, resnet18
 from torchhook import (
     Channels,
@@ -475,24 +475,24 @@ def test_places_that_were_not_measured_say_what_there_is():
 
 def test_reading_before_the_beginning_is_refused():
     stats = measure(net())
-    assert "not attached yet" in repr(stats) and "not attached yet" in stats._repr_html_() and not stats
+    assert "not open yet" in repr(stats) and "not open yet" in stats._repr_html_() and not stats
     for read in (stats.snapshot, lambda: stats["0"], stats.table):
         with pytest.raises(SessionError, match="with block"):
             read()
     with stats:
         assert len(stats) == 0 and "nothing was measured yet" in repr(stats)
         stats._session.model(torch.ones(1, 4))
-    with pytest.raises(SessionError, match="already detached"):
-        stats.attach()
+    with pytest.raises(SessionError, match="already closed"):
+        stats.open()
 
 
 def test_without_a_with_block():
     model = net()
     before = hooks_of(model)
-    stats = measure(model).attach()
+    stats = measure(model).open()
     y = model(torch.randn(3, 4))
-    stats.detach()
-    stats.detach()
+    stats.close()
+    stats.close()
     model(torch.randn(3, 4))
     check_moments(stats["2"], y)
     assert hooks_of(model) == before
@@ -513,7 +513,7 @@ def test_a_table_has_a_row_for_each_place_in_execution_order():
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
     lines = stats.table("list")
-    sites = [(line["site"], line["port"]) for line in lines]
+    sites = [(line["path"], line["port"]) for line in lines]
     assert sites == list(stats) == list(stats.snapshot())
     assert [site for site, port in sites if port == "output"] == ["first", "last"]
     assert [line["module"] for line in lines[:6]] == ["Linear"] * 6 and not any(line["module"] for line in lines[6:])
@@ -543,18 +543,18 @@ def test_a_table_is_of_the_kind_that_is_installed(monkeypatch, installed):
     def find_spec(name, *args):
         return None if name in ("pandas", "polars") and name not in installed else real(name, *args)
 
-    monkeypatch.setattr("torchhook.stats.reading.find_spec", find_spec)
+    monkeypatch.setattr("torchhook.core.tabular.find_spec", find_spec)
     model = net()
     with measure(model) as stats:
         model(torch.ones(2, 4))
     lines = stats.table("list")
-    assert [line["site"] for line in lines] == ["0", "1", "2"]
-    if not installed:
+    assert [line["path"] for line in lines] == ["0", "1", "2"]
+    if "pandas" not in installed:
         assert stats.table() == lines
     for kind in installed:
         assert stats.table(kind) == (kind, lines)
-    if installed:
-        assert stats.table()[0] == ("pandas" if "pandas" in installed else "polars")
+    if "pandas" in installed:
+        assert stats.table()[0] == "pandas"
     with pytest.raises(ValueError, match="kind must be"):
         stats.table("arrow")
 
@@ -566,7 +566,7 @@ def test_tables_of_others(kind):
     with measure(model, stats=SIX) as stats:
         model(torch.ones(2, 4))
     frame = stats.table(kind)
-    assert list(frame["site"]) == ["0", "1", "2"] and list(frame["count"]) == [12, 12, 6]
+    assert list(frame["path"]) == ["0", "1", "2"] and list(frame["count"]) == [12, 12, 6]
 
 
 # --- nothing is left behind
@@ -634,10 +634,10 @@ def test_nothing_is_left_where_the_beginning_fails(monkeypatch):
             monkeypatch.setattr(optimizer, "register_step_post_hook", interrupted)
             before = (before[0], optimizer_hooks(optimizer), *before[2:])
         with pytest.raises(error):
-            measure(model, **options).attach()
+            measure(model, **options).open()
         assert (hooks_of(model), optimizer_hooks(optimizer), optimizer_hooks(foreign), sessions_here.get()) == before
     with pytest.raises(SelectionError):
-        measure(model, "nowhere").attach()
+        measure(model, "nowhere").open()
     assert hooks_of(model) == before[0]
 
 
@@ -645,7 +645,7 @@ def test_what_is_dropped_is_gone_from_the_model_and_the_optimizer():
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     before = hooks_of(model), optimizer_hooks(optimizer)
-    stats = measure(model, optimizer=optimizer, **EVERYTHING).attach()
+    stats = measure(model, optimizer=optimizer, **EVERYTHING).open()
     trained(model, optimizer, torch.ones(2, 4))
     del stats
     gc.collect()

@@ -26,7 +26,7 @@ def compiled_by(how, model, backend):
         model.compile(fullgraph=True, backend=backend)
         return model, model
     if how == "armed function":
-        arm(model)
+        arm(model).open()
     return torch.compile(lambda x: model(x), fullgraph=True, backend=backend), model
 
 

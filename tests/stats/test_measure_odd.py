@@ -199,7 +199,7 @@ def test_lazy_parameters_and_frozen_models_are_refused_by_name():
     model = nn.Sequential(nn.LazyLinear(3))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises(ValueError, match="'0.weight' has no values yet; run the model once"):
-        measure(model, updates=True, optimizer=optimizer).attach()
+        measure(model, updates=True, optimizer=optimizer).open()
     with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
         measure(nn.Linear(2, 2).requires_grad_(False), param_grads=True)
 
@@ -264,7 +264,7 @@ def test_what_was_not_seen_yet_is_told_from_what_was_not_asked_for():
             stats["0", "grad"]
         y.sum().backward()
     with pytest.raises(ValueError, match="nothing that ReLU selects has parameters"):
-        measure(nn.Sequential(nn.ReLU(), nn.Linear(2, 2)), nn.ReLU, updates=True, optimizer=optimizer).attach()
+        measure(nn.Sequential(nn.ReLU(), nn.Linear(2, 2)), nn.ReLU, updates=True, optimizer=optimizer).open()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -299,7 +299,7 @@ def test_long_tables_are_cut_in_print_alone():
     model = nn.Sequential(*[nn.Identity() for _ in range(130)])
     with measure(model) as stats:
         model(torch.ones(2))
-    assert "… and 30 more rows: .table() has all" in repr(stats) and "30 more" in stats._repr_html_()
+    assert "… and 90 more rows: .table() has all" in repr(stats) and "90 more" in stats._repr_html_()
     assert len(stats.table("list")) == 130
 
 

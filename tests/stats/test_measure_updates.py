@@ -6,9 +6,9 @@ import weakref
 
 import pytest
 import torch
+from contents import check_moments
 from torch import nn
 
-from contents import check_moments
 from torchhook import NotRecordedError, measure
 
 PORTS = ("param", "param_grad", "step_grad", "update", "update_ratio")
@@ -507,7 +507,7 @@ def test_an_optimizer_of_another_model_is_refused(options):
     model, other = net(), net()
     foreign = torch.optim.SGD(other.parameters(), 0.1)
     with pytest.raises(ValueError, match="holds none of the parameters"):
-        measure(model, optimizer=foreign, **options).attach()
+        measure(model, optimizer=foreign, **options).open()
     assert not foreign._optimizer_step_pre_hooks
 
 
@@ -520,6 +520,6 @@ def test_what_is_no_optimizer_is_refused():
         measure(model, updates=True)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises(ValueError, match="nothing that '1' selects has parameters"):
-        measure(model, "1", updates=True, optimizer=optimizer).attach()
+        measure(model, "1", updates=True, optimizer=optimizer).open()
     with pytest.raises(ValueError, match="holds none"):
-        measure(net(), updates=True, optimizer=optimizer).attach()
+        measure(net(), updates=True, optimizer=optimizer).open()

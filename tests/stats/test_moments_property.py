@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
+from contents import AROUND, DTYPES, KINDS, LAYOUTS, PLACES, SEEDS, SIZES, filled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from contents import AROUND, DTYPES, KINDS, LAYOUTS, PLACES, SEEDS, SIZES, filled
 from torchhook import Moments
 from torchhook.stats.kernels import kernels
 from torchhook.stats.kernels.native import Native

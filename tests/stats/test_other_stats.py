@@ -468,7 +468,7 @@ def test_a_statistic_of_ones_own():
     for name in ("0.weight", "0.bias"):
         reading = window[name, "param_grad"]
         assert reading["range"] == pytest.approx(reading.max - reading.min)
-    lines = [line for line in window.table("list") if line["site"] == "1"]
+    lines = [line for line in window.table("list") if line["path"] == "1"]
     assert lines[0]["range"] == window["1"]["range"] and lines[0]["mean"] == window["1"].mean
 
 

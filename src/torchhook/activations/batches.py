@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from torchhook.activations.mapped import ShardRows, Span, as_plain, spanned, starts_of
+from torchhook.core.tap import require_count
 
 _T = TypeVar("_T", covariant=True)
 _WINDOW = 4 * 2**20  # bytes mapped at a time, so that memory of rows already read can be released
@@ -49,18 +50,17 @@ class Batches(IterableDataset[_T]):
         size: int,
         shuffle: bool,
         seed: int,
-        memory_mb: float,
+        memory_bytes: int,
     ) -> None:
         """The parts of all `columns` have the same lengths; `made` turns the rows of each column into one batch."""
         if size < 1:
             raise ValueError(f"size must be at least 1 row, not {size}")
-        if memory_mb <= 0:
-            raise ValueError(f"memory_mb must be a positive number of megabytes, not {memory_mb}")
+        require_count(memory_bytes, "memory_bytes")
         self._columns = columns
         self._made = made
         self._size = size
         self._seed = seed
-        self._memory = int(memory_mb * 2**20) if shuffle else None
+        self._memory = memory_bytes if shuffle else None
         self._lengths = [part.rows for part in columns[0]]
         self._width = max(1, sum(parts[0].row_bytes for parts in columns if parts))
 

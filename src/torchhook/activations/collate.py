@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -12,39 +11,34 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from torchhook.core.batch import Keywords, ToInputs
 from torchhook.core.errors import HarvestError
-from torchhook.core.selection import unwrapped
 from torchhook.core.text import shape_of
 
 _MASK = "attention_mask"
 PADDING = "attention mask"  # an entry, never an argument: marks padding for a model that takes no mask
 _MASKS = (_MASK, f"decoder_{_MASK}", PADDING)
 _LABELS = ("label", "labels", "target", "targets")
-_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _SKIP = "pass on_error='skip' to leave such samples out"
 _ANCHORS = 4  # how many samples the others are collated with, to find the ones that do not fit
 
 
 class Parameters(NamedTuple):
-    """The named parameters of a model's forward, and the entries of a batch to keep beside them."""
+    """The named parameters of a model's forward, the entries of a batch to keep beside them, and how to get there."""
 
     names: tuple[str, ...]
     others: bool  # whether forward also takes **kwargs
     keep: tuple[str, ...] = ()
+    to_inputs: ToInputs | None = None  # turns a batch into what the model takes
 
     @staticmethod
-    def of(model: nn.Module, keep: Iterable[str] = ()) -> Parameters:
+    def of(model: nn.Module, keep: Iterable[str] = (), to_inputs: ToInputs | None = None) -> Parameters:
         """The parameters of a model, wrapped or not.
 
         >>> Parameters.of(nn.Linear(2, 2), keep=["label"])
-        Parameters(names=('input',), others=False, keep=('label',))
+        Parameters(names=('input',), others=False, keep=('label',), to_inputs=None)
         """
-        try:
-            found = inspect.signature(unwrapped(model).forward).parameters.values()
-        except (TypeError, ValueError):  # not written in Python: it raises for itself on a wrong argument
-            return Parameters((), True, tuple(keep))
-        others = any(parameter.kind is parameter.VAR_KEYWORD for parameter in found)
-        return Parameters(tuple(x.name for x in found if x.kind in _BY_NAME), others, tuple(keep))
+        return Parameters(*Keywords.of(model), tuple(keep), to_inputs)
 
     def takes(self, name: str) -> bool:
         """Whether the model can be called with an argument of this name."""
@@ -53,6 +47,12 @@ class Parameters(NamedTuple):
     def means(self, name: str) -> bool:
         """Whether forward names this parameter, or has only **kwargs."""
         return name in self.names if self.names else self.others
+
+    def fitted(self, batch: Any) -> Any:
+        """What the model takes of a batch, and what to keep of it."""
+        if self.to_inputs is not None:
+            batch = self.to_inputs(batch)
+        return self.chosen(batch) if isinstance(batch, Mapping) else batch
 
     def chosen(self, entries: Mapping[str, Any], there: Iterable[str] | None = None) -> Any:
         """The entries of a batch that the model takes, those to keep, and the masks, which mark padding.
@@ -69,7 +69,8 @@ class Parameters(NamedTuple):
         if len(lone) != 1 or (kept and not self.names):
             raise HarvestError(
                 f"no tensor of data fits the model: data has {_listed(entries if there is None else there)}, and the"
-                f" model's forward takes {_listed(self.names)}; rename the entries to match, or make them tensors"
+                f" model's forward takes {_listed(self.names)}; pass batch_to_inputs=, a function that turns a batch"
+                " into inputs"
             )
         return {self.names[0]: lone[0], **kept} if self.names else lone[0]
 
@@ -98,7 +99,7 @@ def batch_of_columns(columns: Mapping[str, Any], parameters: Parameters) -> Any:
             [8, 0, 0]]), 'attention_mask': tensor([[1, 1, 1],
             [1, 0, 0]])}
     """
-    named = [name for name in parameters.names if name in columns]
+    named = [name for name in parameters.names if name in columns and parameters.to_inputs is None]
     wanted = [*named, *(name for name in (*parameters.keep, *_MASKS) if name in columns and name not in named)]
     found: dict[str, Stacked] = {}
     for name in wanted if named else columns:
@@ -111,7 +112,7 @@ def batch_of_columns(columns: Mapping[str, Any], parameters: Parameters) -> Any:
     if lists is not None and _MASK not in columns and (name == _MASK or not lists.values.is_floating_point()):
         positions = torch.arange(max(lists.lengths or [0]))
         entries[name] = (positions < torch.tensor(lists.lengths)[:, None]).long()
-    return parameters.chosen(entries, columns)
+    return entries if parameters.to_inputs is not None else parameters.chosen(entries, columns)
 
 
 def stacked(values: Any, name: str) -> Stacked | None:

@@ -104,7 +104,7 @@ class Collector(Sink):
         with ExitStack() as opening:
             opening.enter_context(random_state_kept(self.model))
             opening.enter_context(evaluating(self.model))
-            self._session.attach()
+            self._session.open()
             self._open = opening.pop_all()
         return self
 
@@ -115,7 +115,7 @@ class Collector(Sink):
             self._session.__exit__(kind, error, trace)
 
     def collect(self, data: Any, samples: int) -> dict[str, SentRows]:
-        """Run the model on a batch of so many samples, and return the rows of each site and kept entry."""
+        """Run the model on a batch of this many samples, and return the rows of each site and kept entry."""
         whole = Batch.of(data)
         batch = Batch.of(on_device(self._arguments(data), self.model))
         self._positions = positions_of(whole, samples, self._wanted.rows, self._device)
@@ -286,7 +286,7 @@ def _unmasked(ids: Tensor | None) -> Tokens | None:
 
 
 def rows_of(value: Any, samples: int, positions: Positions | None, site: str, *, kept: bool = False) -> BatchRows:
-    """The rows of a site's output for a batch of so many samples, or of an entry of the batch that is `kept`.
+    """The rows of a site's output for a batch of this many samples, or of an entry of the batch that is `kept`.
 
     A list or nested tensor with one tensor per sample, as a transform may return it, has the rows of those tensors.
 

@@ -16,6 +16,7 @@ from torchhook.activations.batches import Batches
 from torchhook.activations.mapped import RepeatedRows, RowFile, gathered, sample_starts, spanned, starts_of
 from torchhook.activations.store_files import RowFormat, SiteCommit, merged_moments
 from torchhook.core.errors import HarvestError
+from torchhook.core.renamed import renamed
 from torchhook.core.text import in_units
 from torchhook.stats.moments import Moments, Summary
 
@@ -114,13 +115,14 @@ class Column:
         places = torch.bucketize(numbers, self._sample_starts[1:], right=True)
         return self._samples.ids[places], numbers - self._sample_starts[places]
 
-    def batches(self, size: int, *, shuffle: bool = False, seed: int = 0, memory_mb: float = 256) -> Batches[Tensor]:
+    @renamed(memory_mb=("memory_bytes", lambda mib: round(mib * 2**20)))
+    def batches(self, size: int, *, shuffle: bool = False, seed: int = 0, memory_bytes: int = 2**28) -> Batches[Tensor]:
         """All rows, `size` at a time (the last batch may be smaller), in order or shuffled by `seed`.
 
         Batches in order are views. To shuffle, blocks of neighbouring rows are read in random order into a buffer of
-        `memory_mb`, from which rows are drawn: each row once, and in any order if the buffer holds them all.
+        `memory_bytes`, from which rows are drawn: each row once, and in any order if the buffer holds them all.
         """
-        return Batches([self.parts], itemgetter(0), size, shuffle, seed, memory_mb)
+        return Batches([self.parts], itemgetter(0), size, shuffle, seed, memory_bytes)
 
     def dataset(self) -> Dataset[Tensor]:
         """The rows as a map-style torch data set."""

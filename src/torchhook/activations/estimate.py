@@ -82,7 +82,7 @@ class Estimate(NamedTuple):
 
 
 def estimate(found: Probe, left: int | None, out: Path, workers: int) -> Estimate:
-    """The estimate for `left` samples and so many workers; raises if the disk cannot hold them."""
+    """The estimate for `left` samples and this many workers; raises if the disk cannot hold them."""
     free = free_disk(out)
     if left is None:
         return Estimate(None, None, None, free, found)

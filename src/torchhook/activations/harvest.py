@@ -24,8 +24,10 @@ from torchhook.activations.store import Activations
 from torchhook.activations.store_files import Manifest, require_locks
 from torchhook.activations.worker import Job, commit_of, finish, gaps, joined_gaps, read_gap, work
 from torchhook.activations.writer import Amount, OnWritten
+from torchhook.core.batch import ToInputs
 from torchhook.core.errors import HarvestError, SelectionError
-from torchhook.core.progress import Tell, progress_bar
+from torchhook.core.progress import Progress, Tell, progress_bar
+from torchhook.core.renamed import renamed
 from torchhook.core.selection import Query, queries_of, require_module
 from torchhook.core.tap import require_count
 from torchhook.core.text import in_units, warn
@@ -35,6 +37,11 @@ _WIDE = 100  # columns of a terminal that has room for rates beside the bar
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+@renamed(
+    shard_mb=("shard_bytes", lambda mb: round(mb * 1e6)),
+    memory_mb=("memory_bytes", lambda mb: round(mb * 1e6)),
+    quiet=("progress", lambda quiet: not quiet),
+)
 def harvest(
     model: nn.Module,
     data: Any,
@@ -46,15 +53,16 @@ def harvest(
     rows: RowsName = "auto",
     keep: str | Sequence[str] = (),
     batch_size: int | None = None,
-    shard_mb: float = 256,
+    shard_bytes: int = 2**28,
     resume: bool = True,
     engine: Literal["local", "ray"] = "local",
     workers: int | None = None,
     on_error: Literal["raise", "skip"] = "raise",
-    memory_mb: float = 1024,
+    memory_bytes: int = 2**30,
     stop: bool = False,
     commit_seconds: float = 5.0,
-    quiet: bool = False,
+    batch_to_inputs: ToInputs | None = None,
+    progress: Progress = True,
 ) -> Activations:
     """Run `data` through `model` and write the activations at `sites` to files in the folder `out`.
 
@@ -75,21 +83,23 @@ def harvest(
         keep: Entries of the batches to store beside the sites, such as ``"input_ids"`` or ``"labels"``; for batches
             that are tuples, ``"target"``.
         batch_size: For data that come as single samples; 32 by default.
-        shard_mb: Approximate size of a shard, all sites together.
+        shard_bytes: Approximate size of a shard, all sites together.
         resume: Resume in a folder that already has activations, and refuse data that can be read only once, because
             those cannot be resumed.
         engine, workers: ``"ray"`` distributes the shards over that many actors, each with a copy of the model.
         on_error: ``"skip"`` leaves out, and lists, the samples that cannot be read or that the model raises on.
-        memory_mb: How many megabytes of rows each worker may hold before they are on disk.
+        memory_bytes: How large the rows may be that each worker holds before they are on disk.
         stop: End each forward pass once all sites have been called.
         commit_seconds: How often to commit. A kill loses at most this much work.
-        quiet: Do not print the estimate and the progress bar.
+        batch_to_inputs: Turns a batch into what the model takes, such as ``lambda batch: batch["image"]``.
+        progress: True prints an estimate and shows a bar in a terminal, False does neither; or a function (what, done,
+            total).
 
     >>> import tempfile
     >>> from torchhook import harvest
     >>> model = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
     >>> folder = tempfile.TemporaryDirectory()
-    >>> acts = harvest(model, torch.rand(100, 3), "1", folder.name, quiet=True)
+    >>> acts = harvest(model, torch.rand(100, 3), "1", folder.name, progress=False)
     >>> len(acts), acts["1"].shape, acts["1"].dtype
     (100, (100, 2), torch.float16)
     >>> acts["1"][[3, 99]].shape
@@ -105,34 +115,34 @@ def harvest(
         engine=engine,
         workers=workers,
         on_error=on_error,
-        shard_mb=shard_mb,
-        memory_mb=memory_mb,
+        shard_bytes=shard_bytes,
+        memory_bytes=memory_bytes,
         commit_seconds=commit_seconds,
     )
     where, out, keep = out, Path(out).absolute(), (keep,) if isinstance(keep, str) else tuple(keep)
     wanted = Wanted(sites, transform, _dtype(dtype), rows, keep, stop)
-    source = source_of(data, batch_size, model, wanted.keep)
+    source = source_of(data, batch_size, model, wanted.keep, batch_to_inputs)
     if resume and not source.repeats:
         raise HarvestError(f"data cannot be read twice, but resume=True may need that: {source.why_not}")
     before = _manifest_in(out, resume)
-    max_bytes, skips = int(memory_mb * _MB), on_error == "skip"
+    skips = on_error == "skip"
     reading = source.read(skip=skips)
-    first = probe(model, wanted, reading, skips, max_bytes)
+    first = probe(model, wanted, reading, skips, memory_bytes)
     read_here = engine == "ray" and not source.indexed  # then Ray's object store holds the inputs of whole shards
     size = max(first.nbytes, first.input_bytes) if read_here else first.nbytes
-    manifest = _manifest_of(model, source, wanted, first, on_error, max(1, round(shard_mb * _MB / max(size, 1))))
+    manifest = _manifest_of(model, source, wanted, first, on_error, max(1, round(shard_bytes / max(size, 1))))
     if before is not None:
         before.require_same(manifest, out)
         manifest = before
-    job = Job(out, manifest, wanted, max_bytes, commit_seconds)
+    job = Job(out, manifest, wanted, memory_bytes, commit_seconds)
     expected = estimate(first, _left(job, source, first), out, workers or 1)
     if before is None:
         manifest.write(out)
-    if not quiet:
+    if progress is True:
         print(f"harvesting {_count(len(manifest.sites), 'site')} into {where}: {expected}", file=sys.stderr)
     fresh = not store_files.shard_numbers(out)
     ahead = chain(first.reads, reading) if fresh else None  # does not read the first batches a second time
-    with closing(reading), Meter(expected.samples, quiet) as meter:
+    with closing(reading), Meter(expected.samples, progress) as meter:
         if engine == "ray":
             from torchhook.activations import on_ray
 
@@ -238,9 +248,8 @@ def _require_options(**given: Any) -> None:
     for name, allowed in choices.items():
         if given[name] not in allowed:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {given[name]!r}")
-    for name in ("shard_mb", "memory_mb"):
-        if not isinstance(given[name], (int, float)) or not given[name] > 0:
-            raise ValueError(f"{name} must be a positive number of megabytes, not {given[name]!r}")
+    for name in ("shard_bytes", "memory_bytes"):
+        require_count(given[name], name)
     if not isinstance(given["commit_seconds"], (int, float)) or not given["commit_seconds"] >= 0:
         raise ValueError(f"commit_seconds must be a number of seconds, 0 or more, not {given['commit_seconds']!r}")
     if given["workers"] is not None:
@@ -252,20 +261,20 @@ def _require_options(**given: Any) -> None:
 class Meter:
     """The progress of a harvest: a bar in a terminal, with samples, rows, bytes and rates; silent elsewhere.
 
-    >>> with Meter(100, quiet=True) as meter:
+    >>> with Meter(100, progress=False) as meter:
     ...     meter.add(Amount(samples=32, rows=32, nbytes=4096))
     """
 
-    def __init__(self, total: int | None, quiet: bool) -> None:
+    def __init__(self, total: int | None, progress: Progress) -> None:
         self._done = Amount()
         self._total = total
-        self._file = None if quiet else sys.stderr
+        self._progress = progress
         self._start = time.monotonic()
         self._open = ExitStack()
         self._tell: Tell | None = None
 
     def __enter__(self) -> Meter:
-        self._tell = self._open.enter_context(progress_bar("samples", self._file))
+        self._tell = self._open.enter_context(progress_bar("samples", self._progress))
         return self
 
     def add(self, amount: Amount) -> None:

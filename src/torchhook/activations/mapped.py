@@ -15,14 +15,14 @@ from functools import cached_property
 from io import FileIO
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple, TextIO, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from torchhook.captures.appendable import PAGE, as_bytes, header, row_bytes
 from torchhook.core.errors import HarvestError
-from torchhook.core.progress import track
+from torchhook.core.progress import Progress, track
 
 _SMALL = 64 * 1024  # bytes: below this, reading is faster than mapping, and a process may have only 65530 maps
 _RANDOM = 1  # MADV_RANDOM on every system
@@ -284,7 +284,7 @@ def as_plain(x: Tensor) -> Tensor:
     return x.view(_PLAIN[x.dtype.itemsize])
 
 
-def check(files: Sequence[RowFile], progress: TextIO | None) -> int:
+def check(files: Sequence[RowFile], progress: Progress) -> int:
     """Read all rows of `files` and return their size; raises a `HarvestError` that names all broken files."""
     pieces = sum(-(-part.rows // _rows_per_piece(part)) for part in files)
     label = f"checking pieces of {_CHECK_BYTES >> 20} MiB"

@@ -27,7 +27,7 @@ from torchhook.activations.collate import (
     error_text,
     tensor_of,
 )
-from torchhook.core.batch import Batch, batch_count, samples_of
+from torchhook.core.batch import Batch, ToInputs, batch_count, samples_of
 from torchhook.core.errors import HarvestError
 from torchhook.core.tap import require_count
 from torchhook.core.trees import mapped
@@ -62,7 +62,9 @@ class Source(ABC):
         """The batches from `start` up to `stop`; with `skip`, samples that cannot be read are listed as `unread`."""
 
 
-def source_of(data: Any, batch_size: int | None, model: nn.Module, keep: Iterable[str] = ()) -> Source:
+def source_of(
+    data: Any, batch_size: int | None, model: nn.Module, keep: Iterable[str] = (), to_inputs: ToInputs | None = None
+) -> Source:
     """`data` as a source of batches for `model`, which also have the entries that `keep` names.
 
     >>> import torch
@@ -74,7 +76,7 @@ def source_of(data: Any, batch_size: int | None, model: nn.Module, keep: Iterabl
     """
     if batch_size is not None:
         require_count(batch_size, "batch_size")
-    parameters, size = Parameters.of(model, keep), batch_size or _SIZE
+    parameters, size = Parameters.of(model, keep, to_inputs), batch_size or _SIZE
     in_samples = _of_samples(data, size, parameters)
     if in_samples is not None:
         return in_samples
@@ -331,6 +333,8 @@ def _formatted(dataset: Any, parameters: Parameters) -> Any:
     """A Hugging Face data set that reads only the columns we need, as numpy; one with a format is left as it is."""
     if dataset.format["type"] is not None:
         return dataset
+    if parameters.to_inputs is not None:
+        return dataset.with_format("numpy")
     named = [name for name in dataset.column_names if name in parameters.names]
     kept = [name for name in dataset.column_names if name in parameters.keep and name not in named]
     return (dataset.select_columns(named + kept) if named else dataset).with_format("numpy")
@@ -338,7 +342,7 @@ def _formatted(dataset: Any, parameters: Parameters) -> Any:
 
 def _fitted(batch: Any, parameters: Parameters) -> Any:
     """A batch on the host, with the entries that the model takes."""
-    return _on_host(parameters.chosen(batch) if isinstance(batch, Mapping) else batch)
+    return _on_host(parameters.fitted(batch))
 
 
 def _on_host(data: Any) -> Any:

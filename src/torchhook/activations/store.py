@@ -9,11 +9,10 @@ from __future__ import annotations
 import html
 import json
 import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +25,8 @@ from torchhook.activations.mapped import RowFile, ShardRows, check
 from torchhook.activations.store_files import Commit, Manifest, RowFormat, SiteCommit, last_commit
 from torchhook.core.errors import HarvestError, NotRecordedError
 from torchhook.core.optional import require
+from torchhook.core.progress import Progress
+from torchhook.core.renamed import renamed
 from torchhook.core.selection import nearest
 from torchhook.core.text import html_table, in_units, table
 
@@ -54,7 +55,7 @@ class Activations:
     >>> from torchhook import Activations, harvest
     >>> folder = tempfile.TemporaryDirectory()
     >>> model = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
-    >>> _ = harvest(model, torch.rand(100, 3), ["0", "1"], folder.name, quiet=True)
+    >>> _ = harvest(model, torch.rand(100, 3), ["0", "1"], folder.name, progress=False)
     >>> acts = Activations.open(folder.name)
     >>> len(acts), list(acts), acts["1"].shape
     (100, ['0', '1'], (100, 2))
@@ -140,6 +141,7 @@ class Activations:
         """The number of samples."""
         return len(self._samples)
 
+    @renamed(memory_mb=("memory_bytes", lambda mib: round(mib * 2**20)))
     def batches(
         self,
         size: int,
@@ -147,15 +149,16 @@ class Activations:
         *,
         shuffle: bool = False,
         seed: int = 0,
-        memory_mb: float = 256,
+        memory_bytes: int = 2**28,
     ) -> Batches[dict[str, Tensor]]:
         """The same rows of several sites (all by default), as dicts; otherwise like `Column.batches`.
 
         Next to sites with one row per token, a row per sample, such as a label, is repeated for each of its tokens.
         """
         _, columns = self._together(sites)
-        return Batches(list(columns.values()), partial(_named, list(columns)), size, shuffle, seed, memory_mb)
+        return Batches(list(columns.values()), partial(_named, list(columns)), size, shuffle, seed, memory_bytes)
 
+    @renamed(memory_mb=("memory_bytes", lambda mib: round(mib * 2**20)))
     def loader(
         self,
         size: int,
@@ -163,15 +166,15 @@ class Activations:
         sites: Sequence[str] | None = None,
         shuffle: bool = False,
         seed: int = 0,
-        memory_mb: float = 256,
+        memory_bytes: int = 2**28,
         num_workers: int = 0,
     ) -> DataLoader[dict[str, Tensor]]:
-        """The same batches as a `DataLoader`, whose workers divide the rows and `memory_mb` among them.
+        """The same batches as a `DataLoader`, whose workers divide the rows and `memory_bytes` among them.
 
         The order of shuffled rows depends on the number of workers. For another order in each epoch, make a loader
         with another seed.
         """
-        batches = self.batches(size, sites, shuffle=shuffle, seed=seed, memory_mb=memory_mb)
+        batches = self.batches(size, sites, shuffle=shuffle, seed=seed, memory_bytes=memory_bytes)
         return DataLoader(batches, batch_size=None, num_workers=num_workers)
 
     def to_arrow(self, *sites: str) -> Any:
@@ -191,7 +194,7 @@ class Activations:
             for site, column in self._columns.items()
         ]
 
-    def verify(self, progress: TextIO | None = sys.stderr) -> int:
+    def verify(self, progress: Progress = True) -> int:
         """Compare all files with their checksums; returns the number of bytes read.
 
         A `HarvestError` names each broken file. Delete those and call `harvest` again, which writes their shards

@@ -89,7 +89,7 @@ class Gap(NamedTuple):
 
 
 def gaps(out: Path, manifest: Manifest, batches: int | None) -> list[Gap]:
-    """The gaps in `out`, shard by shard, for data with so many batches; None if their number is unknown."""
+    """The gaps in `out`, shard by shard, for data with this many batches; None if their number is unknown."""
     per = manifest.batches_per_shard
     known = -(-batches // per) if batches is not None else manifest.shards
     shards = max(store_files.shard_numbers(out), default=-1) + 1 if known is None else known

@@ -371,8 +371,8 @@ def require_budget(harvested: HarvestedBatch, max_bytes: int) -> None:
     """Raise if a single batch is larger than the memory budget."""
     if harvested.amount.nbytes > max_bytes:
         raise BudgetError(
-            f"batch {harvested.number} has {in_units(harvested.amount.nbytes)} of rows, more than memory_mb allows"
-            f" ({in_units(max_bytes)}); use smaller batches or a larger memory_mb"
+            f"batch {harvested.number} has {in_units(harvested.amount.nbytes)} of rows, more than memory_bytes allows"
+            f" ({in_units(max_bytes)}); use smaller batches or a larger memory_bytes"
         )
 
 

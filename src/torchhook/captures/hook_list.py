@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from torchhook.core.errors import SelectionError
 from torchhook.core.hooks.outputs import Hook
-from torchhook.core.hooks.registration import Sentinel
+from torchhook.core.hooks.registration import GradientHook, Sentinel
 from torchhook.core.marks import Marks, listening
 from torchhook.core.selection import require_module, walk
 from torchhook.core.session import Session
@@ -51,46 +53,57 @@ def hooks(model: nn.Module) -> list[HookInfo]:
     [HookInfo(path='0', port='output', owner='torchhook.Record', group='analysis')]
     """
     require_module(model)
-    found = []
-    for path, hook, port in _all_hooks(model):
-        if isinstance(hook, Hook):
-            found += [
-                HookInfo(site.path, site.port, _owner(tap.action), tap.group)
-                for tap, site, _ in hook.point.bound
-                if site.port in hook.ports
-            ]
-        elif not isinstance(hook, Sentinel):
-            found.append(HookInfo(path, port, _owner(hook), None))
-    for marks in _marks_of(model):
-        found += [HookInfo(selector.label, tap.port, _owner(tap.action), tap.group) for tap, selector in marks.wanted]
-    return found
+    return [info for info, _ in _listed(model)]
 
 
 def detach(model: nn.Module, group: str | None = None) -> int:
-    """Remove torchhook's taps from `model`, those of `group` or all. Other libraries' hooks are never touched.
+    """Remove torchhook's hooks from `model`, those of `group` or all. Other libraries' hooks are never touched.
 
-    Returns the number of taps that were removed.
+    Returns how many of those that `hooks` lists were removed. A group that none of them is in raises `SelectionError`.
 
     >>> from torchhook import capture
-    >>> model = nn.Sequential(nn.ReLU())
-    >>> acts = capture(model, group="monitoring").attach()
+    >>> model = nn.Sequential(nn.ReLU(), nn.ReLU())
+    >>> acts = capture(model, group="monitoring").open()
     >>> detach(model, group="monitoring")
-    1
+    2
     """
     require_module(model)
-    taps: dict[Tap, Session] = {}
-    for _, hook, _ in _all_hooks(model):
-        session = hook.point.session() if isinstance(hook, Hook) else None
-        if session is not None:
-            taps.update({tap: session for tap, _, _ in hook.point.bound if group in (None, tap.group)})
+    ours = [(info.group, remove) for info, remove in _listed(model) if remove is not None]
+    chosen = [remove for known, remove in ours if group in (None, known)]
+    if group is not None and not chosen:
+        groups = ", ".join(dict.fromkeys(repr(known) for known, _ in ours if known is not None))
+        raise SelectionError(
+            f"no hook on the model is in the group {group!r}; the groups there are: {groups or 'none'}"
+        )
+    for remove in chosen:
+        remove()
+    return len(chosen)
+
+
+def _listed(model: nn.Module) -> Iterator[tuple[HookInfo, Callable[[], None] | None]]:
+    """Every hook, and what removes it if it is torchhook's."""
+    for path, hook, port in _all_hooks(model):
+        if isinstance(hook, Hook):
+            for tap, site, _ in hook.point.bound:
+                if site.port in hook.ports:
+                    info = HookInfo(site.path, site.port, _owner(tap.action), tap.group)
+                    yield info, partial(_remove, hook.point.session(), tap)
+        elif isinstance(hook, GradientHook):
+            yield HookInfo(path, port, _owner(hook.change), hook.group), hook.remove
+        elif not isinstance(hook, Sentinel):
+            yield HookInfo(path, port, _owner(hook), None), None
     for marks in _marks_of(model):
-        if (session := marks.session()) is not None:
-            taps.update({tap: session for tap, _ in marks.wanted if group in (None, tap.group)})
-    for tap, session in taps.items():
+        for tap, selector in marks.wanted:
+            info = HookInfo(selector.label, tap.port, _owner(tap.action), tap.group)
+            yield info, partial(_remove, marks.session(), tap)
+
+
+def _remove(session: Session | None, tap: Tap) -> None:
+    """Remove `tap`, which may be listed at several places, and end the session if it was the last one."""
+    if session is not None and tap in session.taps:
         session.remove(tap)
         if not session.taps:
             session.abandon()
-    return len(taps)
 
 
 def _all_hooks(model: nn.Module) -> Iterator[tuple[str, Any, str]]:

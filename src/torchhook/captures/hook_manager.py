@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
 
 from torchhook.captures.summary import count_parameters, format_parameter_count
-from torchhook.core.errors import TapError
+from torchhook.core.errors import SelectionError, TapError
 from torchhook.core.event import Event
+from torchhook.core.lifetime import Attaching
 from torchhook.core.selection import nearest, require_module, walk
 from torchhook.core.session import Session
+from torchhook.core.silent import warn_silent
 from torchhook.core.sink import Sink, Unknown
 from torchhook.core.snapshot import frozen, lazily_copied
 from torchhook.core.tap import Tap
@@ -24,11 +26,12 @@ OutputTransform = Callable[[Tensor], Tensor]
 _RULE = "-" * 80
 
 
-class HookManager:
+class HookManager(Attaching):
     """Hooks on some layers of a model, each with a list of the features it saw, newest last.
 
     `max_size` is how many features are kept per layer; -1 keeps all. Features are plain tensors on the CPU,
-    as they flowed. The hooks are removed when the manager is deleted.
+    as they flowed, in whatever thread. `group` is a label for `torchhook.hooks` and `torchhook.detach`. The hooks are
+    removed by `close`, at the end of a ``with`` block, or when the manager is deleted.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(4, 2), nn.ReLU(inplace=True))
@@ -39,7 +42,7 @@ class HookManager:
     torch.Size([3, 2])
     """
 
-    def __init__(self, model: nn.Module, max_size: int = -1) -> None:
+    def __init__(self, model: nn.Module, max_size: int = -1, *, group: str | None = None) -> None:
         require_module(model)
         if isinstance(max_size, bool) or not isinstance(max_size, int):
             raise TypeError(f"max_size must be an integer, not {max_size!r}; -1 keeps all features")
@@ -47,9 +50,10 @@ class HookManager:
             raise ValueError(f"max_size must be at least -1, which keeps all features, not {max_size}")
         self.model = model
         self.max_size = max_size
+        self.group = group
         self.hooks: dict[str, Handle] = {}
         self.features: dict[str, list[Tensor]] = {}
-        self._session = self._new_session()
+        self._session = self._new_session([])
         self._paths: dict[nn.Module, str] = {}
 
     def register_forward_hook(
@@ -58,11 +62,13 @@ class HookManager:
         layer: nn.Module | None = None,
         custom_hook: CustomHook | None = None,
         output_transform: OutputTransform | None = None,
+        *,
+        group: str | None = None,
     ) -> Handle:
         """Hook the layer called `layer_name`, or the module `layer`, whose key is then `layer_name`.
 
         `custom_hook(module, input, output)` returns the tensor to store, or None to store nothing. Without it,
-        `output_transform(output)` returns the tensor to store.
+        `output_transform(output)` returns the tensor to store. `group` is that of the manager if it is left out.
         """
         _require(layer_name, str, "layer_name")
         _require(layer, nn.Module, "layer")
@@ -74,12 +80,13 @@ class HookManager:
         if key in self.hooks:
             raise ValueError(f"a hook with key {key!r} already exists; remove it first, or pass another layer_name")
         features: list[Tensor] = []
-        tap = Tap(path, Features(key, features, self.max_size, custom_hook, output_transform))
-        if self._session.state == "detached":  # by torchhook.detach
-            self._session = self._new_session()
+        sink = Features(key, features, self.max_size, custom_hook, output_transform)
+        tap = Tap(path, sink, group=self.group if group is None else group)
+        if self._session.state == "closed":  # by close or torchhook.detach
+            self._session = self._new_session([])
         self._session.add(tap)
         self.features[key] = features
-        self.hooks[key] = Handle(self._session, tap)
+        self.hooks[key] = Handle(self, path, tap)
         return self.hooks[key]
 
     add = register_forward_hook
@@ -87,12 +94,14 @@ class HookManager:
     def get_features(self, key: str) -> list[Tensor]:
         """The features of `key`, oldest first, as a list that is kept up to date; empty if it did not fire."""
         self._require_key(key)
+        self._say_unseen([key])
         return self.features[key]
 
     get = get_features
 
     def get_all(self) -> dict[str, list[Tensor]]:
         """The features of every key."""
+        self._say_unseen(self.hooks)
         return self.features
 
     def get_keys(self) -> list[str]:
@@ -117,7 +126,18 @@ class HookManager:
 
     def summary(self) -> None:
         """Print the hooked layers and the captured features."""
+        self._say_unseen(self.hooks)
         print(self)
+
+    def open(self) -> HookManager:
+        """Hook the layers again after `close`; at first each is hooked when it is added."""
+        if self._session.state == "closed":
+            self._session = self._new_session([handle.tap for handle in self.hooks.values()])
+        return self
+
+    def close(self) -> None:
+        """Remove all hooks; the keys and the features stay."""
+        self._session.abandon()
 
     def __repr__(self) -> str:
         parameters = format_parameter_count(count_parameters(self.model))
@@ -146,16 +166,21 @@ class HookManager:
                 self.model.get_submodule(str(name))
             except AttributeError as error:
                 known = [path for path, _ in walk(self.model)]
-                raise ValueError(f"layer {name!r} not found in the model; {nearest(str(name), known)}") from error
+                raise SelectionError(f"layer {name!r} not found in the model; {nearest(str(name), known)}") from error
             return str(name)
         if layer not in self._paths:
             self._paths = {module: path for path, module in walk(self.model)}
         if layer not in self._paths:
-            raise ValueError(f"layer {type(layer).__name__} is not part of the model; pass one of its modules")
+            raise SelectionError(f"layer {type(layer).__name__} is not part of the model; pass one of its modules")
         return self._paths[layer]
 
-    def _new_session(self) -> Session:
-        return Session(self.model, scope="all", detach_on_error=False, on_silent="ignore").attach()
+    def _new_session(self, taps: list[Tap]) -> Session:
+        return Session(self.model, taps, scope="all", detach_on_error=False, on_silent="ignore").open()
+
+    def _say_unseen(self, keys: Iterable[str]) -> None:
+        """Warn about hooks that saw nothing although the model ran."""
+        if self._session.has_run:
+            warn_silent(self._session, {self.hooks[key].path for key in keys if not self.features[key]})
 
     def _new_key(self, kind: str) -> str:
         number = 0
@@ -167,21 +192,26 @@ class HookManager:
         if not isinstance(key, str):
             raise TypeError(f"key must be a string, not {key!r}")
         if key not in self.hooks:
-            raise ValueError(f"no hook registered with key {key!r}; the keys are: {', '.join(self.hooks) or 'none'}")
+            keys = f"{nearest(key, self.hooks)}; get_keys() has all" if self.hooks else "the manager has no hooks"
+            raise SelectionError(f"no hook registered with key {key!r}; {keys}")
 
 
 class Handle:
     """Removes one hook of a manager."""
 
-    def __init__(self, session: Session, tap: Tap) -> None:
-        self._session = weakref.ref(session)
-        self._tap = tap
+    def __init__(self, manager: HookManager, path: str, tap: Tap) -> None:
+        self._manager = weakref.ref(manager)
+        self.path = path
+        self.tap = tap
 
     def remove(self) -> None:
         """Remove the hook; a second call does nothing."""
-        session = self._session()
-        if session is not None and self._tap in session.taps:
-            session.remove(self._tap)
+        manager = self._manager()
+        if manager is not None and self.tap in manager._session.taps:
+            manager._session.remove(self.tap)
+
+    def __repr__(self) -> str:
+        return f"Handle({self.path!r})"
 
     def __enter__(self) -> Handle:
         return self

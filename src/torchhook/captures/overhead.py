@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from torchhook.captures.capture import capture
+from torchhook.core.batch import inputs_of
 from torchhook.core.model_state import state_kept
 from torchhook.core.selection import Query, require_module
+from torchhook.core.tabular import frame
 from torchhook.core.tap import require_count
-from torchhook.core.trees import Arguments
 
 
 class Overhead(NamedTuple):
@@ -29,6 +30,10 @@ class Overhead(NamedTuple):
     def ratio(self) -> float:
         """How many times longer the hooked forward takes."""
         return self.hooked / self.plain
+
+    def table(self, kind: str | None = None) -> Any:
+        """One row: a DataFrame if pandas is installed, else a list of dicts; `kind` chooses, as elsewhere."""
+        return frame([{**self._asdict(), "ratio": self.ratio}], kind)
 
     def __repr__(self) -> str:
         return f"plain {self.plain:.3f} ms, hooked {self.hooked:.3f} ms: {self.ratio:.2f}× (median of {self.runs})"
@@ -48,7 +53,7 @@ def overhead(model: nn.Module, x: Any, *queries: Query, runs: int = 30, **option
     """
     require_module(model)
     require_count(runs, "runs")
-    args, kwargs = Arguments.of(x)
+    args, kwargs = inputs_of(x, model)
     options = {"on_silent": "ignore", **options}
     with state_kept(model):
         return _timed(lambda: model(*args, **kwargs), lambda: capture(model, *queries, **options), runs)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import copy
-import html
-from collections.abc import Iterator, Mapping
-from types import TracebackType
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torchhook.captures.store import Store, StoredValue
 from torchhook.core.errors import NotRecordedError, SessionError
+from torchhook.core.lifetime import Attaching
 from torchhook.core.selection import nearest
 from torchhook.core.session import Session
 from torchhook.core.site import Port
 from torchhook.core.snapshot import peek, read
-from torchhook.core.text import html_table, in_units, shape_of, table
+from torchhook.core.tabular import Tabular
+from torchhook.core.text import in_units, shape_of
 from torchhook.core.trees import Arguments, leaves, nbytes
 
 
@@ -140,7 +140,7 @@ class Calls:
             remedy = (
                 "pass grads=True to capture, and set its requires_grad" if port == "param_grad" else "read its .param"
             )
-            raise NotRecordedError(f"no {port} is recorded of the parameter {self.path!r}; {remedy}")
+            raise NotRecordedError(f"no {port} was recorded for the parameter {self.path!r}; {remedy}")
         option = {"input": "inputs", "output": "outputs", "param": "params"}.get(port, "grads")
         raise NotRecordedError(f"the {port} of {self.path!r} was not recorded; pass {option}=True to capture")
 
@@ -149,7 +149,7 @@ class Calls:
         return shape_of(value.unwrapped() if isinstance(value, Arguments) else value)
 
 
-class Capture(Mapping[str, Calls]):
+class Capture(Attaching, Tabular, Mapping[str, Calls]):
     """Values recorded at some places of a model; see `torchhook.capture`."""
 
     def __init__(self, session: Session, store: Store, ports: list[Port]) -> None:
@@ -158,22 +158,22 @@ class Capture(Mapping[str, Calls]):
         self._ports = ports
         self._final: dict[str, Calls] | None = None
 
-    def attach(self) -> Capture:
+    def open(self) -> Capture:
         """Start recording. (``with`` does this.)"""
-        self._session.attach()
+        self._session.open()
         return self
 
-    def detach(self) -> None:
+    def close(self) -> None:
         """Remove the hooks; recorded values stay. (The end of the ``with`` block does this.)"""
-        self._session.detach()
+        self._session.close()
 
-    def __enter__(self) -> Capture:
-        return self.attach()
+    def abandon(self) -> None:
+        self._session.abandon()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._session.__exit__(kind, error, trace)
+    @property
+    def session(self) -> Session:
+        """The session whose taps record."""
+        return self._session
 
     @property
     def order(self) -> list[tuple[str, int]]:
@@ -192,7 +192,7 @@ class Capture(Mapping[str, Calls]):
 
     def __getitem__(self, path: str) -> Calls:
         if self._session.state == "new":
-            raise SessionError("nothing is captured yet; use it in a with block, or call attach()")
+            raise SessionError("nothing is captured yet; use it in a with block, or call open()")
         calls = self._calls()
         name = self._session.aliases.get(path, path)
         if name not in calls:
@@ -208,10 +208,7 @@ class Capture(Mapping[str, Calls]):
     def __repr__(self) -> str:
         if not len(self):
             return f"Capture of {type(self._session.model).__name__}: no selected site was called yet"
-        return f"{self._title()}\n{table(_HEADER, self._rows())}"
-
-    def _repr_html_(self) -> str:
-        return f"<p>{html.escape(self._title())}</p>{html_table(_HEADER, self._rows())}"
+        return super().__repr__()
 
     def _calls(self) -> dict[str, Calls]:
         """The kept calls by path; cached once the capture has ended."""
@@ -225,7 +222,7 @@ class Capture(Mapping[str, Calls]):
                 of_path.module_class = kind
         for entry in self._store.entries():
             calls[entry.site.path]._entries.append(entry)
-        if self._session.state == "detached":
+        if self._session.state == "closed":
             self._final = calls
         return calls
 
@@ -241,7 +238,13 @@ class Capture(Mapping[str, Calls]):
         model = type(self._session.model).__name__
         return f"Capture of {model}: {len(self)} sites, {in_units(self.nbytes)}, in execution order"
 
-    def _rows(self) -> list[list[Any]]:
+    def _printed(self) -> tuple[Sequence[str], list[list[Any]]]:
+        names = ("path", "module", "calls", "shape", "dtype")
+        rows = [[*(record[name] for name in names), in_units(record["bytes"])] for record in self._records()]
+        return ("site", *names[1:], "bytes"), [[row[0] or "''", *row[1:]] for row in rows]
+
+    def _records(self) -> list[dict[str, Any]]:
+        """One row per site, with its latest value."""
         latest: dict[str, StoredValue] = {}
         calls: dict[str, int] = {}
         for entry in self._in_order():
@@ -249,14 +252,17 @@ class Capture(Mapping[str, Calls]):
             calls[entry.site.path] = calls.get(entry.site.path, 0) + 1
         kinds = {path: known.module_class for path, known in self._calls().items()}
         return [
-            [path or "''", getattr(kinds[path], "__name__", ""), calls[path], *_look(peek(entry.value))]
+            {
+                "path": path,
+                "module": getattr(kinds[path], "__name__", ""),
+                "port": entry.site.port,
+                "calls": calls[path],
+                **_look(peek(entry.value)),
+            }
             for path, entry in latest.items()
         ]
 
 
-_HEADER = ("site", "module", "calls", "shape", "dtype", "bytes")
-
-
-def _look(value: Any) -> tuple[str, str, str]:
+def _look(value: Any) -> dict[str, Any]:
     dtypes = dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for _, tensor in leaves(value))
-    return shape_of(value), "/".join(dtypes), in_units(nbytes(value))
+    return {"shape": shape_of(value), "dtype": "/".join(dtypes), "bytes": nbytes(value)}

@@ -33,7 +33,7 @@ def format_parameter_count(count: float, precision: int = 2) -> str:
 def get_layerwise_parameter_count(
     model: nn.Module, max_depth: int = -1, trainable_only: bool = False
 ) -> dict[str, int]:
-    """The number of each layer's own parameters, by path; children have depth 0, and -1 is no limit.
+    """The number of each layer's own parameters, by path; children have depth 0, and -1 means no limit.
 
     >>> get_layerwise_parameter_count(nn.Sequential(nn.Linear(3, 2), nn.ReLU()))
     {'0': 8, '1': 0}

@@ -4,36 +4,41 @@ from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
-from typing import NamedTuple, TextIO
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TextIO
 
 from torch import nn
 
 from torchhook.core.event import Event
+from torchhook.core.lifetime import Attaching
+from torchhook.core.renamed import renamed
 from torchhook.core.selection import Query, Selector
 from torchhook.core.session import Session
+from torchhook.core.tabular import Tabular
 from torchhook.core.tap import Tap
-from torchhook.core.text import shape_of, table
+from torchhook.core.text import shape_of
 from torchhook.core.trees import leaves
 
 _MOST = 100_000  # calls that are kept
 
 
-def trace(model: nn.Module, *queries: Query, file: TextIO | None = None, quiet: bool = False) -> Trace:
+@renamed(quiet=("progress", lambda quiet: not quiet))
+def trace(model: nn.Module, *queries: Query, file: TextIO | None = None, progress: bool = True) -> Trace:
     """Print a line for each call of the selected modules (no query: every leaf) inside the block.
 
     A line has the path, the class, the shapes of input and output, the dtype and the time on the host. It is
-    printed to `file`, by default to stdout, or with `quiet` not at all. ``.calls`` has the newest 100,000 calls.
+    printed to `file`, by default to stdout, or with ``progress=False`` not at all. ``.calls`` has the newest 100,000
+    calls.
 
     >>> import torch
     >>> from torchhook import trace
     >>> model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
-    >>> with trace(model, quiet=True) as calls:
+    >>> with trace(model, progress=False) as calls:
     ...     _ = model(torch.ones(2, 4))
     >>> [(call.path, call.kind, call.input, call.output) for call in calls.calls]
     [('0', 'Linear', '2×4', '2×3'), ('1', 'ReLU', '2×3', '2×3')]
     """
-    return Trace(model, queries, file, quiet)
+    return Trace(model, queries, file, progress)
 
 
 class TracedCall(NamedTuple):
@@ -48,11 +53,11 @@ class TracedCall(NamedTuple):
     milliseconds: float
 
 
-class Trace:
+class Trace(Attaching, Tabular):
     """The calls of a model as they happen; see `torchhook.trace`."""
 
-    def __init__(self, model: nn.Module, queries: tuple[Query, ...], file: TextIO | None, quiet: bool) -> None:
-        log = CallLog(file, quiet)  # a separate object: if hooks held this one, it would stay alive
+    def __init__(self, model: nn.Module, queries: tuple[Query, ...], file: TextIO | None, progress: bool) -> None:
+        log = CallLog(file, progress)  # a separate object: if hooks held this one, it would stay alive
         where = Selector.union(queries)
         self.calls = log.calls
         self._session = Session(
@@ -61,34 +66,33 @@ class Trace:
             on_silent=None if queries else "ignore",  # without queries, modules may well not run
         )
 
-    def attach(self) -> Trace:
+    def open(self) -> Trace:
         """Start tracing. (``with`` does this.)"""
-        self._session.attach()
+        self._session.open()
         return self
 
-    def detach(self) -> None:
+    def close(self) -> None:
         """Remove the hooks; the calls stay. (The end of the ``with`` block does this.)"""
-        self._session.detach()
+        self._session.close()
 
-    def __enter__(self) -> Trace:
-        return self.attach()
+    def abandon(self) -> None:
+        self._session.abandon()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._session.__exit__(kind, error, trace)
+    def _records(self) -> list[dict[str, Any]]:
+        names = ("path", "module", *TracedCall._fields[2:])
+        return [dict(zip(names, call, strict=True)) for call in self.calls]
 
-    def __repr__(self) -> str:
+    def _printed(self) -> tuple[Sequence[str], list[list[Any]]]:
         header = ("site", "module", *TracedCall._fields[2:])
-        return table(header, [[*call[:-1], f"{call.milliseconds:.3f}"] for call in self.calls])
+        return header, [[*call[:-1], f"{call.milliseconds:.3f}"] for call in self.calls]
 
 
 class CallLog:
     """Matches the beginning and the end of each call, and prints it."""
 
-    def __init__(self, file: TextIO | None, quiet: bool) -> None:
+    def __init__(self, file: TextIO | None, progress: bool) -> None:
         self.file = file
-        self.quiet = quiet
+        self.progress = progress
         self.calls: list[TracedCall] = []
         self.pass_number = -1
         self.under_way: dict[tuple[str, int, int], tuple[str, float]] = {}
@@ -116,7 +120,7 @@ class CallLog:
         )
         self.calls.append(call)
         del self.calls[:-_MOST]
-        if not self.quiet:
+        if self.progress:
             print(_line(call), file=self.file or sys.stdout)
 
 

@@ -102,7 +102,7 @@ def diagnose(
     config = Config.find(Path.cwd()).overruled(split(select), split(ignore), fail_on)
     # Output of the user's own code must not get between the lines that a program reads.
     with (
-        progress_bar("loading", sys.stderr) as progress,
+        progress_bar("loading", True) as progress,
         nullcontext() if form == Format.TEXT else redirect_stdout(sys.stderr),
     ):
         from torchhook.rules import chosen
@@ -120,7 +120,7 @@ def diagnose(
             steps,
             try_repairs=not no_try,
             seconds=seconds,
-            progress=progress,
+            progress=progress or False,
             **config.arguments(),
         )
     deliver(report, form, reports or ())

@@ -94,14 +94,14 @@ def _show(found: Difference) -> None:
     console = Console(highlight=False)
     if console.is_terminal:
         shown = Table(*found.HEADER, box=None, pad_edge=False, header_style="bold")
-        for row in found.table:
+        for row in found.rows:
             cells = [Text(printable(str(cell)), overflow="fold") for cell in row.cells()]
             shown.add_row(*cells, style="bold red" if row.parts else "")
         console.print(shown)
     else:
         from torchhook.core.text import table
 
-        typer.echo(_printable(table(found.HEADER, [row.cells() for row in found.table])))
+        typer.echo(_printable(table(found.HEADER, [row.cells() for row in found.rows])))
     for line in found.lines():
         console.print(Text(printable(line)), style="dim", soft_wrap=True)
     console.print(Text(printable(found.verdict)), style="bold green" if found.same else "bold red", soft_wrap=True)

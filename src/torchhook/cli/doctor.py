@@ -49,7 +49,7 @@ def doctor() -> None:
     typer.echo("```text")
     for probes in (_VERSIONS, _DEVICES, _extras()):
         typer.echo(f"{_lines(probes)}\n")
-    with progress_bar("compiling", sys.stderr):
+    with progress_bar("compiling", True):
         compiled = _lines(_compiling())
     typer.echo(f"{compiled}\n```")
 

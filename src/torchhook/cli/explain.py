@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -77,7 +76,7 @@ def explain(
     if not all(spread):
         raise wrong("--std", "colours are divided by it, so it must not be 0")
     picture = _read(image)
-    with progress_bar("loading", sys.stderr):
+    with progress_bar("loading", True):
         import torch
 
         from torchhook import explain as methods

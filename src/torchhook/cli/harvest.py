@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from torchhook.cli.loaders import data_of, model_of, named, wrong
+from torchhook.cli.loaders import data_of, function_of, model_of
 from torchhook.cli.options import Model
+from torchhook.core.text import size_of
 
 _ROWS, _FILES, _ENGINE = "What to keep", "What to write", "How to run"
 
@@ -76,9 +76,10 @@ def harvest(
     dtype: Annotated[
         Dtype, typer.Option(metavar="NAME", rich_help_panel=_FILES, help=", ".join(one.value for one in Dtype) + ".")
     ] = Dtype.float16,
-    shard_mb: Annotated[
-        float, typer.Option(metavar="MB", rich_help_panel=_FILES, help="Approximate size of a shard.")
-    ] = 256,
+    shard_bytes: Annotated[
+        int,
+        typer.Option(metavar="SIZE", rich_help_panel=_FILES, parser=size_of, help="Size of a shard, about: 256MiB."),
+    ] = "256MiB",  # type: ignore[assignment]  # the parser makes it an int
     resume: Annotated[
         bool, typer.Option(rich_help_panel=_FILES, help="Resume in a folder that has activations, or refuse it.")
     ] = True,
@@ -99,10 +100,17 @@ def harvest(
         OnError,
         typer.Option(metavar="WHAT", rich_help_panel=_ENGINE, help="raise, or skip samples that fail and list them."),
     ] = OnError.stop,
-    memory_mb: Annotated[
-        float,
-        typer.Option(metavar="MB", rich_help_panel=_ENGINE, help="Rows a worker may hold before they are on disk."),
-    ] = 1024,
+    memory_bytes: Annotated[
+        int,
+        typer.Option(
+            metavar="SIZE",
+            rich_help_panel=_ENGINE,
+            parser=size_of,
+            help="Rows a worker may hold in memory: 1GiB.",
+        ),
+    ] = "1GiB",  # type: ignore[assignment]
+    shard_mb: Annotated[float | None, typer.Option(hidden=True)] = None,
+    memory_mb: Annotated[float | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Run a whole data set through a model and write the outputs of some modules to files.
 
@@ -120,25 +128,25 @@ def harvest(
         data_of(data, "--data"),
         [site.strip() for text in sites for site in text.split(",") if site.strip()],
         out,
-        transform=None if transform is None else _function(transform),
+        transform=None if transform is None else function_of(transform, "--transform"),
         dtype=None if dtype is Dtype.same else dtype.value,
         rows=rows.value,
         keep=[name.strip() for text in keep or () for name in text.split(",")],
         batch_size=batch_size,
-        shard_mb=shard_mb,
         resume=resume,
         engine=engine.value,
         workers=workers,
         on_error=on_error.value,
-        memory_mb=memory_mb,
         stop=stop,
+        **_sizes(shard_bytes, memory_bytes, shard_mb, memory_mb),
     )
     typer.echo(acts)
     typer.echo(f"written: {out}")
 
 
-def _function(target: str) -> Callable[[Any], Any]:
-    found = named(target, "--transform")
-    if not callable(found):
-        raise wrong("--transform", f"{target} is {found!r:.60}, which is not callable")
-    return found  # type: ignore[no-any-return]  # imported by name
+def _sizes(shard: int, memory: int, old_shard: float | None, old_memory: float | None) -> dict[str, Any]:
+    """The sizes, under their old names where those were given: `harvest` warns about them."""
+    return {
+        **({"shard_bytes": shard} if old_shard is None else {"shard_mb": old_shard}),
+        **({"memory_bytes": memory} if old_memory is None else {"memory_mb": old_memory}),
+    }

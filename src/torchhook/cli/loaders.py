@@ -68,9 +68,12 @@ def loss_of(target: str) -> Callable[[Any, Any], Any]:
 
     found = named(target if ":" in target else f"torch.nn.functional:{target}", "--loss")
     made = _called(found, target) if isinstance(found, type) and issubclass(found, nn.Module) else found
-    if not callable(made):
-        raise wrong("--loss", f"{target} is {made!r:.60}, which is not callable")
-    return made  # type: ignore[no-any-return]  # it was imported by its name
+    return _callable(made, target, "--loss")
+
+
+def function_of(target: str, option: str) -> Callable[..., Any]:
+    """The function that ``package.module:name`` names."""
+    return _callable(named(target, option), target, option)
 
 
 def optimizer_of(target: str, model: nn.Module) -> Any:
@@ -112,6 +115,12 @@ def split(texts: Iterable[str] | None) -> list[str]:
     """
     words = [word.strip() for text in texts or () for word in text.split(",")]
     return [word.upper() if word[-1:].isdigit() else word for word in words if word]
+
+
+def _callable(found: Any, target: str, option: str) -> Callable[..., Any]:
+    if not callable(found):
+        raise wrong(option, f"{target} is {found!r:.60}, which is not callable")
+    return found  # type: ignore[no-any-return]  # imported by name
 
 
 def _imported(module: str, option: str) -> Any:

@@ -67,7 +67,7 @@ class FeatureReader(Sink):
         with ExitStack() as opening:
             opening.enter_context(random_state_kept(self.model))
             opening.enter_context(evaluating(self.model))
-            self._session.attach()
+            self._session.open()
             self._open = opening.pop_all()
         return self
 

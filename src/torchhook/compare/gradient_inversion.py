@@ -44,7 +44,7 @@ def why_not_invertible(path: str, flow: Flow) -> str:
     """Why the input of a linear layer cannot be computed from its gradient; empty if it can."""
     layer: Any = flow.module
     if layer.bias is None:
-        return f"{path!r} has no bias, whose gradient that of the weight would be divided by"
+        return f"{path!r} has no bias: the input is the gradient of the weight divided by that of the bias"
     if not (layer.weight.requires_grad and layer.bias.requires_grad):
         return f"{path!r} is frozen, so it has no gradient to share"
     if len(flow.inputs) > 1 or flow.inputs[0].dim() != 2:

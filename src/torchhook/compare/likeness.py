@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import html
-import sys
-from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +13,10 @@ from torch import Tensor, nn
 from torchhook.compare.features import FeatureReader, Pool, require_pool
 from torchhook.compare.measures import MEASURES
 from torchhook.compare.pairwise import ModelLayers, Tally
-from torchhook.core.batch import batch_count, require_loader
-from torchhook.core.progress import track
-from torchhook.core.selection import Query, require_module, require_sites
+from torchhook.compare.printing import SHOWN, rest_of
+from torchhook.core.batch import InputBatches, ToInputs, batch_count
+from torchhook.core.progress import Progress, track
+from torchhook.core.selection import Sites, require_module, require_sites
 from torchhook.core.text import html_table, table, warn
 
 if TYPE_CHECKING:
@@ -67,19 +66,23 @@ class Likeness:
         """The matrix as a heat map; see `torchhook.plot.similarity`."""
         from torchhook.plot import similarity
 
-        return similarity(self.matrix, self.rows, self.columns, ax=ax)
+        return similarity(self, ax=ax)
 
     def __repr__(self) -> str:
-        return f"{self._title()}\n{table(self._header(), self._nearest())}"
+        return f"{self._title()}\n{table(self._header(), self._nearest())}{self._rest()}"
 
     def _repr_html_(self) -> str:
-        return f"<p>{html.escape(self._title())}</p>{html_table(self._header(), self._nearest())}"
+        title, rest = html.escape(self._title()), html.escape(self._rest())
+        return f"<p>{title}</p>{html_table(self._header(), self._nearest())}<p>{rest}</p>"
 
     def _title(self) -> str:
         estimated = int((~self.exact).sum())
         how = f", {estimated} of {self.exact.numel()} numbers estimated from groups of samples" if estimated else ""
-        out = f", {len(self.left_out)} layers left out" if self.left_out else ""
+        out = f", {len(self.left_out)} layers left out (see .left_out)" if self.left_out else ""
         return f"{self.by} of {len(self.rows)} × {len(self.columns)} layers, {self.n} samples{how}{out}"
+
+    def _rest(self) -> str:
+        return rest_of(len(self.rows), where=".table() or .figure()")
 
     def _header(self) -> tuple[str, ...]:
         return "layer", "nearest other" if self.itself else "nearest", self.by.rjust(5)
@@ -89,25 +92,26 @@ class Likeness:
         matrix = self.matrix.clone()
         if self.itself:
             matrix.fill_diagonal_(-torch.inf)
-        best = [int(row.argmax()) for row in matrix]
+        best = [int(row.argmax()) for row in matrix[:SHOWN]]
         return [
             [name, self.columns[j], f"{self.matrix[i, j]:.3f}"]
-            for i, (name, j) in enumerate(zip(self.rows, best, strict=True))
+            for i, (name, j) in enumerate(zip(self.rows[:SHOWN], best, strict=True))
         ]
 
 
 def cka(
     a: nn.Module,
     b: nn.Module | None,
-    loader: Iterable[Any],
-    sites: Query | Iterable[Query] | None = None,
+    loader: Any,
+    sites: Sites = None,
     *,
-    sites_b: Query | Iterable[Query] | None = None,
+    sites_b: Sites = None,
     by: By = "cka",
     debiased: bool = True,
     pool: Pool = "flatten",
     max_bytes: int = 2**28,
-    progress: TextIO | None = sys.stderr,
+    batch_to_inputs: ToInputs | None = None,
+    progress: Progress = True,
 ) -> Likeness:
     """How similar every pair of layers of `a` and `b` is on the samples of `loader`, in one pass.
 
@@ -129,7 +133,8 @@ def cka(
         pool: How an output becomes the features of a sample: ``"flatten"`` takes all of it, ``"mean"`` the mean of
             each channel over all positions; or a function of the output, such as ``lambda x: x[:, 0]``.
         max_bytes: Memory for the moments of narrow layers. More makes wider layers exact; 0 estimates all.
-        progress: Where to show a progress bar; only a terminal shows one.
+        batch_to_inputs: Turns a batch into what the model takes, such as ``lambda batch: batch["image"]``.
+        progress: True for a bar in a terminal, False for none, or a function (what, done, total).
 
     >>> from torchhook.compare.likeness import cka
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Tanh())
@@ -141,7 +146,8 @@ def cka(
     [1.0, 1.0, 1.0]
     """
     second = None if b is a else b
-    _require(a, second, by, pool, max_bytes, loader)
+    _require(a, second, by, pool, max_bytes)
+    loader = InputBatches(loader, a, batch_to_inputs)
     require_sites(a, sites, "sites")
     named = sites if sites_b is None else sites_b
     if second is not None:
@@ -163,11 +169,10 @@ def cka(
     return Likeness(by=by, itself=second is None, **numbers._asdict())
 
 
-def _require(a: Any, b: Any, by: Any, pool: Any, max_bytes: Any, loader: Any) -> None:
+def _require(a: Any, b: Any, by: Any, pool: Any, max_bytes: Any) -> None:
     require_module(a, "a")
     if b is not None:
         require_module(b, "b")
-    require_loader(loader, "loader")
     require_pool(pool)
     if by not in MEASURES:
         raise ValueError(f"by must be one of {', '.join(map(repr, MEASURES))}, not {by!r}")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import html
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +15,11 @@ from torchhook.compare.auc import Estimate, auc_of, true_positives
 from torchhook.compare.features import FeatureReader, Pool, require_pool
 from torchhook.compare.gradient_inversion import SharedGradient
 from torchhook.compare.membership_signals import FOLDS, SHARED, SampleSignals, gradient_norms, uncounted_layers
-from torchhook.core.batch import Loss, require_loader
+from torchhook.compare.printing import SHOWN, rest_of
+from torchhook.core.batch import InputBatches, Loss, ToInputs
 from torchhook.core.model_state import state_kept
-from torchhook.core.selection import Query, require_module, require_sites
+from torchhook.core.progress import Progress
+from torchhook.core.selection import Sites, require_module, require_sites
 from torchhook.core.tap import require_count
 from torchhook.core.text import html_table, table
 
@@ -78,17 +79,21 @@ class Leakage:
         ]
 
     def __repr__(self) -> str:
-        return f"{self._title()}\n{table(_HEADER, self._rows())}\n{self._gradients()}"
+        return f"{self._title()}\n{table(_HEADER, self._rows())}{self._rest()}\n{self._gradients()}"
 
     def _repr_html_(self) -> str:
-        title, gradients = html.escape(self._title()), html.escape(self._gradients())
-        return f"<p>{title}</p>{html_table(_HEADER, self._rows())}<p>{gradients}</p>"
+        title, rest, gradients = map(html.escape, (self._title(), self._rest(), self._gradients()))
+        return f"<p>{title}</p>{html_table(_HEADER, self._rows())}<p>{rest}</p><p>{gradients}</p>"
 
     def _title(self) -> str:
         return f"Leakage: {self.members} members and {self.non_members} others, 95 % intervals"
 
+    def _rest(self) -> str:
+        out = f"\n{len(self.left_out)} things were left out: see .left_out" if self.left_out else ""
+        return rest_of(len(self.signals)) + out
+
     def _rows(self) -> list[list[str]]:
-        return [[_title(signal), *map(str, signal[2:])] for signal in self.signals]
+        return [[_title(signal), *map(str, signal[2:])] for signal in self.signals[:SHOWN]]
 
     def _gradients(self) -> str:
         if self.layer is None:
@@ -102,16 +107,17 @@ class Leakage:
 
 def leakage(
     model: nn.Module,
-    members: Iterable[Any],
-    non_members: Iterable[Any],
+    members: Any,
+    non_members: Any,
     loss: Loss | None = None,
     *,
-    sites: Query | Iterable[Query] | None = None,
+    sites: Sites = None,
     pool: Pool = "mean",
     max_samples: int = 2000,
     draws: int = 500,
     generator: torch.Generator | None = None,
-    progress: TextIO | None = sys.stderr,
+    batch_to_inputs: ToInputs | None = None,
+    progress: Progress = True,
 ) -> Leakage:
     """How well the training samples of a model can be told from others, and what its gradients reveal about them.
 
@@ -132,7 +138,8 @@ def leakage(
         max_samples: How many members and how many others to use: the first ones; the last batch is cut.
         draws: How often samples are redrawn for a confidence interval.
         generator: Draws them; by default with the same seed every time.
-        progress: Where to show a progress bar; only a terminal shows one.
+        batch_to_inputs: Turns a batch into what the model takes, such as ``lambda batch: batch["image"]``.
+        progress: True for a bar in a terminal, False for none, or a function (what, done, total).
 
     >>> from torchhook.compare.membership import leakage
     >>> model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
@@ -143,8 +150,8 @@ def leakage(
     (True, '0', 20)
     """
     require_module(model)
-    require_loader(members, "members")
-    require_loader(non_members, "non_members")
+    members = InputBatches(members, model, batch_to_inputs, "members", targets=True)
+    non_members = InputBatches(non_members, model, batch_to_inputs, "non_members", targets=True)
     require_pool(pool)
     require_sites(model, sites, "sites")
     require_count(max_samples, "max_samples")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torchhook.compare.gradient_inversion import SharedGradient, inverted, why_n
 from torchhook.compare.sample_gradients import COUNTED, Backward, Flow, backward, not_by_sample
 from torchhook.compare.sample_losses import confidence, losses, target_of
 from torchhook.core.batch import Batch, Loss, batch_count, fitted, samples_of
-from torchhook.core.progress import track
+from torchhook.core.progress import Progress, track
 from torchhook.core.trees import mapped
 
 FOLDS = 5  # of the cross-validation, and so the least number of members and of others
@@ -37,7 +37,7 @@ class SampleSignals:
         self.layer: str | None = None  # the layer whose gradient was inverted
         self.shared: list[SharedGradient] = []
 
-    def over(self, loader: Iterable[Any], argument: str, most: int, progress: TextIO | None) -> SampleSignals:
+    def over(self, loader: Iterable[Any], argument: str, most: int, progress: Progress) -> SampleSignals:
         """Add the batches of `loader`, up to `most` samples."""
         for data in track(loader, batch_count(loader), argument, progress):
             self._add(data, most - self.count)

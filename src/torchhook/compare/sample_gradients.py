@@ -175,11 +175,20 @@ def _positions(layer: nn.Module, x: Tensor, gradient: Tensor) -> tuple[Tensor, T
 def _windows(layer: Any, x: Tensor) -> Tensor:
     """The inputs under the kernel of a convolution: samples × positions × channels × kernel."""
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-    x = F.pad(x, layer._reversed_padding_repeated_twice, mode)
+    x = F.pad(x, _padding(layer), mode)
     dims = len(layer.kernel_size)
     for dim, (size, stride, apart) in enumerate(zip(layer.kernel_size, layer.stride, layer.dilation, strict=True), 2):
         x = x.unfold(dim, apart * (size - 1) + 1, stride)[..., ::apart]
     return x.flatten(2 + dims).flatten(2, 1 + dims).movedim(1, 2)
+
+
+def _padding(layer: Any) -> list[int]:
+    """What `F.pad` adds before and after each dimension, the last one first."""
+    if layer.padding == "same":
+        both = [apart * (size - 1) for size, apart in zip(layer.kernel_size, layer.dilation, strict=True)]
+        return [part for total in reversed(both) for part in (total // 2, total - total // 2)]
+    widths = [0] * len(layer.kernel_size) if layer.padding == "valid" else layer.padding
+    return [width for width in reversed(widths) for _ in range(2)]
 
 
 def _squares(a: Tensor, g: Tensor) -> Tensor:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+from torchhook.core.selection import require_module, unwrapped
 from torchhook.core.trees import Arguments, leaves, mapped
+
+ToInputs = Callable[[Any], Any]
+"""Turns a batch of a loader into what the model takes: a tensor, a tuple that ends with the target, or a dict."""
 
 Loss = Callable[[Any, Any], Tensor]
 """Takes the output of a model and the target, returns the number to minimize."""
@@ -128,13 +134,115 @@ def samples_of(batch: Batch) -> Samples:
     return Samples(len(found), ".".join(map(repr, argument)))
 
 
-def require_loader(loader: Any, argument: str) -> None:
-    """Raise unless `loader` can be looped over for batches."""
-    if isinstance(loader, Tensor) or not isinstance(loader, Iterable):
-        raise TypeError(
-            f"{argument} must be an iterable of batches, such as a DataLoader or a list, not a"
-            f" {type(loader).__name__}; put a single batch into a list"
+class InputBatches:
+    """Batches of a model, from whatever data its user has: a loader, or a single batch.
+
+    A tensor is the input, a tuple holds positional arguments and, last, the target. A dict holds keywords if `forward`
+    takes its keys; otherwise `batch_to_inputs` turns it into one of these. Where there are no `targets`, a tuple of
+    tensors that differ in length alone, as `Tensor.split` returns them, is a list of batches.
+
+    >>> loader = [{"image": torch.ones(1, 2), "label": 1}]
+    >>> list(InputBatches(loader, nn.Linear(2, 1), lambda batch: batch["image"]))
+    [tensor([[1., 1.]])]
+    >>> list(InputBatches(loader, nn.Linear(2, 1)))
+    Traceback (most recent call last):
+    TypeError: a batch of loader has the fields 'image', 'label', but Linear.forward takes 'input'; pass
+    batch_to_inputs=, a function that turns a batch into inputs, such as lambda batch: batch['image']
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        model: nn.Module,
+        batch_to_inputs: ToInputs | None = None,
+        argument: str = "loader",
+        *,
+        targets: bool = False,
+    ) -> None:
+        if not isinstance(data, Iterable) or isinstance(data, (str, bytes, nn.Module)):
+            raise TypeError(
+                f"{argument} must be a tensor, a tuple or dict of them, or an iterable of such batches, for example a"
+                f" DataLoader, not a {type(data).__name__}"
+            )
+        if batch_to_inputs is not None and not callable(batch_to_inputs):
+            raise TypeError(f"batch_to_inputs must be a function of a batch, not {batch_to_inputs!r:.80}")
+        single = isinstance(data, (Tensor, Mapping)) or (isinstance(data, tuple) and (targets or not _is_split(data)))
+        self.loader = [data] if single else data
+        self.argument = argument
+        self._model, self._to_inputs = model, batch_to_inputs
+        self._keywords = Keywords.of(model)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._usable, self.loader)
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]  # a TypeError is the right answer for a stream
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the batches can be read more than once."""
+        return iter(self.loader) is not self.loader
+
+    def _usable(self, batch: Any) -> Any:
+        """A batch for `Batch.of`."""
+        if self._to_inputs is not None:
+            batch = self._to_inputs(batch)
+        if isinstance(batch, Mapping) and not all(map(self._keywords.takes, batch)):
+            raise TypeError(self._unusable(batch))
+        return batch
+
+    def _unusable(self, batch: Mapping[Any, Any]) -> str:
+        fields = list(batch)
+        likely = next((key for key in fields if isinstance(batch[key], Tensor) and batch[key].dim() > 1), fields[0])
+        return (
+            f"a batch of {self.argument} has the fields {', '.join(map(repr, fields))}, but"
+            f" {type(self._model).__name__}.forward takes {', '.join(map(repr, self._keywords.names)) or 'none'}; pass"
+            f" batch_to_inputs=, a function that turns a batch into inputs, such as lambda batch: batch[{likely!r}]"
         )
+
+
+class Keywords(NamedTuple):
+    """The keywords that the forward of a model takes."""
+
+    names: tuple[str, ...]
+    others: bool  # whether it also takes **kwargs, or does not say what it takes
+
+    @staticmethod
+    def of(model: nn.Module) -> Keywords:
+        """The keywords of a model, wrapped or not.
+
+        >>> Keywords.of(nn.Linear(2, 2))
+        Keywords(names=('input',), others=False)
+        """
+        try:
+            found = inspect.signature(unwrapped(model).forward).parameters.values()
+        except (TypeError, ValueError):  # not written in Python: it raises for itself on a wrong argument
+            return Keywords((), True)
+        others = any(parameter.kind is parameter.VAR_KEYWORD for parameter in found)
+        return Keywords(tuple(parameter.name for parameter in found if parameter.kind in _BY_NAME), others)
+
+    def takes(self, name: Any) -> bool:
+        """Whether the model can be called with an argument of this name."""
+        return self.others or name in self.names
+
+
+def inputs_of(x: Any, model: nn.Module) -> Arguments:
+    """The arguments for one call of `model`: those that `x` stands for, or, of a DataLoader, its first inputs.
+
+    >>> inputs_of((1, 2), nn.Bilinear(1, 1, 1))
+    Arguments(args=(1, 2), kwargs={})
+    """
+    require_module(model)
+    if isinstance(x, DataLoader):
+        return Batch.of(next(iter(InputBatches(x, model, argument="x")))).arguments
+    (given,) = InputBatches([x], model, argument="x")
+    return Arguments.of(given)
+
+
+def _is_split(data: tuple[Any, ...]) -> bool:
+    """Whether these are the parts of one tensor of samples."""
+    tensors = all(isinstance(part, Tensor) and part.dim() > 1 for part in data)
+    return tensors and len({(part.dtype, part.shape[1:]) for part in data}) == 1
 
 
 def batch_count(loader: Iterable[Any]) -> int | None:
@@ -164,3 +272,4 @@ def _along(output: Any) -> Tensor:
 
 
 _CLASSES = (torch.int64, torch.int32)
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

@@ -23,8 +23,11 @@ from torchhook.core.compiled import fresh, tracing
 from torchhook.core.edit import latest_refusal
 from torchhook.core.errors import SessionError, TapError, TorchhookError
 from torchhook.core.hooks.registration import Removable, Sentinel, armed, on_call
+from torchhook.core.lifetime import Attaching
 from torchhook.core.passes import StopForward
+from torchhook.core.renamed import old_method
 from torchhook.core.scope import Scope
+from torchhook.core.shown import Shown
 from torchhook.core.text import warn
 from torchhook.core.torch_internals import (
     CALL_SLOT,
@@ -47,7 +50,7 @@ _lock = threading.RLock()
 _parts: weakref.WeakKeyDictionary[nn.Module, CompiledPart] = weakref.WeakKeyDictionary()
 
 REMEDIES = (
-    "attach before the first call of the compiled model, call torchhook.arm(model) before compiling it, or call"
+    "attach before the first call of the compiled model, call torchhook.arm(model).open() before compiling it, or call"
     " torch.compiler.reset() before running it again"
 )
 
@@ -245,23 +248,26 @@ class CompiledPart:
             vars(module)[self.slot] = call
 
 
-class Armed:
+class Armed(Shown, Attaching):
     """Makes a model notice taps that are attached after it was compiled; see `torchhook.arm`."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._handles = [handle for module in model.modules() for handle in armed(module)]
+        self._model = model
+        self._handles: list[Removable] = []
 
-    def remove(self) -> None:
+    def open(self) -> Armed:
+        """Put a sentinel on every module, before the model is compiled."""
+        if not self._handles:
+            self._handles = [handle for module in self._model.modules() for handle in armed(module)]
+        return self
+
+    def close(self) -> None:
         """Remove the sentinels."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
-    def __enter__(self) -> Armed:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.remove()
+    remove = old_method("close")
 
 
 def compiled_among(modules: Iterable[nn.Module]) -> list[nn.Module]:

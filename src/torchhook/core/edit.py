@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from torchhook.core.errors import TapError
 from torchhook.core.shards import tied
+from torchhook.core.shown import Shown
 from torchhook.core.site import Port, Site
 from torchhook.core.torch_internals import marked_constant
 from torchhook.core.trees import Address, Arguments, leaves, put, taken
@@ -26,7 +27,7 @@ At = Key | tuple[Key, ...] | None
 """Which leaf: a position or a name, or a tuple of them for one deeper down; None if there is only one."""
 
 
-class Edit(ABC):
+class Edit(Shown, ABC):
     """Changes a tensor on its way through the model. An edit of your own only needs `change`.
 
     >>> class Sign(Edit):
@@ -53,9 +54,6 @@ class Edit(ABC):
         """This edit for one site, with everything looked up that it needs there."""
         return self
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__.lower()} edit"
-
 
 class Editing:
     """The act of one edit at one site."""
@@ -65,7 +63,7 @@ class Editing:
     def __init__(self, edit: Edit, site: Site, module: nn.Module) -> None:
         self.edit = edit.bound(site, module)
         self.site = site
-        self.name = f"the {edit} at the {site}"  # made now, since objects have other names inside a compiler
+        self.name = f"the edit {edit} at the {site}"  # made now, since objects have other names inside a compiler
 
     def __call__(self, pass_: Pass | None, call: int, value: Any, args: tuple[Any, ...]) -> Any:
         """The value to continue with."""

@@ -1,7 +1,7 @@
 """The errors that torchhook raises on purpose.
 
 TorchhookError
-├── SelectionError (ValueError)     a query is malformed, or matches nothing in the model
+├── SelectionError (ValueError, KeyError) a query is malformed, or matches nothing in the model
 ├── SessionError (RuntimeError)     a session was used in a state that does not allow it
 ├── SilentError (RuntimeError)      a site that was asked for saw nothing
 ├── TapError (RuntimeError)         a tap did something that it must not do, or its transform failed
@@ -21,8 +21,10 @@ class TorchhookError(Exception):
     """Base class of all errors of this library."""
 
 
-class SelectionError(TorchhookError, ValueError):
+class SelectionError(TorchhookError, ValueError, KeyError):
     """A query is malformed, or matches nothing in the model."""
+
+    __str__ = Exception.__str__  # a KeyError shows its message in quotes
 
 
 class SessionError(TorchhookError, RuntimeError):

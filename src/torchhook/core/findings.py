@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
+from torchhook.core.tabular import frame
+
 SCHEMA = 1
 """The version of the dictionaries that `Report.to_dict` returns; it is raised when older readers would fail."""
 
@@ -232,6 +234,12 @@ class Report:
             notes=tuple(data["notes"]),
             span=None if data.get("span") is None else tuple(data["span"]),
         )
+
+    def table(self, kind: str | None = None) -> Any:
+        """The findings: a DataFrame if pandas is installed, else a list of dicts; `kind` chooses, as elsewhere."""
+        names = ("code", "severity", "step", "message", "hint")
+        records = [{"path": one.site, **{name: getattr(one, name) for name in names}} for one in self.findings]
+        return frame(records, kind)
 
     def __str__(self) -> str:
         return "\n".join([self.headline, *map(_as_text, self.findings)])

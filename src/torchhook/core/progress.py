@@ -1,13 +1,21 @@
-"""Progress of long work: a bar drawn by rich in a terminal, and nothing elsewhere or without rich."""
+"""Progress of long work: a bar drawn by rich in a terminal, a function of the user's own, or nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import io
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Protocol, TextIO, TypeVar
 
+from torchhook.core.text import user_level
+
 _T = TypeVar("_T")
+
+Progress = bool | Callable[[str, int, int | None], None]
+"""True for a bar if stderr is a terminal, False for nothing, or a function (what, done, total)."""
 
 
 class Tell(Protocol):
@@ -18,13 +26,38 @@ class Tell(Protocol):
 
 
 @contextmanager
-def progress_bar(first: str, file: TextIO | None) -> Iterator[Tell | None]:
-    """A bar in `file` while the block runs, or None if `file` is not a terminal; `first` is its first label.
+def progress_bar(first: str, progress: Progress) -> Iterator[Tell | None]:
+    """What reports progress while the block runs, or None if it need not be; `first` is the first label of a bar.
 
-    >>> with progress_bar("loading", None) as tell:
+    >>> with progress_bar("loading", False) as tell:
     ...     print(tell)
     None
     """
+    if callable(progress):
+        yield lambda what, done, total, note="": progress(what, done, total)
+        return
+    with _drawn(first, _file(progress)) as tell:
+        yield tell
+
+
+def track(values: Iterable[_T], total: int | None, what: str, progress: Progress) -> Iterator[_T]:
+    """`values` one by one, reporting how many of `total` are done.
+
+    >>> list(track("ab", 2, "letters", print))
+    letters 1 2
+    letters 2 2
+    ['a', 'b']
+    """
+    with progress_bar(what, progress) as tell:
+        for number, value in enumerate(values, 1):
+            yield value
+            if tell is not None:
+                tell(what, number, total)
+
+
+@contextmanager
+def _drawn(first: str, file: TextIO | None) -> Iterator[Tell | None]:
+    """A bar in `file`, or None if it is not a terminal or rich is not installed."""
     if file is None or file.closed or not file.isatty() or find_spec("rich") is None:
         yield None
         return
@@ -46,14 +79,12 @@ def progress_bar(first: str, file: TextIO | None) -> Iterator[Tell | None]:
         yield tell
 
 
-def track(values: Iterable[_T], total: int | None, what: str, file: TextIO | None) -> Iterator[_T]:
-    """`values` one by one, with a bar in `file` that shows how many of `total` are done.
-
-    >>> list(track("ab", 2, "letters", None))
-    ['a', 'b']
-    """
-    with progress_bar(what, file) as tell:
-        for number, value in enumerate(values, 1):
-            yield value
-            if tell is not None:
-                tell(what, number, total)
+def _file(progress: object) -> TextIO | None:
+    """Where to draw the bar; before `progress` was a bool, it was that file, or None."""
+    if isinstance(progress, bool):
+        return sys.stderr if progress else None
+    if progress is not None and not isinstance(progress, io.TextIOBase) and not hasattr(progress, "isatty"):
+        raise TypeError(f"progress must be True, False or a function (what, done, total), not {progress!r:.80}")
+    message = "progress takes True, False or a function (what, done, total); files and None will go in the next release"
+    warnings.warn(message, DeprecationWarning, stacklevel=user_level())
+    return progress  # type: ignore[return-value]  # by its isatty

@@ -20,8 +20,16 @@ from torchhook.core.torch_internals import WRAPPER_NAMES, own_parameters, submod
 
 Test = Callable[[str, nn.Module, "str | None"], bool]
 Query: TypeAlias = Union[
-    str, "re.Pattern[str]", type[nn.Module], nn.Module, Callable[[str, nn.Module], bool], "Selector"
+    str,
+    "re.Pattern[str]",
+    type[nn.Module],
+    nn.Module,
+    Callable[[str, nn.Module], bool],
+    "Selector",
+    "Sequence[Query]",
 ]
+Sites: TypeAlias = Query | Iterable[Query] | None
+"""One query, several, or None for every leaf."""
 
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
@@ -53,6 +61,10 @@ class Selector:
         """The selector for a `query`: a path, a glob, a regex, a class, a module, or a predicate."""
         if isinstance(query, Selector):
             return query
+        if isinstance(query, (list, tuple)):
+            if not query:
+                raise SelectionError("the list of queries is empty; name at least one module")
+            return Selector.union(query)
         if isinstance(query, str):
             return _of_string(query)
         if isinstance(query, re.Pattern):
@@ -65,13 +77,13 @@ class Selector:
             return _predicate(query)
         raise SelectionError(
             f"query {query!r} is a {type(query).__name__}; pass a path, a glob, a compiled regex, a module"
-            " class, a module, a predicate on (path, module) or a Selector (a list: unpack it with *)"
+            " class, a module, a predicate on (path, module), a Selector, or a list of these"
         )
 
     @staticmethod
     def union(queries: Iterable[Query]) -> Selector:
         """Everything that any of `queries` selects; each must match something. No query selects every leaf."""
-        parts = tuple(Selector.of(query) for query in queries)
+        parts = tuple(part for query in queries for part in Selector.of(query).parts)
         union = Selector(
             lambda path, module, mark: any(part.test(path, module, mark) for part in parts),
             ", ".join(part.label for part in parts) or "every leaf",
@@ -343,7 +355,7 @@ def _glob_token(token: str) -> str:
     return re.escape(token)
 
 
-def queries_of(sites: Query | Iterable[Query] | None) -> Sequence[Query]:
+def queries_of(sites: Sites) -> Sequence[Query]:
     """One query, several, or None (every leaf), as a list."""
     if sites is None:
         return []
@@ -351,7 +363,7 @@ def queries_of(sites: Query | Iterable[Query] | None) -> Sequence[Query]:
     return list(sites) if many else [sites]  # type: ignore[arg-type, list-item]  # some modules are iterable
 
 
-def require_sites(model: nn.Module, sites: Query | Iterable[Query] | None, argument: str, hint: str = "") -> None:
+def require_sites(model: nn.Module, sites: Sites, argument: str, hint: str = "") -> None:
     """Raise unless `sites` select modules of `model`, before anything runs."""
     queries = queries_of(sites)
     if sites is not None and not queries:

@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -19,6 +18,7 @@ from torchhook.core.edit import Edit
 from torchhook.core.errors import SelectionError, SessionError
 from torchhook.core.fastpaths import Detours
 from torchhook.core.hooks.point import Point, install, on_parameter
+from torchhook.core.lifetime import Attaching
 from torchhook.core.marks import Marks
 from torchhook.core.scope import Scope, ScopeOptions, Switch
 from torchhook.core.selection import Selector, along, find, plain, require_module, spellings, unwrapped, walk
@@ -40,10 +40,10 @@ _SPECIAL = (
 )
 
 
-class Session:
+class Session(Attaching):
     """Owns the hooks of its taps on one model.
 
-    It sees the passes of the thread and context that attach it; with ``scope="all"``, those of all threads.
+    It sees the passes of the thread and context that open it; with ``scope="all"``, those of all threads.
     With ``stop=True`` a forward ends, and returns None, once every site was seen in it. A tap that raises ends
     the session, unless ``detach_on_error=False``; the error is raised to the caller of the model.
     ``recomputed=True`` also sees the calls that a checkpoint repeats in the backward, and ``full=True`` sees
@@ -95,7 +95,7 @@ class Session:
         self.on_silent = on_silent
         self.on_fault = on_fault
         self.when = when
-        self.state: Literal["new", "attached", "detached"] = "new"
+        self.state: Literal["new", "open", "closed"] = "new"
         if isinstance(taps, Tap):
             raise TypeError("taps must be a list of Tap objects; put the single tap into a list")
         self.taps = list(taps)
@@ -113,11 +113,11 @@ class Session:
         self._modules: dict[str, nn.Module] = {}
         self._wrappers: list[nn.Module] = []
 
-    def attach(self) -> Session:
+    def open(self) -> Session:
         """Attach all taps, or none of them if one selects nothing."""
         if self.state != "new":
             raise SessionError(f"this session is already {self.state}; make a new one")
-        self.state = "attached"
+        self.state = "open"
         options = ScopeOptions(
             shared=self._shared,
             recomputed=self.recomputed,
@@ -143,9 +143,9 @@ class Session:
             raise
         return self
 
-    def detach(self) -> None:
+    def close(self) -> None:
         """Remove all hooks. Raises if a site that was asked for never fired, which is known only now."""
-        if self.state == "attached":
+        if self.state == "open":
             self.abandon()
             self._marks.check()
             if self.silent:
@@ -153,25 +153,34 @@ class Session:
 
     def abandon(self) -> None:
         """Remove all hooks, without raising about silent sites."""
-        if self.state == "attached":
-            self.state = "detached"
+        if self.state == "open":
+            self.state = "closed"
             try:
                 self.silent = silent_sites(self)
             finally:
                 self._release()
 
+    def unseen(self) -> dict[Site, str]:
+        """The sites that saw nothing so far, each with the likely reason."""
+        return silent_sites(self) if self.state == "open" else self.silent
+
+    @property
+    def has_run(self) -> bool:
+        """Whether the model ran since it was opened, even where the taps could not see it."""
+        return self.state != "new" and (self.scope.last is not None or bool(self.scope.why_unseen))
+
     def add(self, tap: Tap) -> None:
         """Add a tap after the others."""
         _require_tap(tap)
-        if self.state != "attached":
-            raise SessionError(f"cannot add a tap to a {self.state} session; attach a session first")
+        if self.state != "open":
+            raise SessionError(f"cannot add a tap to a {self.state} session; open it first, or make a new one")
         self._plan([tap])
         self.taps.append(tap)
 
     def remove(self, tap: Tap) -> None:
         """Remove one tap, and the hooks that only it needed."""
         if tap not in self.taps or self.state == "new":
-            raise SessionError("this session has not attached this tap")
+            raise SessionError("this tap is not attached by this session")
         self.taps.remove(tap)
         for point in self._marks.forget(tap):
             self._past |= point.places()
@@ -198,19 +207,9 @@ class Session:
             places |= point.places()
         return places
 
-    def __enter__(self) -> Session:
-        return self.attach()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.detach()
-        else:  # an error is being raised already
-            self.abandon()
-
     def __repr__(self) -> str:
-        return f"Session({type(self.model).__name__}, {len(self.taps)} taps, {self.state})"
+        taps = "1 tap" if len(self.taps) == 1 else f"{len(self.taps)} taps"
+        return f"Session({type(self.model).__name__}, {taps}, {self.state})"
 
     @property
     def points(self) -> list[Point]:
@@ -308,7 +307,8 @@ class Session:
             point.bind(tap, path, module, port)
         else:
             point = self._point(path, module)
-            point.bind(tap, path, module, tap.port)
+            for port in tap.ports:
+                point.bind(tap, path, module, port)
         return (point,)
 
     def _bind_parameters(self, tap: Tap, path: str, module: nn.Module, seen: dict[int, str]) -> Sequence[Point]:

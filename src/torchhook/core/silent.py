@@ -7,7 +7,7 @@ not a miss: it is listed, at most with a warning.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -65,6 +65,14 @@ def report_silent(session: Session) -> None:
     rest = silent if how == "warn" else {s: r for s, r in silent.items() if "grad" not in s.port or s in whole}
     if rest and how != "ignore":
         warn(f"{_by_reason(rest)} (.silent lists them all)")
+
+
+def warn_silent(session: Session, paths: Container[str] | None = None) -> None:
+    """Warn about the sites (at `paths`, or all) that saw no value so far, in the words of the end of a session."""
+    unseen = {site: why for site, why in session.unseen().items() if "grad" not in site.port}
+    silent = {site: why for site, why in unseen.items() if paths is None or site.path in paths}
+    if silent:
+        warn(_by_reason(silent))
 
 
 def _whole_queries(session: Session) -> dict[Site, str]:

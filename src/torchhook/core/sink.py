@@ -13,7 +13,8 @@ from torchhook.core.event import Event, copied, recomputing
 from torchhook.core.page import Keep, Keeper
 from torchhook.core.passes import Pass
 from torchhook.core.scope import Scope
-from torchhook.core.site import GRADIENT_PORTS, Site
+from torchhook.core.shown import Shown
+from torchhook.core.site import GRADIENT_PORTS, Port, Site
 from torchhook.core.trees import Address, Arguments, mapped
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class Unknown(tuple[Any, ...]):
 UNKNOWN = Unknown()
 
 
-class Sink(ABC):
+class Sink(Shown, ABC):
     """Receives what taps see. A sink of your own only needs `receive`:
 
     >>> class Shapes(Sink):
@@ -52,6 +53,7 @@ class Sink(ABC):
     """
 
     lazy = False
+    ports: tuple[Port, ...] = ()  # if it needs others than that of its tap
 
     @property
     def keeper(self) -> Keeper | None:
@@ -83,12 +85,16 @@ class Observer(Sink):
 
     def receive(self, event: Event) -> None:
         """Call the function."""
-        returned = self.observe(event)
-        if returned is not None:
-            raise TapError(
-                f"the function tapped to the {event.site} returned a {type(returned).__name__}; a plain function"
-                " observes and must return None (to change the value, use an edit)"
-            )
+        require_none(self.observe(event), event)
+
+
+def require_none(returned: Any, event: Event) -> None:
+    """Raise if the function that observed `event` returned something."""
+    if returned is not None:
+        raise TapError(
+            f"the function tapped to the {event.site} returned a {type(returned).__name__}; a plain function"
+            " observes and must return None (to change the value, use an Edit, such as torchhook.edits.apply(function))"
+        )
 
 
 def observing(sink: Sink, tap: Tap, site: Site, module: nn.Module, scope: Scope) -> Act:

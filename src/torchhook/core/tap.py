@@ -1,6 +1,6 @@
 """A tap says where, what and when: selector, port, schedule, transform, and the action to take.
 
-An action is a `Sink`, an `Edit`, or a plain callable that observes `Event`s. When a session attaches, each (tap, site)
+An action is a `Sink`, an `Edit`, or a plain callable that observes. When a session attaches, each (tap, site)
 is bound into an `Act`, a function with nothing left to look up; hooks call acts.
 """
 
@@ -20,18 +20,24 @@ from torchhook.core.event import Event
 from torchhook.core.passes import Pass
 from torchhook.core.scope import Scope
 from torchhook.core.selection import Query, Selector
-from torchhook.core.sink import Act, Observer, Sink, observing
+from torchhook.core.shown import Shown, maker
+from torchhook.core.sink import Act, Sink, observing
 from torchhook.core.site import GRADIENT_PORTS, PORTS, Port, Site
+from torchhook.core.torch_style import observer
 
 Schedule = Callable[[int], bool]
 """Which passes: a predicate on their numbers."""
 
 
-@dataclass(frozen=True, eq=False)
-class Tap:
+@dataclass(frozen=True, eq=False, repr=False)
+class Tap(Shown):
     """What to do with the values at some places of a model.
 
-    `action` is a `Sink`, an `Edit`, or a callable that takes each `Event` and returns None.
+    `action` is a `Sink`, an `Edit`, or a callable that observes and returns None. One that needs a single argument is
+    called with each `Event`; one that needs more is called as torch calls hooks: ``hook(module, inputs, output)``, for
+    the port ``input`` ``hook(module, inputs)`` (or ``hook(module, args, kwargs)``), for ``grad_output``
+    ``hook(module, grad_output)``, and for ``grad_input`` ``hook(module, grad_input, grad_output)``. Its values are
+    safe to keep. The gradients of several tensors come one at a time, with None for the others.
 
     >>> import torch
     >>> from torchhook import Session
@@ -43,12 +49,12 @@ class Tap:
     """
 
     selector: Query
-    action: Sink | Edit | Callable[[Event], None]
+    action: Sink | Edit | Callable[[Event], None] | Callable[..., None]
     port: Port = "output"
     when: Schedule | None = None
     transform: Callable[[Any], Any] | None = None
     group: str | None = None
-    edits: bool = field(init=False, repr=False, default=False)  # whether it changes what flows
+    edits: bool = field(init=False, default=False)  # whether it changes what flows
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "selector", Selector.of(self.selector))
@@ -68,6 +74,8 @@ class Tap:
             raise ValueError("transform= changes what is recorded, but an edit records nothing; leave transform= out")
         if self.edits and self.port == "param":
             raise ValueError("an edit changes activations and gradients, not parameters; assign to the parameter")
+        if not self.edits:
+            self.sink  # noqa: B018 (raises if the action takes other arguments)
 
     def bind(self, site: Site, module: nn.Module, scope: Scope) -> Act:
         """The act of this tap at one site."""
@@ -81,9 +89,14 @@ class Tap:
 
     @cached_property
     def sink(self) -> Sink:
-        """The action as a sink; a plain callable becomes an `Observer`."""
+        """The action as a sink."""
         assert not isinstance(self.action, Edit)
-        return self.action if isinstance(self.action, Sink) else Observer(self.action)
+        return self.action if isinstance(self.action, Sink) else observer(self.action, self.port)
+
+    @property
+    def ports(self) -> tuple[Port, ...]:
+        """The ports that the action needs: that of the tap, unless it says otherwise."""
+        return (self.port,) if self.edits else self.sink.ports or (self.port,)
 
     def transformed(self, value: Any, site: Site) -> Any:
         """`value` after the user's transform; an error in the transform names the site."""
@@ -98,6 +111,17 @@ class Tap:
             ) from error
 
 
+class Passes(Shown):
+    """A schedule: which passes, by their numbers."""
+
+    def __init__(self, test: Schedule) -> None:
+        self.test = test
+
+    def __call__(self, number: int) -> bool:
+        return self.test(number)
+
+
+@maker
 def every(n: int) -> Schedule:
     """Passes 0, `n`, 2 `n`, …
 
@@ -105,9 +129,10 @@ def every(n: int) -> Schedule:
     [0, 3, 6]
     """
     require_count(n, "n")
-    return lambda number: number % n == 0
+    return Passes(lambda number: number % n == 0)
 
 
+@maker
 def first(n: int) -> Schedule:
     """The first `n` passes.
 
@@ -115,9 +140,10 @@ def first(n: int) -> Schedule:
     [0, 1]
     """
     require_count(n, "n")
-    return lambda number: number < n
+    return Passes(lambda number: number < n)
 
 
+@maker
 def sample(fraction: float, seed: int = 0) -> Schedule:
     """A random `fraction` of the passes, the same ones for the same `seed`.
 
@@ -126,7 +152,7 @@ def sample(fraction: float, seed: int = 0) -> Schedule:
     """
     if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
         raise ValueError(f"fraction must be in (0, 1], not {fraction!r}")
-    return lambda number: random.Random(f"{seed}:{number}").random() < fraction
+    return Passes(lambda number: random.Random(f"{seed}:{number}").random() < fraction)
 
 
 def require_count(value: Any, argument: str) -> None:

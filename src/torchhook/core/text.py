@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -24,6 +25,18 @@ def in_units(size: float) -> str:
         if size < 1024:
             return f"{size:.1f} {unit}"
     return f"{size / 1024:.1f} TiB"
+
+
+def size_of(text: str) -> int:
+    """A number of bytes from its text, the inverse of `in_units`.
+
+    >>> size_of("256MiB"), size_of("1.5 KiB"), size_of("80")
+    (268435456, 1536, 80)
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])i)?B?\s*", text)
+    if found is None:
+        raise ValueError(f"{text!r} is not a size; write a number and a unit, such as 256MiB, or a number of bytes")
+    return int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " "))
 
 
 def shape_of(value: Any) -> str:
@@ -72,7 +85,12 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 def warn(message: str) -> None:
     """Warn, pointing at the user's line that led here through this package and torch."""
-    level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).split(".")[0] in ("torch", "torchhook"):
+    warnings.warn(message, stacklevel=user_level())
+
+
+def user_level() -> int:
+    """The `stacklevel` for a warning of the caller that points at the user's line, beyond this package and torch."""
+    level, frame, passed = 1, sys._getframe(1), ("torch", "torchhook", "contextlib")
+    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).split(".")[0] in passed:
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, stacklevel=level)
+    return level

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from importlib import import_module
 from operator import attrgetter, methodcaller
 from types import CodeType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +73,14 @@ def _attribute(owner: str, name: str, probe: Any, fallback: Callable[[Any], Any]
     """A getter of the private attribute `name` of objects like `probe`, or `fallback`."""
     found = _found(f"{owner}.{name}", lambda: getattr(probe, name), instead)
     return fallback if found is _MISSING else attrgetter(name)
+
+
+def _late(name: str, instead: str) -> bool:
+    """Whether to look for an attribute that only some objects have, such as compiled modules."""
+    NAMES.append(name)
+    if _is_hidden(name):
+        FALLBACKS[name] = instead
+    return not _is_hidden(name)
 
 
 def _refusal(name: str, purpose: str) -> Callable[..., NoReturn]:
@@ -228,9 +236,12 @@ WRAPPED_CALL_CODE = _code_of("_wrapped_call_impl")
 CALL_CODE = _code_of("_call_impl")
 
 
+_marks_replicas = _late("module._is_replica", "replicas of DataParallel are taken for copies of the model")
+
+
 def is_replica(module: nn.Module) -> bool:
     """Whether `module` is a replica that DataParallel made for one forward on one device."""
-    return bool(module.__dict__.get("_is_replica", False))
+    return _marks_replicas and bool(module.__dict__.get("_is_replica", False))
 
 
 def _classes(path: str, *public: str) -> Any:
@@ -281,10 +292,39 @@ sequence_number: Callable[[], int] = _of_torch(
 )
 
 
+with torch.inference_mode(False), torch.enable_grad():
+    _node: Any = torch.ones(1, requires_grad=True).exp().grad_fn
+_numbers_nodes = _found(
+    "node._sequence_nr",
+    lambda: _node._sequence_nr,
+    "the origin of a NaN in the backward is reported without its module",
+)
+_shows_saved = _found("node._saved_result", lambda: _node._saved_result, "the terms of a loss are not recognised")
+
+
 def sequence_number_of(node: Any) -> int | None:
     """The number that autograd gave to a node of its graph."""
-    number = getattr(node, "_sequence_nr", None)
+    number = None if _numbers_nodes is _MISSING else getattr(node, "_sequence_nr", None)
     return None if number is None else int(number())
+
+
+def saved_by(node: Any, name: str) -> Any:
+    """What a node of autograd's graph has kept for the backward under `name`; None if it keeps nothing there."""
+    if _shows_saved is _MISSING:
+        return None
+    try:
+        return getattr(node, f"_saved_{name}", None)
+    except RuntimeError:  # freed by a backward, or changed in place since
+        return None
+
+
+_queue = _found(
+    "torch.autograd.Variable._execution_engine",
+    lambda: torch.autograd.Variable._execution_engine.queue_callback,
+    "each gradient is checked for NaN as it arrives, which waits for the device",
+)
+after_backward: Callable[[Callable[[], None]], None] = (lambda act: act()) if _queue is _MISSING else _queue
+"""Calls a function at the end of the backward that is running; if torch cannot do that, immediately."""
 
 
 _in_tls = _of_torch("torch._C._is_key_in_tls", None, "backwards of other threads are also seen")
@@ -332,41 +372,61 @@ def is_dynamo_loaded() -> bool:
     return "torch._dynamo" in sys.modules
 
 
+_COUNTERS = "torch._dynamo.utils.counters"
+_WITHOUT_COUNTERS = "as soon as the compiler is loaded, any module may count as compiled"
+_counts_graphs = _late(_COUNTERS, _WITHOUT_COUNTERS)
+
+
 def graph_count() -> int:
-    """How many graphs were compiled in this process."""
+    """How many graphs were compiled in this process; 1 if that is unknown."""
     dynamo = sys.modules.get("torch._dynamo")
-    try:
-        return 0 if dynamo is None else int(dynamo.utils.counters["stats"]["unique_graphs"])
-    except AttributeError:
-        return 1  # unknown: there may be one
+    if dynamo is None:
+        return 0
+    with suppress(AttributeError):
+        if _counts_graphs:
+            return int(dynamo.utils.counters["stats"]["unique_graphs"])
+    FALLBACKS[_COUNTERS] = _WITHOUT_COUNTERS
+    return 1
+
+
+_marks_constants = _late("function._dynamo_marked_constant", "importing torchhook also imports torch's compiler")
 
 
 def marked_constant(function: Callable[..., Any]) -> Callable[..., Any]:
     """Let a compiler call `function` while it traces, as ``torch.compiler.assume_constant_result`` does."""
+    if not _marks_constants:
+        return cast("Callable[..., Any]", torch.compiler.assume_constant_result(function))
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # functions take attributes
     return function
 
 
+_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+WRAPPER_NAMES = frozenset(
+    name for name in _WRAPPERS if _late(f"module.{name}", "paths inside such a wrapper contain its private name")
+)
+"""The attributes in which torch's wrappers hold the module that they wrap."""
+
+
 def compiled_inside(module: nn.Module) -> nn.Module | None:
     """The module that ``torch.compile(module)`` wraps, or None if `module` is not such a wrapper."""
-    if type(module).__name__ != "OptimizedModule":
+    if type(module).__name__ != "OptimizedModule" or "_orig_mod" not in WRAPPER_NAMES:
         return None
     return submodules(module).get("_orig_mod")
 
 
-WRAPPER_NAMES = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
-"""The attributes in which torch's wrappers hold the module that they wrap."""
+_names_compiled = _late("function._torchdynamo_orig_callable", "compiled calls are treated like plain ones")
+_names_backends = _late("function._torchdynamo_orig_backend", "wrapped backends of torch.compile are not recognised")
 
 
 def is_compiled_call(call: Any) -> bool:
     """Whether `call` was made by torch.compile."""
-    return hasattr(call, "_torchdynamo_orig_callable")
+    return _names_compiled and hasattr(call, "_torchdynamo_orig_callable")
 
 
 def backend_of(context: Any) -> Any:
     """The backend that a context of torch.compile calls, without the wrappers around it."""
     backend = context.callback
-    while hasattr(backend, "_torchdynamo_orig_backend"):
+    while _names_backends and hasattr(backend, "_torchdynamo_orig_backend"):
         backend = backend._torchdynamo_orig_backend
     return backend
 
@@ -380,6 +440,23 @@ def keep_in_order(op: str) -> None:
     """Make compilers run `op` in order and never leave it out. (The public function would import the compiler.)"""
     if can_order_ops:
         _registry.find(op).effect.register(_effects.ORDERED)
+
+
+_knows_schemas = _found(
+    "op._schema", lambda: torch.ops.aten.add.Tensor._schema.is_mutable, "operations in place are recognised by name"
+)
+
+
+def is_in_place(op: Any) -> bool:
+    """Whether an operation, as a dispatch mode receives it, writes to its arguments.
+
+    >>> is_in_place(torch.ops.aten.add_.Tensor), is_in_place(torch.ops.aten.add.Tensor)
+    (True, False)
+    """
+    if _knows_schemas is _MISSING:
+        _, name, overload, *_ = (*str(op).split("."), "")
+        return name.endswith("_") or overload.endswith("out")
+    return bool(op._schema.is_mutable)
 
 
 # --- optimizers and scalers
@@ -431,13 +508,17 @@ def default_store() -> Any:
     return found()
 
 
-FSDP_STATE = "_get_fsdp_state"
-"""A method of every module that fully_shard has wrapped."""
+_knows_fsdp = _late("module._get_fsdp_state", "parameters that fully_shard has gathered are not recognised")
+
+
+def is_fsdp_module(module: nn.Module) -> bool:
+    """Whether fully_shard manages `module`."""
+    return _knows_fsdp and hasattr(module, "_get_fsdp_state")
 
 
 def fsdp_parameters(module: nn.Module) -> list[tuple[Any, nn.Parameter]]:
     """The gathered and the sharded form of every parameter that fully_shard manages for `module`."""
-    state = getattr(module, FSDP_STATE)() if hasattr(module, FSDP_STATE) else None
+    state = cast("Any", module)._get_fsdp_state() if is_fsdp_module(module) else None
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     managed = [known for group in groups if group is not None for known in group.fsdp_params]
     return [(getattr(known, "_unsharded_param", None), known.sharded_param) for known in managed]

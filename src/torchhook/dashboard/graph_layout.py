@@ -43,7 +43,7 @@ def in_lanes(wires: Iterable[Wire]) -> list[tuple[Wire, int]]:
 
 
 def picture(wires: Iterable[Wire], lines: int) -> tuple[str, int]:
-    """The wires beside a list of so many lines, as the data URL of an SVG, and its width."""
+    """The wires beside a list of this many lines, as the data URL of an SVG, and its width."""
     placed = in_lanes(wires)
     wide = _NEAR + _LANE * (1 + max((lane for _, lane in placed), default=0))
     drawn = "".join(_drawn(wire, wide - _NEAR - _LANE * lane, wide) for wire, lane in placed)

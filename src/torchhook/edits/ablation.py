@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchhook.core.edit import At, Edit
 from torchhook.core.errors import SelectionError, TapError
 from torchhook.core.selection import unwrapped
+from torchhook.core.shown import maker
 from torchhook.core.site import Port, Site
 from torchhook.core.torch_internals import BATCH_AND_INSTANCE_NORMS, CONVOLUTIONS, POOLINGS, submodules
 from torchhook.edits.basic import fitted
@@ -128,6 +129,7 @@ class AblateHeads(Ablate):
         return twin
 
 
+@maker
 def ablate(
     *,
     channels: Indices | None = None,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from torchhook.core.edit import At, Edit
 from torchhook.core.errors import TapError
+from torchhook.core.shown import maker
 from torchhook.core.site import Site
 
 
@@ -122,10 +123,8 @@ class Apply(Edit):
     def change(self, x: Any, call: int) -> Any:
         return self.function(x)
 
-    def __repr__(self) -> str:
-        return f"edit by {getattr(self.function, '__qualname__', type(self.function).__name__)}"
 
-
+@maker
 def replace(value: Tensor | float, where: Any = None, at: At = None) -> Edit:
     """Replace the value by `value`, broadcast to its shape; `where` limits it to a mask or an index.
 
@@ -138,6 +137,7 @@ def replace(value: Tensor | float, where: Any = None, at: At = None) -> Edit:
     return Replace(value, where, at)
 
 
+@maker
 def add(vector: Tensor | float, where: Any = None, at: At = None) -> Edit:
     """Add `vector` (steering); `where` limits it to a mask or an index, as ``(slice(None), -1)``: the last position.
 
@@ -150,6 +150,7 @@ def add(vector: Tensor | float, where: Any = None, at: At = None) -> Edit:
     return Add(vector, where, at)
 
 
+@maker
 def scale(factor: Tensor | float, where: Any = None, at: At = None) -> Edit:
     """Multiply the value by `factor`; `where` limits it to a mask or an index.
 
@@ -162,6 +163,7 @@ def scale(factor: Tensor | float, where: Any = None, at: At = None) -> Edit:
     return Scale(factor, where, at)
 
 
+@maker
 def clamp(min: float | None = None, max: float | None = None, at: At = None) -> Edit:  # noqa: A002 (torch's names)
     """Limit the value to the range from `min` to `max`.
 
@@ -176,6 +178,7 @@ def clamp(min: float | None = None, max: float | None = None, at: At = None) -> 
     return Clamp(min, max, at)
 
 
+@maker
 def noise(std: float, seed: int | None = None, at: At = None) -> Edit:
     """Add Gaussian noise: new at every call, or, with a `seed`, always the same for a given site and shape.
 
@@ -188,6 +191,7 @@ def noise(std: float, seed: int | None = None, at: At = None) -> Edit:
     return Noise(std, seed, at)
 
 
+@maker
 def apply(function: Callable[[Any], Any], at: At = None) -> Edit:
     """Replace the value by `function` of it, or one tensor of it if `at` is given.
 

@@ -12,9 +12,12 @@ from torchhook.core.call_wrapper import Armed
 from torchhook.core.edit import Edit
 from torchhook.core.forward_patch import ForwardPatch
 from torchhook.core.hooks.registration import Removable, on_gradient
+from torchhook.core.lifetime import Attaching
+from torchhook.core.renamed import old_method
 from torchhook.core.selection import Query, require_module, select
 from torchhook.core.session import ScopeName, Session
 from torchhook.core.shards import is_sharded
+from torchhook.core.shown import Shown, maker
 from torchhook.core.silent import OnSilent
 from torchhook.core.site import PORTS, Port
 from torchhook.core.tap import Tap
@@ -68,7 +71,7 @@ def _query_and_port(key: Any, port: Port) -> tuple[Any, Port]:
     return key
 
 
-class Skip:
+class Skip(Shown, Attaching):
     """Leaves some modules of a model out; see `torchhook.skip`."""
 
     def __init__(self, modules: list[nn.Module], returns: Callable[[Any], Any] | None) -> None:
@@ -76,29 +79,24 @@ class Skip:
         self._returns = returns
         self._patches: list[ForwardPatch] = []
 
-    def attach(self) -> Skip:
+    def open(self) -> Skip:
         """Start to leave them out. (``with`` does this.)"""
         if not self._patches:
             self._patches = [ForwardPatch(module, self._identity) for module in self._modules]
         return self
 
-    def detach(self) -> None:
+    def close(self) -> None:
         """Let them run again. (The end of the ``with`` block does this.)"""
         for patch in self._patches:
             patch.remove()
         self._patches.clear()
-
-    def __enter__(self) -> Skip:
-        return self.attach()
-
-    def __exit__(self, *error: object) -> None:
-        self.detach()
 
     def _identity(self, *args: Any, **kwargs: Any) -> Any:
         first = args[0] if args else next(iter(kwargs.values()))
         return first if self._returns is None else self._returns(first)
 
 
+@maker
 def skip(model: nn.Module, *queries: Query, returns: Callable[[Any], Any] | None = None) -> Skip:
     """Run `model` without the selected modules, inside the block: each returns its first input.
 
@@ -124,52 +122,67 @@ def skip(model: nn.Module, *queries: Query, returns: Callable[[Any], Any] | None
     return Skip(list(dict.fromkeys(modules.values())), returns)
 
 
-class ClipGradients:
+class ClipGradients(Attaching):
     """Clips gradients by hooks, and counts how often; see `torchhook.clip_gradients`."""
 
-    def __init__(self, parameters: dict[str, nn.Parameter], limit: float, by_norm: bool) -> None:
+    def __init__(self, parameters: dict[str, nn.Parameter], limit: float, by_norm: bool, group: str | None) -> None:
         self.limit = limit
         self.by_norm = by_norm
-        self._counts: dict[str, Tensor] = {}
+        self.group = group
+        self._parameters = parameters
+        self._counts: dict[str, Tensor] = {}  # clipped and nonfinite
         self._handles: list[Removable] = []
         for path, parameter in parameters.items():
-            self._counts[path] = torch.zeros((), dtype=torch.int64, device=parameter.device)
-            self._handles.append(on_gradient(parameter, Clip(self._counts[path], limit, by_norm)))
+            self._counts[path] = torch.zeros(2, dtype=torch.int64, device=parameter.device)
+        self.open()
 
     @property
     def counts(self) -> dict[str, int]:
         """How many gradients were clipped, by parameter."""
-        return {path: int(count) for path, count in self._counts.items()}
+        return {path: int(count[0]) for path, count in self._counts.items()}
 
     @property
     def clipped(self) -> int:
         """The total number of clipped gradients."""
         return sum(self.counts.values())
 
-    def remove(self) -> None:
+    @property
+    def nonfinite_counts(self) -> dict[str, int]:
+        """How many gradients had NaN or Inf in them, by parameter. They do not count as clipped."""
+        return {path: int(count[1]) for path, count in self._counts.items()}
+
+    @property
+    def nonfinite(self) -> int:
+        """The total number of gradients with NaN or Inf in them."""
+        return sum(self.nonfinite_counts.values())
+
+    def open(self) -> ClipGradients:
+        """Clip again after `close`; at first it does so by itself."""
+        if not self._handles:
+            for path, parameter in self._parameters.items():
+                clip = Clip(self._counts[path], self.limit, self.by_norm)
+                self._handles.append(on_gradient(parameter, clip, self.group))
+        return self
+
+    def close(self) -> None:
         """Stop clipping. (The end of a ``with`` block does this.)"""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
-    def __enter__(self) -> ClipGradients:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.remove()
+    remove = old_method("close")
 
     def __repr__(self) -> str:
         limit = f"{'norm' if self.by_norm else 'value'}={self.limit}"
-        return f"ClipGradients({limit}): {self.clipped} gradients of {len(self._counts)} parameters clipped"
+        rest = f", {self.nonfinite} not finite" if self.nonfinite else ""
+        return f"ClipGradients({limit}): {self.clipped} gradients of {len(self._counts)} parameters clipped{rest}"
 
 
 class Clip:
-    """The hook of one parameter: clips its gradient and counts on the device, without a synchronisation."""
+    """Clips the gradients of one parameter, and counts on the device, without a synchronisation."""
 
-    __torch_unserializable__ = True  # so that torch.save of the model does not warn
-
-    def __init__(self, count: Tensor, limit: float, by_norm: bool) -> None:
-        self.count = count
+    def __init__(self, counts: Tensor, limit: float, by_norm: bool) -> None:
+        self.counts = counts
         self.limit = limit
         self.by_norm = by_norm
 
@@ -180,18 +193,25 @@ class Clip:
             clipped = gradient * (self.limit / length).clamp(max=1.0).to(gradient.dtype)
         else:
             clipped = gradient.clamp(-self.limit, self.limit)
-        self.count += (clipped != gradient).any()
+        finite = gradient.isfinite().all()
+        self.counts += torch.stack([(clipped != gradient).any() & finite, ~finite])
         return clipped
 
 
 def clip_gradients(
-    model: nn.Module, *queries: Query, value: float | None = None, norm: float | None = None
+    model: nn.Module,
+    *queries: Query,
+    value: float | None = None,
+    norm: float | None = None,
+    group: str | None = None,
 ) -> ClipGradients:
     """Clip the gradients of the selected modules' parameters (without queries, all) as soon as they are computed.
 
     `value` limits each element to ±`value`; `norm` limits the L2 norm of each parameter's gradient. (For the total
-    norm of all gradients use ``torch.nn.utils.clip_grad_norm_``.) It applies until ``remove()`` or the end of a
-    ``with`` block. ``.clipped`` and ``.counts`` say how many gradients were clipped.
+    norm of all gradients use ``torch.nn.utils.clip_grad_norm_``.) It applies from now on, until `close` or the end of a
+    ``with`` block. ``.clipped`` and ``.counts`` say how many gradients were clipped, ``.nonfinite`` and
+    ``.nonfinite_counts`` how many had NaN or Inf in them. `group` is a label for `torchhook.hooks` and
+    `torchhook.detach`.
 
     >>> from torchhook import clip_gradients
     >>> model = nn.Linear(1, 1)
@@ -217,19 +237,20 @@ def clip_gradients(
             "the gradients of sharded parameters are computed outside autograd, where hooks cannot see them; use"
             " torch.nn.utils.clip_grad_norm_ after the backward"
         )
-    return ClipGradients(parameters, limits[0], by_norm=norm is not None)
+    return ClipGradients(parameters, limits[0], by_norm=norm is not None, group=group)
 
 
+@maker
 def arm(model: nn.Module) -> Armed:
     """Prepare `model`, before it is compiled, for taps that are attached afterwards.
 
     A compiled graph notices new hooks only on modules that had some when it was compiled. Attaching taps then compiles
-    once more, and when they are removed the first graph is used again. Returns a handle: ``.remove()`` disarms.
+    once more, and when they are removed the first graph is used again. It lasts until `close`.
 
     >>> from torchhook import arm
     >>> model = nn.Sequential(nn.Linear(2, 2))
-    >>> handle = arm(model)
-    >>> handle.remove()
+    >>> armed = arm(model).open()
+    >>> armed.close()
     """
     require_module(model)
     return Armed(model)

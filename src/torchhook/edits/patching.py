@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from torchhook.core.edit import At, Edit, in_arguments
 from torchhook.core.errors import NotRecordedError, TapError
+from torchhook.core.shown import maker
 from torchhook.core.site import Site
 from torchhook.core.trees import Address, Arguments, leaves
 from torchhook.edits.basic import fitted, partly
@@ -39,6 +40,7 @@ class Patch(Edit):
         return partly(x, fitted(value, x, "patch"), self.where)
 
 
+@maker
 def patch(source: Source, where: Any = None, at: At = None) -> Edit:
     """Replace the value by `source`: a tensor, or a capture, from which it takes the same site and call.
 

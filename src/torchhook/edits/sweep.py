@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import html
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from torchhook.core.batch import inputs_of
 from torchhook.core.edit import Edit
 from torchhook.core.errors import SelectionError
-from torchhook.core.progress import track
+from torchhook.core.progress import Progress, track
 from torchhook.core.selection import Query, queries_of, require_module, select
 from torchhook.core.session import Session
 from torchhook.core.site import PORTS, Port, Site
+from torchhook.core.tabular import Tabular
 from torchhook.core.tap import Tap, require_count
-from torchhook.core.text import html_table, table, warn
+from torchhook.core.text import warn
 from torchhook.core.trees import Arguments, leaves, mapped
 from torchhook.edits import apply, patch
 from torchhook.edits.ablation import PROJECTIONS
@@ -35,17 +35,13 @@ class SweepRow(NamedTuple):
     recovered: float | None  # with a source, the fraction of the way from there to the clean run
 
 
-class Sweep(Sequence[SweepRow]):
+class Sweep(Tabular, Sequence[SweepRow]):
     """The rows of a sweep in the order of the sites, and the metric without an edit and of the clean run."""
 
     def __init__(self, rows: list[SweepRow], baseline: float, clean: float | None) -> None:
         self.rows = rows
         self.baseline = baseline
         self.clean = clean
-
-    def table(self) -> list[dict[str, Any]]:
-        """The rows as plain dictionaries, e.g. for pandas."""
-        return [{"path": row.site.path, "port": row.site.port, **row._asdict()} for row in self.rows]
 
     def best(self, count: int = 5) -> list[SweepRow]:
         """The rows that change the metric most."""
@@ -57,25 +53,20 @@ class Sweep(Sequence[SweepRow]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __repr__(self) -> str:
-        return f"{self._title()}\n{table(self._header(), self._cells())}"
-
-    def _repr_html_(self) -> str:
-        return f"<p>{html.escape(self._title())}</p>{html_table(self._header(), self._cells())}"
+    def _records(self) -> list[dict[str, Any]]:
+        return [{"path": row.site.path, "port": row.site.port, **row._asdict()} for row in self.rows]
 
     def _title(self) -> str:
         clean = "" if self.clean is None else f", clean run {self.clean:.4g}"
         return f"Sweep over {len(self)} sites: without an edit {self.baseline:.4g}{clean}"
 
-    def _header(self) -> tuple[str, ...]:
-        return ("site", "port", "value", "change", *(() if self.clean is None else ("recovered",)))
-
-    def _cells(self) -> list[list[Any]]:
+    def _printed(self) -> tuple[Sequence[str], list[list[Any]]]:
+        header = ("site", "port", "value", "change", *(() if self.clean is None else ("recovered",)))
         rows = []
         for row in self.rows:
             cells = [row.site.path or "''", row.site.port, f"{row.value:.4g}", f"{row.change:+.4g}"]
             rows.append(cells if row.recovered is None else [*cells, f"{row.recovered:.1%}"])
-        return rows
+        return header, rows
 
 
 def sweep(
@@ -88,7 +79,7 @@ def sweep(
     *,
     port: Port = "output",
     batch: int | None = None,
-    progress: TextIO | None = sys.stderr,
+    progress: Progress = True,
 ) -> Sweep:
     """Edit each of `sites` in turn, run `model` on `x`, and compute `metric` of the output.
 
@@ -102,7 +93,7 @@ def sweep(
         batch: How many sites share a forward, each with its own copy of `x` along the first dimension. By default
             as many as make 64 samples, if the model is in eval mode and treats samples independently (this is
             checked); 1 runs each site alone.
-        progress: Where to show a progress bar, if it is a terminal; None for no bar.
+        progress: True for a bar in a terminal, False for none, or a function (what, done, total).
 
     >>> from torchhook import edits, sweep
     >>> model = nn.Sequential(nn.Identity(), nn.ReLU()).eval()
@@ -116,7 +107,7 @@ def sweep(
     if batch is not None:
         require_count(batch, "batch")
     chosen = _sites(model, sites, port)
-    given, clean_value = Arguments.of(x), None
+    given, clean_value = inputs_of(x, model), None
     if model.training:
         warn("the model is in training mode, so dropout and batch statistics change the metric as well; call .eval()")
     change = edit
@@ -124,7 +115,7 @@ def sweep(
         output = model(*given.args, **given.kwargs)
         baseline = _number(metric(output))
         if source is not None:
-            clean, clean_value = _clean(model, chosen, Arguments.of(source), metric)
+            clean, clean_value = _clean(model, chosen, inputs_of(source, model), metric)
             change = patch(clean) if edit is None else _made_from(edit, clean)
         if change is None:
             raise ValueError("edit is None, which means patching from source=, but source is None")

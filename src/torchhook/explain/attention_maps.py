@@ -6,7 +6,6 @@ computed when they are read, from copies of queries and keys, which are far smal
 
 from __future__ import annotations
 
-import html
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import nan, prod
@@ -19,7 +18,8 @@ from torch import Tensor, nn
 from torchhook.core.attention import Logits
 from torchhook.core.errors import BudgetError, NotRecordedError
 from torchhook.core.selection import glob
-from torchhook.core.text import html_table, in_units, table
+from torchhook.core.tabular import Tabular
+from torchhook.core.text import in_units
 from torchhook.explain.token_grid import Grid
 from torchhook.stats.attention import entropy_of, weights_of
 
@@ -123,7 +123,7 @@ class AttentionCall:
         return f"{self.path or 'the model'!r}{which}"
 
 
-class Attended(Sequence[AttentionCall]):
+class Attended(Tabular, Sequence[AttentionCall]):
     """Every attention of one pass, in the order of computation, and the output of the model (`output`).
 
     ``seen[3]`` is the fourth; ``seen["encoder.layer.0.attention.self"]`` lists all at a path, which may be a glob;
@@ -148,28 +148,28 @@ class Attended(Sequence[AttentionCall]):
         """The paths of the modules that computed attention, in the order of their first call."""
         return list(dict.fromkeys(call.path for call in self.calls))
 
-    def table(self) -> list[dict[str, Any]]:
-        """One row per head of each attention, as plain dictionaries, e.g. for pandas."""
+    def _records(self) -> list[dict[str, Any]]:
+        """One row per head of each attention."""
         rows = []
         for call in self.calls:
             means = {name: value.tolist() for name, value in call.by_head().items()}
             for head in range(call.shape[1]):
                 numbers = {name: values[head] for name, values in means.items()}
-                rows.append({"layer": call.path, "call": call.call, "head": head, **numbers})
+                rows.append({"path": call.path, "call": call.call, "head": head, **numbers})
         return rows
 
-    def change(self, other: Attended) -> list[dict[str, Any]]:
+    def change(self, other: Attended) -> AttentionChange:
         """How the attention of the same model on the same input has changed in `other`, such as later in a training.
 
-        One row per head of each attention: its mean entropy here (`before`) and in `other` (`after`), the `change`, and
-        `moved`: the mean share of its weight that each query gives to other keys, from 0 to 1 (the total variation
-        distance). That is None where the weights were not kept in both.
+        The result has one row per head of each attention: its mean entropy here (`before`) and in `other` (`after`),
+        the `change`, and `moved`: the mean share of its weight that each query gives to other keys, from 0 to 1 (the
+        total variation distance). That is None where the weights were not kept in both.
 
         >>> from torchhook.explain import attention
         >>> model, x = torch.nn.MultiheadAttention(4, 1, batch_first=True), torch.randn(1, 3, 4)
         >>> before = attention(model, (x, x, x))
         >>> _ = model.in_proj_weight.data.zero_()  # now all keys get the same weight
-        >>> [row] = before.change(attention(model, (x, x, x)))
+        >>> [row] = before.change(attention(model, (x, x, x))).rows
         >>> round(row["after"], 3), row["change"] > 0, 0 < row["moved"] < 1
         (1.0, True, True)
         """
@@ -178,7 +178,7 @@ class Attended(Sequence[AttentionCall]):
             odd = next((pair for pair in zip(mine, others, strict=False) if pair[0] != pair[1]), None)
             said = f"{len(mine)} attentions and {len(others)}" if odd is None else " and ".join(map(_place_text, odd))
             raise ValueError(f"other must be of the same model and of inputs of the same shape, but has {said}")
-        return [row for pair in zip(self.calls, other.calls, strict=True) for row in _changes(*pair)]
+        return AttentionChange([row for pair in zip(self.calls, other.calls, strict=True) for row in _changes(*pair)])
 
     def rollout(self, calls: Sequence[AttentionCall] | None = None, *, heads: Fusion = "mean") -> Tensor:
         """How much of each input position reaches each output position: samples × positions × positions.
@@ -211,7 +211,7 @@ class Attended(Sequence[AttentionCall]):
         means = [call.by_head()["entropy"].tolist() for call in self.calls]
         widest = max(map(len, means))
         matrix = [mean + [nan] * (widest - len(mean)) for mean in means]
-        return similarity(matrix, rows=[f"{call.path} {call.call}" for call in self.calls], ax=ax)
+        return similarity(matrix, rows=[f"{call.path} {call.call}" for call in self.calls], unit="entropy", ax=ax)
 
     @overload
     def __getitem__(self, which: int) -> AttentionCall: ...
@@ -235,15 +235,7 @@ class Attended(Sequence[AttentionCall]):
     def __len__(self) -> int:
         return len(self.calls)
 
-    def __repr__(self) -> str:
-        return "\n".join([self._title(), table(_HEADER, self._cells()), *self._notes()])
-
-    def _repr_html_(self) -> str:
-        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self._notes())
-        return f"<p>{html.escape(self._title())}</p>{html_table(_HEADER, self._cells())}{notes}"
-
-    def _notes(self) -> list[str]:
-        """One line for each reason that something is missing."""
+    def _foot(self) -> list[str]:
         by_reason: dict[str, list[str]] = {}
         for path, reason in self.left_out.items():
             by_reason.setdefault(reason, []).append(path)
@@ -255,8 +247,9 @@ class Attended(Sequence[AttentionCall]):
     def _title(self) -> str:
         return f"{len(self)} attentions in {len(self.paths)} modules; entropy, distance and sink are means over heads"
 
-    def _cells(self) -> list[list[Any]]:
-        return [[call.path or "''", call.call, _shape_text(call.shape), *_means(call)] for call in self.calls]
+    def _printed(self) -> tuple[Sequence[str], list[list[Any]]]:
+        rows = [[call.path or "''", call.call, _shape_text(call.shape), *_means(call)] for call in self.calls]
+        return ("layer", "call", "shape", "entropy", "distance", "sink"), rows
 
     def _chain(self, calls: Sequence[AttentionCall] | None) -> Sequence[AttentionCall]:
         """The attentions of a rollout; raises unless their shapes can be multiplied."""
@@ -280,7 +273,17 @@ class Attended(Sequence[AttentionCall]):
         return chain
 
 
-_HEADER = ("layer", "call", "shape", "entropy", "distance", "sink")
+class AttentionChange(Tabular):
+    """How the attention of a model has changed from one moment to another: `rows`, one per head of each attention."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = rows
+
+    def _records(self) -> list[dict[str, Any]]:
+        return self.rows
+
+    def _title(self) -> str:
+        return f"{len(self.rows)} heads: their mean entropy before and after, and the share of weight that moved"
 
 
 def summary_of(logits: Logits, grid: Grid | None = None) -> HeadSummary:

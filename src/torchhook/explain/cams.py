@@ -10,7 +10,7 @@ All take the same arguments:
     x       The input, a tuple of positional arguments or a dict of keyword arguments; a whole batch costs one backward.
     target  What to explain: a class, one class per sample, a function from the model's output to one number per sample
             (for segmentation, detection, embeddings, …), or None for the predicted class of each sample.
-    layer   The path of a module, or the module. None is the last call in a pass, in order of execution, that returns
+    sites   The path of a module, or the module. None is the last call in a pass, in order of execution, that returns
             maps or patch tokens on which the target depends, before a pooling at the end; ``heat.layer`` says which.
     call    Which call, if the layer is called several times in a pass; ``-1`` is the last.
     fold    A function that turns the layer's output, and its gradient, into samples × channels × height × width. Not
@@ -25,10 +25,11 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from torchhook.core.batch import inputs_of
 from torchhook.core.model_state import inference
-from torchhook.core.selection import Query
+from torchhook.core.renamed import renamed
+from torchhook.core.selection import Sites
 from torchhook.core.text import warn
-from torchhook.core.trees import Arguments
 from torchhook.explain.heat import Heat
 from torchhook.explain.layer_choice import choose_layer
 from torchhook.explain.layer_values import ReachedLayer, reach_layer
@@ -53,7 +54,7 @@ class Cam(Protocol):
         model: nn.Module,
         x: Any,
         target: Target = None,
-        layer: Query | None = None,
+        sites: Sites = None,
         *,
         call: int | None = None,
         fold: Fold | None = None,
@@ -64,18 +65,19 @@ class Cam(Protocol):
 def by_gradient(formula: Formula) -> Cam:
     """The method whose maps `formula` computes."""
 
+    @renamed(layer="sites")
     def cam(
         model: nn.Module,
         x: Any,
         target: Target = None,
-        layer: Query | None = None,
+        sites: Sites = None,
         *,
         call: int | None = None,
         fold: Fold | None = None,
     ) -> Heat:
-        given, target = Arguments.of(x), classes_as_list(target)
+        given, target = inputs_of(x, model), classes_as_list(target)
         with inference(model):
-            reached = reach_layer(model, given, choose_layer(model, given, target, layer, call, fold), fold)
+            reached = reach_layer(model, given, choose_layer(model, given, target, sites, call, fold), fold)
             score = Score.of(target, reached.output, reached.layout.samples)
             gradient = reached.gradient(score)
             maps = formula(reached.maps, gradient)
@@ -94,7 +96,7 @@ def _warn_of_zeros(gradient: Tensor, heat: Heat) -> None:
         warn(
             f"{heat.method}: the gradient of the target is zero in the whole output of layer {heat.layer!r} for sample"
             f" {which}, so there is nothing on its map: what follows the layer passes no gradient on (a saturated"
-            " softmax, a ReLU that is off, weights of zero, a detach); choose another target= or layer="
+            " softmax, a ReLU that is off, weights of zero, a detach); choose another target= or sites="
         )
 
 
@@ -114,7 +116,7 @@ def grad_cam(maps: Tensor, gradient: Tensor) -> Tensor:
         x: The input, a tuple of positional arguments or a dict of keyword arguments.
         target: A class, one class per sample, a function from the output to one number per sample, or None for the
             predicted class.
-        layer: A path or a module; None is the last one with a spatial extent on which the target depends: in a
+        sites: A path or a module; None is the last one with a spatial extent on which the target depends: in a
             convolutional net the activation of its last convolution, before a pooling at the end.
         call: Which call of the layer, if there are several in a pass.
         fold: A function from the layer's output to samples × channels × height × width, if its shape is unusual.
@@ -147,7 +149,7 @@ def layer_cam(maps: Tensor, gradient: Tensor) -> Tensor:
     The arguments are those of `grad_cam`.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8 * 49, 10))
-    >>> layer_cam(net, torch.rand(2, 3, 16, 16), target=[1, 2], layer="1")
+    >>> layer_cam(net, torch.rand(2, 3, 16, 16), target=[1, 2], sites="1")
     layer_cam of '1': 2×14×14, target 1, 2
     """
     return (gradient.relu() * maps).sum(1)
@@ -181,18 +183,19 @@ def grad_cam_pp(maps: Tensor, gradient: Tensor) -> Tensor:
     return weighted(maps, (share * gradient.relu()).sum((2, 3)))  # where the gradient is zero, so is the share
 
 
+@renamed(layer="sites")
 def eigen_cam(
     model: nn.Module,
     x: Any,
     target: Target = None,
-    layer: Query | None = None,
+    sites: Sites = None,
     *,
     call: int | None = None,
     fold: Fold | None = None,
 ) -> Heat:
     """The first principal component of a layer's channels: what they have in common, for any class (Muhammad 2020).
 
-    It needs no gradient, and uses `target` only to find the layer if `layer` is None. The sign of a principal component
+    It needs no gradient, and uses `target` only to find the layer if `sites` is None. The sign of a principal component
     is arbitrary; here the map correlates positively with the mean absolute value of the channels. The arguments are
     those of `grad_cam`.
 
@@ -203,9 +206,9 @@ def eigen_cam(
     >>> heat, divmod(heat.maps.argmax().item(), 8)
     (eigen_cam of '0': 1×8×8, (2, 5))
     """
-    given = Arguments.of(x)
+    given = inputs_of(x, model)
     with inference(model):
-        chosen = choose_layer(model, given, target, layer, call, fold, scored=False)
+        chosen = choose_layer(model, given, target, sites, call, fold, scored=False)
         reached = reach_layer(model, given, chosen, fold, graph=False)
         maps = _principal(reached.maps)
     return heat_of("eigen_cam", reached, maps, [None] * len(maps))

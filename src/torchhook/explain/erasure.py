@@ -6,7 +6,7 @@ for comparison.
 
 from __future__ import annotations
 
-import html
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -14,10 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchhook.core.batch import inputs_of
 from torchhook.core.model_state import inference
 from torchhook.core.selection import require_module
+from torchhook.core.tabular import Tabular
 from torchhook.core.tap import require_count
-from torchhook.core.text import html_table, shape_of, table
+from torchhook.core.text import shape_of
 from torchhook.core.trees import Arguments, taken
 from torchhook.explain.batched_arguments import BatchedArguments
 from torchhook.explain.heat import Heat
@@ -32,7 +34,7 @@ _BLUR = 20  # the longer side of the image over the standard deviation of the bl
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Faithfulness:
+class Faithfulness(Tabular):
     """The curves of the maps, and of random maps, over the fraction of the pixels that were erased or restored.
 
     Args:
@@ -72,10 +74,6 @@ class Faithfulness:
             return f"Partly faithful: the maps beat all random maps by {good[0]} only."
         return "Not faithful: what the maps show does not matter more to the score than what random maps show."
 
-    def table(self) -> list[dict[str, Any]]:
-        """The areas as plain dictionaries, e.g. for pandas."""
-        return [row._asdict() for row in self._rows()]
-
     def figure(self) -> Figure:
         """Both curves, averaged over the samples, with those of the random maps in grey. Needs matplotlib."""
         from torchhook.plot.style import SMALL, place
@@ -98,11 +96,11 @@ class Faithfulness:
     def __len__(self) -> int:
         return len(self.insertion)
 
-    def __repr__(self) -> str:
-        return f"{self._title()}\n{table(_HEADER, self._cells())}\n{self.verdict}"
+    def _records(self) -> list[dict[str, Any]]:
+        return [row._asdict() for row in self._rows()]
 
-    def _repr_html_(self) -> str:
-        return f"<p>{self._title()}</p>{html_table(_HEADER, self._cells())}<p>{html.escape(self.verdict)}</p>"
+    def _foot(self) -> Sequence[str]:
+        return (self.verdict,)
 
     def _rows(self) -> list[_CurveSummary]:
         return [
@@ -115,13 +113,11 @@ class Faithfulness:
     def _title(self) -> str:
         return f"Faithfulness of {len(self)} map{'s' * (len(self) > 1)}, area under the score curves"
 
-    def _cells(self) -> list[list[str]]:
-        return [
+    def _printed(self) -> tuple[Sequence[str], list[list[str]]]:
+        rows = [
             [row.curve, f"{row.area:.3f}", f"{row.random:.3f}", f"{row.better} of {row.maps}"] for row in self._rows()
         ]
-
-
-_HEADER = ("curve", "area", "random maps", "better than")
+        return ("curve", "area", "random maps", "better than"), rows
 
 
 class _CurveSummary(NamedTuple):
@@ -185,7 +181,7 @@ def faithfulness(
     Faithful: what the maps show matters more to the score than what random maps show.
     """
     require_module(model)
-    heat, given = _heat(maps), Arguments.of(x)
+    heat, given = _heat(maps), inputs_of(x, model)
     images = _images(given, len(heat))
     batch = (8 if images.device.type == "cpu" else 64) if batch is None else batch
     for name, count in (("steps", steps), ("randoms", randoms), ("batch", batch)):

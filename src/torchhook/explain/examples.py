@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import html
-import sys
 from base64 import b64encode
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TextIO, get_args
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
-from torchhook.core.batch import Batch, batch_count, call, main_tensor, on_device, samples_of
+from torchhook.core.batch import Batch, InputBatches, ToInputs, batch_count, call, main_tensor, on_device, samples_of
 from torchhook.core.errors import SelectionError
 from torchhook.core.event import Event
 from torchhook.core.model_state import evaluating
 from torchhook.core.optional import require
-from torchhook.core.progress import track
-from torchhook.core.selection import Query, require_module, select
+from torchhook.core.progress import Progress, track
+from torchhook.core.renamed import renamed
+from torchhook.core.selection import Sites, queries_of, require_module, select
 from torchhook.core.session import Session
+from torchhook.core.tabular import Tabular
 from torchhook.core.tap import Tap, require_count
-from torchhook.core.text import html_table, shape_of, table
+from torchhook.core.text import shape_of
 from torchhook.core.trees import Arguments, leaves, mapped
 from torchhook.stats.channels import Channels
 
@@ -43,7 +43,7 @@ class Example(NamedTuple):
     input: Any  # the sample itself, on the CPU; None if inputs=False
 
 
-class Examples(Sequence[Example]):
+class Examples(Tabular, Sequence[Example]):
     """The examples of each unit, strongest first, one unit after the other."""
 
     def __init__(self, site: str, by: By, samples: int, found: dict[int, list[Example]]) -> None:
@@ -58,13 +58,9 @@ class Examples(Sequence[Example]):
             raise KeyError(f"no examples of unit {unit!r}, only of {', '.join(map(str, self.found))}")
         return self.found[unit]
 
-    def table(self) -> list[dict[str, Any]]:
-        """The examples as plain dictionaries without their inputs, e.g. for pandas."""
-        return [{key: value for key, value in one._asdict().items() if key != "input"} for one in self]
-
     def figure(self) -> Figure:
         """The inputs side by side, each with the box that activates the unit. Needs images and matplotlib."""
-        from torchhook.plot.images import picture_of
+        from torchhook.plot.cams import picture_of
         from torchhook.plot.style import SMALL, new_figure
         from torchhook.render.palette import VERMILLION
 
@@ -94,14 +90,12 @@ class Examples(Sequence[Example]):
     def __len__(self) -> int:
         return sum(map(len, self.found.values()))
 
-    def __repr__(self) -> str:
-        return f"{self._title()}\n{table(_HEADER, self._cells())}"
+    def _records(self) -> list[dict[str, Any]]:
+        rows = [{"path": self.site, **one._asdict()} for one in self]
+        return [{key: value for key, value in row.items() if key != "input"} for row in rows]
 
-    def _repr_html_(self) -> str:
-        return f"<p>{html.escape(self._title())}</p>{self._drawn()}{html_table(_HEADER, self._cells())}"
-
-    def _drawn(self) -> str:
-        """The figure for a notebook; empty if the inputs are not images or matplotlib is missing."""
+    def _picture(self) -> str:
+        """The figure; empty if the inputs are not images or matplotlib is missing."""
         if not self._are_images():
             return ""
         try:
@@ -120,22 +114,20 @@ class Examples(Sequence[Example]):
         units = ", ".join(map(str, self.found))
         return f"{len(self)} of {self.samples} samples, by the {self.by} of {self.site or 'the model'!r} unit {units}"
 
-    def _cells(self) -> list[list[Any]]:
+    def _printed(self) -> tuple[Sequence[str], list[list[Any]]]:
         rows = []
         for one in self:
             box = "–" if one.box is None else ", ".join(f"{side:.4g}" for side in one.box)
             where = ", ".join(map(str, one.position)) or "–"
             rows.append([one.unit, f"{one.value:.4g}", one.sample, where, box])
-        return rows
+        return ("unit", "value", "sample", "position", "box"), rows
 
 
-_HEADER = ("unit", "value", "sample", "position", "box")
-
-
+@renamed(site="sites")
 def top_examples(
     model: nn.Module,
-    loader: Iterable[Any],
-    site: Query,
+    loader: Any,
+    sites: Sites,
     unit: int | Sequence[int],
     *,
     k: int = 9,
@@ -144,9 +136,10 @@ def top_examples(
     call: int | None = None,
     inputs: bool = True,
     stop: bool = True,
-    progress: TextIO | None = sys.stderr,
+    batch_to_inputs: ToInputs | None = None,
+    progress: Progress = True,
 ) -> Examples:
-    """The `k` samples of `loader` that activate `unit` at `site` most, and where in them.
+    """The `k` samples of `loader` that activate `unit` at `sites` most, and where in them.
 
     Samples are ranked by the unit's largest value, or with ``by="mean"`` by its mean over all positions. NaN is
     skipped. The model runs in eval mode without gradients, and its modes are restored afterwards.
@@ -156,14 +149,15 @@ def top_examples(
 
     Args:
         loader: Batches: inputs, a tuple of inputs and a target, or a dict of keyword arguments.
-        site: The module whose output contains the unit.
+        sites: The module whose output contains the unit.
         unit: A channel of a convolution, or a feature of a linear layer or of tokens; or several.
         dim: The dimension of the units, if the module does not determine it; by default the last of three dimensions,
             otherwise the second.
         call: Which call, if the module is called several times in a pass.
         inputs: Whether to keep the samples, on the CPU.
-        stop: End each pass after `site`; pass False for models that cannot be stopped, such as compiled ones.
-        progress: Where to show a progress bar, if it is a terminal; None for no bar.
+        stop: End each pass after the module; pass False for models that cannot be stopped, such as compiled ones.
+        batch_to_inputs: Turns a batch into what the model takes, such as ``lambda batch: batch["image"]``.
+        progress: True for a bar in a terminal, False for none, or a function (what, done, total).
 
     >>> model = nn.Sequential(nn.Conv2d(1, 2, 1, bias=False))
     >>> _ = nn.init.ones_(model[0].weight)
@@ -179,11 +173,10 @@ def top_examples(
     require_count(k, "k")
     if by not in get_args(By):
         raise ValueError(f"by must be 'max' or 'mean', not {by!r}")
-    if isinstance(loader, (Tensor, Mapping)) or not isinstance(loader, Iterable):
-        raise TypeError(f"loader must yield batches, not be a {type(loader).__name__}; put a single batch into a list")
-    found = select(model, site)
+    loader = InputBatches(loader, model, batch_to_inputs)
+    found = select(model, *queries_of(sites))
     if len(found) != 1:
-        raise SelectionError(f"site must be one module, but {len(found)} match: {', '.join(map(repr, found))}"[:300])
+        raise SelectionError(f"sites must be one module, but {len(found)} match: {', '.join(map(repr, found))}"[:300])
     best = _Best(_units(unit), k, by, inputs)
     reader = _UnitReader(next(iter(found)), dim, call)
     with torch.no_grad(), evaluating(model):
@@ -211,8 +204,7 @@ class _UnitReader:
             call(model, batch)
         if len(seen) > 1 and self.call is None:
             raise ValueError(
-                f"site {self.path!r} is called {len(seen)} times in a pass; choose one with call=0 to"
-                f" call={len(seen) - 1}"
+                f"{self.path!r} is called {len(seen)} times in a pass; choose one with call=0 to call={len(seen) - 1}"
             )
         self.once = len(seen) == 1
         number = self.call or 0
@@ -226,7 +218,7 @@ class _UnitReader:
         x = main_tensor(event.value)
         if samples is not None and (not x.dim() or len(x) != samples):
             raise ValueError(
-                f"site {self.path!r} returned {shape_of(x)} for {samples} samples; its first dimension must be samples"
+                f"{self.path!r} returned {shape_of(x)} for {samples} samples; its first dimension must be samples"
             )
         if x.dim() == 1:
             return x[:, None]

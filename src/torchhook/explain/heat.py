@@ -88,17 +88,8 @@ class Heat:
         ['281', '282']
         """
         from torchhook.plot import cam
-        from torchhook.plot.style import SMALL, label, new_figure
 
-        images = _images(image, len(self))
-        columns = min(4, len(self))
-        rows = -(-len(self) // columns)
-        figure = new_figure(4.5 * columns + 0.9, 4.0 * rows)
-        places = [figure.add_subplot(rows, columns, number + 1) for number in range(len(self))]
-        for ax, one, warmth, target in zip(places, images, self.maps, self.target, strict=True):
-            cam(one, warmth, ax=ax)
-            ax.set_title("" if target is None else label(target), fontsize=SMALL)
-        return figure
+        return cam(image, self)
 
     def __len__(self) -> int:
         return len(self.maps)
@@ -124,9 +115,9 @@ class Heat:
         if not self.maps.numel():
             return None
         try:
-            from torchhook.plot import feature_maps
+            from torchhook.plot import cam
 
-            png: bytes = feature_maps(self.maps[:_SHOWN])._repr_png_()  # type: ignore[attr-defined]  # a Still has it
+            png: bytes = cam(self[:_SHOWN])._repr_png_()  # type: ignore[attr-defined]  # a Still has it
         except ImportError:
             return None
         return png
@@ -135,12 +126,3 @@ class Heat:
         png, text = self._repr_png_(), html.escape(repr(self))
         picture = "" if png is None else f'<img alt="" src="data:image/png;base64,{b64encode(png).decode()}">'
         return f"<p>{text}</p>{picture}"
-
-
-def _images(image: Any, samples: int) -> list[Any]:
-    """One image per sample."""
-    is_one = samples == 1 and (not isinstance(image, (list, tuple)) and getattr(image, "ndim", 3) < 4)
-    images = [image] if is_one else list(image)
-    if len(images) != samples:
-        raise ValueError(f"pass {samples} images, one per sample, not {len(images)}; heat[0] is the first sample alone")
-    return images

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchhook.core.errors import SelectionError
-from torchhook.core.selection import Query, select, walk
+from torchhook.core.selection import Sites, queries_of, select, walk
 from torchhook.core.session import Session
 from torchhook.core.tap import Tap
 from torchhook.core.torch_internals import submodules
@@ -29,7 +29,7 @@ def choose_layer(
     model: nn.Module,
     given: Arguments,
     target: Target,
-    layer: Query | None,
+    sites: Sites,
     call: int | None = None,
     fold: Fold | None = None,
     *,
@@ -37,22 +37,22 @@ def choose_layer(
 ) -> LayerCall:
     """The call of the layer to explain; called inside `inference`.
 
-    Without a `layer`, it is the last one on which the target depends, before a pooling at the end. If the map needs no
+    Without `sites`, it is the last one on which the target depends, before a pooling at the end. If the map needs no
     score (`scored` is False) and the output has no classes to take one from, it need only have a spatial extent.
     """
     if call is not None and (isinstance(call, bool) or not isinstance(call, int)):
         raise TypeError(f"call must be an integer or None, not {call!r}")
-    if layer is None:
+    if sites is None:
         if call is not None or fold is not None:
-            raise ValueError(f"{'fold' if call is None else 'call'}= applies to one layer: name it with layer=")
+            raise ValueError(f"{'fold' if call is None else 'call'}= applies to one layer: name it with sites=")
         return on_first_sample(
             lambda some: _last_that_matters(model, some, target if some is given else first_target(target), scored),
             given,
         )
-    found = select(model, layer)
+    found = select(model, *queries_of(sites))
     if len({id(module) for module in found.values()}) > 1:
         some = ", ".join(map(repr, list(found)[:_SHOWN]))
-        raise SelectionError(f"layer must be one module, but {layer!r:.80} selects {len(found)}: {some}, …; name one")
+        raise SelectionError(f"sites must be one module, but {sites!r:.80} selects {len(found)}: {some}, …; name one")
     path, module = next(iter(found.items()))
     if call is not None and call < 0:
         calls = on_first_sample(lambda some: _count_calls(model, some, path), given)
@@ -79,7 +79,7 @@ def _last_that_matters(model: nn.Module, given: Arguments, target: Target, score
         is_only = sum(other.path == last.path for other in calls) == 1
         return LayerCall(last.path, last.module, None if is_only else last.call)
     raise ValueError(
-        "no layer of the model has a spatial extent and affects the target; name one with layer=, and pass a function"
+        "no layer of the model has a spatial extent and affects the target; name one with sites=, and pass a function"
         " fold= that turns its output into samples × channels × height × width"
     )
 

@@ -65,7 +65,7 @@ class ReachedLayer(NamedTuple):
         if found is None:
             raise ValueError(
                 f"the target does not depend on the output of layer {self.layer.path!r}, as far as autograd can see;"
-                " name a layer between the input and the target, or pass layer=None"
+                " name a layer between the input and the target, or pass sites=None"
             )
         return _precise(self.fold(found))
 
@@ -95,7 +95,7 @@ def never_ran(path: str, session: Session) -> SilentError:
     """The error for a layer that the model has, but did not call while `session` watched it."""
     reason = session.silent.get(Site(session.aliases.get(path, path)), "it was not called")
     return SilentError(
-        f"layer {path!r} has no output to explain: {reason}; name a layer that runs for this x, or leave layer= out"
+        f"layer {path!r} has no output to explain: {reason}; name a layer that runs for this x, or leave sites= out"
     )
 
 

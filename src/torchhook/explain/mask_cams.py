@@ -14,9 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchhook.core.batch import inputs_of
 from torchhook.core.edit import Edit
 from torchhook.core.model_state import inference
-from torchhook.core.selection import Query
+from torchhook.core.renamed import renamed
+from torchhook.core.selection import Sites
 from torchhook.core.session import Session
 from torchhook.core.tap import Tap, require_count
 from torchhook.core.trees import Arguments, put, taken
@@ -79,7 +81,7 @@ class BatchedCam(Protocol):
         model: nn.Module,
         x: Any,
         target: Target = None,
-        layer: Query | None = None,
+        sites: Sites = None,
         *,
         call: int | None = None,
         fold: Fold | None = None,
@@ -91,11 +93,12 @@ class BatchedCam(Protocol):
 def _by_masking(weigh: Callable[[_Runner], Tensor]) -> BatchedCam:
     """The method whose weights of the channels, samples × channels, `weigh` computes."""
 
+    @renamed(layer="sites")
     def cam(
         model: nn.Module,
         x: Any,
         target: Target = None,
-        layer: Query | None = None,
+        sites: Sites = None,
         *,
         call: int | None = None,
         fold: Fold | None = None,
@@ -103,10 +106,10 @@ def _by_masking(weigh: Callable[[_Runner], Tensor]) -> BatchedCam:
     ) -> Heat:
         if batch is not None:
             require_count(batch, "batch")
-        given, target = Arguments.of(x), classes_as_list(target)
+        given, target = inputs_of(x, model), classes_as_list(target)
         with inference(model):
             reached = reach_layer(
-                model, given, choose_layer(model, given, target, layer, call, fold), fold, graph=False
+                model, given, choose_layer(model, given, target, sites, call, fold), fold, graph=False
             )
             score = Score.of(target, reached.output, reached.layout.samples)
             maps = weighted(reached.maps, weigh(_Runner(model, given, reached, score, batch)))

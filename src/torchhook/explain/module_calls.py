@@ -45,7 +45,7 @@ def trial_run(model: nn.Module, given: Arguments) -> tuple[Any, list[ModuleCall]
     session = Session(model, [*patch_grid_taps(model, grids), recorder])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about fast paths, which a run with autograd does not take anyway
-        session.attach()
+        session.open()
     try:
         with torch.enable_grad():
             given = mapped(_differentiable, given)

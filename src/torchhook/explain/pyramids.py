@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median
@@ -15,10 +14,12 @@ from torchhook.core.batch import on_device
 from torchhook.core.errors import SelectionError
 from torchhook.core.event import Event
 from torchhook.core.model_state import evaluating
-from torchhook.core.selection import Query, Selector, require_module, select
+from torchhook.core.renamed import renamed
+from torchhook.core.selection import Query, Selector, Sites, queries_of, require_module, select
 from torchhook.core.session import Session
+from torchhook.core.tabular import Tabular
 from torchhook.core.tap import Tap
-from torchhook.core.text import html_table, shape_of, table
+from torchhook.core.text import shape_of
 from torchhook.core.torch_internals import submodules
 
 _SIZES = ("small", "medium", "large")
@@ -54,7 +55,7 @@ class Level(NamedTuple):
         return above / self.spread if self.spread else math.copysign(math.inf, above) if above else 0.0
 
 
-class Pyramid(Sequence[Level]):
+class Pyramid(Tabular, Sequence[Level]):
     """The levels of a pyramid in the order of the model, and which of them are weak."""
 
     def __init__(self, layer: str, levels: list[Level], images: int, objects: dict[str, int]) -> None:
@@ -75,22 +76,17 @@ class Pyramid(Sequence[Level]):
         first = f"Weak levels: {'; '.join(weak)}." if weak else "No level is weak."
         return " ".join([first, *(self._best(size) for size in _SIZES if self.objects.get(size))])
 
-    def table(self) -> list[dict[str, Any]]:
-        """The levels as plain dictionaries, e.g. for pandas."""
-        return [level._asdict() for level in self.levels]
-
     def __getitem__(self, index: Any) -> Any:
         return self.levels[index]
 
     def __len__(self) -> int:
         return len(self.levels)
 
-    def __repr__(self) -> str:
-        return f"{self._title()}\n{table(self._header(), self._cells())}\n{self.verdict}"
+    def _records(self) -> list[dict[str, Any]]:
+        return [level._asdict() for level in self.levels]
 
-    def _repr_html_(self) -> str:
-        title, verdict = html.escape(self._title()), html.escape(self.verdict)
-        return f"<p>{title}</p>{html_table(self._header(), self._cells())}<p>{verdict}</p>"
+    def _foot(self) -> Sequence[str]:
+        return (self.verdict,)
 
     def _share(self, level: Level) -> float:
         """The strength of a level over the median of the others."""
@@ -113,12 +109,9 @@ class Pyramid(Sequence[Level]):
         of = f"{self.layer!r}" if self.layer else "the model"
         return f"Pyramid of {of}: {len(self)} levels, {self.images} image{'s' * (self.images > 1)}"
 
-    def _header(self) -> tuple[str, ...]:
+    def _printed(self) -> tuple[Sequence[str], list[list[str]]]:
         inside = ("background", *_SIZES) if self.objects else ()
-        return ("level", "cells", "stride", "mean |x|", "rms", "dead", *inside)
-
-    def _cells(self) -> list[list[str]]:
-        rows = []
+        header, rows = ("level", "cells", "stride", "mean |x|", "rms", "dead", *inside), []
         for level in self.levels:
             stride = "×".join(f"{one:.4g}" for one in dict.fromkeys(level.stride))
             row = [level.name, "×".join(map(str, level.size)), stride, f"{level.strength:.3g}", f"{level.rms:.3g}"]
@@ -127,13 +120,14 @@ class Pyramid(Sequence[Level]):
                 row.append("–" if level.background is None else f"{level.background:.3g}")
                 row += [_strength_text(getattr(level, size), level.contrast(size)) for size in _SIZES]
             rows.append(row)
-        return rows
+        return header, rows
 
 
-def pyramid(detector: nn.Module, images: Any, boxes: Any = None, *, layer: Query | None = None) -> Pyramid:
+@renamed(layer="sites")
+def pyramid(detector: nn.Module, images: Any, boxes: Any = None, *, sites: Sites = None) -> Pyramid:
     """How strongly each level of `detector`'s feature pyramid responds to `images`, and to the objects in `boxes`.
 
-    If the module that returns the pyramid is known, the forward ends after it: `layer`, or the ``backbone`` of
+    If the module that returns the pyramid is known, the forward ends after it: `sites`, or the ``backbone`` of
     torchvision's detectors (RetinaNet, FCOS, Faster R-CNN). The padding that those add is left out. The model runs in
     eval mode without gradients, and its modes are restored afterwards.
 
@@ -144,7 +138,7 @@ def pyramid(detector: nn.Module, images: Any, boxes: Any = None, *, layer: Query
             and outside all boxes; in brackets is how far it exceeds the background, in standard deviations (σ) of the
             background from cell to cell. A cell that a box covers in part counts in part. If a detector resizes the
             images, the boxes are resized too.
-        layer: The module whose output is the pyramid: a dict or list of maps N×C×h×w. None takes the last one in
+        sites: The module whose output is the pyramid: a dict or list of maps N×C×h×w. None takes the last one in
             execution order that returns maps of more than one size.
 
     >>> class Levels(nn.Module):
@@ -163,7 +157,7 @@ def pyramid(detector: nn.Module, images: Any, boxes: Any = None, *, layer: Query
     pictures = _pictures(images)
     placed = _boxes(boxes, pictures)
     with torch.no_grad(), evaluating(detector):
-        found = _run(detector, on_device(pictures, detector), layer)
+        found = _run(detector, on_device(pictures, detector), sites)
     frames = [_Frame(tuple(one.shape[-2:]), size, found.size) for one, size in zip(pictures, found.sizes, strict=True)]
     objects = _counts(placed) if placed is not None else {}
     return Pyramid(
@@ -208,13 +202,13 @@ class _FoundPyramid:
         self.size = (int(batch.tensors.shape[-2]), int(batch.tensors.shape[-1]))
 
 
-def _run(detector: nn.Module, pictures: list[Tensor], layer: Query | None) -> _FoundPyramid:
+def _run(detector: nn.Module, pictures: list[Tensor], layer: Sites) -> _FoundPyramid:
     """Run the detector as far as needed."""
     transform = next((path for path, module in select(detector, "", *_all(detector)).items() if _resizes(module)), None)
     if layer is None and transform is not None:
         layer = "backbone"
     found = _FoundPyramid(pictures, layer is not None)
-    taps = [Tap(query, found.look) for query in ([layer] if layer is not None else ["", *_all(detector)])]
+    taps = [Tap(query, found.look) for query in (queries_of(layer) or ["", *_all(detector)])]
     if transform is not None:
         taps.insert(0, Tap(transform, found.measure))
     given: Any = pictures if transform is not None else _stacked(pictures)
@@ -224,7 +218,7 @@ def _run(detector: nn.Module, pictures: list[Tensor], layer: Query | None) -> _F
     if not found.maps:
         raise SelectionError(
             f"no module of this {type(detector).__name__} returned a dict or list of maps N×C×h×w of several sizes;"
-            " name the one that returns the pyramid with layer="
+            " name the one that returns the pyramid with sites="
         )
     return found
 

@@ -7,7 +7,6 @@ randomised, so that the model itself is never touched; that takes the memory of 
 from __future__ import annotations
 
 import copy
-import html
 import inspect
 import math
 import warnings
@@ -18,13 +17,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchhook.core.batch import inputs_of
 from torchhook.core.model_state import inference, random_state_kept
 from torchhook.core.selection import Selector, require_module, select
 from torchhook.core.session import Session
+from torchhook.core.tabular import Tabular
 from torchhook.core.tap import Tap, require_count
-from torchhook.core.text import html_table, shape_of, table
+from torchhook.core.text import shape_of
 from torchhook.core.torch_internals import own_parameters, submodules
-from torchhook.core.trees import Arguments
 from torchhook.explain.heat import Heat
 from torchhook.explain.targets import Score, Target
 
@@ -45,7 +45,7 @@ class SanityStep(NamedTuple):
     absolute: float  # the same for the absolute values, which a change of sign does not affect
 
 
-class Sanity(Sequence[SanityStep]):
+class Sanity(Tabular, Sequence[SanityStep]):
     """The steps from the output of a model back to its input, and what they say about the method."""
 
     def __init__(self, method: str, steps: list[SanityStep]) -> None:
@@ -70,22 +70,19 @@ class Sanity(Sequence[SanityStep]):
             return f"Fails: {every}, the maps are similar {numbers}: most of what they show comes from the input."
         return f"Passes: {every}, the maps are different {numbers}: they depend on the weights.{self._late()}"
 
-    def table(self) -> list[dict[str, Any]]:
-        """The steps as plain dictionaries, e.g. for pandas."""
-        return [step._asdict() for step in self.steps]
-
     def __getitem__(self, index: Any) -> Any:
         return self.steps[index]
 
     def __len__(self) -> int:
         return len(self.steps)
 
-    def __repr__(self) -> str:
-        return f"{self._title()}\n{table(_HEADER, self._cells())}\n{self.verdict}"
+    def _records(self) -> list[dict[str, Any]]:
+        return [
+            {"path": step.layer, **{k: v for k, v in step._asdict().items() if k != "layer"}} for step in self.steps
+        ]
 
-    def _repr_html_(self) -> str:
-        title, verdict = html.escape(self._title()), html.escape(self.verdict)
-        return f"<p>{title}</p>{html_table(_HEADER, self._cells())}<p>{verdict}</p>"
+    def _foot(self) -> Sequence[str]:
+        return (self.verdict,)
 
     def _late(self) -> str:
         """Where the first change shows, if not at the first step."""
@@ -96,11 +93,9 @@ class Sanity(Sequence[SanityStep]):
     def _title(self) -> str:
         return f"Sanity of {self.method}: layers randomised from the output back to the input"
 
-    def _cells(self) -> list[list[Any]]:
-        return [[s.randomised, s.layer or "''", f"{s.similarity:.2f}", f"{s.absolute:.2f}"] for s in self.steps]
-
-
-_HEADER = ("randomised", "back to", "rank correlation", "of absolute values")
+    def _printed(self) -> tuple[Sequence[str], list[list[Any]]]:
+        rows = [[s.randomised, s.layer or "''", f"{s.similarity:.2f}", f"{s.absolute:.2f}"] for s in self.steps]
+        return ("randomised", "back to", "rank correlation", "of absolute values"), rows
 
 
 def sanity(
@@ -125,7 +120,7 @@ def sanity(
 
     Args:
         method: ``method(model, x, target=...)`` returns a `Heat` or maps N×h×w: `explain.grad_cam`, or your own. It
-            must use the model that it is given, so name layers by path: ``layer="layer4"``, not ``model.layer4``.
+            must use the model that it is given, so name layers by path: ``sites="layer4"``, not ``model.layer4``.
         target: As for `explain.grad_cam`. The predicted class is that of the original model at every step.
         steps: The most maps to compare; with more layers than that, several are randomised between two maps.
         seed: Seeds the random weights.
@@ -183,7 +178,7 @@ def _fixed_target(first: Any, model: nn.Module, x: Any, target: Target) -> Targe
         return target
     if isinstance(first, Heat):
         return [one for one in first.target if isinstance(one, int)] or None
-    given = Arguments.of(x)
+    given = inputs_of(x, model)
     with inference(model):
         classes = Score.of(None, output := model(*given.args, **given.kwargs)).explained(len(output))
     return [one for one in classes if isinstance(one, int)]
@@ -195,7 +190,7 @@ def _from_the_output(model: nn.Module, x: Any) -> list[tuple[str, nn.Module]]:
     A module that is never called itself, such as the output projection of an attention, counts as starting with its
     parent.
     """
-    given, started = Arguments.of(x), [""]
+    given, started = inputs_of(x, model), [""]
     taps = [Tap(_EVERY, lambda event: started.append(event.path), "input")] if submodules(model) else []
     with inference(model), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "a tap is inside")  # about the copy, which only runs once

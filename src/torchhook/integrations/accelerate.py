@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +12,7 @@ from torchhook.core.errors import StopTraining
 from torchhook.core.text import warn
 from torchhook.integrations.common import Layers
 from torchhook.rules.registry import Choice
-from torchhook.training.logs import Entry, Log
+from torchhook.training.logs import Entry, Log, Target, targets
 from torchhook.training.monitor import Monitor, OnFinding
 
 
@@ -23,7 +22,7 @@ def monitored(
     optimizer: Any = None,
     every: int = 10,
     rules: Iterable[Choice] | None = None,
-    to: Iterable[Log | str | Path] = ("runs",),
+    to: Target | Iterable[Target] = "runs",
     *,
     on_finding: OnFinding | None = None,
     layers: str | Iterable[str] | None = (),
@@ -46,13 +45,13 @@ def monitored(
     A step is an optimizer step; its loss is the mean over the accumulated batches.
 
     Args:
-        every, rules, to: As for `Monitor`, and so are `options`: `ignore`, `per_module`, `name`, `max_mb`.
+        every, rules, to: As for `Monitor`, and so are `options`: `ignore`, `per_module`, `name`, `max_bytes`.
         on_finding: As for `Monitor`, except that ``"stop"`` sets the accelerator's trigger, for `check_trigger`.
         layers: Globs of the layers whose statistics also go to the accelerator's trackers, as
             ``torchhook/<statistic>/<layer>``; ``()`` logs only those of the whole model, None logs nothing.
     """
     is_first = accelerator.is_main_process
-    logs = [*to, *([_Trackers(accelerator, Layers(layers))] if is_first and layers is not None else [])]
+    logs = [*targets(to), *([_Trackers(accelerator, Layers(layers))] if is_first and layers is not None else [])]
     on_finding = on_finding if is_first or on_finding == "stop" else None
     return _AccumulatingMonitor(accelerator, model, optimizer, every, rules, logs, on_finding=on_finding, **options)
 

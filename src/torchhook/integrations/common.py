@@ -1,4 +1,4 @@
-"""What the logs for other tools share: which layers they log, under which names, and the report as files."""
+"""What the logs for other tools share: which layers they log, under which names, pictures, and the report as files."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import Tensor
 
 from torchhook import render
+from torchhook.captures.pictures import picture, views
 from torchhook.core.findings import Report
 from torchhook.core.text import warn
+from torchhook.plot.given import first_sample, maps_of
 from torchhook.stats.histogram import Bins, Histogram
 from torchhook.stats.reading import Reading
 from torchhook.training.logs import Entry
-from torchhook.training.runs.images import picture
 
 MOST = 200  # sites: about 700 numbers and a few histograms each
 LONGEST = 200  # bytes of a site in a name: MLflow takes 250 characters in all, file systems 255 bytes
@@ -34,7 +36,7 @@ def metric_name(what: str, site: str) -> str:
     return f"torchhook/{legal(what)}/{legal(site)}"
 
 
-def legal(name: str) -> str:
+def legal(name: str, longest: int = LONGEST) -> str:
     """A name that every tool accepts. A name that had to be changed ends in a digest, so that it stays unique.
 
     >>> legal("layer1.0"), legal("blocks[0]"), legal("blocks(0)")
@@ -42,9 +44,23 @@ def legal(name: str) -> str:
     """
     whole = name.encode(errors="surrogatepass")
     taken = _ILLEGAL.sub("_", name).strip(" .") or "root"
-    if taken == name and len(whole) <= LONGEST:
+    if taken == name and len(whole) <= longest:
         return name
-    return f"{taken.encode()[:LONGEST].decode(errors='ignore')}-{hashlib.sha256(whole).hexdigest()[:8]}"
+    return f"{taken.encode()[:longest].decode(errors='ignore')}-{hashlib.sha256(whole).hexdigest()[:8]}"
+
+
+def pictures_of(acts: Any) -> dict[str, Tensor]:
+    """Greyscale pictures of the feature maps of some layers by name: of the channels, and of their mean.
+
+    >>> import torch
+    >>> list(pictures_of({"conv1": torch.rand(2, 3, 8, 8)}))
+    ['torchhook/maps/conv1', 'torchhook/mean_map/conv1']
+    """
+    return {
+        metric_name(what, layer.path): grey
+        for layer in maps_of(acts, "acts")
+        for what, grey in views(first_sample(layer, "acts")).items()
+    }
 
 
 def warn_in_thread(message: str) -> None:

@@ -20,7 +20,7 @@ from torchhook.core.text import warn
 from torchhook.core.torch_internals import scale_of
 from torchhook.core.trees import leaves
 from torchhook.rules.registry import Choice
-from torchhook.training.logs import Log
+from torchhook.training.logs import Target
 from torchhook.training.monitor import Monitor, OnFinding, state_of
 
 _LOSS = (("loss",), (0,))  # where the Trainer looks for it in the model's output
@@ -44,7 +44,7 @@ class TorchhookCallback(require("transformers", "huggingface", "TorchhookCallbac
             Trainer(model, args, callbacks=[callback], ...).train()
 
     Args:
-        every, rules, to: As for `Monitor`, and so are `options`: `ignore`, `per_module`, `name`, `max_mb`.
+        every, rules, to: As for `Monitor`, and so are `options`: `ignore`, `per_module`, `name`, `max_bytes`.
         on_finding: As for `Monitor`, except that ``"stop"`` makes the Trainer stop early, on all processes.
     """
 
@@ -52,7 +52,7 @@ class TorchhookCallback(require("transformers", "huggingface", "TorchhookCallbac
         self,
         every: int = 10,
         rules: Iterable[Choice] | None = None,
-        to: Iterable[Log | str | Path] = ("runs",),
+        to: Target | Iterable[Target] = "runs",
         *,
         on_finding: OnFinding | None = None,
         **options: Any,
@@ -138,7 +138,7 @@ class _Losses:
         self._parts: list[Tensor] = []
         self._is_known = False
         taps = [Tap("", self._see, "output"), Tap("", self._weigh, "grad_output")]
-        self.close = Session(model, taps, scope="all", on_silent="ignore").attach().abandon
+        self.close = Session(model, taps, scope="all", on_silent="ignore").open().abandon
 
     def taken(self) -> Tensor | float | None:
         """The loss of the step that has just ended."""

@@ -19,7 +19,7 @@ from torchhook.core.text import warn
 from torchhook.core.torch_internals import scale_of
 from torchhook.integrations.common import Layers
 from torchhook.rules.registry import Choice
-from torchhook.training.logs import Entry, Log
+from torchhook.training.logs import Entry, Log, Target, targets
 from torchhook.training.monitor import Monitor, OnFinding
 
 
@@ -41,7 +41,7 @@ class TorchhookCallback(require(f"{_package()}.callbacks", "lightning", "Torchho
     updates of the one with the most parameters are watched.
 
     Args:
-        every, rules, to: As for `Monitor`, and so are `options`: `ignore`, `per_module`, `name`, `max_mb`.
+        every, rules, to: As for `Monitor`, and so are `options`: `ignore`, `per_module`, `name`, `max_bytes`.
         on_finding: As for `Monitor`, except that ``"stop"`` makes the Trainer stop early, on all processes.
         layers: Globs of the layers whose statistics also go to the Trainer's loggers, as
             ``torchhook/<statistic>/<layer>``; ``()`` logs only those of the whole model, None logs nothing.
@@ -51,7 +51,7 @@ class TorchhookCallback(require(f"{_package()}.callbacks", "lightning", "Torchho
         self,
         every: int = 10,
         rules: Iterable[Choice] | None = None,
-        to: Iterable[Log | str | Path] = ("runs",),
+        to: Target | Iterable[Target] = "runs",
         *,
         on_finding: OnFinding | None = None,
         layers: str | Iterable[str] | None = None,
@@ -78,7 +78,7 @@ class TorchhookCallback(require(f"{_package()}.callbacks", "lightning", "Torchho
             _Optimizers(several) if len(several) > 1 else next(iter(several), None),
             self.every,
             self.rules,
-            [*self.to, *([_Loggers(trainer, self.layers)] if is_first and self.layers is not None else [])],
+            [*targets(self.to), *([_Loggers(trainer, self.layers)] if is_first and self.layers is not None else [])],
             on_finding=self.on_finding if is_first or self.on_finding == "stop" else None,
             first_step=_number(trainer),
             **self.options,

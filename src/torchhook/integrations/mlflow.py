@@ -1,4 +1,4 @@
-"""Logs a monitored training to MLflow: metrics by layer, findings as tags, the report as artifacts."""
+"""Logs a monitored training to MLflow: metrics and feature maps by layer, findings as tags, the report as artifacts."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from queue import Full, Queue
 from threading import Thread
 from typing import Any
 
+from torch import Tensor
+
 from torchhook.core.findings import Finding, Report
 from torchhook.core.optional import require
-from torchhook.integrations.common import Layers, files, legal, warn_in_thread
+from torchhook.integrations.common import Layers, files, legal, pictures_of, warn_in_thread
 from torchhook.render.words import short
 from torchhook.training.logs import Entry, Log
 
 _STATUS = {"ended": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 _LONGEST = 1000  # characters of a tag; MLflow's limit is 8,000 and was once 5,000
+_LONGEST_KEY = 100  # characters of a layer in the name of an image
 _WAITING = 16  # calls in the queue
 _PATIENCE = 60.0  # seconds to wait for the last calls at the end
 
@@ -53,6 +56,23 @@ class MLflow(Log):
         self._has_warned = False
 
     def begin(self, about: Mapping[str, Any]) -> None:
+        self._find_run()
+        self._thread.start()
+
+    def feature_maps(self, acts: Any, step: int = 0) -> None:
+        """Log feature maps as images, with or without a training: those of the channels, and of their mean.
+
+        `acts` is what `torchhook.plot.feature_maps` takes: a capture, one layer of it, or a dict of names and tensors.
+        The images of the run are named ``torchhook/maps/<layer>`` and ``torchhook/mean_map/<layer>``. A run of its own
+        is finished after each call, and continued by the next.
+        """
+        self._find_run()
+        self._log_images(pictures_of(acts), step)
+        if self._is_own and not self._thread.is_alive():
+            self._client.set_terminated(self.run_id)
+
+    def _find_run(self) -> None:
+        """The run to log to: the given one, the active one, or a new one."""
         # The active run is known only in the training's thread, and belongs to the default client.
         active = self._library.active_run() if self._client is None else None
         self._client = self._library.MlflowClient() if self._client is None else self._client
@@ -61,7 +81,6 @@ class MLflow(Log):
         if self.run_id is None:
             self._is_own = True
             self.run_id = self._client.create_run(self._experiment()).info.run_id
-        self._thread.start()
 
     def write(self, entry: Entry) -> None:
         scalars = self._layers.scalars(entry)
@@ -71,6 +90,8 @@ class MLflow(Log):
         metric, when = self._library.entities.Metric, int(entry.time * 1000)
         metrics = [metric(name, value, when, step) for name, value, step in logged if not math.isinf(value)]
         self._later(partial(self._client.log_batch, self.run_id, metrics=metrics, synchronous=True))
+        if pictures := dict(self._layers.pictures(entry)):
+            self._later(partial(self._log_images, pictures, entry.step))
 
     def found(self, finding: Finding) -> None:
         if finding.code not in self._codes:  # the first one is closest to the cause, and a tag holds only one
@@ -89,6 +110,10 @@ class MLflow(Log):
             self._thread.join(_PATIENCE)
         if self._thread.is_alive():
             warn_in_thread(f"MLflow did not take the report within {_PATIENCE:.0f} seconds; some of it may be missing")
+
+    def _log_images(self, pictures: Mapping[str, Tensor], step: int) -> None:
+        for name, grey in pictures.items():
+            self._client.log_image(self.run_id, grey.numpy(), key=_image_key(name), step=step, synchronous=True)
 
     def _tagging(self, name: str, text: str) -> Callable[[], object]:
         key, value = f"torchhook.{legal(name)}", short(text, _LONGEST)
@@ -120,3 +145,13 @@ class MLflow(Log):
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME")
         known = self._client.get_experiment_by_name(name) if name else None
         return os.environ.get("MLFLOW_EXPERIMENT_ID") or (known.experiment_id if known else "0")
+
+
+def _image_key(name: str) -> str:
+    """The name of an image: in ASCII, and shorter than that of a metric, since MLflow adds to it in a file's name.
+
+    >>> _image_key("torchhook/maps/layer1.0"), _image_key("torchhook/maps/с")
+    ('torchhook/maps/layer1.0', 'torchhook/maps/_u0441-30d1ba22')
+    """
+    parts = (part.encode("ascii", "backslashreplace").decode() for part in name.split("/"))
+    return "/".join(legal(part, _LONGEST_KEY) for part in parts)

@@ -68,7 +68,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         if name == f"Captured {_SECTION} call"
     ]
     if found:
-        terminalreporter.section("torchhook: found, but not bad enough to fail")
+        terminalreporter.section("torchhook: findings that fail no test")
         for node, text in found:
             terminalreporter.write_line(f"{node}\n{text}\n")
 

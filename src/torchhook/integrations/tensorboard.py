@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torchhook.core.findings import Finding, Report
 from torchhook.core.optional import require
-from torchhook.integrations.common import Layers, metric_name
+from torchhook.integrations.common import Layers, metric_name, pictures_of
 from torchhook.render.to_markdown import escaped, markdown
 from torchhook.stats.histogram import Bins
 from torchhook.stats.moments import Moments
@@ -50,9 +50,20 @@ class TensorBoard(Log):
         self._step = 0
 
     def begin(self, about: Mapping[str, Any]) -> None:
-        self._writer = self._library.SummaryWriter(str(self._target)) if self._is_own else self._target
+        self._open()
         if self._is_own:
             self._writer.add_custom_scalars(self.LAYOUT)
+
+    def feature_maps(self, acts: Any, step: int = 0) -> None:
+        """Log feature maps as images, with or without a training: those of the channels, and of their mean.
+
+        `acts` is what `torchhook.plot.feature_maps` takes: a capture, one layer of it, or a dict of names and tensors.
+        The tags are ``torchhook/maps/<layer>`` and ``torchhook/mean_map/<layer>``.
+        """
+        self._open()
+        for name, grey in pictures_of(acts).items():
+            self._writer.add_image(name, grey, step, dataformats="HW")
+        self._writer.flush()
 
     def write(self, entry: Entry) -> None:
         self._step = entry.step
@@ -80,6 +91,11 @@ class TensorBoard(Log):
         self._writer.flush()
         if self._is_own:
             self._writer.close()
+            self._writer = None
+
+    def _open(self) -> None:
+        if self._writer is None:
+            self._writer = self._library.SummaryWriter(str(self._target)) if self._is_own else self._target
 
 
 def _raw(reading: Reading, bins: Bins) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 
 from torchhook.core.findings import Finding, Report
 from torchhook.core.optional import require
-from torchhook.integrations.common import Layers, files, warn_in_thread
+from torchhook.integrations.common import Layers, files, pictures_of, warn_in_thread
 from torchhook.render.words import finding_title, printable, short
 from torchhook.stats.histogram import Bins
 from torchhook.training.logs import Entry, Log
@@ -42,6 +42,19 @@ class WandB(Log):
         self._has_warned = False
 
     def begin(self, about: Mapping[str, Any]) -> None:
+        self._find_run()
+
+    def feature_maps(self, acts: Any, step: int = 0) -> None:
+        """Log feature maps as images, with or without a training: those of the channels, and of their mean.
+
+        `acts` is what `torchhook.plot.feature_maps` takes: a capture, one layer of it, or a dict of names and tensors.
+        The keys are ``torchhook/maps/<layer>`` and ``torchhook/mean_map/<layer>``.
+        """
+        self._find_run()
+        images = {_key(name): self._library.Image(grey.numpy()) for name, grey in pictures_of(acts).items()}
+        self._run.log({"torchhook/step": step, **images}, commit=self._commit)
+
+    def _find_run(self) -> None:
         self._run = self._library.run if self._run is None else self._run
         if self._run is None:  # starting one might ask for a login, and would become the active run for everything else
             raise RuntimeError("WandB() logs to the active run, but there is none: call wandb.init() first")

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+ARRAY = "a tensor, an array or lists of real numbers"
 
-def numbers(value: Any, argument: str) -> Tensor:
-    """`value` as a detached float64 tensor on the CPU.
+
+def numbers(value: Any, argument: str, taken: str = ARRAY) -> Tensor:
+    """`value` as a detached float64 tensor on the CPU; `taken` is what the argument may be, for the error.
 
     >>> numbers(torch.ones(2, dtype=torch.bfloat16, requires_grad=True), "x")
     tensor([1., 1.], dtype=torch.float64)
@@ -22,8 +24,7 @@ def numbers(value: Any, argument: str) -> Tensor:
     try:
         return _converted(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        message = f"{argument} must be a tensor, an array or lists of real numbers, not {value!r:.80}"
-        raise TypeError(message) from error
+        raise TypeError(f"{argument} must be {taken}, not {value!r:.80}") from error
 
 
 def finite(values: Tensor) -> Tensor:

@@ -1,129 +1,156 @@
-"""Images: the feature maps of a layer, the attention of its heads, a heat map over an image."""
+"""Mosaics: the feature maps of layers and the attention of their heads, side by side."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchhook.core.optional import require
 from torchhook.core.tap import require_count
-from torchhook.plot.arrays import finite, numbers, reach, share_below
+from torchhook.plot.arrays import ARRAY, finite, numbers, reach, share_below
+from torchhook.plot.given import Layer, first_sample, maps_of
 from torchhook.plot.mosaic import Mosaic
-from torchhook.plot.style import SMALL, colour_bar, colours, label, page, place, thinned
+from torchhook.plot.style import SMALL, colour_bar, colour_scale, colours, label, new_figure, page, place, thinned
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _MAP, _HEAD = 96, 256  # pixels of a map and of a head: more would not be visible side by side
-_CHANNELS = (1, 3, 4)  # of an image
+_LAYERS, _ACROSS = 16, 12  # rows of a figure of several layers, and tiles in each
+_WIDTH, _TILE = 9.0, 1.8  # inches, at most: of such a row, and of a tile in it
 
 
 def feature_maps(x: Any, *, most: int = 32, ax: Axes | None = None) -> Figure:
-    """The channels of a layer's output, side by side: ``[C, H, W]``, or the first sample of ``[N, C, H, W]``.
+    """The channels of a layer's output side by side, and before them their mean.
 
     Each map has its own scale, which ignores outliers. If any value is negative, zero is white, negative values are
     blue and positive ones red; otherwise the lowest value is darkest. A constant map, as of a dead channel, is grey,
     with its value beside the channel number. Values that are not finite have a colour of their own, and the caption
-    says how many there are. Only the first `most` channels are drawn.
+    says how many there are.
+
+    Args:
+        x: ``[C, H, W]``, or ``[N, C, H, W]``, of which the first sample is drawn; one layer of a capture,
+            ``acts["layer1"]``; or several layers, a row each: a capture, or a dict of names and arrays.
+        most: Draw only the first `most` channels; of several layers, at most 11 of each. The mean is that of all.
 
     >>> feature_maps(torch.randn(8, 64, 14, 14)).axes[0].get_title()
     'first of 8 samples, 32 of 64 channels'
     """
     require_count(most, "most")
-    given = numbers(x, "x")
-    whole = _of_one(given, "x", "[C, H, W] or [N, C, H, W]", "reshape it, for example x.view(C, H, W)")
-    maps = whole[:most]
-    signed = bool((finite(maps) < 0).any())
-    mosaic = Mosaic.of(torch.stack([_scaled(some, signed) for some in _small(maps)]))
-    figure, ax = place(ax, *page(mosaic.shape, mosaic.columns * 1.1))
-    broken = (~maps.isfinite()).sum((1, 2)).tolist()
-    flat = _constant(maps)
-    remarks = [
-        f"{count} not finite" if count else f"all {flat[n]:.2g}" if n in flat else "" for n, count in enumerate(broken)
-    ]
-    captions = [f"{number}: {remark}" if remark else f"{number}" for number, remark in enumerate(remarks)]
-    mosaic.draw(ax, colours(signed), captions, flat)
-    ax.set_title(_scope(given, len(maps), "channels"), fontsize=SMALL)
-    return figure
+    layers = maps_of(x)
+    if len(layers) == 1:
+        return _draw_maps(layers[0], most, ax)
+    shown = min(_ACROSS - 1, most, max(layer.values.shape[-3] for layer in layers))
+    return _in_rows(layers, lambda layer, ax: _draw_maps(layer, shown, ax, shown + 1), shown + 1, ax, "x")
 
 
 def attention(maps: Any, *, tokens: Sequence[object] | None = None, ax: Axes | None = None) -> Figure:
-    """The attention of each head: ``[heads, q, k]``, or the first sample of ``[batch, heads, q, k]``; all on one scale.
+    """The attention of each head, all heads of a layer on one scale: rows are queries, columns are keys.
 
-    Rows are queries, columns are keys. `tokens` names the keys, and the queries if there are as many. For long
-    sequences, a pixel shows the largest of several weights.
+    For long sequences, a pixel shows the largest of several weights.
+
+    Args:
+        maps: ``[heads, q, k]``, or ``[batch, heads, q, k]``, of which the first sample is drawn; one attention that
+            `torchhook.explain.attention` saw, ``seen[0]``; or several, a row each: ``seen``, or ``seen["encoder.**"]``.
+        tokens: Names of the keys, and of the queries if there are as many.
 
     >>> figure = attention(torch.randn(12, 5, 5).softmax(-1), tokens="the cat sat on it".split())
     >>> [text.get_text() for text in figure.axes[0].texts][:2]
     ['head 0', 'head 1']
     """
-    given = numbers(maps, "maps")
-    heads = _of_one(
-        finite(given), "maps", "[heads, q, k] or [batch, heads, q, k]", "for a single head, pass maps[None]"
-    )
+    calls = [maps] if _is_call(maps) else maps if _are_calls(maps) else None
+    taken = f"{ARRAY}, or what torchhook.explain.attention saw"
+    if calls is None:
+        return _draw_heads(Layer("", "", numbers(maps, "maps", taken)), tokens, ax)
+    if len(calls) == 1:
+        return _draw_heads(_of_call(calls[0]), tokens, ax)
+    shown = min(_ACROSS, max(call.shape[1] for call in calls))
+    return _in_rows(calls, lambda call, ax: _draw_heads(_of_call(call), tokens, ax, shown), shown, ax, "maps")
+
+
+def _is_call(value: Any) -> bool:
+    """Whether it is one attention that was seen, as far as a plot needs it."""
+    return all(hasattr(type(value), name) or hasattr(value, name) for name in ("weights", "path", "shape"))
+
+
+def _are_calls(value: Any) -> bool:
+    return isinstance(value, Sequence) and bool(value) and all(map(_is_call, value))
+
+
+def _of_call(call: Any) -> Layer:
+    return Layer(call.path, "", call.weights)
+
+
+def _in_rows(
+    layers: Sequence[Any], draw: Callable[[Any, Axes], Figure], columns: int, ax: Axes | None, argument: str
+) -> Figure:
+    """One row of tiles per layer, evenly chosen if there are many."""
+    if ax is not None:
+        raise ValueError(f"ax has room for one layer, and {argument} has {len(layers)}: pass one of them")
+    count = min(len(layers), _LAYERS)
+    chosen = [layers[round(number * (len(layers) - 1) / (count - 1))] for number in range(count)]
+    tile = min(_TILE, _WIDTH / columns)
+    figure = new_figure(columns * tile + 1.5, count * (tile + 0.55))
+    for number, layer in enumerate(chosen):
+        draw(layer, figure.add_subplot(count, 1, number + 1))
+    if count < len(layers):
+        figure.suptitle(f"{count} of {len(layers)} layers", fontsize=SMALL)
+    return figure
+
+
+def _draw_maps(layer: Layer, most: int, ax: Axes | None, columns: int | None = None) -> Figure:
+    whole = first_sample(layer, "x")
+    channels = whole[:most]
+    names = [*["mean"] * (len(whole) > 1), *range(len(channels))]
+    maps = torch.cat([whole.mean(0, keepdim=True), channels])[-len(names) :]
+    signed = bool((finite(maps) < 0).any())
+    mosaic = Mosaic.of(torch.stack([_scaled(some, signed) for some in _small(maps)]), columns)
+    figure, ax = place(ax, *page(mosaic.shape, mosaic.columns * 1.1))
+    broken = (~maps.isfinite()).sum((1, 2)).tolist()
+    flat = _constant(maps)
+    remarks = [
+        f": {count} not finite" if count else f": all {flat[number]:.2g}" if number in flat else ""
+        for number, count in enumerate(broken)
+    ]
+    mosaic.draw(ax, colours(signed), [f"{name}{remark}" for name, remark in zip(names, remarks, strict=True)], flat)
+    ax.set_title(_title(layer, len(channels), "channels"), fontsize=SMALL)
+    ax.set_xlabel(f"{maps.shape[1]} × {maps.shape[2]} positions, each map on its own scale", fontsize=SMALL)
+    return figure
+
+
+def _draw_heads(layer: Layer, tokens: Sequence[object] | None, ax: Axes | None, columns: int | None = None) -> Figure:
+    needed, remedy = "[heads, q, k] or [batch, heads, q, k]", "for a single head, pass maps[None]"
+    heads = finite(first_sample(layer, "maps", needed, remedy))
     queries, keys = heads.shape[1:]
     if tokens is not None and len(tokens) != keys:
         raise ValueError(
-            f"tokens must have {keys} names, one per key of maps of shape {list(given.shape)}, not {len(tokens)}"
+            f"tokens must have {keys} names, one per key of maps of shape {list(layer.values.shape)}, not {len(tokens)}"
         )
     stride = math.ceil(max(queries, keys) / _HEAD)
-    mosaic = Mosaic.of(F.max_pool2d(heads[:, None], stride, ceil_mode=True)[:, 0])
+    mosaic = Mosaic.of(F.max_pool2d(heads[:columns, None], stride, ceil_mode=True)[:, 0], columns)
     figure, ax = place(ax, *page(mosaic.shape, mosaic.columns * 2.2, beside=1.2))
-    scale = _scale(heads)
-    mosaic.draw(ax, scale.to_rgba, [f"head {number}" for number in range(len(heads))])
+    scale = colour_scale(heads)
+    mosaic.draw(ax, scale.to_rgba, [f"head {number}" for number in range(len(mosaic.tiles))])
     if tokens is not None:
         _name_tokens(ax, mosaic, tokens, stride, queries == keys)
-    ax.set_title(_scope(given, len(heads), "heads"), fontsize=SMALL)
-    colour_bar(ax, scale)
+    ax.set_title(_title(layer, len(mosaic.tiles), "heads"), fontsize=SMALL)
+    ax.set_xlabel("key", fontsize=SMALL)
+    ax.set_ylabel("query", fontsize=SMALL)
+    colour_bar(ax, scale, "weight")
     return figure
 
 
-def cam(image: Any, heat: Any, *, ax: Axes | None = None) -> Figure:
-    """A heat map over its image: the hotter, the more opaque.
-
-    Args:
-        image: ``[C, H, W]`` or ``[H, W, C]`` with 1, 3 or 4 channels, or ``[H, W]``; bytes, or floats in [0, 1].
-            Floats outside that range, as in a normalised image, are rescaled to it.
-        heat: ``[h, w]``, of any size: it is resized to the image. Colours go from violet to yellow, or from blue to red
-            if any value is negative.
-
-    >>> figure = cam(torch.rand(3, 32, 48), torch.rand(7, 7))
-    >>> [drawn.get_array().shape for drawn in figure.axes[0].images]
-    [(32, 48, 3), (32, 48)]
-    """
-    picture, warmth = picture_of(image), _plane(heat)
-    size = picture.shape[0], picture.shape[1]
-    warmth = F.interpolate(warmth[None, None], size, mode="bilinear", align_corners=False)[0, 0]
-    figure, ax = place(ax, *page(size, 4.5, beside=0.9))
-    scale = _scale(warmth)
-    strength = (warmth.abs() / scale.norm.vmax).nan_to_num(1.0)
-    ax.imshow(picture.numpy(), cmap="gray", vmin=0, vmax=1)
-    ax.imshow(warmth.numpy(), cmap=scale.cmap, norm=scale.norm, alpha=(0.1 + 0.6 * strength).numpy())
-    ax.set_axis_off()
-    colour_bar(ax, scale)
-    return figure
-
-
-def _of_one(given: Tensor, argument: str, needed: str, remedy: str) -> Tensor:
-    """The first sample of four dimensions; three dimensions as they are."""
-    if given.dim() not in (3, 4):
-        raise ValueError(f"{argument} must be {needed}, not of shape {list(given.shape)}: {remedy}")
-    if not given.numel():
-        raise ValueError(f"{argument} is empty: its shape is {list(given.shape)}")
-    return given[0] if given.dim() == 4 else given
-
-
-def _scope(given: Tensor, drawn: int, what: str) -> str:
-    """What part of the input is drawn, if not all of it."""
-    samples, parts = len(given) if given.dim() == 4 else 1, given.shape[-3]
-    parts_drawn = [f"{drawn} of {parts} {what}"] * (drawn < parts)
-    return ", ".join([f"first of {samples} samples"] * (samples > 1) + parts_drawn)
+def _title(layer: Layer, drawn: int, what: str) -> str:
+    """The layer, and what part of it is drawn, if not all of it."""
+    *samples, parts, _, _ = layer.values.shape
+    first = [f"first of {samples[0]} samples"] if samples and samples[0] > 1 else []
+    some = [f"{drawn} of {parts} {what}"] if drawn < parts else []
+    return ", ".join([*filter(None, [label(layer.title)]), *first, *some])
 
 
 def _constant(maps: Tensor) -> dict[int, float]:
@@ -150,14 +177,6 @@ def _scaled(some: Tensor, signed: bool) -> Tensor:
     return some * 0 + 0.5 * (low > 0) if high is None else ((some - low) / (high - low)).clamp(0, 1)
 
 
-def _scale(values: Tensor) -> Any:
-    """One colour scale for all values: from zero up, or symmetric around zero."""
-    signed, most = bool((values < 0).any()), share_below(values.abs(), 1.0) or 1.0
-    return require("matplotlib.cm", "plot").ScalarMappable(
-        norm=require("matplotlib.colors", "plot").Normalize(-most if signed else 0.0, most), cmap=colours(signed)
-    )
-
-
 def _name_tokens(ax: Axes, mosaic: Mosaic, tokens: Sequence[object], stride: int, in_rows: bool) -> None:
     """Names to the left of every row of heads and below the last one, as many as fit."""
     chosen = thinned(len(tokens), len(tokens) / stride * mosaic.pixel(ax))
@@ -169,38 +188,3 @@ def _name_tokens(ax: Axes, mosaic: Mosaic, tokens: Sequence[object], stride: int
         tops = [mosaic.corner(row * mosaic.columns)[0] for row in range(mosaic.rows)]
         ax.set_yticks([top + middle for top in tops for middle in middles], names * mosaic.rows, fontsize=SMALL)
     ax.tick_params(length=0)
-
-
-def picture_of(image: Any) -> Tensor:
-    """An image as height × width × channels in [0, 1], or height × width if it is grey."""
-    found = _single(numbers(image, "image"), 3)
-    if found.dim() == 3 and found.shape[0] in _CHANNELS:
-        found = found.permute(1, 2, 0)
-    if found.dim() not in (2, 3) or not found.numel() or (found.dim() == 3 and found.shape[2] not in _CHANNELS):
-        needed = "[C, H, W] or [H, W, C] with 1, 3 or 4 channels, or [H, W]"
-        raise ValueError(
-            f"image must be {needed}, not of shape {list(found.shape)}: pass one image of a batch, such as image[0]"
-        )
-    low, high = share_below(found, 0.0), share_below(found, 1.0)
-    if str(getattr(image, "dtype", "")).endswith("uint8"):
-        found = found / 255
-    elif low < 0 or high > 1:
-        found = (found - low) / ((high - low) or 1.0)
-    found = found.nan_to_num(0.0).clamp(0, 1)
-    return found[..., 0] if found.dim() == 3 and found.shape[2] == 1 else found
-
-
-def _plane(heat: Any) -> Tensor:
-    found = finite(_single(numbers(heat, "heat"), 2))
-    if found.dim() != 2 or not found.numel():
-        raise ValueError(
-            f"heat must be [h, w], not of shape {list(found.shape)}: pass one map of a batch, such as heat[0]"
-        )
-    return found
-
-
-def _single(found: Tensor, dims: int) -> Tensor:
-    """`found` without leading dimensions of size one."""
-    while found.dim() > dims and found.shape[0] == 1:
-        found = found[0]
-    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from torchhook.plot.arrays import finite, numbers, share_below
+from torchhook.plot.arrays import ARRAY, finite, numbers, share_below
 from torchhook.plot.style import SMALL, colour_bar, colours, inches, name_columns, name_rows, page, place
 
 if TYPE_CHECKING:
@@ -21,19 +21,27 @@ def similarity(
     rows: Sequence[object] | None = None,
     columns: Sequence[object] | None = None,
     *,
+    unit: str = "",
     ax: Axes | None = None,
 ) -> Figure:
     """A matrix as colours, from 0 to 1, or from -1 to 1 if any value is negative; a small one shows its numbers, too.
 
     Args:
-        matrix: Numbers in [0, 1] or [-1, 1], such as CKA or correlations. Larger numbers extend the scale.
+        matrix: What `torchhook.compare.cka` returned, whose layers name rows and columns; or numbers in [0, 1] or
+            [-1, 1], such as correlations. Larger numbers extend the scale.
         rows, columns: Their names; by default they are numbered.
+        unit: What the numbers are, beside the scale.
 
     >>> figure = similarity([[1.0, 0.2], [0.2, 1.0]], rows=["conv", "fc"])
     >>> [text.get_text() for text in figure.axes[0].texts]
     ['1.00', '0.20', '0.20', '1.00']
     """
-    found = finite(numbers(matrix, "matrix"))
+    row_title = column_title = ""
+    if _is_likeness(matrix):
+        rows, columns, unit = rows or matrix.rows, columns or matrix.columns, unit or matrix.by
+        row_title, column_title = ("layer", "layer") if matrix.itself else ("layer of a", "layer of b")
+        matrix = matrix.matrix
+    found = finite(numbers(matrix, "matrix", f"{ARRAY}, or what torchhook.compare.cka returned"))
     if found.dim() != 2 or not found.numel():
         raise ValueError(f"matrix must be rows × columns, not of shape {list(found.shape)}: pass a single matrix")
     high, wide = found.shape
@@ -44,11 +52,18 @@ def similarity(
     drawn = ax.imshow(found.numpy(), interpolation="nearest", cmap=colours(signed), vmin=low, vmax=most)
     name_rows(ax, row_names)
     name_columns(ax, column_names)
+    ax.set_ylabel(row_title, fontsize=SMALL)
+    ax.set_xlabel(column_title, fontsize=SMALL)
     across, along = inches(ax)
     if max(found.shape) <= _NUMBERED and min(across / wide, along / high) >= _CELL:
         _write_numbers(ax, drawn)
-    colour_bar(ax, drawn)
+    colour_bar(ax, drawn, unit)
     return figure
+
+
+def _is_likeness(value: Any) -> bool:
+    """Whether it is a result of `torchhook.compare.cka`, as far as a plot needs it."""
+    return all(hasattr(value, name) for name in ("matrix", "rows", "columns", "by", "itself"))
 
 
 def _names(given: Sequence[object] | None, count: int, what: str) -> Sequence[object]:

@@ -34,10 +34,10 @@ class Mosaic(NamedTuple):
     beside: int
 
     @classmethod
-    def of(cls, tiles: Tensor) -> Mosaic:
-        """Arrange the tiles so that they fit a page."""
+    def of(cls, tiles: Tensor, columns: int | None = None) -> Mosaic:
+        """Arrange the tiles in this many columns, or so that they fit a page."""
         count, height, width = tiles.shape
-        columns = max(1, min(count, round(math.sqrt(_WIDE * count * height / width))))
+        columns = columns or max(1, min(count, round(math.sqrt(_WIDE * count * height / width))))
         above, beside = round(0.14 * max(height, width / 4)), round(0.06 * max(width, height / 4))
         return cls(tiles, columns, max(1, above), max(1, beside))
 

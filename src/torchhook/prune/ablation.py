@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import chain
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 from torch import nn
 
-from torchhook.core.batch import Batch, batch_count, on_device, require_loader, samples_of
+from torchhook.core.batch import Batch, InputBatches, ToInputs, batch_count, on_device, samples_of
 from torchhook.core.model_state import buffers_kept, inference, random_state_kept
-from torchhook.core.progress import track
-from torchhook.core.selection import Query, require_module, unwrapped
+from torchhook.core.progress import Progress, track
+from torchhook.core.renamed import renamed
+from torchhook.core.selection import Sites, require_module, unwrapped
 from torchhook.edits import ablate
 from torchhook.edits.sweep import Sweep, SweepRow, sweep
 from torchhook.prune.score_points import score_points
 
 
+@renamed(layers="sites")
 def sensitivity(
     model: nn.Module,
-    loader: Iterable[Any],
+    loader: Any,
     metric: Callable[[Any, Any], Any],
     *,
-    layers: Query | Iterable[Query] | None = None,
+    sites: Sites = None,
     with_: Literal["zero", "mean"] = "zero",
-    progress: TextIO | None = sys.stderr,
+    batch_to_inputs: ToInputs | None = None,
+    progress: Progress = True,
 ) -> Sweep:
     """How `metric` changes without each layer in turn; the layer that matters most comes first.
 
@@ -35,9 +37,10 @@ def sensitivity(
     Args:
         loader: Yields batches: tuples whose last element is the target, tensors, or mappings of keyword arguments.
         metric: From output and target to a number that is a mean over the batch, such as a loss.
-        layers: Queries for some of the convolutions and linear layers; None means all.
+        sites: Queries for some of the convolutions and linear layers; None means all.
         with_: What replaces a channel: ``"zero"``, or its ``"mean"`` over batch and positions.
-        progress: Where to show a progress bar; only a terminal shows one.
+        batch_to_inputs: Turns a batch into what the model takes, such as ``lambda batch: batch["image"]``.
+        progress: True for a bar in a terminal, False for none, or a function (what, done, total).
 
     >>> import torch
     >>> from torchhook.prune.ablation import sensitivity
@@ -49,7 +52,7 @@ def sensitivity(
     [('0', 1.0), ('1', 1.0)]
     """
     require_module(model)
-    require_loader(loader, "loader")
+    loader = InputBatches(loader, model, batch_to_inputs, targets=True)
     if with_ not in ("zero", "mean"):
         raise ValueError(f"with_ must be 'zero' or 'mean', not {with_!r}")
     edit = ablate(channels=slice(None), with_=with_)
@@ -60,11 +63,11 @@ def sensitivity(
         first = next(batches, _NOTHING)
         if first is _NOTHING:
             raise ValueError("loader has no batches")
-        paths = list(score_points(model, Batch.of(on_device(first, model)), layers).layers)
+        paths = list(score_points(model, Batch.of(on_device(first, model)), sites).layers)
         for data in track(chain([first], batches), batch_count(loader), "sensitivity", progress):
             batch = Batch.of(on_device(data, model))
             x = batch.arguments.args or batch.arguments.kwargs
-            found = sweep(model, x, paths, edit, _of_output(metric, batch.target), progress=None)
+            found = sweep(model, x, paths, edit, _of_output(metric, batch.target), progress=False)
             sweeps.append((samples_of(batch).length, found))
     return _mean(sweeps)
 

@@ -107,7 +107,7 @@ class Graph:
             fixed = self._fixed(items, outputs, inputs)
             choices = self._choices(layer, width) if not fixed else []
         except _EndlessSearchError:
-            return alone._replace(fixed="the search of Torch-Pruning for channels tied to it does not end")
+            return alone._replace(fixed="Torch-Pruning's search for channels tied to it does not end")
         if fixed or len(choices) == width:
             return ChannelGroup(root, width, outputs, inputs, fixed)
         parts = [self._items(layer, choice) for choice in choices]  # the items of all channels at once do not show ties

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,14 +14,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchhook.core.batch import Batch, Loss, call, on_device
 from torchhook.core.model_state import evaluating, random_state_kept
 from torchhook.core.selection import Query, queries_of, select, unwrapped
-from torchhook.core.text import html_table, table
+from torchhook.core.tabular import Tabular
 from torchhook.prune.dependencies import ChannelGroup, Graph, copied, requiring_gradients
 from torchhook.prune.layers import channels_of, inputs_of
 from torchhook.prune.scores import Importance
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Plan:
+class Plan(Tabular):
     """Which channels to remove.
 
     Args:
@@ -35,8 +34,8 @@ class Plan:
 
     >>> Plan({"conv": (1, 3)}, {"conv": 8}, {"conv": (1, 3)}, (100, 75), {}, None, None)
     Plan: remove 2 of 8 channels of 1 layer and 25.0 % of the FLOPs
-    layer  channels  removed
-    conv          8        2
+    path  channels  removed
+    conv         8        2
     """
 
     channels: Mapping[str, tuple[int, ...]]
@@ -47,15 +46,10 @@ class Plan:
     x: Any
     loss: Loss | None
 
-    def table(self) -> list[dict[str, Any]]:
-        """One plain dictionary per layer, for pandas and similar tools."""
-        return [{"layer": path, "channels": self.sizes[path], "go": len(gone)} for path, gone in self.channels.items()]
-
-    def __repr__(self) -> str:
-        return f"{self._title()}\n{table(_HEADER, self._rows())}"
-
-    def _repr_html_(self) -> str:
-        return f"<p>{html.escape(self._title())}</p>{html_table(_HEADER, self._rows())}"
+    def _records(self) -> list[dict[str, Any]]:
+        return [
+            {"path": path, "channels": self.sizes[path], "removed": len(gone)} for path, gone in self.channels.items()
+        ]
 
     def _title(self) -> str:
         gone, count = sum(map(len, self.channels.values())), len(self.channels)
@@ -65,9 +59,6 @@ class Plan:
             f"Plan: remove {gone} of {sum(self.sizes.values())} channels of {count} layer{'s' if count != 1 else ''}"
             f" and {100 * share:.1f} % of the FLOPs"
         )
-
-    def _rows(self) -> list[list[Any]]:
-        return [list(row.values()) for row in self.table()]
 
 
 def plan(
@@ -156,7 +147,7 @@ class Cost:
 
 def flops_of(model: nn.Module, batch: Batch) -> tuple[int, dict[str, int]]:
     """The FLOPs of a forward as torch counts them: the total, and by module."""
-    # torch's counter hooks inputs that require a gradient, and fails at a view of a parameter made without a graph.
+    # torch's counter hooks every input that requires a gradient, and fails at a view of a parameter without a graph
     with (
         torch.no_grad(),
         evaluating(model),

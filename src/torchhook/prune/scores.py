@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import html
-import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from torchhook.core.batch import Batch, Loss, batch_count, call, loss_of, on_device, require_loader, samples_of
+from torchhook.core.batch import Batch, InputBatches, Loss, ToInputs, batch_count, call, loss_of, on_device, samples_of
 from torchhook.core.edit import Edit
 from torchhook.core.event import Event
 from torchhook.core.model_state import buffers_kept, inference, random_state_kept
-from torchhook.core.progress import track
-from torchhook.core.selection import Query, Selector, require_module, unwrapped
+from torchhook.core.progress import Progress, track
+from torchhook.core.renamed import renamed
+from torchhook.core.selection import Selector, Sites, require_module, unwrapped
 from torchhook.core.session import Session
 from torchhook.core.sink import Sink
 from torchhook.core.site import Site
+from torchhook.core.tabular import Tabular
 from torchhook.core.tap import Tap
-from torchhook.core.text import html_table, shape_of, table
+from torchhook.core.text import shape_of
 from torchhook.prune.layers import channel_dim, first_of
 from torchhook.prune.score_point_tracker import ScorePointTracker
 from torchhook.prune.score_points import ModuleCall, ScorePoints, score_points
@@ -32,7 +32,7 @@ By = Literal["taylor", "fisher", "l1", "activation", "apoz", "wanda"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Importance(Mapping[str, Tensor]):
+class Importance(Tabular, Mapping[str, Tensor]):
     """Scores of channels: for each layer, by path, a float64 tensor with one score per output channel.
 
     Layers are in execution order. The higher the score, the more is lost with the channel.
@@ -73,39 +73,34 @@ class Importance(Mapping[str, Tensor]):
         """Whether scores of different layers can be compared, being in units of the loss."""
         return self.by in ("taylor", "fisher")
 
-    def table(self) -> list[dict[str, Any]]:
-        """One plain dictionary per channel, for pandas and similar tools."""
+    def _records(self) -> list[dict[str, Any]]:
         return [
-            {"layer": path, "channel": number, "score": float(score)}
+            {"path": path, "channel": number, "score": float(score)}
             for path, scores in self.scores.items()
             for number, score in enumerate(scores)
         ]
-
-    def __repr__(self) -> str:
-        return f"{self._title()}\n{table(_HEADER, self._rows())}"
-
-    def _repr_html_(self) -> str:
-        return f"<p>{html.escape(self._title())}</p>{html_table(_HEADER, self._rows())}"
 
     def _title(self) -> str:
         samples = f", {self.n} samples" if self.n else ""
         return f"{self.by} importance of {len(self)} layer{'s' if len(self) != 1 else ''}{samples}"
 
-    def _rows(self) -> list[list[Any]]:
-        return [
+    def _printed(self) -> tuple[Sequence[str], list[list[Any]]]:
+        return _HEADER, [
             [path or "''", len(scores), *(f"{float(scores.quantile(q)):.3g}" for q in (0.0, 0.5, 1.0))]
             for path, scores in self.scores.items()
         ]
 
 
+@renamed(layers="sites")
 def importance(
     model: nn.Module,
-    loader: Iterable[Any],
+    loader: Any,
     by: By = "taylor",
     loss: Loss | None = None,
     *,
-    layers: Query | Iterable[Query] | None = None,
-    progress: TextIO | None = sys.stderr,
+    sites: Sites = None,
+    batch_to_inputs: ToInputs | None = None,
+    progress: Progress = True,
 ) -> Importance:
     """A score for each output channel of each convolution and linear layer, in one pass over `loader`.
 
@@ -122,8 +117,9 @@ def importance(
         loss: From output and target to a number, a mean over the batch like torch's losses. The default is the loss in
             the output if it has one, cross entropy if the targets are classes, and the mean squared error if they have
             the shape of the outputs. For mappings the targets are the ``labels``.
-        layers: Queries for some of the layers; None means all.
-        progress: Where to show a progress bar; only a terminal shows one.
+        sites: Queries for some of the layers; None means all.
+        batch_to_inputs: Turns a batch into what the model takes, such as ``lambda batch: batch["image"]``.
+        progress: True for a bar in a terminal, False for none, or a function (what, done, total).
 
     >>> from torchhook.prune.scores import importance
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
@@ -134,7 +130,7 @@ def importance(
     1
     """
     require_module(model)
-    require_loader(loader, "loader")
+    loader = InputBatches(loader, model, batch_to_inputs, targets=True)
     if by not in _SCORERS:
         raise ValueError(f"by must be one of {', '.join(map(repr, _SCORERS))}, not {by!r}")
     if loss is not None and not callable(loss):
@@ -145,7 +141,7 @@ def importance(
         first = next(batches, _NOTHING)
         if first is _NOTHING:
             raise ValueError("loader has no batches")
-        found = score_points(model, Batch.of(on_device(first, model)), layers)
+        found = score_points(model, Batch.of(on_device(first, model)), sites)
         scorer = _SCORERS[by](found)
         n = 0
         with Session(model, scorer.taps(), on_silent="ignore"):
@@ -159,7 +155,7 @@ def importance(
     for path, values in scores.items():
         if not values.isfinite().all():
             raise ValueError(
-                f"the {by} scores of {path!r} are not finite; torchhook.diagnose finds the cause, and layers= can leave"
+                f"the {by} scores of {path!r} are not finite; torchhook.diagnose finds the cause, and sites= can leave"
                 " the layer out"
             )
     return Importance(scores, by, n, whole, first, loss, scorer.left_out)

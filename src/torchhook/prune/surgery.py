@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import html
 import statistics
-import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from torchhook.core.batch import Batch, Loss, batch_count, call, loss_of, on_device, require_loader, samples_of
+from torchhook.core.batch import Batch, InputBatches, Loss, ToInputs, batch_count, call, loss_of, on_device, samples_of
 from torchhook.core.model_state import buffers_kept, evaluating, random_state_kept
-from torchhook.core.progress import track
+from torchhook.core.progress import Progress, track
 from torchhook.core.selection import require_module, unwrapped
+from torchhook.core.tabular import Tabular
 from torchhook.core.tap import require_count
-from torchhook.core.text import html_table, table
 from torchhook.core.trees import leaves
 from torchhook.prune.dependencies import Graph, copied, tracing
 from torchhook.prune.layers import channels_of
@@ -35,7 +33,7 @@ class Change(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Pruned:
+class Pruned(Tabular):
     """A model without some of its channels, and how it has changed.
 
     Args:
@@ -67,15 +65,8 @@ class Pruned:
         """Whether the output was checked against the whole model with zero weights for the removed channels."""
         return not self.note
 
-    def table(self) -> list[dict[str, Any]]:
-        """One plain dictionary per measure, for pandas and similar tools."""
+    def _records(self) -> list[dict[str, Any]]:
         return [{"measure": name, **change._asdict()} for name, change in self._changes().items()]
-
-    def __repr__(self) -> str:
-        return f"{self._title()}\n{table(_HEADER, self._rows())}"
-
-    def _repr_html_(self) -> str:
-        return f"<p>{html.escape(self._title())}</p>{html_table(_HEADER, self._rows())}"
 
     def _title(self) -> str:
         return f"Pruned {type(self.model).__name__}" + (f" (not verified: {self.note})" if self.note else "")
@@ -84,9 +75,9 @@ class Pruned:
         found = {"parameters": self.parameters, "FLOPs": self.flops, "milliseconds": self.milliseconds}
         return found if self.loss is None else {**found, "loss": self.loss}
 
-    def _rows(self) -> list[list[str]]:
+    def _printed(self) -> tuple[Sequence[str], list[list[str]]]:
         formats = {"parameters": ",.0f", "FLOPs": ",.0f", "milliseconds": ".3g", "loss": ".4f"}
-        return [
+        return _HEADER, [
             [name, *(format(number, formats[name]) for number in change), _percent(change)]
             for name, change in self._changes().items()
         ]
@@ -97,11 +88,12 @@ def apply(
     plan: Plan,
     x: Any = None,
     *,
-    loader: Iterable[Any] | None = None,
+    loader: Any = None,
     loss: Loss | None = None,
     inplace: bool = False,
     runs: int = 5,
-    progress: TextIO | None = sys.stderr,
+    batch_to_inputs: ToInputs | None = None,
+    progress: Progress = True,
 ) -> Pruned:
     """Remove the channels of `plan` from `model`, with everything tied to them, and measure before and after.
 
@@ -117,7 +109,8 @@ def apply(
         loss: From output and target to a number; None means that of `importance`, or a guess as there.
         inplace: Cut `model` itself. It is left unchanged if the result does not run or is wrong.
         runs: How many forwards of each model to time.
-        progress: Where to show a progress bar; only a terminal shows one.
+        batch_to_inputs: Turns a batch into what the model takes, such as ``lambda batch: batch["image"]``.
+        progress: True for a bar in a terminal, False for none, or a function (what, done, total).
 
     >>> from torchhook.prune.planner import plan
     >>> from torchhook.prune.scores import importance
@@ -132,7 +125,7 @@ def apply(
     if not isinstance(plan, Plan):
         raise TypeError(f"plan must be a result of prune.plan, not {plan!r:.80}")
     if loader is not None:
-        require_loader(loader, "loader")
+        loader = InputBatches(loader, model, batch_to_inputs, targets=True)
     example = plan.x if x is None else x
     if example is None:
         raise ValueError("x: no example input to trace the model with; pass a batch")
@@ -161,7 +154,7 @@ def _cut(model: nn.Module, plan: Plan, batch: Batch) -> None:
 
 
 def _losses(
-    models: list[nn.Module], measured: tuple[Iterable[Any], int | None], loss: Loss | None, progress: TextIO | None
+    models: list[nn.Module], measured: tuple[Iterable[Any], int | None], loss: Loss | None, progress: Progress
 ) -> Change | None:
     """The mean loss of each model; None if no loss was given and none can be guessed."""
     totals, n = [0.0 for _ in models], 0

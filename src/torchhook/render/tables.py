@@ -13,13 +13,19 @@ Links = Mapping[str, list[str]]
 
 COLUMNS = {
     "module": "class",
+    "shape": "shape",
     "mean": "mean",
     "std": "std",
+    "min": "min",
+    "max": "max",
+    "nonfinite": "not finite",
     "zero_fraction": "share of zeros",
     "norm": "norm",
     "grad_norm": "gradient norm",
     "update_ratio": "update ratio",
 }
+
+_WORDS = ("module", "shape")
 
 
 def tables(report: Report) -> str:
@@ -47,9 +53,7 @@ def _table(title: str, layers: Sequence[Layer], links: Links) -> str:
     if not layers:
         return ""
     keys = [key for key in COLUMNS if any(layer.get(key) is not None for layer in layers)]
-    header = "".join(
-        f'<th scope="col" class="{"" if key == "module" else "number"}">{COLUMNS[key]}</th>' for key in keys
-    )
+    header = "".join(f'<th scope="col" class="{"" if key in _WORDS else "number"}">{COLUMNS[key]}</th>' for key in keys)
     rows = "".join(_row(layer, keys, links) for layer in layers)
     table = f'<table><thead><tr><th scope="col">site</th>{header}</tr></thead><tbody>{rows}</tbody></table>'
     # A box that scrolls must have a name and be reachable by keyboard.

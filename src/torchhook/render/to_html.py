@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +37,20 @@ def html(report: Report) -> str:
     >>> "<h1>&lt;Net&gt;</h1>" in page, "Nothing found" in page, "https:" in page
     (True, True, False)
     """
-    parts = {"Findings": cards(report), "Plots": _plots(report), "Layers": tables(report), "Checks": _checks(report)}
-    filled = {name: body for name, body in parts.items() if body}
+    parts = {"Findings": cards(report), "Plots": plots(report), "Layers": tables(report), "Checks": _checks(report)}
+    return document(report.headline, _title(report), parts, _verdict(report))
+
+
+def document(title: str, header: str, parts: Mapping[str, str], kind: str) -> str:
+    """A page with a section for each part that is not empty; `kind` is the class of its body.
+
+    >>> page = document("Net", "<h1>Net</h1>", {"Plots": "", "Layers": "<p>two</p>"}, "passed")
+    >>> '<section id="layers"><h2>Layers</h2>' in page, "Plots" in page
+    (True, False)
+    """
+    filled = {name: (name.lower().replace(" ", "-"), body) for name, body in parts.items() if body}
     sections = "\n".join(
-        f'<section id="{name.lower()}"><h2>{name}</h2>\n{body}</section>' for name, body in filled.items()
+        f'<section id="{anchor}"><h2>{name}</h2>\n{body}</section>' for name, (anchor, body) in filled.items()
     )
     return f"""<!doctype html>
 <html lang="en">
@@ -46,15 +59,15 @@ def html(report: Report) -> str:
 <meta http-equiv="Content-Security-Policy" content="{POLICY}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
-<title>{text(report.headline)}</title>
+<title>{text(title)}</title>
 <link rel="icon" href="data:,">
 <style>
 {STYLE.read_text(encoding="utf-8")}</style>
 </head>
-<body class="{_verdict(report)}">
+<body class="{kind}">
 <header>
-{_title(report)}
-<nav aria-label="Sections">{"".join(f'<a href="#{name.lower()}">{name}</a>' for name in filled)}</nav>
+{header}
+<nav aria-label="Sections">{"".join(f'<a href="#{anchor}">{name}</a>' for name, (anchor, _) in filled.items())}</nav>
 </header>
 <main>
 {sections}
@@ -80,24 +93,38 @@ def _title(report: Report) -> str:
     )
 
 
-def _plots(report: Report) -> str:
-    """The plots that have something to show, after the script that draws them; nothing at all without a plot."""
+def plots(report: Report, more: Mapping[str, tuple[Any, str]] | None = None) -> str:
+    """The plots that have something to show, after the script that draws them; nothing at all without a plot.
+
+    `more` are figures of your own, by name, each with a caption.
+    """
     drawn = {
         name: (draw(report), caption if draw is loss_curve else f"{caption} {span(report)}")
         for name, (draw, caption) in PLOTS.items()
     }
     figures = [
-        f'<figure class="card"><figcaption><h3>{name}</h3><p class="quiet">{caption}</p></figcaption>'
-        f'<div role="img" aria-label="{name}">{_figure(figure, name)}</div></figure>\n'
-        for name, (figure, caption) in drawn.items()
+        plot(name, figure, caption)
+        for name, (figure, caption) in (drawn | dict(more or {})).items()
         if figure is not None
     ]
     return f"<script>{SCRIPT.read_text(encoding='utf-8')}</script>\n{''.join(figures)}" if figures else ""
 
 
-def _figure(figure: Any, name: str) -> str:
-    own = {"div_id": f"plot-{name.lower().replace(' ', '-')}", "config": {"displayModeBar": False, "responsive": True}}
-    return str(figure.to_html(full_html=False, include_plotlyjs=False, **own))
+def plot(name: str, figure: Any, caption: str, beside: str = "") -> str:
+    """A figure on a card, under its name and caption; needs the script that draws it. `beside` goes to its left."""
+    own = {"div_id": f"plot-{_anchor(name)}", "config": {"displayModeBar": False, "responsive": True}}
+    drawn = figure.to_html(full_html=False, include_plotlyjs=False, **own)
+    body = f'<div role="img" aria-label="{text(name)}">{drawn}</div>'
+    if beside:
+        body = f'<div class="pair">{beside}{body}</div>'
+    title = f'<figcaption><h3>{text(name)}</h3><p class="quiet">{text(caption)}</p></figcaption>'
+    return f'<figure class="card">{title}{body}</figure>\n'
+
+
+def _anchor(name: str) -> str:
+    """An id for a name: readable if it is made of plain words, else a digest, since it may be a path from outside."""
+    plain = name.lower().replace(" ", "-")
+    return plain if re.fullmatch("[a-z_-]+", plain) else sha256(name.encode(errors="surrogatepass")).hexdigest()[:12]
 
 
 def _checks(report: Report) -> str:

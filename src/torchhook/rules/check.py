@@ -101,7 +101,7 @@ def check(
 def failed(what: str, reason: str) -> Finding:
     """A finding that torchhook itself failed at something, which must not stop the training or the report."""
     message = f"{what} raised {reason}"
-    hint = "This is a bug in torchhook or in a rule of yours, not a problem of the model."
+    hint = "This is a bug in torchhook or in one of your own rules, not a problem of the model."
     return Finding(BROKEN, Severity.INFO, message, hint=hint)
 
 

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchhook.core.batch import Loss
+from torchhook.core.batch import InputBatches, Loss, ToInputs
 from torchhook.core.findings import Report
 from torchhook.core.model_state import random_state_kept
+from torchhook.core.progress import Progress, progress_bar
 from torchhook.core.selection import require_module
 from torchhook.rules.check import check
-from torchhook.rules.inspection import Inspection, Progress
+from torchhook.rules.inspection import Inspection
 from torchhook.rules.registry import Choice, chosen
 from torchhook.rules.rule import Phase
 
@@ -37,7 +38,8 @@ def diagnose(
     ignore: Sequence[Choice] = (),
     per_module: Mapping[str, Sequence[str]] | None = None,
     fail_on: str = "error",
-    progress: Progress | None = None,
+    batch_to_inputs: ToInputs | None = None,
+    progress: Progress = True,
 ) -> Report:
     """Inspect `model` at rest, in a forward and backward, and in a short training of a copy.
 
@@ -58,7 +60,8 @@ def diagnose(
         rules, ignore, per_module, fail_on: As for `check`.
         try_repairs: Whether to try the repairs of findings on further copies, and say by how much the loss fell.
         seconds: For how long to try repairs, at most.
-        progress: Called with what is being done, how many steps are done, and how many there are.
+        batch_to_inputs: Turns a batch into inputs and target: ``lambda batch: (batch["image"], batch["label"])``.
+        progress: True for a bar in a terminal, False for none, or a function (what, done, total).
 
     >>> import torch.nn.functional as F
     >>> from torchhook import diagnose
@@ -79,11 +82,10 @@ def diagnose(
         raise ValueError(f"seconds must be a number of at least 0, not {seconds!r}")
     if loss is not None and not callable(loss):
         raise TypeError(f"loss must be a function of output and target, not {loss!r}")
-    if not isinstance(data, Iterable):
-        raise TypeError(f"data must be an iterable of batches, or one batch, not {data!r:.80}")
+    batches = InputBatches(data, model, batch_to_inputs, "data", targets=True)
     applied = [rule for rule in chosen(rules, ignore) if "rest" in parts or rule.phase != Phase.REST]
-    inspection = Inspection(model, data, loss, optimizer, applied, progress or _no_progress)
-    with _state_kept(model):
+    with _state_kept(model), progress_bar("diagnose", progress) as tell:
+        inspection = Inspection(model, batches, loss, optimizer, applied, tell)
         inspection.run(steps if "train" in parts else 0, "pass" in parts)
         trials = inspection.trials(steps, seconds) if try_repairs and "train" in parts else None
         report = check(
@@ -104,7 +106,3 @@ def _state_kept(model: nn.Module) -> Iterator[None]:
     with random_state_kept(model), warnings.catch_warnings(), torch.enable_grad():
         warnings.filterwarnings("ignore", "a tap is inside")  # of the copy
         yield
-
-
-def _no_progress(what: str, done: int, total: int) -> None:
-    """Report nothing."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
@@ -14,14 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import set_detect_anomaly
 
-from torchhook.core.batch import Batch, Loss, call, loss_of, on_device
-from torchhook.core.model_state import buffers_kept
+from torchhook.core.batch import Batch, InputBatches, Loss, call, loss_of, on_device
+from torchhook.core.model_state import buffers_kept, evaluating
+from torchhook.core.progress import Tell
 from torchhook.core.torch_internals import BATCH_NORMS
 from torchhook.core.trees import leaves
 from torchhook.rules.effects import effects_of, unreached
 from torchhook.rules.history import History, Modes, Raised, settled
 from torchhook.rules.kinds import kind_of
-from torchhook.rules.loss_graph import loss_terms
+from torchhook.rules.loss_graph import leaves_of, loss_terms
 from torchhook.rules.model_copy import copies_of
 from torchhook.rules.origin.catch import Catch
 from torchhook.rules.rest import at_rest
@@ -32,7 +33,6 @@ from torchhook.rules.trials import Trials
 from torchhook.rules.watch import Watch
 from torchhook.stats.optimizer.steps import unwrapped
 
-Progress = Callable[[str, int, int], None]
 """Called with what is being done, how many steps are done, and how many there are."""
 
 _THOROUGH = 8  # steps at the beginning and at the end in which everything is measured
@@ -47,14 +47,20 @@ class Inspection:
     """The model to inspect with its data and loss, and the history to write."""
 
     def __init__(
-        self, model: nn.Module, data: Any, loss: Loss | None, optimizer: Any, rules: list[Rule], progress: Progress
+        self,
+        model: nn.Module,
+        data: InputBatches,
+        loss: Loss | None,
+        optimizer: Any,
+        rules: list[Rule],
+        tell: Tell | None,
     ) -> None:
         self.model = model
-        self.data = [data] if isinstance(data, (Tensor, tuple, Mapping)) else data
+        self.data: InputBatches | list[Any] = data
         self.loss = loss
         self.optimizer = None if optimizer is None else unwrapped(optimizer)
         self.rules = rules
-        self.progress = progress
+        self.tell = tell
         self.history = History(rest=at_rest(model, self.optimizer), own_optimizer=optimizer is not None)
         self.notes: list[str] = []
 
@@ -62,7 +68,7 @@ class Inspection:
         """Train a copy for some steps; without steps, only `look` at a forward and backward of some batches."""
         if not steps and not look:
             return
-        if iter(self.data) is self.data:
+        if isinstance(self.data, InputBatches) and not self.data.repeats:
             self.data = list(islice(self.data, steps or _THOROUGH))
         if next(self._batches(), None) is None:
             raise ValueError("data has no batches")
@@ -145,7 +151,8 @@ class Inspection:
                     self.history.raised = Raised.of(error, step)
                     break
                 watch.step(value if real else None)
-                self.progress(what, step + 1, count)
+                if self.tell is not None:
+                    self.tell(what, step + 1, count)
                 if caught.finding is not None and self.history.origin is None:
                     self.history.origin = replace(caught.finding, step=step)
                 lost, forwards = 0 if math.isfinite(value) else lost + 1, forwards + more
@@ -160,6 +167,8 @@ class Inspection:
         def on_loss(output: Any, loss: Tensor) -> None:
             if step == 0 and self.history.task is None:
                 self.history.task = task_of(output, batch.target, float(loss.detach()), self.loss)
+            if step == 0 and optimizer is not None:
+                self.history.unlisted = len(_unlisted(output, optimizer, twin, self.model))
             self.history.terms[step] = loss_terms(loss, makers, batch.target)
 
         if not look:
@@ -179,17 +188,13 @@ class Inspection:
 
     def _compare_modes(self, twin: nn.Module) -> None:
         """Run the same batches in eval and in train mode, once batch norms have caught up with the weights."""
-        flags = {module: module.training for module in twin.modules()}
-        settling = _SETTLING if any(isinstance(module, BATCH_NORMS) for module in flags) else 0
+        settling = _SETTLING if any(isinstance(module, BATCH_NORMS) for module in twin.modules()) else 0
         try:
             with torch.no_grad():
                 for data in islice(self._batches(), settling):
                     call(twin, Batch.of(on_device(data, twin)))
-                for module in flags:
-                    module.training = False
-                evaluated = self._run(twin)
-                for module, flag in flags.items():
-                    module.training = flag
+                with evaluating(twin):
+                    evaluated = self._run(twin)
                 trained = self._run(twin)
         except Exception as error:  # of the user's code: the loss may not fit the output in eval mode
             self.notes.append(f"train and eval mode were not compared: {type(error).__name__}: {error}")
@@ -205,6 +210,14 @@ class Inspection:
                 batch = Batch.of(on_device(data, twin))
                 watch.step(loss_of(call(twin, batch), batch.target, self.loss).loss)
         return watch.history
+
+
+def _unlisted(output: Any, optimizer: Any, *models: nn.Module) -> list[nn.Parameter]:
+    """The parameters that the output depends on, but that neither a model nor the optimizer has."""
+    known = {id(parameter) for model in models for parameter in model.parameters()}
+    known |= {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    used = leaves_of(leaf for _, leaf in leaves(output))
+    return [leaf for leaf in used if isinstance(leaf, nn.Parameter) and id(leaf) not in known]
 
 
 def _has_modes(twin: nn.Module) -> bool:

@@ -28,9 +28,9 @@ class Loop:
     unzeroed: int = 0  # those of them without a backward that began with gradients of zero
     idle: int = 0  # those of them in which no parameter of the optimizer had a gradient
     elsewhere: frozenset[str] = frozenset()  # parameters that other optimizers have
-    backwards: Mapping[int, int] = field(default_factory=dict)  # how many steps had so many backwards
-    forwards: Mapping[int, int] = field(default_factory=dict)  # how many steps had so many forwards with gradients
-    fed: Mapping[int, int] = field(default_factory=dict)  # how many steps took so many batches from loaders
+    backwards: Mapping[int, int] = field(default_factory=dict)  # the number of steps, by their number of backwards
+    forwards: Mapping[int, int] = field(default_factory=dict)  # … by their number of forwards with gradients
+    fed: Mapping[int, int] = field(default_factory=dict)  # … by the number of batches they took from loaders
     undivided: int = 0  # backwards of a mean that nothing divides
     total: int = 0  # backwards that were looked at
     schedules: tuple[str, ...] = ()  # classes of the schedulers that were made for the optimizer

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchhook.core.batch import Batch, call, on_device
+from torchhook.core.batch import Batch, InputBatches, ToInputs, batch_count, call, on_device
 from torchhook.core.findings import Report
 from torchhook.core.model_state import buffers_kept
 from torchhook.core.optional import require
+from torchhook.core.progress import Progress, track
 from torchhook.core.selection import Query, walk
 from torchhook.rules.check import check
 from torchhook.rules.history import History, finite, joined, settled
@@ -57,11 +58,19 @@ class Profile:
         self.model = model
 
     @classmethod
-    def of(cls, model: nn.Module, data: Iterable[Any], *queries: Query) -> Profile:
+    def of(
+        cls,
+        model: nn.Module,
+        data: Any,
+        *queries: Query,
+        batch_to_inputs: ToInputs | None = None,
+        progress: Progress = True,
+    ) -> Profile:
         """The profile of `model` on the batches of `data`, for the outputs that `queries` select (none: every leaf).
 
-        A batch is a tensor, a tuple whose last item is the target and is ignored, or a dict of keyword arguments. The
-        model is run in its current mode, without gradients: call ``model.eval()`` first if it will run that way.
+        A batch is a tensor, a tuple whose last item is the target and is ignored, a dict of keyword arguments, or what
+        `batch_to_inputs` turns into one of these. The model is run in its current mode, without gradients: call
+        ``model.eval()`` first if it will run that way.
 
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
         >>> profile = Profile.of(model, [torch.randn(64, 4) for _ in range(8)])
@@ -70,22 +79,29 @@ class Profile:
         >>> [finding.site for finding in profile.check(model, torch.randn(64, 4) * 20).findings]
         ['0']
         """
-        windows = list(_measured(model, data, queries))
+        batches = InputBatches(data, model, batch_to_inputs, "data")
+        windows = list(track(_measured(model, batches, queries), batch_count(batches), "profile", progress))
         if len(windows) < 2:
             raise ValueError(f"a profile needs at least two batches, to learn how they differ; data has {len(windows)}")
         whole = settled(joined(windows))
         return cls({place: layer_profile(whole[place], place, windows) for place in whole}, type(model).__name__)
 
     def check(
-        self, model: nn.Module, data: Any, rules: Iterable[Choice] | None = None, fail_on: str = "error"
+        self,
+        model: nn.Module,
+        data: Any,
+        rules: Iterable[Choice] | None = None,
+        fail_on: str = "error",
+        *,
+        batch_to_inputs: ToInputs | None = None,
     ) -> Report:
-        """Report where `model` differs from the profile on a live batch, or on a list of batches."""
+        """Report where `model` differs from the profile on a live batch, or on several."""
         paths = list(dict.fromkeys(path for path, _ in self.places))
         gone = [path for path in paths if path not in {known for known, _ in walk(model)}]
         if gone:
             raise ValueError(f"the profile is of another model, a {self.model}: this one has no module {gone[0]!r}")
         history = History(profile=self)
-        batches = data if isinstance(data, list) else [data]
+        batches = InputBatches(data, model, batch_to_inputs, "data")
         for step, window in enumerate(_measured(model, batches, paths)):
             history.add(step, window)
         report = check(history, rules or ["TH101", "TH901"], fail_on=fail_on, model=self.model)

@@ -132,14 +132,14 @@ class Rule(ABC):
 
 
 _FACTS = {
-    "rest": "a look at the model at rest",
-    "after": "a look at the model after some steps",
+    "rest": "the state of the model at rest",
+    "after": "the state of the model after some steps",
     "own_optimizer": "an optimizer",
     "losses": "losses",
     "task": "outputs, targets and a loss",
     "terms": "a loss whose autograd graph could be read",
     "modes": "a comparison of train and eval mode, which only diagnose makes, with a loss and a model in train mode",
-    "ranks": "several ranks, each of which is watched",
-    "loop": "a look at the loop, which only torchhook run takes",
+    "ranks": "several ranks, all of them watched",
+    "loop": "a view of the training loop, which only torchhook run has",
     "profile": "a stored profile",
 }

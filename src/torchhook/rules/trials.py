@@ -1,4 +1,4 @@
-"""Tries the repairs of findings on copies, and says by how much the loss fell then."""
+"""Tries the repairs of findings on copies, and says how much lower the loss was then."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from torchhook.core.batch import Batch, Loss, call, loss_of
 from torchhook.core.findings import Finding, Severity, Trial
+from torchhook.core.model_state import random_state_kept
 from torchhook.core.trees import mapped
 from torchhook.rules.history import GOOD
 from torchhook.rules.repairs import Repair, Setup, repairs_for
@@ -28,7 +29,7 @@ _STUCK = 0.95  # of an earlier loss: a training that ends above has learnt nothi
 _FIRST_LOOK = 16  # steps, then twice as many, and so on: when the loss is looked at on the way
 _LEAST_GAIN = 0.03  # of the first loss, or that of guessing: a loss near zero needs no repair
 _DECIDED = ("TH301", "TH303", "TH603", "TH609", "TH612")  # by the trial alone: even an info becomes a warning
-_HELD = 5  # one batch in so many is held back to judge by
+_HELD = 5  # one batch in this many is held back to judge by
 
 
 class Trials:
@@ -79,7 +80,7 @@ class Trials:
     def _after(self, finding: Finding, rule: Rule, trial: Trial, cause: str, is_shown: bool) -> Finding:
         """The finding after a trial: at least a warning if the repair helped, a severity lower if it is not needed.
 
-        Where nothing is learnt, a repair that does not help proves nothing: there may be another fault beside.
+        Where nothing is learnt, a repair that does not help proves nothing: there may be a second fault.
         """
         tried, works = trial if is_shown else None, self._works(finding)
         if trial.helped and not (works and rule.forgiving and rule.code not in _DECIDED):
@@ -123,7 +124,7 @@ class Trials:
         outcome = self._outcome(repair)
         if outcome is None:
             return None
-        steps = next((at for at in (outcome.steps, self._short) if self._helps(outcome, at)), None)
+        steps = next((at for at in (outcome.steps, self._short) if self._helps(outcome, at, repair.share)), None)
         at = outcome.steps if steps is None else steps
         return Trial(repair.change, self._plain.at(at), outcome.at(at), at, steps is not None)
 
@@ -132,7 +133,7 @@ class Trials:
         setup = Setup(*self.copies(), list(self.batches), list(self.held))
         watch = _Stopwatch()
         try:
-            with torch.random.fork_rng(devices=[]):
+            with random_state_kept(setup.model):
                 torch.manual_seed(0)
                 if repair is not None:
                     repair.apply(setup)
@@ -140,7 +141,7 @@ class Trials:
         except Exception:  # of the user's code, or because the repair does not fit
             return None
 
-    def _helps(self, repaired: _Outcome, step: int) -> bool:
+    def _helps(self, repaired: _Outcome, step: int, least_share: float) -> bool:
         """Whether the loss is clearly lower with the repair: by a share of it, and by a standard error."""
         plain = self._plain
         assert plain is not None
@@ -150,7 +151,7 @@ class Trials:
             return True
         gains = [a - b for a, b in zip(plain.best(step), repaired.best(step), strict=True)]
         error = stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else 0.0
-        share = _LITTLE if plain.is_stuck(step) and not repaired.is_stuck(step) else _SHARE
+        share = max(least_share, _LITTLE if plain.is_stuck(step) and not repaired.is_stuck(step) else _SHARE)
         levels = (abs(plain.first), abs(repaired.first), self.chance)
         least = _LEAST_GAIN * min(level for level in levels if not math.isnan(level))
         return fmean(gains) > max(share * abs(plain.at(step)), least, error)

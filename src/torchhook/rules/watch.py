@@ -102,7 +102,7 @@ class Watch:
         elif "param_grads" in stepped and any(parameter.requires_grad for parameter in self.model.parameters()):
             taps.append(Tap("", self._reduce(self.clock), "param_grad"))
         with ExitStack() as opened:
-            session = self._session(taps).attach()
+            session = self._session(taps).open()
             opened.callback(session.abandon)
             if self._steps is not None:
                 opened.callback(self._steps.detach)
@@ -134,7 +134,7 @@ class Watch:
         if compiled_among(self.model.modules()) or graph_count() > self._graphs:
             return
         taps = self._taps(self._needs, self.clock, expensive=True)
-        self._thorough.callback(self._session(taps).attach().abandon)
+        self._thorough.callback(self._session(taps).open().abandon)
         if self._detours and any(need.port == "attention" for need in self._needs):
             self._inspect_attention()
 
@@ -246,7 +246,7 @@ class Watch:
 
         everything = Selector.union(["", *([is_part] if any(is_part(*place) for place in walk(self.model)) else [])])
         taps = [Tap(everything, enter, "input"), Tap(everything, leave, "output")]
-        self._attention.callback(self._session(taps).attach().abandon)
+        self._attention.callback(self._session(taps).open().abandon)
         self._attention.enter_context(GuardedAttending(receive))
 
 

@@ -24,7 +24,20 @@ class Cell:
     `UnlikeError` is dropped silently; reading it says why.
     """
 
-    __slots__ = ("_device", "_lock", "_pairs", "failed", "label", "name", "note", "places", "seen", "shelf", "stats")
+    __slots__ = (
+        "_device",
+        "_lock",
+        "_pairs",
+        "failed",
+        "label",
+        "name",
+        "note",
+        "places",
+        "seen",
+        "shape",
+        "shelf",
+        "stats",
+    )
 
     def __init__(self, shelf: Shelf, stats: Iterable[Stat], name: str, label: str = "", note: str = "") -> None:
         self.shelf = shelf
@@ -33,6 +46,7 @@ class Cell:
         self.label = label  # the class of the module
         self.note = note  # what exactly is measured, in words
         self.seen = False
+        self.shape: tuple[int, ...] | None = None  # of the latest value, unless it has none
         self.failed: dict[str, str] = {}  # why statistics were dropped, by name
         self.places: dict[torch.device, dict[str, tuple[Block, int]]] = {}  # where the states are, by key
         self._lock = threading.Lock()  # threads may share a session
@@ -41,9 +55,11 @@ class Cell:
 
     def update(self, x: Tensor) -> None:
         """Add the values in `x`."""
+        shape = None if x.is_nested else tuple(x.shape)
         if not _is_plain(x):
             x = counted(x)
         with self._lock:
+            self.shape = shape
             if x.device != self._device:
                 self.turn_to(x)
             self.seen = True
@@ -76,7 +92,7 @@ class Cell:
             for key in states:
                 block, number = places[key]
                 states[key].append(partial(_nth, readers[block], number))
-        return Row(self.stats, self.label, self.note, states, self.failed)
+        return Row(self.stats, self.label, self.note, states, self.failed, self.shape)
 
     def _give_up(self, stat: Stat, error: Exception) -> None:
         reason = f"{type(error).__name__}: {error}"

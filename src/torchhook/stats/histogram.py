@@ -43,6 +43,27 @@ class Bins(NamedTuple):
         low, high = self.edges[number : number + 2].tolist()
         return 0.0 if 0 in (low, high) else float(low + (high - low) * inside)  # zeros, not denormals
 
+    @property
+    def entropy(self) -> float:
+        """The entropy of the distribution over the bins, in nats; NaN without values.
+
+        It is 0 if all values are in one bin, and the log of the number of bins if each has as many.
+
+        >>> round(Histogram().of(torch.tensor([1.0, 2.0, 4.0, 8.0])).entropy, 4)  # log 4
+        1.3863
+        """
+        share = self.counts[self.counts > 0].double() / self.counts.sum()
+        return abs(float(-(share * share.log()).sum())) if len(share) else math.nan  # 0.0, not -0.0
+
+    @property
+    def normalised_entropy(self) -> float:
+        """The entropy as a fraction of the most that it could be over the bins that have values: 1 if all have as many.
+
+        It is 0 if all values are in one bin, and NaN without values.
+        """
+        used = int((self.counts > 0).sum())
+        return min(self.entropy / math.log(used), 1.0) if used > 1 else self.entropy
+
     def distance(self, other: Bins) -> float:
         """The Wasserstein distance: how far values have to move, on average, to be distributed like the other ones.
 

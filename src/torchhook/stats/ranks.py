@@ -63,7 +63,8 @@ def merge(stats: Stats | Snapshot, group: Any = None) -> Snapshot:
         readers: dict[str, list[Callable[[], Tensor]]]
         readers = {key: [partial(kept, state)] for key, state in merged.get(place, {}).items()}
         note = f"{offer.note}; of all {len(offers)} ranks"
-        rows[place] = Row(tuple(known[name] for name in offer.names), offer.label, note, readers)
+        shape = snapshot.rows[place].shape if place in snapshot.rows else None
+        rows[place] = Row(tuple(known[name] for name in offer.names), offer.label, note, readers, shape=shape)
     return Snapshot(rows, snapshot.aliases, snapshot.stats)
 
 

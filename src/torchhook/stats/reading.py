@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +11,7 @@ from torch import Tensor
 
 from torchhook.core.errors import NotRecordedError
 from torchhook.core.selection import nearest
-from torchhook.core.text import html_table, table
+from torchhook.core.tabular import Tabular, short
 from torchhook.stats.channels import Channels, Units
 from torchhook.stats.histogram import Bins, Histogram
 from torchhook.stats.moments import Moments, Summary
@@ -36,7 +33,6 @@ FLAGS = {
 }
 """The argument of `measure` that measures a port."""
 
-_SHOWN = 100  # rows in print and in a notebook
 
 Place = tuple[str, str]
 """A path and a port. For a value that is not a single tensor, the port ends with the address of one, as in ``[0]``."""
@@ -44,13 +40,14 @@ Place = tuple[str, str]
 
 class Row(NamedTuple):
     """One place of a snapshot: its statistics, the class of its module, what exactly is measured, readers of the states
-    by key, and why statistics were dropped."""
+    by key, why statistics were dropped, and the shape of the latest value."""
 
     stats: tuple[Stat, ...]
     label: str
     note: str
     states: dict[str, list[Callable[[], Tensor]]]
     failed: dict[str, str] = {}  # noqa: RUF012 (never written to)
+    shape: tuple[int, ...] | None = None
 
 
 class Reading(Mapping[str, Any]):
@@ -70,6 +67,11 @@ class Reading(Mapping[str, Any]):
         self.module_class = row.label
         self._row = row
         self._stats = {stat.name: stat for stat in row.stats}
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """The shape of the latest value; None if it is unknown, as in a run on disk."""
+        return self._row.shape
 
     @property
     def count(self) -> int:
@@ -190,7 +192,7 @@ class Reading(Mapping[str, Any]):
         )
 
 
-class Snapshot(Mapping[Any, Reading]):
+class Snapshot(Tabular, Mapping[Any, Reading]):
     """What was measured until some moment: ``snapshot[path]`` reads an output, ``snapshot[path, port]`` any port.
 
     Iterating gives the places: modules in execution order, then parameters.
@@ -229,48 +231,26 @@ class Snapshot(Mapping[Any, Reading]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def table(self, kind: str | None = None) -> Any:
-        """One row per place: a DataFrame of pandas or polars if one is installed, else a list of dicts.
-
-        `kind` may be ``"pandas"``, ``"polars"`` or ``"list"``.
-        """
-        rows = [self._line(reading) for reading in map(self.__getitem__, self)]
-        if kind is None:
-            kind = next((name for name in ("pandas", "polars") if find_spec(name)), "list")
-        if kind == "list":
-            return rows
-        if kind not in ("pandas", "polars"):
-            raise ValueError(f"kind must be 'pandas', 'polars', 'list' or None, not {kind!r}")
-        if not find_spec(kind):
-            raise ImportError(f"table({kind!r}) needs {kind}: pip install {kind}")
-        return import_module(kind).DataFrame(rows)
-
     def __repr__(self) -> str:
-        if not self.rows:
-            return "nothing was measured yet"
-        return f"{table(*self._shown())}{self._rest()}"
+        return super().__repr__() if self.rows else "nothing was measured yet"
 
-    def _repr_html_(self) -> str:
-        return f"{html_table(*self._shown())}<p>{self._rest()}</p>" if self.rows else html.escape(repr(self))
-
-    def _rest(self) -> str:
-        return f"\n… and {len(self) - _SHOWN} more rows: .table() has all" if len(self) > _SHOWN else ""
+    def _records(self) -> list[dict[str, Any]]:
+        return [self._line(reading) for reading in map(self.__getitem__, self)]
 
     def _line(self, reading: Reading) -> dict[str, Any]:
-        line: dict[str, Any] = {"site": reading.path, "port": reading.port, "module": reading.module_class}
+        line: dict[str, Any] = {"path": reading.path, "module": reading.module_class, "port": reading.port}
+        line["shape"] = reading.shape
         for name in reading:
             said = reading[name]
-            line.update(vars(said) if isinstance(said, Summary) else {} if _is_long(said) else {name: said})
+            line.update(_columns(name, said))
         return line
 
-    def _shown(self) -> tuple[list[str], list[list[Any]]]:
-        """Header and rows of the printed table."""
+    def _printed(self) -> tuple[list[str], list[list[Any]]]:
         shown = ["count", "mean", "std", "min", "max", "zero_fraction", "nonfinite"]
         rows = []
-        for line in self.table("list")[:_SHOWN]:
-            numbers = [line.get(name, "") for name in shown]
-            short = [float(f"{number:.4g}") if isinstance(number, float) else number for number in numbers]
-            rows.append([line["site"] or "''", line["module"], line["port"], *short])
+        for line in self._records():
+            numbers = [short(line.get(name, "")) for name in shown]
+            rows.append([line["path"] or "''", line["module"], line["port"], *numbers])
         return ["site", "module", "port", *shown], rows
 
     def _nearest(self, path: str, port: str) -> str:
@@ -295,5 +275,10 @@ def kept(state: Tensor) -> Tensor:
     return state
 
 
-def _is_long(said: Any) -> bool:
-    return not isinstance(said, (bool, int, float, str))
+def _columns(name: str, said: Any) -> dict[str, Any]:
+    """What a table shows of one statistic: plain numbers."""
+    if isinstance(said, Summary):
+        return vars(said)
+    if isinstance(said, Bins):
+        return {"entropy": said.entropy, "normalised_entropy": said.normalised_entropy}
+    return {name: said} if isinstance(said, (bool, int, float, str)) else {}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import html
 import weakref
 from collections.abc import ItemsView, Iterator, Mapping, ValuesView
-from types import TracebackType
 from typing import Any
 
 from torchhook.core.errors import SessionError
+from torchhook.core.lifetime import Attaching
 from torchhook.core.session import Session
 from torchhook.core.text import warn
 from torchhook.stats.optimizer.steps import Steps
@@ -16,7 +16,7 @@ from torchhook.stats.reading import Place, Reading, Snapshot
 from torchhook.stats.reduce import Reduce
 
 
-class Stats(Mapping[Any, Reading]):
+class Stats(Attaching, Mapping[Any, Reading]):
     """Statistics of some places of a model; see `torchhook.measure`."""
 
     def __init__(self, session: Session, reduce: Reduce, steps: Steps | None) -> None:
@@ -25,9 +25,9 @@ class Stats(Mapping[Any, Reading]):
         self._steps = steps
         self._final: Snapshot | None = None
 
-    def attach(self) -> Stats:
+    def open(self) -> Stats:
         """Begin to measure. (``with`` does this.)"""
-        self._session.attach()
+        self._session.open()
         if self._steps is not None:
             try:
                 self._steps.attach(self._session)
@@ -35,27 +35,19 @@ class Stats(Mapping[Any, Reading]):
                 self._steps.detach()
                 self._session.abandon()
                 raise
-            weakref.finalize(self, self._steps.detach).atexit = False  # if it is never detached
+            weakref.finalize(self, self._steps.detach).atexit = False  # if it is never closed
         return self
 
-    def detach(self) -> None:
+    def close(self) -> None:
         """Remove the hooks; what was measured stays. (The end of the ``with`` block does this.)"""
         self._leave_optimizer()
-        self._session.detach()
+        self._session.close()
         if self._steps is not None and not self.step and self._session.on_silent != "ignore":
             warn("the optimizer made no step while it was measured: all passes count as one step without updates")
 
-    def __enter__(self) -> Stats:
-        return self.attach()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.detach()
-        else:  # another error is on its way
-            self._leave_optimizer()
-            self._session.abandon()
+    def abandon(self) -> None:
+        self._leave_optimizer()
+        self._session.abandon()
 
     @property
     def step(self) -> int:
@@ -64,7 +56,7 @@ class Stats(Mapping[Any, Reading]):
 
     @property
     def silent(self) -> dict[str, str]:
-        """The sites where nothing was seen, by path, with the likely reason; known once it is detached."""
+        """The sites where nothing was seen, by path, with the likely reason; known once it is closed."""
         return {site.path: reason for site, reason in reversed(self._session.silent.items())}
 
     def snapshot(self) -> Snapshot:
@@ -85,12 +77,12 @@ class Stats(Mapping[Any, Reading]):
         [1.0, 2.0]
         """
         if self._session.state == "new":
-            raise SessionError("nothing is measured yet: use the result of measure() in a with block, or call attach()")
+            raise SessionError("nothing is measured yet: use the result of measure() in a with block, or call open()")
         if self._final is None:
             snapshot = self._reduce.snapshot()
             snapshot.aliases = self._session.aliases
             snapshot.asked = frozenset(tap.port for tap in self._session.taps)
-            if self._session.state != "detached":
+            if self._session.state != "closed":
                 return snapshot
             self._final = snapshot
         return self._final
@@ -125,7 +117,7 @@ class Stats(Mapping[Any, Reading]):
         return self.snapshot().values()
 
     def __repr__(self) -> str:
-        said = ": not attached yet" if self._session.state == "new" else f"\n{self.snapshot()!r}"
+        said = ": not open yet" if self._session.state == "new" else f"\n{self.snapshot()!r}"
         return f"Stats of {type(self._session.model).__name__}{said}"
 
     def _repr_html_(self) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torchhook.core.shards import local
+from torchhook.core.shown import short
 from torchhook.core.snapshot import meaningful
 
 
@@ -84,7 +85,7 @@ class Stat(ABC):
         return self.compute(self.settle(state[None])[0].cpu())
 
     def __repr__(self) -> str:
-        settings = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if name[0] != "_")
+        settings = ", ".join(f"{name}={short(value)}" for name, value in vars(self).items() if name[0] != "_")
         return f"{type(self).__name__}({settings})"
 
 

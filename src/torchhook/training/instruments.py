@@ -19,8 +19,8 @@ from torchhook.stats.reading import Snapshot
 from torchhook.training.maps import Maps
 from torchhook.training.wires import Wires
 
-SELDOM = 10  # one in so many measured steps includes what is expensive
-_RARE = 100  # one in so many, and the 4th, 8th, 16th, …, includes what is most expensive
+SELDOM = 10  # one in this many measured steps includes what is expensive
+_RARE = 100  # one in this many, and the 4th, 8th, 16th, …, includes what is most expensive
 _WIDEST = 256  # layers with more units have no covariances, which are kept throughout the training
 
 
@@ -95,4 +95,4 @@ class Instruments:
     def _attach(self, model: nn.Module, taps: list[Tap], stack: ExitStack) -> None:
         if taps:
             session = Session(model, taps, scope="all", on_silent="ignore", on_fault=self._on_fault, when=self.seldom)
-            stack.callback(session.attach().abandon)
+            stack.callback(session.open().abandon)

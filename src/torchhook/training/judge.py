@@ -89,7 +89,7 @@ class Judge:
         standing = {(found.code, found.site) for top in report.findings for found in (top, *top.affected)}
         for key, found in self.seen.items():
             if key not in standing and found.severity >= Severity.WARNING:
-                yield f"no longer so: {found}"
+                yield f"no longer the case: {found}"
 
 
 def _is_urgent(finding: Finding) -> bool:

@@ -5,16 +5,18 @@ The run on disk, TensorBoard, MLflow and all others are logs of this one stream.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from os import PathLike
 from typing import Any, ClassVar
 
 from torchhook.core.findings import Finding, Report
+from torchhook.core.shown import Shown
 from torchhook.rules.entry import Entry
 
-__all__ = ["Entry", "Log"]
+__all__ = ["Entry", "Log", "Target", "targets"]
 
 
-class Log:
+class Log(Shown):
     """Receives what a monitor measures and finds; override the methods that you need.
 
     All methods are called from one thread and in order, while the training continues. With `in_step` set, they are
@@ -47,3 +49,22 @@ class Log:
 
     def end(self, report: Report, state: str) -> None:
         """The training is over; `state` is ``"ended"``, ``"failed"`` or ``"interrupted"``."""
+
+
+Target = Log | str | PathLike[str]
+"""Where to write: a log, or a folder that gets a new run."""
+
+
+def targets(to: Target | Iterable[Target]) -> list[Target]:
+    """One target or several, as a list.
+
+    >>> targets("runs"), targets(["runs", Log()])
+    (['runs'], ['runs', Log()])
+    """
+    if isinstance(to, (Log, str, PathLike)):
+        return [to]
+    listed = list(to) if isinstance(to, Iterable) else [to]
+    for one in listed:
+        if not isinstance(one, (Log, str, PathLike)):
+            raise TypeError(f"to must be a folder, a log or a list of them, not {one!r:.80}")
+    return listed

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from torchhook.core.errors import StopTraining
 from torchhook.core.findings import Finding, Report, Severity
+from torchhook.core.renamed import renamed
 from torchhook.core.selection import require_module, unwrapped
 from torchhook.core.tap import require_count
 from torchhook.core.text import warn
@@ -31,7 +32,7 @@ from torchhook.stats.reading import Snapshot
 from torchhook.training.beside import norms_of_ranks
 from torchhook.training.instruments import SELDOM, Instruments
 from torchhook.training.judge import Judge
-from torchhook.training.logs import Entry, Log
+from torchhook.training.logs import Entry, Log, Target, targets
 from torchhook.training.process import agreed, described, rank, world_size
 from torchhook.training.runs.folders import new_folder
 from torchhook.training.runs.writer import RunLog
@@ -62,12 +63,13 @@ class Monitor:
         optimizer: The optimizer that trains the model. Without it, nothing is known about updates.
         every: Measure one step in `every`.
         rules, ignore, per_module: As for `check`.
-        to: Where to write: folders, each of which gets a new run, and logs such as those of `torchhook.integrations`.
+        to: Where to write: a folder, which gets a new run, a log such as those of `torchhook.integrations`, or a list
+            of these.
         on_finding: What to do about a new finding. ``"warn"`` warns. ``"stop"`` raises `StopTraining` at the step after
             an error was found. A function is called with the finding, at a step, in the training's own thread.
         name: The name of the run.
         first_step: The number of the first step, for a training that continues from a checkpoint.
-        max_mb: The size limit of the run in MiB. Beyond it, old steps are thinned out.
+        max_bytes: The size limit of the run. Beyond it, old steps are thinned out.
 
     >>> from torchhook import Monitor
     >>> _ = torch.manual_seed(0)
@@ -84,24 +86,26 @@ class Monitor:
     Sequential: nothing found
     """
 
+    @renamed(max_mb=("max_bytes", lambda mib: round(mib * 2**20)))
     def __init__(
         self,
         model: nn.Module,
         optimizer: Any = None,
         every: int = 10,
         rules: Iterable[Choice] | None = None,
-        to: Iterable[Log | str | Path] = ("runs",),
+        to: Target | Iterable[Target] = "runs",
         *,
         ignore: Sequence[Choice] = (),
         per_module: Mapping[str, Sequence[str]] | None = None,
         on_finding: OnFinding | None = None,
         name: str | None = None,
         first_step: int = 0,
-        max_mb: float = 256,
+        max_bytes: int = 2**28,
     ) -> None:
         require_module(model)
         require_count(every, "every")
-        _require_usable(on_finding, to)
+        _require_usable(on_finding)
+        where = targets(to)
         applied = chosen(rules, ignore)
         self.model_name = type(unwrapped(model)).__name__
         self.every = every
@@ -116,13 +120,13 @@ class Monitor:
         self._rates: dict[int, float] = {}  # by step, until the worker takes them
         self._losses: dict[int, Loss] = {}
         self._terms: dict[int, Terms] = {}  # what the losses compare
-        self.notes: Notes | None = None  # on the loop around the training, if somebody takes them
+        self.notes: Notes | None = None  # on the loop around the training, if a launcher takes them
         history = History(rest=at_rest(model, optimizer), own_optimizer=optimizer is not None, first_step=first_step)
         checked = partial(check, rules=applied, per_module=per_module, model=self.model_name)
         faulted = partial(_faulted, weakref.ref(self))
         self._instruments = Instruments(model, optimizer, applied, history, every, faulted)
         try:
-            self._worker = Worker(Judge(history, checked, on_finding is not None), self._logs(to, name, max_mb))
+            self._worker = Worker(Judge(history, checked, on_finding is not None), self._logs(where, name, max_bytes))
         except BaseException:
             self._instruments.detach()
             raise
@@ -300,21 +304,19 @@ class Monitor:
         self._worker.fail("watching (which has stopped)", error)
         self.close("failed")
 
-    def _logs(self, to: Iterable[Log | str | Path], name: str | None, max_mb: float) -> Iterable[Log]:
+    def _logs(self, to: list[Target], name: str | None, max_bytes: int) -> Iterable[Log]:
         for one in to:
             if isinstance(one, Log):
                 yield one
                 continue
             folder = _folder(Path(one), name or self.model_name)
             self.run = self.run or folder
-            yield RunLog(folder, max_mb=max_mb)
+            yield RunLog(folder, max_bytes=max_bytes)
 
 
-def _require_usable(on_finding: Any, to: Any) -> None:
+def _require_usable(on_finding: Any) -> None:
     if not (on_finding in (None, "stop", "warn") or callable(on_finding)):
         raise ValueError(f"on_finding must be 'stop', 'warn', a function or None, not {on_finding!r}")
-    if isinstance(to, (str, Path, Log)):
-        raise TypeError(f"to must be a list of folders and logs: to=[{to!r}]")
 
 
 def _folder(root: Path, name: str) -> Path:

@@ -73,7 +73,7 @@ class Worker:
             return self.report()
         self._is_over = True
         if not self._has_ended(state, last):
-            self.fail("writing", TimeoutError(f"it takes longer than {_PATIENCE:.0f} seconds; the rest is left behind"))
+            self.fail("writing", TimeoutError(f"it took longer than {_PATIENCE:.0f} seconds; the rest is lost"))
         self.deliver()
         return self.report()
 

@@ -21,7 +21,7 @@ from torchhook import Finding, Report
 from torchhook.training.logs import Entry
 from torchhook.training.runs import RunLog, schema
 
-MAX_MB = {"all": 64, "thinned": 1, "journal": 64}  # by how it is written
+MAX_BYTES = {"all": 2**26, "thinned": 2**20, "journal": 2**26}  # by how it is written
 LINES = {"all": 100, "thinned": 600, "journal": 100}  # that are told at most before the end
 
 
@@ -43,7 +43,7 @@ def write(folder, how, pipe):
             draw(file, journal)
 
         schema._draw = drawn
-    log = RunLog(folder, max_mb=MAX_MB[how])
+    log = RunLog(folder, max_bytes=MAX_BYTES[how])
     log.begin({"model": "Net"})
     os.write(pipe, b"begun 0\n")
     maps = {"conv": torch.rand(4, 16, 16)}

@@ -61,7 +61,7 @@ def forked(folder, keep_open):
 
 def main(folder):
     torch.set_num_threads(1)
-    log = RunLog(folder, max_mb=1)
+    log = RunLog(folder, max_bytes=2**20)
     log.begin({"model": "Net"})
     readers = [forked(folder, True), forked(folder, False)]
     largest = 0

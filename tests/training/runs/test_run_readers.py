@@ -34,7 +34,7 @@ def test_two_processes_read_while_one_writes_and_thins(tmp_path):
 
 
 def test_who_reads_slowly_does_not_make_the_log_grow(tmp_path):
-    log = written(RunLog(tmp_path / "run", max_mb=1), range(20))
+    log = written(RunLog(tmp_path / "run", max_bytes=2**20), range(20))
     with Run(tmp_path / "run") as run:
         windows = run.windows()
         next(windows)  # and then he thinks for a while

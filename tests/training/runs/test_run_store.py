@@ -511,7 +511,7 @@ def test_nothing_is_unpickled(folder, monkeypatch):
     assert b"\x80\x02" + b"c" not in (folder / FILE).read_bytes()
 
 
-def test_max_mb_must_be_a_size(folder):
-    for wrong in (0, 0.5, -1, True, "256", math.nan, math.inf):
-        with pytest.raises(ValueError, match="max_mb must be a number of at least 1"):
-            RunLog(folder, max_mb=wrong)
+def test_max_bytes_must_be_a_size(folder):
+    for wrong in (0, 2**20 - 1, -1, True, "256MiB", 1e9, math.nan):
+        with pytest.raises(ValueError, match="max_bytes must be an integer of at least 1048576"):
+            RunLog(folder, max_bytes=wrong)

@@ -37,7 +37,7 @@ def size_of(folder):
 
 
 def test_it_stays_below_its_size_and_keeps_the_first_the_newest_and_the_named(folder, snapshots):
-    log = RunLog(folder, max_mb=1)
+    log = RunLog(folder, max_bytes=2**20)
     log.begin({"model": "Net"})
     largest, counts = 0, []
     for step in range(0, 6000, 5):
@@ -66,7 +66,7 @@ def test_it_stays_below_its_size_and_keeps_the_first_the_newest_and_the_named(fo
 
 
 def test_even_steps_that_findings_name_go_before_the_size_does(folder, snapshots):
-    log = RunLog(folder, max_mb=1)
+    log = RunLog(folder, max_bytes=2**20)
     log.begin({})
     for step in range(400):
         log.write(entry_of(step, snapshots[step % 8]))
@@ -77,7 +77,7 @@ def test_even_steps_that_findings_name_go_before_the_size_does(folder, snapshots
 
 
 def test_what_blobs_are_of_is_forgotten_with_them(folder, snapshots):
-    log = RunLog(folder, max_mb=1)
+    log = RunLog(folder, max_bytes=2**20)
     log.begin({})
     for step in range(700):  # other places in every step, as of experts that are chosen
         rows = list(snapshots[step % 8].rows.items())[step % 61 :]
@@ -95,7 +95,7 @@ def test_what_blobs_are_of_is_forgotten_with_them(folder, snapshots):
 
 
 def test_losses_are_thinned_too(folder):
-    log = RunLog(folder, max_mb=1)
+    log = RunLog(folder, max_bytes=2**20)
     log.begin({})
     for step in range(0, 20_000, 100):
         log.write(Entry(step + 99, 0.0, Snapshot({}), losses={step + one: 0.5 for one in range(100)}))
@@ -124,7 +124,7 @@ def test_samples_are_few_and_files_go_with_them(folder):
 
 
 def test_samples_have_their_share_of_the_size(folder):
-    log = RunLog(folder, max_mb=1)
+    log = RunLog(folder, max_bytes=2**20)
     log.begin({})
     for step in range(30):
         log.write(Entry(step, 0.0, Snapshot({}), maps={"conv": torch.rand(4, 64, 64)}))
@@ -147,7 +147,7 @@ def test_a_sample_named_by_a_stranger_leads_nowhere(folder):
 
 
 def test_what_is_too_large_for_a_window_is_left_out_with_a_warning(folder):
-    log = RunLog(folder, max_mb=1)
+    log = RunLog(folder, max_bytes=2**20)
     log.begin({})
     large = snapshot_at(0, stats=("moments", "channels"), size=5000)
     with warnings.catch_warnings(record=True) as caught:
@@ -155,13 +155,13 @@ def test_what_is_too_large_for_a_window_is_left_out_with_a_warning(folder):
         log.write(Entry(0, 0.0, large))
         log.write(Entry(1, 0.0, large))
     (warning,) = caught
-    assert "'channels' of 3 places takes" in str(warning.message) and "raise max_mb" in str(warning.message)
+    assert "'channels' of 3 places takes" in str(warning.message) and "raise max_bytes" in str(warning.message)
     with Run(folder) as run:
         assert list(run.window(1)["head"]) == ["moments"]
 
 
 def test_freed_pages_are_used_again(folder, snapshots):
-    log = RunLog(folder, max_mb=1)
+    log = RunLog(folder, max_bytes=2**20)
     log.begin({})
     sizes = []
     for step in range(900):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import html
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torchhook.captures.agreement.pairs import Unmatched
 from torchhook.core.site import Site
-from torchhook.core.text import html_table, table
+from torchhook.core.tabular import Tabular
 
 _HEADER = ("site", "module", "error", "cosine", "own error", "explained", "worst at", "a", "b", "dtype", "")
 
@@ -36,6 +36,13 @@ class Row:
     explained: float | None = None
     parts: bool = False
 
+    def record(self) -> dict[str, Any]:
+        """The row as a dict."""
+        named = {"path": self.site.path, "module": self.kind, "port": self.site.port, "call": self.call}
+        rest = ("partner", "error", "cosine", "own", "explained", "worst", "dtype")
+        a, b = self.values
+        return {**named, **{name: getattr(self, name) for name in rest}, "a": a, "b": b, "diverges": self.parts}
+
     def cells(self) -> list[Any]:
         """The cells of the table, as in `Difference.HEADER`."""
         return [
@@ -53,11 +60,11 @@ class Row:
 
 
 @dataclass(frozen=True, repr=False)
-class Difference:
+class Difference(Tabular):
     """Where two models diverge; see `torchhook.diff`.
 
     `first` is the first site where they diverge, or None. `module` is the path of the module at fault: that of the
-    site or, if already its input differs, the module that calls it. `verdict` says so in a sentence. `table` has one
+    site or, if already its input differs, the module that calls it. `verdict` says so in a sentence. `rows` has one
     row per location in execution order (gradients in the order of the backward), `unmatched` the modules without a
     match, and `notes` other remarks.
     """
@@ -65,7 +72,7 @@ class Difference:
     first: Site | None
     module: str | None
     verdict: str
-    table: tuple[Row, ...] = ()
+    rows: tuple[Row, ...] = ()
     unmatched: tuple[Unmatched, ...] = ()
     notes: tuple[str, ...] = field(default=())
 
@@ -83,12 +90,17 @@ class Difference:
         ]
         return [f"note: {line}" for line in (*self.notes, *lonely)]
 
-    def __repr__(self) -> str:
-        return "\n".join([self.verdict, table(_HEADER, [row.cells() for row in self.table]), *self.lines()])
+    def _records(self) -> list[dict[str, Any]]:
+        return [row.record() for row in self.rows]
 
-    def _repr_html_(self) -> str:
-        rest = "".join(f"<p>{html.escape(line)}</p>" for line in self.lines())
-        return f"<p>{html.escape(self.verdict)}</p>{html_table(_HEADER, [row.cells() for row in self.table])}{rest}"
+    def _printed(self) -> tuple[Sequence[str], list[list[Any]]]:
+        return _HEADER, [row.cells() for row in self.rows]
+
+    def _title(self) -> str:
+        return self.verdict
+
+    def _foot(self) -> Sequence[str]:
+        return self.lines()
 
 
 def place_of(site: Site, call: int) -> str:

@@ -200,7 +200,7 @@ class Point(Defaults):
     def observer(self, number: int) -> ObserveStep:
         """The observer that a compiled graph knows by this number."""
         if not self.observers:  # a `KeepHook` has made none
-            self.observers = (ObserveStep(self, 0, self._acts("output"), []),)
+            self.observers = (ObserveStep(self, 0, self._acts("output"), [], of_inputs=False),)
         return self.observers[number]
 
     def _repeats(self) -> bool:

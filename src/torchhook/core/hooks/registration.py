@@ -56,10 +56,27 @@ def armed(module: nn.Module) -> list[Removable]:
     return [module.register_forward_hook(Sentinel()), module.register_forward_pre_hook(Sentinel())]
 
 
-def on_gradient(parameter: Tensor, change: Callable[[Tensor], Tensor]) -> Removable:
+class GradientHook:
+    """A hook that changes every gradient of a parameter, with the label under which it is listed and removed."""
+
+    __torch_unserializable__ = True  # so that torch.save of the model does not warn
+
+    def __init__(self, parameter: Tensor, change: Callable[[Tensor], Tensor], group: str | None) -> None:
+        self.change = change
+        self.group = group
+        self.handle: Removable = parameter.register_hook(self)
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        return self.change(gradient)
+
+    def remove(self) -> None:
+        """Remove the hook."""
+        self.handle.remove()
+
+
+def on_gradient(parameter: Tensor, change: Callable[[Tensor], Tensor], group: str | None) -> Removable:
     """Replace every gradient of `parameter` by ``change(gradient)`` before it is accumulated."""
-    handle: Removable = parameter.register_hook(change)
-    return handle
+    return GradientHook(parameter, change, group)
 
 
 def on_step(optimizer: Optimizer, before: Callable[..., None], after: Callable[..., None]) -> list[Removable]:

@@ -94,7 +94,7 @@ class Scheduler(LoopRule):
         epochs = max((feeding.iterators for feeding in loop.feedings), default=2)
         if loop.has_ended and not loop.scheduled and loop.steps >= self.least and epochs > 1:
             yield self.finding(
-                f"the {name} is never stepped: the learning rate stays as it is", schedulers=loop.schedules
+                f"the {name} is never stepped: the learning rate never changes", schedulers=loop.schedules
             )
         elif loop.hasty and not history.scaled:  # a GradScaler may have left out the optimizer's first step
             message = f"the {name} is stepped before the optimizer: the first value of its schedule is skipped"
@@ -158,7 +158,7 @@ class SameBatch(LoopRule):
         assert history.loop is not None
         for feeding in history.loop.feedings:
             if feeding.firsts >= self.least and feeding.batches > 1:
-                message = f"every step takes the first batch of a new iterator, always the same of {feeding.batches}"
+                message = f"every step takes the first batch of a new iterator: always the same of {feeding.batches}"
                 yield self.finding(message, batches=feeding.batches, iterators=feeding.iterators)
             if feeding.groups >= self.groups and feeding.repeated >= self.share * feeding.groups:
                 message = f"every batch comes {feeding.workers} times, once from each worker"
@@ -172,14 +172,14 @@ class UsedUp(LoopRule):
     code, name = "TH516", "used-up-iterator"
     phase = Phase.FORWARD
     explains = ("TH601",)
-    hint = "Call iter(loader) anew in every epoch, or write: for batch in loader."
-    wrong = "A script that asks twice whether there is more, and trains in another way."
+    hint = "Call iter(loader) again in every epoch, or write: for batch in loader."
+    wrong = "A script that keeps asking an empty iterator on purpose, and trains on other batches."
 
     def find(self, history: History) -> Iterator[Finding]:
         assert history.loop is not None
         for feeding in history.loop.feedings:
             if feeding.used_up:
-                message = f"an iterator of a loader is used up, and was asked for more {feeding.used_up} times"
+                message = f"the loader's iterator is exhausted, but was asked for another batch {feeding.used_up} times"
                 yield self.finding(message, times=feeding.used_up)
 
 

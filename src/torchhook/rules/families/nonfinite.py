@@ -101,7 +101,7 @@ class NonfiniteGradient(Rule):
     explains = ("TH101", "TH104", "TH2", "TH3", "TH4", "TH5", "TH6", "TH7", "TH8")
     backward = True
     hint = "Run the step inside torchhook.catch_nonfinite(model); a sqrt, norm or division at zero is the usual cause."
-    wrong = "With a loss scaler of your own, whose overflows are expected."
+    wrong = "A loss scaler of your own, whose overflows are expected."
 
     def find(self, history: History) -> Iterator[Finding]:
         if history.origin is not None and history.origin.code == self.code:

@@ -52,8 +52,8 @@ class RunningStatistics(Rule):
             factor = _factor(var, norm.var)
             if shift > self.shift or factor > self.factor:
                 message = (
-                    f"its running mean is {shift:.2g} standard deviations off the batches,"
-                    f" its running variance a factor of {factor:.2g}"
+                    f"its running mean is {shift:.2g} standard deviations from that of the batches,"
+                    f" and its running variance differs by a factor of {factor:.2g}"
                 )
                 yield self.finding(
                     message, reading.path, shift=plain(shift), factor=plain(factor), momentum=norm.momentum

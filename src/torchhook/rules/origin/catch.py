@@ -11,6 +11,7 @@ from typing import Literal
 from torch import nn
 
 from torchhook.core.findings import Finding
+from torchhook.core.lifetime import Attaching
 from torchhook.core.selection import require_module
 from torchhook.core.session import Session
 from torchhook.core.site import Site
@@ -53,7 +54,7 @@ def catch_nonfinite(
     return Catch(model, None if save is None else Path(fspath(save)), on_found)
 
 
-class Catch:
+class Catch(Attaching):
     """Watches a model for NaN and Inf; see `torchhook.catch_nonfinite`."""
 
     def __init__(self, model: nn.Module, save: Path | None, on_found: OnFound) -> None:
@@ -77,27 +78,24 @@ class Catch:
         """The file that the call was saved to."""
         return self._sink.file
 
-    def attach(self) -> Catch:
-        """Begin to watch; a ``with`` block does this."""
-        self._session.attach()
+    def open(self) -> Catch:
+        """Begin to watch. (``with`` does this.)"""
+        self._session.open()
         self._sink.start(self._session)
         return self
 
-    def detach(self) -> None:
-        """Remove the hooks; the end of the ``with`` block does this."""
-        self._session.detach()
+    def close(self) -> None:
+        """Remove the hooks. (The end of the ``with`` block does this.)"""
+        self._session.close()
         if not self._sink.seen:
             warn(f"nothing was watched for NaN: {self._session.silent.get(Site(''), 'nothing ran')}")
         self._sink.stop()
-
-    def __enter__(self) -> Catch:
-        return self.attach()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None:
-            self.detach()
+            self.close()
             return
         self._session.abandon()
         if isinstance(error, Exception):

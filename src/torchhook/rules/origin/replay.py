@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torchhook.core.shards import is_sharded
-from torchhook.core.torch_internals import FSDP_STATE, is_dynamo_loaded
+from torchhook.core.torch_internals import is_dynamo_loaded, is_fsdp_module
 from torchhook.core.trees import Address, Arguments, leaves, mapped
 from torchhook.rules.origin.calls import BAD, Call, Setting, buffers_before, used_buffers
 from torchhook.rules.origin.tracer import Operand, TracedOp, Tracer, first, memory_of
@@ -152,7 +152,7 @@ def _requiring(inputs: list[Tensor], wanted: list[bool]) -> Callable[[Tensor], T
 def _refusal(module: nn.Module) -> str:
     """Why `module` must not be run on this rank alone; empty if it may."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    together = any(isinstance(part, nn.SyncBatchNorm) or hasattr(part, FSDP_STATE) for part in module.modules())
+    together = any(isinstance(part, nn.SyncBatchNorm) or is_fsdp_module(part) for part in module.modules())
     if (distributed and together) or any(map(is_sharded, module.parameters())):
         return "all ranks compute it together, and one rank alone would wait forever"
     return ""

@@ -17,7 +17,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.autograd import Variable
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from torchhook.core.errors import NonfiniteError
@@ -30,7 +29,7 @@ from torchhook.core.site import Site
 from torchhook.core.snapshot import frozen, snapshot
 from torchhook.core.tap import Tap
 from torchhook.core.text import warn
-from torchhook.core.torch_internals import scale_of
+from torchhook.core.torch_internals import after_backward, scale_of
 from torchhook.core.trees import Address, Arguments, leaves, mapped
 from torchhook.rules.origin.calls import (
     BAD,
@@ -187,13 +186,13 @@ class NonfiniteSink(Sink):
         gradient: Tensor,
         in_graph: bool,
     ) -> None:
-        if not self._arrived:
-            Variable._execution_engine.queue_callback(lambda: self._safely(self._conclude_backward))
         # The gradient of a parameter is checked before anything writes to it, and must not be copied.
         kept = gradient.detach() if site.port == "param_grad" else (copied if in_graph else frozen)(gradient)
         self._arrived.append(Arrival(site.port, *place, call, kept))
         if call is not None and site.port == "grad_output":
             call.grads[address] = kept
+        if len(self._arrived) == 1:
+            after_backward(lambda: self._safely(self._conclude_backward))
 
     def _conclude_backward(self) -> None:
         """At the end of the backward, while the parameters are unchanged: check the gradients that leave the model."""

@@ -26,6 +26,7 @@ from torchhook.core.torch_internals import (
     CALL_CODE,
     DispatchMode,
     current_node,
+    is_in_place,
     sequence_number,
     sequence_number_of,
     storage_identity,
@@ -125,7 +126,7 @@ class Tracer(DispatchMode):
         written = [tensor for _, tensor in leaves(result)]
         if name.rpartition(".")[2] in _EMPTY:  # uninitialised memory may hold anything
             self.blank.update(memory_of(tensor.zero_()) for tensor in written)
-        elif func._schema.is_mutable:
+        elif is_in_place(func):
             self.blank -= {*map(memory_of, written)}
         self.number += 1
         self._follow_modules()

@@ -55,6 +55,7 @@ class Drafts(Sink):
         if draft.seen:  # in an earlier micro-batch, which this gradient includes
             self._forget(draft)
         draft.update(self.steps.unscaled(gradient))
+        whole.shape = draft.shape
         if draft.failed:
             whole.stats, whole.failed = draft.stats, draft.failed
 

@@ -30,14 +30,14 @@ from torchhook.core.errors import StopTraining
 from torchhook.core.hooks.registration import on_any_call, on_any_step
 from torchhook.core.text import warn
 from torchhook.core.torch_internals import forward_pre_hooks, is_transformed
-from torchhook.rules.loss_graph import terms_arriving
+from torchhook.rules.loss_graph import leaves_of, terms_arriving
 from torchhook.rules.registry import Choice
 from torchhook.stats.optimizer.steps import is_inside_a_step
 from torchhook.training.launch.by_hand import HandTraining, Suspicion
 from torchhook.training.launch.feeding import Feeders
 from torchhook.training.launch.patches import patched, unwarned
 from torchhook.training.launch.schedules import Schedules
-from torchhook.training.launch.tensors import Tensors, leaves_of, named
+from torchhook.training.launch.tensors import Tensors, named
 from torchhook.training.launch.trainings import Training
 from torchhook.training.monitor import Monitor, OnFinding, Terms, state_of
 from torchhook.training.process import rank, world_size
@@ -149,7 +149,7 @@ class Discovery:
         self._looking.close()
 
     def _made(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        """An optimizer was created: who is called from now on may be what it trains."""
+        """An optimizer was created: a module that is called from now on may be what it trains."""
         self._steps[optimizer] = 0
         self._look()
 
@@ -171,7 +171,7 @@ class Discovery:
                 hook(module, args, {})
 
     def _trainer_of(self, module: nn.Module) -> Optimizer | None:
-        """The optimizer that has not stepped yet and holds most of the parameters of a module that nobody watches."""
+        """The optimizer that has not stepped yet and holds most of the parameters of an unwatched module."""
         if any(training.model() is module for training in self._trainings):
             return None
         own = {id(parameter) for parameter in module.parameters()}
@@ -194,7 +194,7 @@ class Discovery:
             self._suspect(losses, values)
 
     def _dissect(self, losses: list[Tensor]) -> None:
-        """Take the loss apart before its backward frees the graph; of several trainings, nobody knows whose it is."""
+        """Take the loss apart before its backward frees the graph; not with several trainings, which may share it."""
         if len(self._steps) == 1 and any(training.notes.looks for training in self._trainings):
             self._terms += [terms_arriving(loss) for loss in losses]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchhook.core.selection import plain, unwrapped, walk
-from torchhook.core.torch_internals import BATCH_NORMS, DROPOUTS
+from torchhook.core.torch_internals import BATCH_NORMS, DROPOUTS, saved_by
 from torchhook.core.transfer import sent_home
 from torchhook.rules.loop import Loop
 from torchhook.stats.stat import counted
@@ -168,7 +168,7 @@ def _is_switch(module: nn.Module) -> bool:
 def _is_plain_mean(loss: Tensor) -> bool:
     """Whether a loss is a mean that nothing divides or weighs."""
     node = loss.grad_fn
-    return node is not None and (node.name().startswith("Mean") or getattr(node, "_saved_reduction", 0) == 1)
+    return node is not None and (node.name().startswith("Mean") or saved_by(node, "reduction") == 1)
 
 
 def _paths(root: nn.Module, ids: set[int]) -> frozenset[str]:

@@ -9,7 +9,7 @@ from functools import wraps
 from typing import Any
 
 Guard = Callable[[Callable[..., None]], Callable[..., None]]
-"""Makes of a function one that never raises."""
+"""Turns a function into one that never raises."""
 
 
 @contextmanager

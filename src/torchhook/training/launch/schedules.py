@@ -64,7 +64,7 @@ class Schedules:
         self._of.setdefault(scheduler.optimizer, []).append(schedule)
 
     def _joined(self, sequence: Any, *args: Any, **kwargs: Any) -> None:
-        """A sequence has made the first step of its parts anew."""
+        """A sequence has repeated the first step of its parts."""
         for schedule in self.of(sequence.optimizer):
             schedule.begin()
 

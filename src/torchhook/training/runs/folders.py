@@ -55,7 +55,7 @@ def find(root: str | os.PathLike[str]) -> list[Path]:
     """The runs in a folder, newest first."""
     root = Path(root)
     if not root.is_dir():
-        raise RunError(f"there is no folder {str(root)!r}; pass the folder that the monitor got as to=[...]")
+        raise RunError(f"there is no folder {str(root)!r}; pass the folder that the monitor got as to=")
     return sorted(_runs_below(root), key=lambda folder: (_started(folder), folder.name), reverse=True)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from torchhook.captures.pictures import png
 from torchhook.core.errors import RunError
 from torchhook.core.findings import Finding, Report
 from torchhook.core.text import in_units, warn
@@ -19,7 +20,6 @@ from torchhook.training.logs import Entry, Log
 from torchhook.training.runs.blobs import packed
 from torchhook.training.runs.database import Database
 from torchhook.training.runs.groups import Group, grouped
-from torchhook.training.runs.images import png
 from torchhook.training.runs.schema import FILE, SAMPLES
 
 _MOST_LOSSES = 200_000
@@ -29,7 +29,7 @@ _MOST_SAMPLES = 200
 class RunLog(Log):
     """Writes a run into `folder`, which is created if need be; an existing run is continued.
 
-    `max_mb` is the size limit of the folder in MiB: three quarters for statistics, an eighth for SQLite's write-ahead
+    `max_bytes` is the size limit of the folder: three quarters for statistics, an eighth for SQLite's write-ahead
     log, an eighth for samples of feature maps. Beyond that, older steps are thinned out evenly; the newest quarter, the
     first step and those that findings name go last. At most 200,000 losses and 200 samples are kept. (A long-lived
     reader may exceed the limit temporarily.)
@@ -50,11 +50,11 @@ class RunLog(Log):
     ('Net', 'ended', {0: 0.7})
     """
 
-    def __init__(self, folder: str | os.PathLike[str], max_mb: float = 256) -> None:
-        if isinstance(max_mb, bool) or not isinstance(max_mb, (int, float)) or not 1 <= max_mb < math.inf:
-            raise ValueError(f"max_mb must be a number of at least 1, not {max_mb!r}")
+    def __init__(self, folder: str | os.PathLike[str], max_bytes: int = 2**28) -> None:
+        if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 2**20:
+            raise ValueError(f"max_bytes must be an integer of at least 1048576 (1 MiB), not {max_bytes!r}")
         self.folder = Path(folder)
-        eighth = int(max_mb * 2**20) // 8
+        eighth = max_bytes // 8
         self._most_bytes, self._most_log, self._most_samples = 6 * eighth, eighth, eighth
         self._about: Mapping[str, Any] = {}
         self._database: Database | None = None
@@ -144,7 +144,7 @@ class RunLog(Log):
                 self._warn(
                     group.stat,
                     f"{group.stat!r} of {len(group.places)} places takes {in_units(len(blob))} per step, which is too"
-                    f" much for {str(self.folder)!r} and was not written; raise max_mb, or measure fewer places",
+                    f" much for {str(self.folder)!r} and was not written; raise max_bytes, or measure fewer places",
                 )
         return fitting
 

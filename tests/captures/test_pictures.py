@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from torchhook.training.runs.images import png
+from torchhook.captures.pictures import png
 
 
 def pixels(maps):

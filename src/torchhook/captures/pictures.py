@@ -26,6 +26,15 @@ def picture(maps: Tensor) -> Tensor:
     return _grid(_grey(maps[:_MOST]))
 
 
+def views(maps: Tensor) -> dict[str, Tensor]:
+    """Two pictures of the channels of a layer (n × height × width): of all of them, and of their mean.
+
+    >>> {name: grey.tolist() for name, grey in views(torch.tensor([[[0.0, 1.0]], [[8.0, 2.0]]])).items()}
+    {'maps': [[0, 255, 0, 255, 0]], 'mean_map': [[255, 0]]}
+    """
+    return {"maps": picture(maps), "mean_map": picture(maps.double().mean(0, keepdim=True))}
+
+
 def png(maps: Tensor) -> bytes:
     """The picture of some maps as the bytes of a PNG file.
 
