@@ -40,7 +40,7 @@ MUTANTS = [
         "core/hooks/gradients.py",
         "if version_of(view) == version:",
         "if version_of(view) >= version:",
-        "core/test_gradients.py::test_grad_input_of_a_module_that_overwrites_its_input",
+        "core/test_gradients.py::test_grad_input_of_one_in_place_module_after_another",
     ),
     Mutant(
         "core/hooks/tensors.py",
@@ -119,7 +119,19 @@ MUTANTS = [
         "captures/pictures.py",
         "scaled = torch.where(high > low, (maps - low) / (high - low), 0.5)",
         "scaled = torch.where(high > low, (high - maps) / (high - low), 0.5)",
-        "seeds/test_seeing_rows.py::test_c15_feature_maps_and_histograms_in_tensorboard",
+        "seeds/test_seeing_rows.py::test_c15_feature_maps_and_histograms_of_one_pass_in_tensorboard",
+    ),
+    Mutant(
+        "captures/overhead.py",
+        "return Overhead(plain, with_, runs)",
+        "return Overhead(plain, 1.5 * plain, runs)",
+        "seeds/test_capture_rows.py::test_c32_what_hooks_cost_on_this_model",
+    ),
+    Mutant(
+        "captures/pictures.py",
+        'return {"maps": picture(maps), "mean_map": picture(maps.double().mean(0, keepdim=True))}',
+        'return {"maps": picture(maps), "mean_map": picture(maps.double()[:1])}',
+        "seeds/test_seeing_rows.py::test_c15_feature_maps_and_histograms_of_one_pass_in_tensorboard",
     ),
     # stats: numbers
     Mutant(
@@ -308,28 +320,10 @@ MUTANTS = [
     ),
     # training: what a run keeps
     Mutant(
-        "captures/overhead.py",
-        "return Overhead(plain, with_, runs)",
-        "return Overhead(plain, 1.5 * plain, runs)",
-        "seeds/test_capture_rows.py::test_c32_what_hooks_cost_on_this_model",
-    ),
-    Mutant(
-        "captures/pictures.py",
-        'return {"maps": picture(maps), "mean_map": picture(maps.double().mean(0, keepdim=True))}',
-        'return {"maps": picture(maps), "mean_map": picture(maps.double()[:1])}',
-        "seeds/test_seeing_rows.py::test_c15_feature_maps_and_histograms_of_one_pass_in_tensorboard",
-    ),
-    Mutant(
         "rules/model_diagnostics.py",
         'images = self.features if hasattr(writer, "add_image") else {}',
         "images = {}",
         "seeds/test_seeing_rows.py::test_c15_feature_maps_and_histograms_of_one_pass_in_tensorboard",
-    ),
-    Mutant(
-        "captures/pictures.py",
-        "scaled = torch.where(high > low, (maps - low) / (high - low), 0.5)",
-        "scaled = torch.where(high > low, (high - maps) / (high - low), 0.5)",
-        "seeds/test_tool_rows.py::test_c15_feature_maps_and_histograms_in_tensorboard",
     ),
     Mutant(
         "training/runs/fields.py",
@@ -464,6 +458,18 @@ MUTANTS = [
         "outside[number] = outside[number].minimum((real[number] - cover).clamp(min=0))",
         "pass",
         "explain/test_pyramid.py::test_maps_that_are_one_inside_the_box",
+    ),
+    Mutant(
+        "explain/cams.py",
+        "return weighted(maps, gradient.mean((2, 3)))",
+        "return weighted(0 * maps, gradient.mean((2, 3)))",
+        "seeds/test_seeing_rows.py::test_c27_grad_cam_and_its_family_are_what_the_papers_say",
+    ),
+    Mutant(
+        "explain/pyramids.py",
+        "energy, square = maps.abs().mean(1), maps.square().mean(1)",
+        "energy, square = maps.mean(1), maps.square().mean(1)",
+        "seeds/test_seeing_rows.py::test_c37_a_weak_level_of_a_detector_is_named",
     ),
     # compare: two of a kind
     Mutant(

@@ -43,7 +43,7 @@ def test_a_result_of_many_layers_fits_on_a_screen_and_says_how_to_see_all(verb, 
     result = RESULTS[verb](deep)
     text, page = repr(result), result._repr_html_()
     assert len(result.table()) >= LAYERS and len(text.splitlines()) <= SCREEN and page.count("<tr>") <= SCREEN
-    assert "see .table()" in text and "see .table()" in page and "object at" not in text
+    assert ".table() has all" in text and ".table() has all" in page and "object at" not in text
     assert max(map(len, text.splitlines())) < 130
     parts = [*getattr(result, "rows", ()), *getattr(result, "signals", ()), *getattr(result, "layers", {}).values()]
     assert all("object at" not in repr(part) and len(repr(part)) < 2000 for part in parts[:5])

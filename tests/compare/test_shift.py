@@ -105,7 +105,7 @@ def test_channels_that_drive_it_come_first():
     assert first.shift > 1.5
     assert abs(second.shift) < 0.5 < 3 < second.variance_ratio
     assert len(result.channels) == 6
-    assert result.table()[0]["channel"] == 2
+    assert result.table("list")[0]["channel"] == 2
 
 
 def test_the_mean_distance_is_that_of_all_samples_also_of_those_that_are_not_kept():
@@ -139,7 +139,7 @@ def test_several_layers_and_the_share_of_each():
     assert list(shift(model, [source], [target], "*", permutations=9)) == ["0", "1", "2"]
     assert list(shift(model, [source], [target], ["0"], permutations=9)) == ["0"]
     assert found.ranked()[0].share == max(layer.share for layer in found.values())
-    assert found.table()[1]["mean_distance"] == found["1"].mean_distance
+    assert found.table("list")[1]["mean_distance"] == found["1"].mean_distance
     assert repr(found).startswith("Shift at 3 layers: 300 source and 300 target samples\nlayer  share")
 
 
@@ -221,8 +221,10 @@ def test_refusals_say_what_to_do():
         shift(model, [DIGITS], [DIGITS[:3]], "0")
     with pytest.raises(ValueError, match=r"source has 0 samples"):
         shift(model, [], [DIGITS], "0")
-    with pytest.raises(TypeError, match=r"source must be an iterable of batches"):
-        shift(model, DIGITS, [DIGITS], "0")
+    with pytest.raises(
+        TypeError, match="source must be a tensor, a tuple or dict of them, or an iterable of such batches"
+    ):
+        shift(model, 7, [DIGITS], "0")
     with pytest.raises(ValueError, match=r"'0' has values that are not finite for source"):
         shift(model, [DIGITS / 0], [DIGITS], "0")
     with pytest.raises(ValueError, match=r"64 features per sample for source and 32 for target"):

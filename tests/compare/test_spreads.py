@@ -119,7 +119,7 @@ def test_a_change_of_the_data_is_found_at_the_first_layer():
     assert result.reference == "train" and result.others == ("test",)
     assert repr(result).startswith("test against train: 5 layers, the furthest first\nlayer  distance")
     assert result.figure().axes[0].get_xlabel() == "distance from train (standard deviations)"
-    assert "<td>0</td>" in result._repr_html_() and result.table()[0]["path"] == "0"
+    assert "<td>0</td>" in result._repr_html_() and result.table("list")[0]["path"] == "0"
 
 
 def test_what_is_kept_does_not_grow_with_the_data(monkeypatch):
@@ -154,7 +154,7 @@ def test_real_networks_of_which_one_is_deeper():
 
     result = models({"18": resnet18(), "34": resnet34()}, torch.randn(2, 3, 32, 32))
     assert len(result.rows) == 52 and result.left_out["layer4.2.bn2"] == "it did not run in 18"
-    assert "… and 32 more: see .table()" in repr(result)
+    assert "… and 32 more rows: .table() has all" in repr(result)
 
 
 def test_channels_that_are_not_the_same_and_one_sample():
@@ -207,7 +207,7 @@ def test_the_same_layers_under_other_names():
         assert one.distance == other.distance and one.shifts.equal(other.shifts) and one.ratios.equal(other.ratios)
     assert [(f.code, f.site) for f in named.report.findings] == [(f.code, f.site) for f in plain.report.findings] != []
     assert named.report.findings[0].message == f"in stage0: {plain.report.findings[0].message}"
-    assert named.table()[0]["paired"] == "stage0" and named.table()[0]["by"] == "role"
+    assert named.table("list")[0]["paired"] == "stage0" and named.table("list")[0]["by"] == "role"
     assert "paired with" in repr(named) and "paired with" not in repr(plain)
 
 
@@ -293,8 +293,10 @@ def test_what_is_refused():
         models({"a": model}, x)
     with pytest.raises(ValueError, match="train_loader has no samples"):
         datasets(model, [], [x])
-    with pytest.raises(TypeError, match="test_loader must be an iterable of batches"):
-        datasets(model, [x], x)
+    with pytest.raises(
+        TypeError, match="test_loader must be a tensor, a tuple or dict of them, or an iterable of such batches"
+    ):
+        datasets(model, [x], 7)
     with pytest.raises(SelectionError, match="sites: "):
         inputs(model, x, x, "conv")
     with pytest.raises(SelectionError, match=r"\(in models\['b'\]\)"):

@@ -421,7 +421,7 @@ def test_others_hooks_and_gradients_stay():
         ({"max_bytes": "1 GB"}, TypeError, "max_bytes must be a whole number"),
         ({"grid": 7}, TypeError, r"grid must be \(rows, columns\)"),
         ({"grid": (0, 7)}, ValueError, "grid must be at least 1"),
-        ({"maps": "mix"}, ValueError, "no module matches 'mix'"),
+        ({"sites": "mix"}, ValueError, "no module matches 'mix'"),
     ],
 )
 def test_bad_arguments(options, error, said):
@@ -480,18 +480,18 @@ def test_a_mask_of_several_layers_is_kept_once():
     layers = [Own(attn_mask=mask.clone().expand(-1, 2, -1, -1)) for _ in range(3)]
     one = 2 * 3 * 5 * 16 * 4  # queries and keys
     size = 3 * one + 3 * 5 * 5
-    seen = attention(nn.Sequential(*layers), torch.randn(3, 5, 16), maps="", max_bytes=size)
+    seen = attention(nn.Sequential(*layers), torch.randn(3, 5, 16), sites="", max_bytes=size)
     kept = [call.source.masks[0] for call in seen]
     assert kept[0] is kept[1] is kept[2] and kept[0].shape == (3, 1, 5, 5)
     assert all(bool(((call.weights > 0) == mask).all()) for call in seen)
     with pytest.raises(BudgetError):
-        attention(nn.Sequential(*layers), torch.randn(3, 5, 16), maps="", max_bytes=size - 1)
+        attention(nn.Sequential(*layers), torch.randn(3, 5, 16), sites="", max_bytes=size - 1)
     small = attention(nn.Sequential(*layers), torch.randn(3, 5, 16), max_bytes=one + 3 * 5 * 5 - 1)
     assert all(call.source is None for call in small)  # a mask that was not kept does not count as known
 
 
 def test_no_weights_at_all():
-    seen = attention(Own(), torch.randn(3, 5, 16), maps=[])
+    seen = attention(Own(), torch.randn(3, 5, 16), sites=[])
     assert seen[0].source is None and not seen[0].entropy.isnan().any()
     with pytest.raises(NotRecordedError, match="'the model' were not kept"):
         _ = seen[0].weights
@@ -657,7 +657,7 @@ def test_how_attention_changes_in_a_training():
 def test_changes_without_weights_and_of_other_inputs():
     model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     x = torch.randn(3, 5, 16)
-    seen, bare = attention(model, x), attention(model, x, maps=[])
+    seen, bare = attention(model, x), attention(model, x, sites=[])
     assert [row["moved"] for row in seen.change(bare).rows] == [None, None]
     assert [(row["change"], row["moved"]) for row in seen.change(seen).rows] == [(0, 0), (0, 0)]
     change = seen.change(bare)

@@ -390,14 +390,14 @@ def test_a_compiled_model_is_run_without_its_graphs(nothing_compiled):
 def test_the_weights_of_some_layers():
     _, fused = pair(bert)
     ids = torch.randint(50, (2, 9))
-    seen = attention(fused, ids, maps="encoder.layer.1")
+    seen = attention(fused, ids, sites="encoder.layer.1")
     assert seen[1].weights.shape == (2, 4, 9, 9) and seen[0].entropy.shape == (2, 4, 9)
-    with pytest.raises(KeyError, match="'encoder.layer.0.attention.self' were not kept; name it in maps="):
+    with pytest.raises(KeyError, match="'encoder.layer.0.attention.self' were not kept; name it in sites="):
         _ = seen[0].weights
-    with pytest.raises(SilentError, match="maps: no attention was seen in or below 'pooler', only in 'encoder"):
-        attention(fused, ids, maps=["encoder", "pooler"])
+    with pytest.raises(SilentError, match="sites: no attention was seen in or below 'pooler', only in 'encoder"):
+        attention(fused, ids, sites=["encoder", "pooler"])
     with pytest.raises(BudgetError, match="takes 4.5 KiB, but 4.5 KiB of max_bytes=5000 are already used"):
-        attention(fused, ids, maps=nn.Linear.__mro__[1], max_bytes=5000)
+        attention(fused, ids, sites=nn.Linear.__mro__[1], max_bytes=5000)
     some = attention(fused, ids, max_bytes=5000)
     assert some[0].weights.shape == (2, 4, 9, 9) and not some[1].entropy.isnan().any()
     with pytest.raises(BudgetError, match="were not kept: earlier ones filled max_bytes=5000"):

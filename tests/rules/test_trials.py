@@ -177,3 +177,17 @@ def test_every_repair_has_words():
         for repair in repairs_for(Finding(code, "error", "", site="0")):
             assert repair.change and callable(repair.apply)
     assert repairs_for(Finding("TH101", "error", "")) == []
+
+
+def test_a_higher_rate_is_not_tried_where_the_others_learn():
+    alone = Finding("TH502", "warning", "each step changes it by 0%", "fc.weight", evidence={"cause": "no-gradient"})
+    assert not repairs_for(alone)
+    assert repairs_for(Finding("TH502", "warning", "each step changes the weights by 0%", evidence={"cause": "rate"}))
+
+
+def test_a_loss_without_a_lower_end_explains_the_steps_that_grow():
+    model = mlp()
+    report = diagnose(model, classes(), F.nll_loss, torch.optim.SGD(model.parameters(), 0.5, momentum=0.9))
+    assert report.findings[0].code == "TH604"
+    assert {finding.code for finding in report.findings[0].affected} & {"TH501", "TH606"}
+    assert not {finding.code for finding in report.findings} & {"TH402", "TH501", "TH606"}

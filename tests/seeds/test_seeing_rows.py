@@ -1,6 +1,7 @@
-"""The rows of seeing and explaining: C15, C16, C19, C27, C34, C35, C37, C38, C40."""
+"""The rows of seeing and explaining: C15, C16, C19, C27, C33, C34, C35, C37, C38, C40."""
 
 import base64
+import copy
 import io
 import json
 import math
@@ -219,7 +220,60 @@ def test_c27_grad_cam_lies_on_what_the_class_is_of():
     assert th.explain.grad_cam(model, x, target=[0, 1]).target == [0, 1]
 
 
-def test_c34_feature_maps_in_mlflow_without_a_training(tmp_path, monkeypatch):
+def test_c33_a_lightning_trainer_is_watched(tmp_path):
+    import lightning.pytorch as pl
+
+    from torchhook.integrations.lightning import TorchhookCallback
+
+    class Net(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+        def training_step(self, batch, number):
+            return F.cross_entropy(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    torch.manual_seed(0)
+    module, x = Net(), torch.randn(12, 4)
+    y = (x.sum(1) > 0).long()
+    losses, means, norms = trained_by_hand(copy.deepcopy(module.net), x.split(4), y.split(4))
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=4)
+    callback = TorchhookCallback(every=1, to=[tmp_path])
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    pl.Trainer(max_epochs=1, accelerator="cpu", callbacks=[callback], **quiet).fit(module, data)
+    assert callback.report.ok
+    with th.Run(callback.run) as run:
+        assert [run.losses[step] for step in range(3)] == pytest.approx(losses, rel=1e-6)
+        windows = [run.window(step) for step in range(3)]
+        assert [window["net.2"].mean for window in windows] == pytest.approx(means, rel=1e-4, abs=1e-6)
+        found = [window["net.0.weight", "param_grad_norm"].mean for window in windows]
+        assert found == pytest.approx(norms, rel=1e-4)
+
+
+def trained_by_hand(net, inputs, targets):
+    """Losses, means of the output and norms of the first weight's gradient, step by step."""
+    optimizer, losses, means, norms = torch.optim.SGD(net.parameters(), lr=0.1), [], [], []
+    for x, y in zip(inputs, targets, strict=True):
+        output = net(x)
+        loss = F.cross_entropy(output, y)
+        optimizer.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        means.append(output.mean().item())
+        norms.append(float(net[0].weight.grad.norm()))
+        optimizer.step()
+    return losses, means, norms
+
+
+def test_c34_a_training_and_feature_maps_in_mlflow(tmp_path, monkeypatch):
     import mlflow
 
     from torchhook.integrations.mlflow import MLflow
@@ -228,13 +282,30 @@ def test_c34_feature_maps_in_mlflow_without_a_training(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     run_id = client.create_run(client.create_experiment("maps", (tmp_path / "files").as_uri())).info.run_id
-    model, x = small(), torch.randn(2, 3, 32, 32)
-    outputs, _ = seen_by_plain_hooks(model, ["layer1"], lambda: model(x))
+
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(12, 4)
+    y = (x.sum(1) > 0).long()
+    losses, means, norms = trained_by_hand(copy.deepcopy(net), x.split(4), y.split(4))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with th.Monitor(net, optimizer, every=1, to=[MLflow(run_id, client)]) as monitor:
+        for some, targets in zip(x.split(4), y.split(4), strict=True):
+            loss = F.cross_entropy(net(some), targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            monitor.step(loss)
+    for name, wanted in (("loss", losses), ("mean/2", means), ("grad_norm/0.weight", norms)):
+        history = sorted(client.get_metric_history(run_id, f"torchhook/{name}"), key=lambda metric: metric.step)
+        assert [metric.value for metric in history] == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+
+    model, image = small(), torch.randn(2, 3, 32, 32)
+    outputs, _ = seen_by_plain_hooks(model, ["layer1"], lambda: model(image))
     with th.capture(model, "layer1", "fc") as acts:
-        model(x)
+        model(image)
     MLflow(run_id, client).feature_maps(acts, step=5)
     images = [file.path for file in client.list_artifacts(run_id, "images") if file.path.endswith(".png")]
-    assert len(images) == 2, "fc has no maps"
+    assert len(images) == 2
     for what, wanted in (("maps", outputs["layer1"][0]), ("mean_map", outputs["layer1"][0].double().mean(0)[None])):
         (path,) = [path for path in images if re.search(rf"torchhook.{what}.layer1\+step\+5\+", path)]
         drawn = pixels(Path(client.download_artifacts(run_id, path, str(tmp_path))).read_bytes())

@@ -7,9 +7,8 @@ variances. The drift rule (`TH901`) decides what is far, judging by how much par
 
 from __future__ import annotations
 
-import html
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,15 +17,14 @@ from torch import Tensor, nn
 
 from torchhook.compare.layer_pairs import Pair
 from torchhook.compare.matched import Matched, has_same_channels, label_of
-from torchhook.compare.printing import SHOWN, rest_of
 from torchhook.compare.worst import Worst
-from torchhook.core.batch import Batch, InputBatches, ToInputs, batch_count, call, fitted, samples_of
+from torchhook.core.batch import Batch, InputBatches, ToInputs, batch_count, call, fitted, inputs_of, samples_of
 from torchhook.core.findings import Finding, Report
 from torchhook.core.model_state import evaluating, state_kept
 from torchhook.core.progress import Progress, track
 from torchhook.core.selection import Query, queries_of, require_module, require_sites
+from torchhook.core.tabular import Tabular
 from torchhook.core.tap import require_count
-from torchhook.core.text import html_table, table
 from torchhook.core.trees import Arguments, leaves, mapped
 from torchhook.rules.check import check
 from torchhook.rules.history import History, joined, settled
@@ -40,6 +38,7 @@ if TYPE_CHECKING:
 
 Sites = Query | Iterable[Query] | None
 
+_NAMED = 20  # others in a title
 _PARTS = 4  # of the reference, which show how much its samples vary
 _WINDOWS = 32  # of a data set; if there are more, neighbours are merged
 
@@ -79,7 +78,7 @@ class Layer(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Spreads:
+class Spreads(Tabular):
     """How far others are from a reference, layer by layer.
 
     Args:
@@ -126,8 +125,7 @@ class Spreads:
         """The layers that differ most first."""
         return sorted(self.rows, key=lambda row: -row.distance if row.distance == row.distance else float("-inf"))
 
-    def table(self) -> list[dict[str, Any]]:
-        """One plain dictionary per row, for pandas and similar tools."""
+    def _records(self) -> list[dict[str, Any]]:
         names = ("path", "other", "paired", "by", "distance", "noise", "shift", "ratio")
         return [{name: getattr(row, name) for name in names} for row in self.rows]
 
@@ -153,32 +151,21 @@ class Spreads:
         """The rows of one of the others."""
         return [row for row in self.rows if row.other == other]
 
-    def __repr__(self) -> str:
-        return f"{self._title()}\n{table(self._header(), self._cells())}{self._rest()}"
-
-    def _repr_html_(self) -> str:
-        title, rest = html.escape(self._title()), html.escape(self._rest())
-        return f"<p>{title}</p>{html_table(self._header(), self._cells())}<p>{rest}</p>"
-
     def _title(self) -> str:
-        names = ", ".join(self.others[:SHOWN]) + (", …" if len(self.others) > SHOWN else "")
+        names = ", ".join(self.others[:_NAMED]) + (", …" if len(self.others) > _NAMED else "")
         return f"{names} against {self.reference}: {len(self.rows)} layers, the furthest first"
 
-    def _rest(self) -> str:
-        out = f"\n{len(self.left_out)} layers were left out: see .left_out" if self.left_out else ""
-        return rest_of(len(self.rows)) + out
+    def _foot(self) -> Sequence[str]:
+        return [f"{len(self.left_out)} layers were left out: see .left_out"] if self.left_out else []
 
     @property
     def _has_roles(self) -> bool:
         return any(row.by == "role" for row in self.rows)
 
-    def _header(self) -> list[str]:
+    def _printed(self) -> tuple[Sequence[str], list[list[str]]]:
         several = ["of"] if len(self.others) > 1 else []
         paired = ["paired with"] if self._has_roles else []
-        return ["layer", *several, *paired, "distance", "noise", "mean shift", "variance ratio"]
-
-    def _cells(self) -> list[list[str]]:
-        return [
+        return ["layer", *several, *paired, "distance", "noise", "mean shift", "variance ratio"], [
             [
                 row.path or "''",
                 *([row.other] if len(self.others) > 1 else []),
@@ -188,7 +175,7 @@ class Spreads:
                 f"{row.shift:+.3g}",
                 f"{row.ratio:.3g}",
             ]
-            for row in self.ranked()[:SHOWN]
+            for row in self.ranked()
         ]
 
 
@@ -221,7 +208,7 @@ def models(models: Mapping[str, nn.Module], x: Any, sites: Sites = None) -> Spre
     for name, model in models.items():
         require_module(model, f"models[{name!r}]")
         require_sites(model, sites, "sites", f" (in models[{name!r}])")
-    parts = list(_parts(x, "x"))
+    parts = list(_parts(inputs_of(x, next(iter(models.values()))), "x"))
     sides = {name: _measured(model, parts, sites) for name, model in models.items()}
     return _compared(sides, models, "x")
 
@@ -244,7 +231,7 @@ def inputs(model: nn.Module, x1: Any, x2: Any, sites: Sites = None) -> Spreads:
     """
     require_module(model)
     require_sites(model, sites, "sites")
-    parts = {name: list(_parts(x, name)) for name, x in (("x1", x1), ("x2", x2))}
+    parts = {name: list(_parts(inputs_of(x, model), name)) for name, x in (("x1", x1), ("x2", x2))}
     sides = {name: _measured(model, some, sites) for name, some in parts.items()}
     return _compared(sides, dict.fromkeys(sides, model), "x1")
 
@@ -426,13 +413,12 @@ def _shifts(mean: Tensor, std: Tensor, other_mean: Tensor, other_std: Tensor, un
     return (other_mean - mean) / ((before + after) / 2).sqrt(), after / before
 
 
-def _parts(x: Any, argument: str) -> Iterator[Batch]:
+def _parts(given: Arguments, argument: str) -> Iterator[Batch]:
     """An input split into parts of its samples."""
-    given = Arguments.of(x)
     found = [leaf for _, leaf in leaves(given)]
     if not found:
         raise TypeError(
-            f"{argument} must be an input, a tuple of arguments, or a dict of keyword arguments, not {x!r:.80}"
+            f"{argument} must be an input, a tuple of arguments, or a dict of keyword arguments, not {given!r:.80}"
         )
     sizes = {len(leaf) if leaf.dim() else None for leaf in found}
     if sizes == {0}:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torchhook.compare import distances
 from torchhook.compare.features import FeatureReader, LayerCall, Pool, require_pool
 from torchhook.compare.layer_samples import LayerSamples, read_samples
-from torchhook.compare.printing import SHOWN, rest_of
 from torchhook.core.batch import InputBatches, ToInputs
 from torchhook.core.errors import NotRecordedError
 from torchhook.core.progress import Progress
 from torchhook.core.renamed import renamed
 from torchhook.core.selection import Query, nearest, queries_of, require_module, require_sites, select
+from torchhook.core.tabular import Tabular
 from torchhook.core.tap import require_count
 from torchhook.core.text import html_table, table
 
@@ -41,7 +41,7 @@ class Drift(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Shift:
+class Shift(Tabular):
     """How far target data is from source data at one layer of a model; all distances are 0 if nothing differs.
 
     Args:
@@ -73,9 +73,8 @@ class Shift:
     mean_distance: float
     share: float = 1.0
 
-    def table(self) -> list[dict[str, Any]]:
-        """One plain dictionary per channel, for pandas and similar tools."""
-        return [channel._asdict() for channel in self.channels]
+    def _records(self) -> list[dict[str, Any]]:
+        return [{"path": self.site, **channel._asdict()} for channel in self.channels]
 
     def __repr__(self) -> str:
         measures, channels = (table(header, rows) for header, rows in self._tables())
@@ -109,7 +108,7 @@ class Shift:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Shifts(Mapping[str, Shift]):
+class Shifts(Tabular, Mapping[str, Shift]):
     """How far target data is from source data at several layers: the `Shift` of each, in execution order.
 
     The keys are the paths of the layers, with the call if a layer is called several times.
@@ -137,32 +136,20 @@ class Shifts(Mapping[str, Shift]):
         """The layers with the largest share first."""
         return sorted(self.layers.values(), key=lambda layer: -layer.share)
 
-    def table(self) -> list[dict[str, Any]]:
-        """One plain dictionary per layer, for pandas and similar tools."""
+    def _records(self) -> list[dict[str, Any]]:
         names = ("share", "mean_distance", "p_value", "mmd", "energy", "coral", "frechet", "auc", "sources", "targets")
         return [{"path": key, **{name: getattr(one, name) for name in names}} for key, one in self.layers.items()]
-
-    def __repr__(self) -> str:
-        return f"{self._title()}\n{table(self._header(), self._cells())}{self._rest()}"
-
-    def _repr_html_(self) -> str:
-        title, rest = html.escape(self._title()), html.escape(self._rest())
-        return f"<p>{title}</p>{html_table(self._header(), self._cells())}<p>{rest}</p>"
 
     def _title(self) -> str:
         first = next(iter(self.layers.values()))
         return f"Shift at {len(self)} layers: {first.sources} source and {first.targets} target samples"
 
-    def _rest(self) -> str:
-        out = f"\n{len(self.left_out)} layers were left out: see .left_out" if self.left_out else ""
-        return rest_of(len(self)) + out
+    def _foot(self) -> Sequence[str]:
+        return [f"{len(self.left_out)} layers were left out: see .left_out"] if self.left_out else []
 
-    def _header(self) -> tuple[str, ...]:
-        return "layer", "share", "mean distance", "p", "mmd", "auc"
-
-    def _cells(self) -> list[list[str]]:
+    def _printed(self) -> tuple[Sequence[str], list[list[str]]]:
         ranked = sorted(self.layers.items(), key=lambda item: -item[1].share)
-        return [
+        return ("layer", "share", "mean distance", "p", "mmd", "auc"), [
             [
                 key or "''",
                 f"{one.share:.3f}",
@@ -171,7 +158,7 @@ class Shifts(Mapping[str, Shift]):
                 f"{one.mmd:.4g}",
                 f"{one.auc:.3f}",
             ]
-            for key, one in ranked[:SHOWN]
+            for key, one in ranked
         ]
 
 

@@ -6,7 +6,7 @@ compute attention say which module a call belongs to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from math import prod
 from typing import Any, Literal, NamedTuple, get_args
@@ -15,17 +15,19 @@ import torch
 from torch import Tensor, nn
 
 from torchhook.core.attention import Attending, Given, Logits
+from torchhook.core.batch import inputs_of
 from torchhook.core.errors import BudgetError, SilentError
 from torchhook.core.event import Event
+from torchhook.core.renamed import renamed
 from torchhook.core.scope import Scope
-from torchhook.core.selection import Query, Selector, queries_of, require_module, select, walk
+from torchhook.core.selection import Selector, Sites, queries_of, require_module, select, walk
 from torchhook.core.session import Session
 from torchhook.core.sink import Sink
 from torchhook.core.tap import Tap, require_count
 from torchhook.core.text import in_units, warn
 from torchhook.core.torch_internals import is_dynamo_loaded, submodules
 from torchhook.core.transfer import free_memory
-from torchhook.core.trees import Arguments, nbytes
+from torchhook.core.trees import nbytes
 from torchhook.explain.attention_maps import Attended, AttentionCall, HeadSummary, summary_of
 from torchhook.explain.token_grid import Grid
 from torchhook.explain.unfused_attention import implementation_of, unfused
@@ -43,12 +45,13 @@ _UNSEEN = (
 How = Literal["recompute", "eager", "error"]
 
 
+@renamed(maps="sites")
 def attention(
     model: nn.Module,
     x: Any,
     *,
     how: How = "recompute",
-    maps: Query | Iterable[Query] | None = None,
+    sites: Sites = None,
     grid: Grid | None = None,
     max_bytes: int | None = None,
 ) -> Attended:
@@ -67,7 +70,7 @@ def attention(
             fast path of a whole encoder layer: there it is equal to the tolerance of the dtype. ``"eager"`` runs
             Hugging Face and timm models in their unfused implementation, and recomputes what is still fused.
             ``"error"`` raises.
-        maps: Which layers to keep the weights of: one or several queries for modules that are or contain attention.
+        sites: Which layers to keep the weights of: one or several queries for modules that are or contain attention.
             Their weights must fit into `max_bytes`. None keeps as many as fit, ``[]`` none. The statistics are always
             available.
         grid: The rows and columns of an image's patches, to measure distances in patches. Positions before the
@@ -88,8 +91,8 @@ def attention(
     if max_bytes is not None:
         require_count(max_bytes, "max_bytes")
     _require_grid(grid)
-    given = Arguments.of(x)
-    recorder = _Recorder(how, _LogitStore(_wanted(model, maps), max_bytes), grid)
+    given = inputs_of(x, model)
+    recorder = _Recorder(how, _LogitStore(_wanted(model, sites), max_bytes), grid)
     with ExitStack() as stack:
         if how == "eager":
             stack.enter_context(unfused(model))
@@ -201,7 +204,7 @@ class _Recorder:
         for query, paths in (self.store.wanted or {}).items():
             if not any(_is_in(seen.path, path) for path in paths for seen in self.seen):
                 found = ", ".join(repr(path) for path in dict.fromkeys(seen.path for seen in self.seen))
-                raise SilentError(f"maps: no attention was seen in or below {query}, only in {found}")
+                raise SilentError(f"sites: no attention was seen in or below {query}, only in {found}")
         if self.grid is not None and all(bool(seen.summary.distance.isnan().all()) for seen in self.seen):
             rows, columns = self.grid
             raise ValueError(f"grid has {rows}×{columns} patches, but no self-attention has that many positions")
@@ -247,7 +250,7 @@ class _LogitStore:
         return self.wanted is None or any(_is_in(path, one) for paths in self.wanted.values() for one in paths)
 
     def keep(self, path: str, logits: Logits) -> Logits | None:
-        """Copies of what `logits` are computed from; None if not wanted, or if they do not fit and maps= is None."""
+        """Copies of what `logits` are computed from; None if not wanted, or if they do not fit and sites= is None."""
         if not self.wants(path):
             return None
         known, size = len(self.masks), 0
@@ -276,7 +279,7 @@ class _LogitStore:
         if self.wanted is not None:
             raise BudgetError(
                 f"keeping the weights of {path!r} takes {in_units(size)}, but {in_units(self.used)} of max_bytes="
-                f"{self.max_bytes} are already used; name fewer layers in maps, or pass a larger max_bytes"
+                f"{self.max_bytes} are already used; name fewer layers in sites, or pass a larger max_bytes"
             )
         return None
 
@@ -304,11 +307,11 @@ def _everywhere(model: nn.Module) -> Tap:
     return Tap(Selector.union(["", *parts]), _Nothing(), "input")
 
 
-def _wanted(model: nn.Module, maps: Any) -> dict[str, list[str]] | None:
+def _wanted(model: nn.Module, sites: Sites) -> dict[str, list[str]] | None:
     """The paths that each query selects."""
-    if maps is None:
+    if sites is None:
         return None
-    return {Selector.of(query).label: list(select(model, query)) for query in queries_of(maps)}
+    return {Selector.of(query).label: list(select(model, query)) for query in queries_of(sites)}
 
 
 def _hidden(model: nn.Module) -> dict[str, str]:

@@ -76,7 +76,7 @@ class AttentionCall:
     received: Tensor
     sink: Tensor
     source: Logits | None
-    asked: bool  # whether maps= asked for its weights
+    asked: bool  # whether sites= asked for its weights
     max_bytes: int
 
     @property
@@ -95,10 +95,10 @@ class AttentionCall:
         if self.source is None and self.asked:
             raise BudgetError(
                 f"the weights of {self._name()} were not kept: earlier ones filled max_bytes={self.max_bytes}; name the"
-                f" layers that you need, such as maps=[{self.path!r}], or pass a larger max_bytes"
+                f" layers that you need, such as sites=[{self.path!r}], or pass a larger max_bytes"
             )
         if self.source is None:
-            raise NotRecordedError(f"the weights of {self._name()} were not kept; name it in maps=")
+            raise NotRecordedError(f"the weights of {self._name()} were not kept; name it in sites=")
         return _weights(self.source, first, min(last, self.shape[2]))[0]
 
     def by_head(self) -> dict[str, Tensor]:

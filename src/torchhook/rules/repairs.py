@@ -57,6 +57,8 @@ def _slower(finding: Finding) -> list[Repair]:
 
 
 def _faster(finding: Finding) -> list[Repair]:
+    if finding.evidence.get("cause") == "no-gradient":  # of some parameters, while the others learn
+        return []
     return [
         Repair("ten times the learning rate", lambda setup: _scale_rate(setup, 10.0), "rate"),
         Repair("a thousand times the learning rate", lambda setup: _scale_rate(setup, 1e3), "rate"),
@@ -114,7 +116,7 @@ def _learning(finding: Finding) -> list[Repair]:
     if finding.evidence.get("cause") == "divergence":
         return [tenth, *_inputs(finding), hundredth]
     by_heart = Repair("one batch alone, learnt by heart", _one_batch, "labels", decides=False, share=0.5)
-    return [_faster(finding)[0], by_heart, *_inputs(finding), tenth, hundredth]  # a rate that learns is not too high
+    return [*_faster(finding)[:1], by_heart, *_inputs(finding), tenth, hundredth]  # a rate that learns is not too high
 
 
 def _targets(finding: Finding) -> list[Repair]:

@@ -43,7 +43,8 @@ class WrongOutputs(Fit):
     """
 
     code, name = "TH604", "softmax-twice"
-    explains = ("TH101", "TH104", "TH2", "TH4", "TH502", "TH601", "TH602", "TH603", "TH606", "TH607")
+    explains = ("TH101", "TH104", "TH201", "TH401", "TH404", "TH502", "TH601", "TH603", "TH203", "TH607")
+    endless = ("TH402", "TH403", "TH501", "TH602", "TH606")
     hint = "Give the loss what it expects: logits for cross_entropy and binary_cross_entropy_with_logits."
     wrong = "A second function that is there on purpose."
 
@@ -53,6 +54,10 @@ class WrongOutputs(Fit):
             if problem:
                 severity = "warning" if term.squash == "tanh" else "error"  # with few classes, a tanh may be enough
                 yield self.finding_at(history, term, problem, severity=severity)
+
+    def causes(self, finding: Finding) -> tuple[str, ...]:
+        is_endless = finding.evidence.get("loss") == "nll"  # raw outputs may grow, and the loss falls, without end
+        return (*self.explains, *self.endless) if is_endless else self.explains
 
     def _problem(self, term: LossTerm) -> str:
         name = _NAMES.get(term.squash, term.squash)
