@@ -11,10 +11,9 @@ from typing import Annotated, Any
 import typer
 
 from torchhook.cli.loaders import Shape, data_of, loss_of, model_of, optimizer_of, split, wrong
-from torchhook.cli.options import RULES, Form, Ignore, Model, Reports, Select
+from torchhook.cli.options import FailOn, Form, Ignore, Model, Reports, Select
 from torchhook.cli.outputs import Format, deliver, require_writable
 from torchhook.core.config import Config
-from torchhook.core.findings import Severity
 from torchhook.core.progress import progress_bar
 
 _BATCHES = 4
@@ -72,14 +71,7 @@ def diagnose(
     ] = 0,
     select: Select = None,
     ignore: Ignore = None,
-    fail_on: Annotated[
-        Severity | None,
-        typer.Option(
-            metavar="SEVERITY",
-            rich_help_panel=RULES,
-            help="Exit with code 1 from this severity on: info, warning or error (default).",
-        ),
-    ] = None,
+    fail_on: FailOn = None,
     reports: Reports = None,
     form: Form = Format.TEXT,
 ) -> None:

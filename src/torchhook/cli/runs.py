@@ -53,6 +53,7 @@ def show(
     """
     from torchhook.core.findings import Report
     from torchhook.training.runs import Run
+    from torchhook.training.runs.run import NO_REPORT
 
     require_writable(reports or ())
     with Run(run) as opened:
@@ -60,7 +61,7 @@ def show(
             tuple(opened.findings),
             opened.model,
             losses=opened.losses,
-            notes=("the run has no report: it was killed, or nothing was checked yet",),
+            notes=(NO_REPORT,),
         )
         if form == Format.TEXT:
             typer.echo(_summary(opened))
@@ -128,7 +129,7 @@ def _line(folder: Path) -> list[str | int]:
 
     try:
         with Run(folder) as run:
-            last = max(run.steps, default=0)
+            last = run.last_step or 0
             found = len(run.findings)
             return [folder.name, run.model, run.state, _date(run.started), last, found, in_units(run.size)]
     except RunError:
@@ -139,13 +140,13 @@ def _summary(run: Run) -> str:
     from torchhook.core.text import in_units, table
     from torchhook.training.runs.folders import ranks
 
-    steps, losses = run.steps, run.losses
+    steps, losses, last = run.steps, run.losses, run.last_step
     facts = {
         "run": str(run.folder),
         "state": run.state,
         "started": _date(run.started),
         "ended": _date(run.ended),
-        "steps": f"{steps[0]} to {steps[-1]}, {len(steps):,} of them measured" if steps else "",
+        "steps": "" if last is None else f"{min([*steps, *losses])} to {last}, {len(steps):,} of them measured",
         "loss": f"{next(iter(losses.values())):.4g} to {next(reversed(losses.values())):.4g}" if losses else "",
         "samples": str(len(run.samples) or ""),
         "other ranks": ", ".join(below.name for below in ranks(run.folder)),

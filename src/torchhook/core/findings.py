@@ -106,10 +106,23 @@ class Finding:
         object.__setattr__(self, "severity", Severity(self.severity))
 
     @property
+    def module(self) -> str:
+        """The class of the module at the site, if that is known."""
+        return str(self.evidence.get("module", ""))
+
+    @property
+    def place(self) -> str:
+        """The site with the class of its module.
+
+        >>> Finding("TH201", "error", "61% never fire", "3", evidence={"module": "ReLU"}).place
+        '3 (ReLU)'
+        """
+        return f"{self.site or 'the model'}{f' ({self.module})' if self.module else ''}"
+
+    @property
     def where(self) -> str:
         """The place and the step, in words."""
-        place = self.site or "the model"
-        return place if self.step is None else f"{place}, step {self.step}"
+        return self.place if self.step is None else f"{self.place}, step {self.step}"
 
     @property
     def advice(self) -> list[str]:
@@ -271,6 +284,6 @@ def _as_text(finding: Finding) -> str:
 
 def _consequences(finding: Finding) -> str:
     """The affected findings in one line, the first few by name."""
-    names = [f"{other.code} at {other.site or 'the model'}" for other in finding.affected]
+    names = [f"{other.code} at {other.place}" for other in finding.affected]
     rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + rest

@@ -61,7 +61,9 @@ def _table(report: Report) -> str:
 def _row(finding: Finding) -> str:
     mark = f"{MARKS[finding.severity]} {finding.severity}"
     step = "" if finding.step is None else f"step {finding.step}"
-    where = ", ".join(filter(None, [_code(finding.site) if finding.site else "the model", step]))
+    site = _code(finding.site) if finding.site else "the model"
+    module = f" ({escaped(finding.module)})" if finding.module else ""
+    where = ", ".join(filter(None, [f"{site}{module}", step]))
     advice = " ".join(map(escaped, finding.advice))
     return f"| {mark} | {escaped(finding.code)} | {where} | {escaped(finding.message)} | {advice} |"
 

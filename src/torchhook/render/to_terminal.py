@@ -12,6 +12,7 @@ from torchhook.render.words import by_reason, finding_title, printable, scope, s
 STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"}
 WIDEST = 110  # columns: longer lines are hard to follow
 AFFECTED = 3
+_SAID = ("cause", "module")  # of the evidence: in the message, and beside the site
 
 Piece = tuple[str, str]  # text and style
 Line = tuple[int, list[Piece]]  # indentation and text
@@ -51,7 +52,7 @@ def _lines(report: Report) -> Iterator[Line]:
 def _finding_lines(finding: Finding) -> Iterator[Line]:
     yield 0, [(f"{finding.severity} {finding.code}", STYLES[finding.severity]), ("  ", ""), (finding.where, "bold")]
     yield 2, [(finding.message, "")]
-    numbers = {name: value for name, value in finding.evidence.items() if name != "cause"}  # the message says it
+    numbers = {name: value for name, value in finding.evidence.items() if name not in _SAID}
     if numbers:
         yield 2, [("  ".join(f"{name}={shown(value)}" for name, value in numbers.items()), "dim")]
     if finding.affected:

@@ -62,7 +62,7 @@ def finding_title(finding: Finding) -> str:
     >>> finding_title(Finding("TH201", "error", "61 % of the units never fire", site="relu"))
     'TH201 at relu'
     """
-    return short(f"{finding.code} at {finding.site or 'the model'}")
+    return short(f"{finding.code} at {finding.place}")
 
 
 def counts(report: Report) -> str:

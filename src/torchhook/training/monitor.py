@@ -36,6 +36,7 @@ from torchhook.training.logs import Entry, Log, Target, targets
 from torchhook.training.process import agreed, described, rank, world_size
 from torchhook.training.runs.folders import new_folder
 from torchhook.training.runs.writer import RunLog
+from torchhook.training.wires import Wires
 from torchhook.training.worker import Arriving, Worker
 
 OnFinding = Literal["stop", "warn"] | Callable[[Finding], None]
@@ -255,13 +256,14 @@ class Monitor:
         step: int,
         snapshot: Snapshot | None = None,
         maps: Callable[[], Mapping[str, Tensor]] = dict,
-        wires: Sequence[tuple[str, str]] = (),
+        wires: Wires | None = None,
     ) -> Arriving:
         """An entry on its way to the host, with the losses and rates that wait."""
         readers = _sent(self._losses)
         self._losses = dict(readers)  # in case they have to wait for the next entry, they are not sent again
         rates, terms, now = dict(self._rates), dict(self._terms), time.time()
         loop = None if self.notes is None else self.notes.facts()
+        pairs, lines = ([], {}) if wires is None else (list(wires.pairs), dict(wires.lines))
         return lambda: Entry(
             step,
             now,
@@ -269,10 +271,11 @@ class Monitor:
             {at: read() for at, read in readers.items()},
             rates[max(rates)] if rates else None,
             maps(),
-            wires,
+            pairs,
             rates,
             {at: read() for at, read in terms.items()},
             None if loop is None else loop(),
+            lines,
         )
 
     def _give(self, entry: Arriving) -> bool:

@@ -59,6 +59,20 @@ def find(root: str | os.PathLike[str]) -> list[Path]:
     return sorted(_runs_below(root), key=lambda folder: (_started(folder), folder.name), reverse=True)
 
 
+def latest(path: str | os.PathLike[str]) -> Path:
+    """The run at `path`, or the newest in it if it is a folder of runs."""
+    path = Path(path)
+    if path.name == FILE or (path / FILE).is_file():
+        return path
+    named = path / (path / LATEST).resolve().name
+    if (named / FILE).is_file():  # else there are no links here, or the run is gone
+        return named
+    found = find(path)
+    if not found:
+        raise RunError(f"there are no runs in {str(path)!r}; `torchhook run SCRIPT` or a `Monitor` writes one")
+    return found[0]
+
+
 def ranks(folder: Path) -> list[Path]:
     """The folders of the other ranks of this run."""
     found = [below for below in _runs_below(folder) if _RANK.fullmatch(below.name)]

@@ -28,6 +28,9 @@ from torchhook.training.runs.location import Source, located
 from torchhook.training.runs.owners import is_gone
 from torchhook.training.runs.queries import AT_ONCE, Series, chosen, number
 from torchhook.training.runs.schema import BESIDE, FILE, SAMPLES
+from torchhook.training.runs.why import Why
+
+NO_REPORT = "the run has no report: it was killed, or nothing was checked yet"
 
 
 class Sample(NamedTuple):
@@ -172,6 +175,25 @@ class Run:
             lambda db: next((from_json(data) for (data,) in db.execute("SELECT data FROM report")), None)
         )
         return report and replace(report, losses=self.losses)
+
+    def why(self, fail_on: str = "error") -> Why:
+        """What is wrong, on what evidence, and what to try next: for people (`print` it) and programs (`to_dict`)."""
+        report = self.report or Report(tuple(self.findings), self.model, notes=(NO_REPORT,))
+        folder, steps = str(self.folder), len(self.steps)
+        return Why(folder, self.state, self.last_step, steps, report.passing(fail_on), self.lines)
+
+    @property
+    def lines(self) -> dict[str, str]:
+        """The source lines of the calls of layers, by path, in the first measured step."""
+        lines = self.about.get("lines")
+        return {str(path): str(line) for path, line in lines.items()} if isinstance(lines, dict) else {}
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step whose loss or statistics are stored; None if there is none."""
+        query = "SELECT max(step) FROM (SELECT step FROM windows UNION ALL SELECT step FROM losses)"
+        ((step,),) = self._rows(query)
+        return None if step is None else int(step)
 
     @property
     def samples(self) -> list[Sample]:

@@ -83,6 +83,8 @@ class RunLog(Log):
             self._do(f"the samples of step {entry.step}", lambda database: self._draw(database, entry))
         if entry.wires:
             self._do("how the layers are connected", lambda database: database.tell({"wires": list(entry.wires)}))
+        if entry.lines:
+            self._do("where the layers are called", lambda database: database.tell({"lines": dict(entry.lines)}))
         losses = min(_MOST_LOSSES, self._most_bytes // 256)
         self._do(what, lambda database: database.thin(self._most_bytes, losses))
 
