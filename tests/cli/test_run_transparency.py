@@ -437,7 +437,7 @@ def test_a_training(folder, monkeypatch):
     assert shown.startswith("Traceback") and str(Path(torchhook.__file__).parent) not in shown
     assert own_lines(shown) == own_lines(plain.stderr.decode())
     assert told.startswith(("\nFAILED  Net: ", "\npassed  Net: "))
-    run = re.search(r"\nThe run is in (runs/mine\S*); to see it again: torchhook runs show \1\n", told)[1]
+    run = re.search(r"\ntorchhook: .* until it failed → torchhook dashboard (runs/mine\S*)\n", told)[1]
     assert (folder / run).is_dir()
     assert "\nwritten: it.json\n" in told and (folder / "it.json").is_file()
 

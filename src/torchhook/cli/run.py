@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, count
 from pathlib import Path
-from shlex import quote
 from traceback import format_exception
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -161,15 +160,13 @@ class Launch:
         return f"nothing was trained here: {reason}. Trainings in child processes are not seen."
 
     def _about(self, monitor: Monitor, number: int) -> Iterator[str]:
-        """The report of one model, and where the files are."""
+        """The report of one model, where the files are, and the line with which every watched training ends."""
         yield f"\n{_printed(monitor.report)}"
         for path in self.reports:
             file = path if number == 1 else path.with_stem(f"{path.stem}-{number}")
             render.save(monitor.report, file)
             yield f"written: {self._shown(file)}\n"
-        if monitor.run is not None:
-            place = self._shown(monitor.run)
-            yield f"The run is in {place}; to see it again: torchhook runs show {quote(place)}\n"
+        yield f"{monitor.ending}\n"
 
     def _shown(self, path: Path) -> str:
         """A path relative to where the command was started, if it is below that."""

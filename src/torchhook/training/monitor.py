@@ -30,6 +30,7 @@ from torchhook.rules.rest import Rest, at_rest
 from torchhook.stats.optimizer.steps import unwrapped as torch_optimizer
 from torchhook.stats.reading import Snapshot
 from torchhook.training.beside import norms_of_ranks
+from torchhook.training.ending import ending, from_here, tell
 from torchhook.training.instruments import SELDOM, Instruments
 from torchhook.training.judge import Judge
 from torchhook.training.logs import Entry, Log, Target, targets
@@ -57,8 +58,9 @@ class Notes(Protocol):
 class Monitor:
     """Watches the training of `model` from now on, and costs next to none of its time.
 
-    One step in `every` is measured. A thread writes what the rules need to a run on disk, and checks the rules. Nothing
-    is printed. `monitor.findings` has what was found so far, `monitor.report` is the report.
+    One step in `every` is measured. A thread writes what the rules need to a run on disk, and checks the rules.
+    `monitor.findings` has what was found so far, `monitor.report` is the report. At the end, one line on standard error
+    says what was found and where to look.
 
     Args:
         optimizer: The optimizer that trains the model. Without it, nothing is known about updates.
@@ -111,9 +113,14 @@ class Monitor:
         self.model_name = type(unwrapped(model)).__name__
         self.every = every
         self.on_finding = on_finding
+        self.first_step = first_step
         self.steps = first_step  # the number of the next step
+        self.tells = rank() == 0  # at the end, in one line
+        self.state = "running"
         self.findings: list[Finding] = []
         self.run: Path | None = None
+        self._log: RunLog | None = None  # which writes the run
+        self._place: str | None = None  # of the run, as seen from the folder where the training began
         self._report: Report | None = None
         self._process = os.getpid()
         self._has_ranks = rank() == 0 and world_size() > 1
@@ -198,7 +205,7 @@ class Monitor:
         """
         if not self._open or os.getpid() != self._process:
             return
-        self._open = False
+        self._open, self.state = False, state
         last = None
         try:
             history = self._worker.judge.history
@@ -216,6 +223,18 @@ class Monitor:
         self._collect()
         del self._instruments, self._worker
         self.notes = None  # which know the model
+        if self.tells:
+            tell(self.ending)
+
+    @property
+    def ending(self) -> str:
+        """The line with which the training ends: what was found, and where to look."""
+        return ending(self.report, self.steps - self.first_step, self.state, self._place, self.unwritten)
+
+    @property
+    def unwritten(self) -> str:
+        """Since which step the run cannot be written, and why; empty if it is written."""
+        return "" if self._log is None else self._log.unwritten
 
     def __enter__(self) -> Monitor:
         return self
@@ -313,8 +332,10 @@ class Monitor:
                 yield one
                 continue
             folder = _folder(Path(one), name or self.model_name)
-            self.run = self.run or folder
-            yield RunLog(folder, max_bytes=max_bytes)
+            log = RunLog(folder, max_bytes=max_bytes)
+            if self.run is None:
+                self.run, self._log, self._place = folder, log, from_here(folder)
+            yield log
 
 
 def _require_usable(on_finding: Any) -> None:

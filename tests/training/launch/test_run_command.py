@@ -86,7 +86,8 @@ def test_every_model_is_told_of_and_where_its_run_lies(told, tmp_path):
     first, second = err.split("\n\npassed  Second: ")
     assert first.startswith("\npassed  First: ")
     assert "written: it.json\n" in first and "written: it-2.json\n" in second
-    assert "The run is in runs/train-" in first and "The run is in runs/train-Second-" in second
+    line = "torchhook: nothing found in 30 steps → torchhook dashboard runs/train-"
+    assert f"\n{line}" in first and f"\n{line}Second-" in second and err.count("→") == 2
     assert sorted(path.name for path in tmp_path.glob("*.json")) == ["it-2.json", "it.json"]
     assert len([path for path in (tmp_path / "runs").iterdir() if not path.is_symlink()]) == 2
     assert not any((tmp_path / "elsewhere").iterdir())

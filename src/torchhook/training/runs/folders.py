@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torchhook.core.errors import RunError
 from torchhook.training.runs.run import Run
-from torchhook.training.runs.schema import FILE, SAMPLES, remove
+from torchhook.training.runs.schema import FILE, SAMPLES, UNWRITTEN, remove
 
 LATEST = "latest"
 _UNFIT = re.compile(r"[^\w.-]+", re.ASCII)
@@ -102,6 +102,7 @@ def delete(folder: Path) -> bool:
     for picture in _pictures(folder):
         picture.unlink(missing_ok=True)
     _remove_empty(folder / SAMPLES)
+    (folder / UNWRITTEN).unlink(missing_ok=True)
     remove(folder / FILE)
     gone = _remove_empty(folder)
     latest = folder.parent / LATEST

@@ -27,7 +27,7 @@ from torchhook.training.runs.groups import Group
 from torchhook.training.runs.location import Source, located
 from torchhook.training.runs.owners import is_gone
 from torchhook.training.runs.queries import AT_ONCE, Series, chosen, number
-from torchhook.training.runs.schema import BESIDE, FILE, SAMPLES
+from torchhook.training.runs.schema import BESIDE, FILE, SAMPLES, UNWRITTEN
 from torchhook.training.runs.why import Why
 
 NO_REPORT = "the run has no report: it was killed, or nothing was checked yet"
@@ -107,9 +107,12 @@ class Run:
     def state(self) -> str:
         """``"running"``, ``"ended"``, ``"failed"``, ``"interrupted"``, or ``"killed"`` if its process is gone.
 
-        Whether it was killed is only known on the machine where it was written.
+        ``"unwritten"`` is a run whose end could not be written, as on a full disk. Whether it was killed is only known
+        on the machine where it was written.
         """
         life = self._life()
+        if life["state"] == "running" and (self.folder / UNWRITTEN).exists():
+            return UNWRITTEN
         return "killed" if life["state"] == "running" and is_gone(json.loads(life["owner"])) else str(life["state"])
 
     @property
