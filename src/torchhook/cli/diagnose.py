@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import sys
 from contextlib import nullcontext, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from torchhook.cli.loaders import Shape, data_of, loss_of, model_of, optimizer_of, split, wrong
-from torchhook.cli.options import FailOn, Form, Ignore, Model, Reports, Select
+from torchhook.cli.options import FailOn, Form, Ignore, Model, Reports, Select, Verbose
 from torchhook.cli.outputs import Format, deliver, require_writable
 from torchhook.core.config import Config
 from torchhook.core.progress import progress_bar
@@ -74,6 +75,7 @@ def diagnose(
     fail_on: FailOn = None,
     reports: Reports = None,
     form: Form = Format.TEXT,
+    verbose: Verbose = False,
 ) -> None:
     """Inspect a model at rest, in one pass, and in a short training of a copy.
 
@@ -99,6 +101,7 @@ def diagnose(
     ):
         from torchhook.rules import chosen
         from torchhook.rules.diagnose import diagnose as inspect
+        from torchhook.training.process import described, device_of, header
 
         chosen(config.select, config.ignore)  # raises if one is unknown
         _seed(seed)
@@ -115,7 +118,8 @@ def diagnose(
             progress=progress or False,
             **config.arguments(),
         )
-    deliver(report, form, reports or ())
+        report = replace(report, about=header({**described(), "device": device_of(net)}))
+    deliver(report, form, reports or (), verbose)
     raise typer.Exit(report.exit_code)
 
 

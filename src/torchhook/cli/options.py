@@ -47,6 +47,10 @@ Reports = Annotated[
         help="Write a report: .html, .json, .xml (JUnit) or .md. May be repeated.",
     ),
 ]
+Verbose = Annotated[
+    bool,
+    typer.Option("--verbose", rich_help_panel=OUTPUT, help="Also say which rules were skipped, and why."),
+]
 Form = Annotated[
     Format,
     typer.Option(

@@ -161,7 +161,8 @@ class Report:
 
     `checked` has the codes of the rules that were applied, `skipped` those that were not, each with the reason.
     `layers` has the numbers of each layer and parameter behind the plots, in the order of execution, measured from the
-    first to the last step of `span`; `losses` are by step.
+    first to the last step of `span`; `losses` are by step. `about` says where the report comes from, as far as that is
+    known: ``run``, ``state``, ``started``, ``command``, ``versions`` and ``device``.
 
     >>> report = Report((Finding("TH201", "error", "61% of the units never fire", site="relu"),), model="Net")
     >>> report.ok, report.exit_code, report.passing("info").ok
@@ -180,6 +181,7 @@ class Report:
     losses: Mapping[int, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     span: tuple[int, int] | None = None
+    about: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fail_on", Severity(self.fail_on))
@@ -227,6 +229,7 @@ class Report:
             "losses": [[step, loss] for step, loss in self.losses.items()],
             "notes": list(self.notes),
             "span": None if self.span is None else list(self.span),
+            "about": dict(self.about),
         }
 
     @classmethod
@@ -246,6 +249,7 @@ class Report:
             losses=dict(data["losses"]),
             notes=tuple(data["notes"]),
             span=None if data.get("span") is None else tuple(data["span"]),
+            about=data.get("about", {}),
         )
 
     def table(self, kind: str | None = None) -> Any:

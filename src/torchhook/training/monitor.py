@@ -34,7 +34,7 @@ from torchhook.training.ending import ending, from_here, tell
 from torchhook.training.instruments import SELDOM, Instruments
 from torchhook.training.judge import Judge
 from torchhook.training.logs import Entry, Log, Target, targets
-from torchhook.training.process import agreed, described, rank, world_size
+from torchhook.training.process import agreed, described, device_of, header, rank, world_size
 from torchhook.training.runs.folders import new_folder
 from torchhook.training.runs.writer import RunLog
 from torchhook.training.wires import Wires
@@ -139,15 +139,16 @@ class Monitor:
             self._instruments.detach()
             raise
         self._abandoned = weakref.finalize(self, _finished, self._instruments, self._worker, "ended")
-        self._worker.begin(
-            {
-                "model": self.model_name,
-                "optimizer": None if optimizer is None else torch_optimizer(optimizer).__class__.__name__,
-                "every": every,
-                "rules": [rule.code for rule in applied],
-                **described(),
-            }
-        )
+        about = {
+            "model": self.model_name,
+            "optimizer": None if optimizer is None else torch_optimizer(optimizer).__class__.__name__,
+            "every": every,
+            "rules": [rule.code for rule in applied],
+            "device": device_of(model),
+            **described(),
+        }
+        self._worker.about = header(about, self._place)
+        self._worker.begin(about)
 
     def step(self, loss: Tensor | float | None = None, step: int | None = None) -> None:
         """Call this after each step of the training.
