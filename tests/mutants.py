@@ -40,7 +40,7 @@ MUTANTS = [
         "core/hooks/gradients.py",
         "if version_of(view) == version:",
         "if version_of(view) >= version:",
-        "core/test_gradients.py::test_grad_input_of_a_module_that_overwrites_its_input",
+        "core/test_gradients.py::test_grad_input_of_one_in_place_module_after_another",
     ),
     Mutant(
         "core/hooks/tensors.py",
@@ -119,7 +119,19 @@ MUTANTS = [
         "captures/pictures.py",
         "scaled = torch.where(high > low, (maps - low) / (high - low), 0.5)",
         "scaled = torch.where(high > low, (high - maps) / (high - low), 0.5)",
-        "seeds/test_seeing_rows.py::test_c15_feature_maps_and_histograms_in_tensorboard",
+        "seeds/test_seeing_rows.py::test_c15_feature_maps_and_histograms_of_one_pass_in_tensorboard",
+    ),
+    Mutant(
+        "captures/overhead.py",
+        "return Overhead(plain, with_, runs)",
+        "return Overhead(plain, 1.5 * plain, runs)",
+        "seeds/test_capture_rows.py::test_c32_what_hooks_cost_on_this_model",
+    ),
+    Mutant(
+        "captures/pictures.py",
+        'return {"maps": picture(maps), "mean_map": picture(maps.double().mean(0, keepdim=True))}',
+        'return {"maps": picture(maps), "mean_map": picture(maps.double()[:1])}',
+        "seeds/test_seeing_rows.py::test_c15_feature_maps_and_histograms_of_one_pass_in_tensorboard",
     ),
     # stats: numbers
     Mutant(
@@ -209,6 +221,24 @@ MUTANTS = [
         "rules/test_each_rule.py::test_it_is_not_found_where_it_is_not[TH401-a_branch_that_counts_little]",
     ),
     Mutant(
+        "rules/families/gradients.py",
+        "ratio, value = 1e3, 0.01",
+        "ratio, value = 2.0, 0.01",
+        "seeds/test_diagnosis_rows.py::test_c22_exploding_and_vanishing_gradients_are_found",
+    ),
+    Mutant(
+        "rules/families/gradients.py",
+        "size, beside = 1e3, 10.0",
+        "size, beside = 2.0, 10.0",
+        "rules/test_each_rule.py::test_it_is_not_found_where_it_is_not[TH402-gradients_that_are_larger_than_usual]",
+    ),
+    Mutant(
+        "rules/families/gradients.py",
+        "splits = {path: max(split, by_sums[path]) for path, split in self.splits(self.norms(history)).items()}",
+        "splits = self.splits(self.norms(history))",
+        "seeds/test_diagnosis_rows.py::test_c22_a_mean_over_very_many_positions_is_no_vanishing_gradient",
+    ),
+    Mutant(
         "rules/families/units.py",
         "found[reading.path] = fires < self.active, fires",
         "found[reading.path] = fires > self.active, fires",
@@ -290,6 +320,12 @@ MUTANTS = [
     ),
     # training: what a run keeps
     Mutant(
+        "rules/model_diagnostics.py",
+        'images = self.features if hasattr(writer, "add_image") else {}',
+        "images = {}",
+        "seeds/test_seeing_rows.py::test_c15_feature_maps_and_histograms_of_one_pass_in_tensorboard",
+    ),
+    Mutant(
         "training/runs/fields.py",
         '"l2": lambda row: _known(row, (row.m2 + row.n * row.mean * row.mean).sqrt()),',
         '"l2": lambda row: _known(row, row.m2.sqrt()),',
@@ -334,9 +370,33 @@ MUTANTS = [
     ),
     Mutant(
         "plot/mosaic.py",
-        "return row * (height + self.above) + self.above, column * (width + self.beside)",
-        "return row * (height + self.above), column * (width + self.beside)",
-        "plot/test_stills_images.py::test_nothing_is_drawn_between_maps",
+        "row, column = divmod(number, self.columns)",
+        "column, row = divmod(number, self.rows)",
+        "seeds/test_seeing_rows.py::test_c16_feature_maps_as_pictures",
+    ),
+    Mutant(
+        "plot/mosaic.py",
+        "pixels = colour(values.numpy(), bytes=True)",
+        "pixels = colour(0 * values.numpy(), bytes=True)",
+        "seeds/test_seeing_rows.py::test_c16_feature_maps_as_pictures",
+    ),
+    Mutant(
+        "plot/images.py",
+        "maps = torch.cat([whole.mean(0, keepdim=True), channels])[-len(names) :]",
+        "maps = torch.cat([whole[:1], channels])[-len(names) :]",
+        "seeds/test_seeing_rows.py::test_c16_feature_maps_as_pictures",
+    ),
+    Mutant(
+        "plot/layers.py",
+        "ax.plot([size for size, _ in shown], [row for _, row in shown], **style)",
+        "ax.plot([1.0 for size, _ in shown], [row for _, row in shown], **style)",
+        "seeds/test_seeing_rows.py::test_c19_gradients_are_watched_and_plotted_by_layer",
+    ),
+    Mutant(
+        "plot/cams.py",
+        "return [_Map(_plane(one), target, unit, heat.size) for one, target in zip(heat.maps, heat.target, strict=True)]",
+        "return [_Map(0 * _plane(one), target, unit) for one, target in zip(heat.maps, heat.target, strict=True)]",
+        "plot/test_stills_images.py::test_heat_without_an_image_is_drawn_alone_in_pixels_of_the_input",
     ),
     Mutant(
         "plot/arrays.py",
@@ -357,6 +417,18 @@ MUTANTS = [
         "plot/test_stills_layers.py::test_boxes_are_quantiles",
     ),
     # explain: what a model looks at
+    Mutant(
+        "explain/cams.py",
+        'return torch.einsum("nc,nchw->nhw", weights, maps)',
+        'return 0 * torch.einsum("nc,nchw->nhw", weights, maps)',
+        "seeds/test_seeing_rows.py::test_c27_grad_cam_and_its_family_are_what_the_papers_say",
+    ),
+    Mutant(
+        "explain/pyramids.py",
+        "strength, rms = _mean(energy, real), math.sqrt(_mean(square, real))",
+        "strength, rms = 2 * _mean(energy, real), math.sqrt(_mean(square, real))",
+        "seeds/test_seeing_rows.py::test_c37_a_weak_level_of_a_detector_is_named",
+    ),
     Mutant(
         "explain/cams.py",
         "return (gradient * maps).sum(1)",
@@ -387,6 +459,18 @@ MUTANTS = [
         "pass",
         "explain/test_pyramid.py::test_maps_that_are_one_inside_the_box",
     ),
+    Mutant(
+        "explain/cams.py",
+        "return weighted(maps, gradient.mean((2, 3)))",
+        "return weighted(0 * maps, gradient.mean((2, 3)))",
+        "seeds/test_seeing_rows.py::test_c27_grad_cam_and_its_family_are_what_the_papers_say",
+    ),
+    Mutant(
+        "explain/pyramids.py",
+        "energy, square = maps.abs().mean(1), maps.square().mean(1)",
+        "energy, square = maps.mean(1), maps.square().mean(1)",
+        "seeds/test_seeing_rows.py::test_c37_a_weak_level_of_a_detector_is_named",
+    ),
     # compare: two of a kind
     Mutant(
         "compare/measures.py",
@@ -414,9 +498,39 @@ MUTANTS = [
     ),
     Mutant(
         "compare/distributions.py",
-        "return (b.mean - a.mean) / ((before + after) / 2).sqrt(), after / before",
-        "return (a.mean - b.mean) / ((before + after) / 2).sqrt(), after / before",
+        "return (other_mean - mean) / ((before + after) / 2).sqrt(), after / before",
+        "return (mean - other_mean) / ((before + after) / 2).sqrt(), after / before",
         "compare/test_spreads.py::test_distances_and_shifts_are_those_of_the_values",
+    ),
+    Mutant(
+        "compare/distributions.py",
+        "return Worst.of(self.ranked(), self.compared, k)",
+        "return Worst.of(self.ranked()[::-1], self.compared, k)",
+        "seeds/test_comparing_rows.py::test_c36_the_parameters_of_the_layers_that_differ_most",
+    ),
+    Mutant(
+        "compare/layer_pairs.py",
+        "return first[paths[i]] == second[others[j]]",
+        "return True",
+        "seeds/test_comparing_rows.py::test_c18_different_architectures_are_paired_by_role_and_order",
+    ),
+    Mutant(
+        "compare/pairwise.py",
+        "matrix[i, j] = self.measure.joint(own[0][i], own[1][j], self.moments.pair(x, y))",
+        "matrix[i, j] = 0.0",
+        "seeds/test_comparing_rows.py::test_c41_different_architectures_through_one_interface",
+    ),
+    Mutant(
+        "compare/layer_samples.py",
+        "return torch.as_tensor(self._sum / self.seen)",
+        "return torch.as_tensor(self._sum)",
+        "seeds/test_comparing_rows.py::test_c29_the_share_of_each_layer_in_the_distance_of_the_means",
+    ),
+    Mutant(
+        "compare/membership_signals.py",
+        'self._score("loss", -found.losses)',
+        'self._score("loss", found.losses)',
+        "seeds/test_comparing_rows.py::test_c42_where_a_model_may_leak_what_it_was_trained_on",
     ),
     # prune: what matters least
     Mutant(
@@ -433,8 +547,8 @@ MUTANTS = [
     ),
     Mutant(
         "prune/planner.py",
-        "least = scores.argsort(stable=True)[:allowed]",
-        "least = scores.argsort(stable=True, descending=True)[:allowed]",
+        "return sorted(units)",
+        "return sorted(units, reverse=True)",
         "seeds/test_comparing_rows.py::test_c28_importance_and_pruning_that_really_removes_channels",
     ),
     Mutant(
@@ -481,6 +595,12 @@ MUTANTS = [
         "activations/test_harvest_whole.py::test_what_a_later_layer_overwrites_is_kept_as_it_flowed",
     ),
     # dashboard: runs in the browser
+    Mutant(
+        "dashboard/page.py",
+        'said = Moments().of(numbers(layer.values, "what"))',
+        'said = Moments().of(0 * numbers(layer.values, "what"))',
+        "seeds/test_seeing_rows.py::test_c35_what_one_has_is_shown_without_a_training",
+    ),
     Mutant(
         "dashboard/sheets.py",
         "return _rows(self.series.values.T[first:])",
@@ -565,7 +685,7 @@ MUTANTS = [
         "cli/explain.py",
         "x = (shown - torch.tensor(centre).view(3, 1, 1)) / torch.tensor(spread).view(3, 1, 1)",
         "x = (shown - torch.tensor(centre).view(3, 1, 1)) * torch.tensor(spread).view(3, 1, 1)",
-        "cli/test_explain_command.py::test_the_middle_is_seen_in_the_right_colours",
+        "cli/test_explain_command.py::test_a_model_is_given_colours_less_the_mean_in_units_of_the_deviation",
     ),
     Mutant(
         "cli/runs.py",

@@ -21,14 +21,14 @@ overhead regex sample select skip sweep trace
 """
 
 PACKAGES = {
-    "compare": "Leakage Likeness Shift Spreads cka datasets inputs leakage models shift",
+    "compare": "Leakage Likeness Shift Shifts Spreads cka datasets inputs leakage models shift",
     "dashboard": "show",
     "distributed": "merge",
     "edits": "Edit ablate add apply clamp noise patch replace scale zero",
     "explain": (
-        "Attended AttentionCall Example Examples Faithfulness Heat Level Pyramid Sanity ablation_cam attention "
-        "eigen_cam faithfulness grad_cam grad_cam_pp hires_cam layer_cam pyramid sanity score_cam top_examples "
-        "x_grad_cam"
+        "Attended AttentionCall AttentionChange Example Examples Faithfulness Heat Level Pyramid Sanity ablation_cam "
+        "attention eigen_cam faithfulness grad_cam grad_cam_pp hires_cam layer_cam pyramid sanity score_cam "
+        "top_examples x_grad_cam"
     ),
     "origins": "Catch Origin Range origin_of replay",
     "plot": "attention cam distributions feature_maps gradient_flow layer_heatmap similarity sweep",

@@ -64,7 +64,7 @@ VERBS = {
         prune.importance(model, LOADER, "taylor", F.cross_entropy), 0.2, ignore=place
     ),
     "explain.top_examples": lambda model, place: explain.top_examples(model, LOADER, place, 0),
-    "explain.attention": lambda model, place: explain.attention(Attentive(), torch.ones(1, 4, 8), maps=place),
+    "explain.attention": lambda model, place: explain.attention(Attentive(), torch.ones(1, 4, 8), sites=place),
     "explain.sanity": lambda model, place: explain.sanity(explain.grad_cam, model, X, sites=place),
     **{f"explain.{name}": lambda model, place, cam=name: getattr(explain, cam)(model, X, None, place) for name in CAMS},
 }

@@ -1,5 +1,6 @@
 """``torchhook explain``: a picture of where a model looks, from a command line."""
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -27,6 +28,14 @@ def brights():
 
 def classes(channels=3, **options):
     return nn.Sequential(nn.Conv2d(channels, 4, 3, **options), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+class Keeping(nn.Sequential):
+    def forward(self, x):
+        torch.save(x, "given.pt")
+        return super().forward(x)
+
+def keeping():
+    return Keeping(*brights())
 
 def half():
     return classes(dtype=torch.bfloat16)
@@ -72,6 +81,15 @@ def test_the_middle_is_seen_in_the_right_colours(command, folder):
         -1, 3
     )
     assert ((drawn.int() - torch.tensor([253, 231, 37])).abs().sum(1) < 120).any()  # yellow, where the spot is
+
+
+def test_a_model_is_given_colours_less_the_mean_in_units_of_the_deviation(command, folder):
+    picture = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    Image.fromarray(picture).save(folder / "noise.png")
+    colours = ["--mean", "0.5,0.4,0.3", "--std", "0.2,0.25,0.3"]
+    assert run(command, "looking:keeping", "noise.png", "--size", "32", "--target", "0", *colours).code == 0
+    wanted = (picture / 255 - [0.5, 0.4, 0.3]) / [0.2, 0.25, 0.3]
+    np.testing.assert_allclose(torch.load("given.pt")[0].numpy(), wanted.transpose(2, 0, 1), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -389,8 +389,10 @@ def test_refusals_say_what_to_do(models, x):
         cka(a, b, [x], "early")
     with pytest.raises(ValueError, match=r"sites_b needs a second model"):
         cka(a, None, [x], sites_b="early")
-    with pytest.raises(TypeError, match=r"loader must be an iterable of batches.*put a single batch into a list"):
-        cka(a, b, x)
+    with pytest.raises(
+        TypeError, match="loader must be a tensor, a tuple or dict of them, or an iterable of such batches"
+    ):
+        cka(a, b, 7)
     with pytest.raises(ValueError, match=r"loader has no samples"):
         cka(a, b, [])
     with pytest.raises(ValueError, match=r"3 samples, but cka needs at least 4"):
@@ -435,7 +437,7 @@ def test_result_reads_and_draws():
     assert repr(result).splitlines()[2].split() == ["<b>", "fc", "0.400"]  # not itself
     assert html.escape("<b>") in result._repr_html_()
     assert "<b>" not in result._repr_html_()
-    assert result.table()[1] == {"row": "<b>", "column": "fc", "cka": pytest.approx(0.4), "exact": True}
+    assert result.table("list")[1] == {"path": "<b>", "paired": "fc", "cka": pytest.approx(0.4), "exact": True}
     assert result.figure().axes[0].texts
 
 

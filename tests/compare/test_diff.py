@@ -214,3 +214,68 @@ def test_equal_models_do_not_part(seed):
     flat = picture(seed)
     last = copy.deepcopy(flat).to(memory_format=torch.channels_last)
     assert diff(flat, last, torch.randn(3, 3, 9, 9), lambda output: output.square().sum()).same
+
+
+def gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 50, "bos_token_id": 0, "eos_token_id": 0}
+    return GPT2LMHeadModel(GPT2Config(**sizes)), torch.randint(0, 50, (2, 7))
+
+
+def bert():
+    from transformers import BertConfig, BertModel
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    return BertModel(BertConfig(vocab_size=50, **sizes)), torch.randint(0, 50, (2, 7))
+
+
+def images(model):
+    return model, torch.randn(2, 3, 32, 32)
+
+
+def of_torchvision(name):
+    import torchvision
+
+    return images(getattr(torchvision.models, name)(num_classes=5))
+
+
+def mixer():
+    from timm.models.mlp_mixer import MlpMixer
+
+    return images(MlpMixer(img_size=32, patch_size=8, embed_dim=32, num_blocks=2, num_classes=5))
+
+
+def vit():
+    from timm.models.vision_transformer import VisionTransformer
+
+    return images(VisionTransformer(img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, num_classes=5))
+
+
+DAMAGED = {
+    "transformer.h.1.mlp.c_fc": gpt2,
+    "encoder.layer.1.attention.self.query": bert,
+    "layer3.0.conv1": lambda: of_torchvision("resnet18"),
+    "features.7.block.1.0": lambda: of_torchvision("mobilenet_v3_small"),
+    "features.6.expand3x3": lambda: of_torchvision("squeezenet1_1"),
+    "features.denseblock2.denselayer4.conv2": lambda: of_torchvision("densenet121"),
+    "stage3.1.branch2.5": lambda: of_torchvision("shufflenet_v2_x0_5"),
+    "blocks.1.mlp_tokens.fc2": mixer,
+    "blocks.1.attn.qkv": vit,
+    "blocks.2.mlp.0": lambda: (Former(), torch.randint(0, 50, (2, 9))),
+}
+
+
+@pytest.mark.parametrize("path", DAMAGED)
+def test_a_damaged_copy_is_found_in_few_forwards(path):
+    torch.manual_seed(0)
+    a, x = DAMAGED[path]()
+    b, forwards = copy.deepcopy(a.eval()), []
+    with torch.no_grad():
+        b.get_submodule(path).weight.mul_(1.01)
+    for model in (a, b):
+        model.register_forward_pre_hook(lambda *_: forwards.append(1))
+    found = diff(a, b, x)
+    assert found.first == Site(path) and found.module == path
+    assert [row.site.path for row in found.table if row.parts] == [path]
+    assert len(forwards) == 5, "one of each, one on the values of a, and two with noise"

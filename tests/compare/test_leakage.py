@@ -236,7 +236,8 @@ def test_the_members_of_an_overfit_model_can_be_told(overfit):
     with torch.no_grad():
         losses = F.cross_entropy(model(x), y, reduction="none")
     assert result["loss"].auc.value == pytest.approx(roc_auc_score([1] * 300 + [0] * 300, -losses), abs=1e-4)
-    assert leakage(model, batches(x[:300], y[:300]), batches(x[300:], y[300:], 64)).table() == result.table()
+    again = leakage(model, batches(x[:300], y[:300]), batches(x[300:], y[300:], 64))
+    assert again.table("list") == result.table("list")
 
 
 def test_what_a_model_was_not_trained_on_cannot_be_told(overfit):
@@ -392,8 +393,10 @@ def test_no_more_samples_than_wanted_other_dtypes_and_buffers():
 
 def test_what_is_refused():
     model, x = nn.Linear(3, 2), torch.randn(8, 3)
-    with pytest.raises(TypeError, match="members must be an iterable of batches"):
-        leakage(model, x, [x])
+    with pytest.raises(
+        TypeError, match="members must be a tensor, a tuple or dict of them, or an iterable of such batches"
+    ):
+        leakage(model, 7, [x])
     with pytest.raises(ValueError, match="members has 2 samples, but at least 5 are needed"):
         leakage(model, [(x[:2], torch.zeros(2).long())], [(x, torch.zeros(8).long())])
     with pytest.raises(ValueError, match="cannot guess the loss: .*; pass loss="):

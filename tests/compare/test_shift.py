@@ -1,5 +1,8 @@
 """`shift`: the reference values on the digits, p-values that mean what they say, and peers where there are any."""
 
+import re
+
+import numpy as np
 import pytest
 import torch
 from scipy import stats
@@ -13,7 +16,8 @@ from torch import nn
 
 from torchhook.compare import distances
 from torchhook.compare.auc import auc_of
-from torchhook.compare.domain_shift import Reservoir, shift
+from torchhook.compare.domain_shift import Shifts, shift
+from torchhook.compare.layer_samples import Reservoir
 from torchhook.core.errors import SelectionError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -101,7 +105,59 @@ def test_channels_that_drive_it_come_first():
     assert first.shift > 1.5
     assert abs(second.shift) < 0.5 < 3 < second.variance_ratio
     assert len(result.channels) == 6
-    assert result.table()[0]["channel"] == 2
+    assert result.table("list")[0]["channel"] == 2
+
+
+def test_the_mean_distance_is_that_of_all_samples_also_of_those_that_are_not_kept():
+    source, target = DIGITS[:700].view(-1, 1, 8, 8), DIGITS[700:1300].view(-1, 1, 8, 8) * 1.5
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU()).double()
+    with torch.no_grad():
+        sides = [model(x).numpy() for x in (source, target)]
+    for pool, axes in (("flatten", (0,)), ("mean", (0, 2, 3))):
+        expected = np.linalg.norm(sides[0].mean(axes) - sides[1].mean(axes))
+        for most in (2000, 50):
+            found = shift(model, source.split(64), target.split(50), "1", pool=pool, permutations=9, max_samples=most)
+            assert found.mean_distance == pytest.approx(expected, rel=1e-9) and found.share == 1
+    assert f"mean_distance  {found.mean_distance:.4g}" in repr(found)
+
+
+def test_several_layers_and_the_share_of_each():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)).double()
+    source, target = DIGITS[:300], DIGITS[300:600] + 1
+    with torch.no_grad():
+        outputs = [[layer(x).numpy().mean(0) for layer in (model[0], model[:2], model)] for x in (source, target)]
+    norms = [float(np.linalg.norm(a - b)) for a, b in zip(*outputs, strict=True)]
+    draw, alone = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
+    found = shift(model, source.split(64), target.split(50), ["0", nn.ReLU, "2"], permutations=9, generator=draw)
+    assert list(found) == ["0", "1", "2"] and isinstance(found, Shifts)
+    assert [layer.mean_distance for layer in found.values()] == pytest.approx(norms, rel=1e-9)
+    assert [layer.share for layer in found.values()] == pytest.approx([n / sum(norms) for n in norms], rel=1e-9)
+    one = shift(model, source.split(64), target.split(50), "1", permutations=9, generator=alone)
+    assert (one.p_value, one.auc, one.mmd) == (found["1"].p_value, found["1"].auc, found["1"].mmd)
+    assert torch.equal(draw.get_state(), alone.get_state()) and one.share == 1
+    assert list(shift(model, [source], [target], "*", permutations=9)) == ["0", "1", "2"]
+    assert list(shift(model, [source], [target], ["0"], permutations=9)) == ["0"]
+    assert found.ranked()[0].share == max(layer.share for layer in found.values())
+    assert found.table("list")[1]["mean_distance"] == found["1"].mean_distance
+    assert repr(found).startswith("Shift at 3 layers: 300 source and 300 target samples\nlayer  share")
+
+
+def test_the_old_name_of_sites_still_works():
+    with pytest.warns(DeprecationWarning, match=r"shift\(site=...\) is now shift\(sites=...\)"):
+        assert shift(nn.Identity(), [DIGITS[:50]], [DIGITS[50:99]], site="", permutations=9).share == 1
+
+
+def test_layers_that_cannot_be_compared_are_left_out_of_several():
+    class Odd(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x) if len(x) > 40 else self[0](x)
+
+    model = Odd(nn.Linear(64, 4), nn.ReLU(), nn.Threshold(1e9, 0.0)).double()
+    found = shift(model, DIGITS[:100].split(50), DIGITS[100:180].split(50), [nn.Module], permutations=9)
+    assert "0" in found and "1" not in found
+    assert found.left_out["'1'"] == "'1' was not called in every batch of target"
+    assert "left out: see .left_out" in repr(found) and "left out" in found._repr_html_()
 
 
 def test_constant_channels():
@@ -155,16 +211,20 @@ def test_what_is_in_place_and_called_twice():
 
 def test_refusals_say_what_to_do():
     model = nn.Sequential(nn.Linear(64, 3), nn.Linear(3, 3)).double()
-    with pytest.raises(SelectionError, match=r"site: .*nope"):
+    with pytest.raises(SelectionError, match=r"sites: .*nope"):
         shift(model, [DIGITS], [DIGITS], "nope")
-    with pytest.raises(ValueError, match=r"site must select one layer, but matches '0', '1'"):
-        shift(model, [DIGITS[:9]], [DIGITS[:9]], nn.Linear)
+    with pytest.raises(KeyError, match=r"no layer '2' was compared; nearest: '0', '1'"):
+        shift(model, [DIGITS[:9]], [DIGITS[9:18]], nn.Linear, permutations=9)["2"]
+    with pytest.raises(ValueError, match=r"no layer can be compared: '0' has values that are not finite"):
+        shift(model, [DIGITS[:9] / 0], [DIGITS[:9]], ["0"])
     with pytest.raises(ValueError, match=r"target has 3 samples, but 5 are needed"):
         shift(model, [DIGITS], [DIGITS[:3]], "0")
     with pytest.raises(ValueError, match=r"source has 0 samples"):
         shift(model, [], [DIGITS], "0")
-    with pytest.raises(TypeError, match=r"source must be an iterable of batches"):
-        shift(model, DIGITS, [DIGITS], "0")
+    with pytest.raises(
+        TypeError, match="source must be a tensor, a tuple or dict of them, or an iterable of such batches"
+    ):
+        shift(model, 7, [DIGITS], "0")
     with pytest.raises(ValueError, match=r"'0' has values that are not finite for source"):
         shift(model, [DIGITS / 0], [DIGITS], "0")
     with pytest.raises(ValueError, match=r"64 features per sample for source and 32 for target"):
@@ -176,5 +236,6 @@ def test_refusals_say_what_to_do():
 def test_reads_in_a_terminal_and_a_notebook():
     result = shift(nn.Sequential(nn.Flatten()), [THREES], [DIGITS[LABELS == 8]], "0", permutations=99)
     assert "Shift at '0': 183 source and 174 target samples, p = 0.01" in repr(result)
-    assert "frechet  927.3" in repr(result)
+    assert re.search(r"^frechet +927\.3$", repr(result), re.MULTILINE)
+    assert "10 of 64 channels that differ most: see .table() for all" in repr(result)
     assert "10 of 64 channels" in result._repr_html_()

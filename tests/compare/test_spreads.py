@@ -1,6 +1,10 @@
 """`compare.models`, `inputs` and `datasets`: distances against scipy, shifts that were planted, and a report."""
 
+import gc
+import itertools
 import math
+import pickle
+import random
 
 import pytest
 import torch
@@ -9,6 +13,7 @@ from torch import nn
 
 from specimens import hooks_of, resnet18
 from torchhook.compare import distributions as spreads
+from torchhook.compare import layer_pairs
 from torchhook.compare.distributions import datasets, inputs, models
 from torchhook.core.errors import SelectionError
 
@@ -114,7 +119,7 @@ def test_a_change_of_the_data_is_found_at_the_first_layer():
     assert result.reference == "train" and result.others == ("test",)
     assert repr(result).startswith("test against train: 5 layers, the furthest first\nlayer  distance")
     assert result.figure().axes[0].get_xlabel() == "distance from train (standard deviations)"
-    assert "<td>0</td>" in result._repr_html_() and result.table()[0]["path"] == "0"
+    assert "<td>0</td>" in result._repr_html_() and result.table("list")[0]["path"] == "0"
 
 
 def test_what_is_kept_does_not_grow_with_the_data(monkeypatch):
@@ -149,13 +154,19 @@ def test_real_networks_of_which_one_is_deeper():
 
     result = models({"18": resnet18(), "34": resnet34()}, torch.randn(2, 3, 32, 32))
     assert len(result.rows) == 52 and result.left_out["layer4.2.bn2"] == "it did not run in 18"
-    assert "… and 32 more: see .table()" in repr(result)
+    assert "… and 32 more rows: .table() has all" in repr(result)
 
 
 def test_channels_that_are_not_the_same_and_one_sample():
     a, b = nn.Sequential(nn.Linear(3, 4)), nn.Sequential(nn.Linear(3, 5))
-    result = models({"a": a, "b": b}, torch.randn(20, 3))
-    assert not len(result.rows[0].shifts) and math.isnan(result.rows[0].shift) and result.rows[0].distance > 0
+    given = torch.randn(20, 3)
+    (row,) = models({"a": a, "b": b}, given).rows
+    with torch.no_grad():
+        first, second = a(given), b(given)  # all values together, since channels do not correspond
+    assert row.shift == pytest.approx(
+        float((second.mean() - first.mean()) / ((first.var() + second.var()) / 2).sqrt()), rel=1e-4
+    )
+    assert row.ratio == pytest.approx(float(second.var() / first.var()), rel=1e-4) and len(row.shifts) == 1
     result = inputs(a, torch.randn(1, 3), torch.randn(1, 3))
     assert result.report.notes == (
         "x1 could not be split into parts: how much its samples vary is unknown",
@@ -166,14 +177,126 @@ def test_channels_that_are_not_the_same_and_one_sample():
     assert len(keywords.rows) == 1
 
 
+class Named(nn.Module):
+    """The same layers as a Sequential, under other names."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = {f"stage{number}": layer for number, layer in enumerate(layers)}
+        for name, layer in self.layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, x):
+        for layer in self.layers.values():
+            x = layer(x)
+        return x
+
+
+def test_the_same_layers_under_other_names():
+    """Nothing differs because of a name, and what does differ is found as it is under the same names."""
+    model, x = net().eval(), torch.randn(40, 3, 8, 8)
+    changed = net().eval()
+    changed.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        changed[0].bias += 3
+    same = models({"a": model, "b": Named(model)}, x)
+    assert same.pairs == {"b": {str(k): f"stage{k}" for k in range(5)}} and {row.by for row in same.rows} == {"role"}
+    assert {row.distance for row in same.rows} == {0.0} and not same.report.findings and same.report.notes == ()
+    plain, named = models({"a": model, "b": changed}, x), models({"a": model, "b": Named(changed)}, x)
+    for one, other in zip(plain.rows, named.rows, strict=True):
+        assert one.distance == other.distance and one.shifts.equal(other.shifts) and one.ratios.equal(other.ratios)
+    assert [(f.code, f.site) for f in named.report.findings] == [(f.code, f.site) for f in plain.report.findings] != []
+    assert named.report.findings[0].message == f"in stage0: {plain.report.findings[0].message}"
+    assert named.table("list")[0]["paired"] == "stage0" and named.table("list")[0]["by"] == "role"
+    assert "paired with" in repr(named) and "paired with" not in repr(plain)
+
+
+def test_different_architectures_are_paired_by_role_and_order_and_not_judged():
+    from torchvision.models import squeezenet1_1
+
+    torch.manual_seed(0)
+    first, second = squeezenet1_1(num_classes=4), resnet18(num_classes=4)
+    result = models({"squeezenet": first, "resnet": second}, torch.randn(4, 3, 64, 64))
+    pairs = result.pairs["resnet"]
+    families = (nn.Conv2d, nn.ReLU, (nn.MaxPool2d, nn.AdaptiveAvgPool2d))
+    for path, paired in pairs.items():
+        (family,) = (some for some in families if isinstance(first.get_submodule(path), some))
+        assert isinstance(second.get_submodule(paired), family)
+    assert (pairs["features.0"], pairs["features.1"], pairs["features.2"]) == ("conv1", "relu", "maxpool")
+    assert pairs["classifier.3"] == "avgpool"
+    assert sum(isinstance(second.get_submodule(paired), nn.Conv2d) for paired in pairs.values()) >= 19  # of 20
+    assert all(math.isfinite(number) for row in result.rows for number in (row.distance, row.shift, row.ratio))
+    assert not result.report.findings and "were paired by role" in result.report.notes[0]
+    assert result.left_out["bn1 of resnet"] == "it has no counterpart, by role and order, in squeezenet"
+    assert len(repr(result).splitlines()) < 30
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_alignment_is_the_best_there_is(seed):
+    """Against every alignment: as many pairs as possible, then the nearest relative depths."""
+    draw = random.Random(seed)
+    a, b = ([draw.choice("xyz") for _ in range(draw.randint(1, 6))] for _ in range(2))
+    found = layer_pairs._aligned(len(a), len(b), lambda i, j: a[i] == b[j])
+
+    def value(pairs):
+        return len(pairs), -sum(abs(i / max(len(a) - 1, 1) - j / max(len(b) - 1, 1)) for i, j in pairs)
+
+    best = max(
+        value(list(zip(rows, columns, strict=True)))
+        for size in range(min(len(a), len(b)) + 1)
+        for rows in itertools.combinations(range(len(a)), size)
+        for columns in itertools.combinations(range(len(b)), size)
+        if all(a[i] == b[j] for i, j in zip(rows, columns, strict=True))
+    )
+    assert value(found) == pytest.approx(best) and found == sorted(found)
+
+
+def test_layers_with_the_same_path_are_pairs_even_in_another_order():
+    first = {"a": "linear", "b": "linear", "c": "norm", "new": "activation"}
+    second = {"b": "linear", "a": "linear", "c": "norm", "other": "activation"}
+    assert [(pair.path, pair.paired, pair.by) for pair in layer_pairs.pairs_of(first, second)] == [
+        *((path, path, "path") for path in "abc"),
+        ("new", "other", "role"),
+    ]
+
+
+def test_the_parameters_of_the_layers_that_differ_most():
+    model = net().eval()
+    data = [torch.randn(8, 3, 8, 8) for _ in range(16)]
+    result = datasets(model, data[:8], [x * 3 + 1 for x in data[8:]])
+    expected = [row.path for row in result.ranked() if row.path in ("0", "1", "4")][:2]  # the others have none
+    worst = result.worst(2)
+    assert list(worst) == list(worst.paths) == expected and len(worst) == 2
+    assert worst.names == tuple(f"{path}.{name}" for path in expected for name in ("weight", "bias"))
+    own = dict(model.named_parameters())
+    assert all(p is own[name] for p, name in zip(worst.parameters(), worst.names, strict=True))
+    assert worst.distances == tuple(row.distance for row in result.ranked() if row.path in expected)
+    assert result.worst(99).paths != () and len(result.worst(99)) == 3
+    assert repr(worst).startswith("the 2 layers with parameters that differ most (")
+    with pytest.raises(ValueError, match="k must be"):
+        result.worst(0)
+    with pytest.raises(ReferenceError, match="only the original has the parameters"):
+        pickle.loads(pickle.dumps(result)).worst(1)
+    assert sum(p.numel() for p in result.worst(1).parameters()) == sum(
+        p.numel() for p in model.get_submodule(expected[0]).parameters()
+    )
+    del model, own
+    gc.collect()
+    with pytest.raises(ReferenceError, match="the model that was compared is gone"):
+        result.worst(1)
+    assert worst.paths  # what was asked for before stays
+
+
 def test_what_is_refused():
     model, x = net(), torch.randn(4, 3, 8, 8)
     with pytest.raises(ValueError, match="models must be a mapping of names to at least two models"):
         models({"a": model}, x)
     with pytest.raises(ValueError, match="train_loader has no samples"):
         datasets(model, [], [x])
-    with pytest.raises(TypeError, match="test_loader must be an iterable of batches"):
-        datasets(model, [x], x)
+    with pytest.raises(
+        TypeError, match="test_loader must be a tensor, a tuple or dict of them, or an iterable of such batches"
+    ):
+        datasets(model, [x], 7)
     with pytest.raises(SelectionError, match="sites: "):
         inputs(model, x, x, "conv")
     with pytest.raises(SelectionError, match=r"\(in models\['b'\]\)"):
@@ -182,7 +305,7 @@ def test_what_is_refused():
         inputs(model, x[:0], x)
     with pytest.raises(ValueError, match="test_loader has no samples"):
         datasets(model, [x], [x[:0]])
-    with pytest.raises(ValueError, match="no layer has the same path in a and b"):
+    with pytest.raises(ValueError, match="no layer of a has a counterpart in b"):
         models({"a": model, "b": nn.Sequential()}, x)
     with pytest.raises(TypeError, match="x2 must be an input"):
         inputs(model, x, "x")

@@ -103,7 +103,6 @@ class PassedThrough(nn.Module):
         return flat
 
 
-@pytest.mark.matrix("torch.compile", "the gradient of a value that a module only passes through is the whole one")
 @pytest.mark.parametrize("backend", ["eager", *BACKENDS])
 @pytest.mark.parametrize("is_leaf", [True, False])
 def test_gradients_of_values_that_are_passed_through(backend, is_leaf):

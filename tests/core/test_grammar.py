@@ -128,8 +128,8 @@ def test_tables():
     with pytest.raises(ValueError, match="'pandas', 'polars', 'list'"):
         rows.table("arrow")
     assert "&lt;1&gt;" in rows._repr_html_() and "0.3333" in repr(rows)
-    assert len(repr(Rows(500)).splitlines()) < 50 and "460 more rows: .table() has all" in repr(Rows(500))
-    assert "460 more rows" in Rows(500)._repr_html_() and repr(Rows(0)) == ""
+    assert len(repr(Rows(500)).splitlines()) < 50 and "480 more rows: .table() has all" in repr(Rows(500))
+    assert "480 more rows" in Rows(500)._repr_html_() and repr(Rows(0)) == ""
 
 
 def test_tables_without_pandas(monkeypatch):

@@ -39,7 +39,7 @@ LATER = {
     "measure": lambda model: measure(model),
     "session": lambda model: Session(model, [Tap("0", print)], on_silent="ignore"),
     "edit": lambda model: edit(model, {"0": edits.zero}, on_silent="ignore"),
-    "trace": lambda model: trace(model, quiet=True),
+    "trace": lambda model: trace(model, progress=False),
     "skip": lambda model: skip(model, "1"),
     "catch_nonfinite": lambda model: catch_nonfinite(model),
     "arm": lambda model: arm(model),

@@ -127,8 +127,8 @@ def test_results_of_other_verbs_are_shown():
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).eval(), torch.randn(8, 4)
     convolution = nn.Sequential(nn.Conv2d(1, 2, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     for result in (
-        torchhook.compare.cka(model, None, x.split(4), progress=None),
-        torchhook.sweep(model, x, ["0"], torchhook.edits.zero(), torch.sum, progress=None),
+        torchhook.compare.cka(model, None, x.split(4), progress=False),
+        torchhook.sweep(model, x, ["0"], torchhook.edits.zero(), torch.sum, progress=False),
         torchhook.explain.grad_cam(convolution, torch.randn(2, 1, 6, 6), sites="0"),
     ):
         page = page_of(result)

@@ -421,7 +421,7 @@ def test_others_hooks_and_gradients_stay():
         ({"max_bytes": "1 GB"}, TypeError, "max_bytes must be a whole number"),
         ({"grid": 7}, TypeError, r"grid must be \(rows, columns\)"),
         ({"grid": (0, 7)}, ValueError, "grid must be at least 1"),
-        ({"maps": "mix"}, ValueError, "no module matches 'mix'"),
+        ({"sites": "mix"}, ValueError, "no module matches 'mix'"),
     ],
 )
 def test_bad_arguments(options, error, said):
@@ -480,18 +480,18 @@ def test_a_mask_of_several_layers_is_kept_once():
     layers = [Own(attn_mask=mask.clone().expand(-1, 2, -1, -1)) for _ in range(3)]
     one = 2 * 3 * 5 * 16 * 4  # queries and keys
     size = 3 * one + 3 * 5 * 5
-    seen = attention(nn.Sequential(*layers), torch.randn(3, 5, 16), maps="", max_bytes=size)
+    seen = attention(nn.Sequential(*layers), torch.randn(3, 5, 16), sites="", max_bytes=size)
     kept = [call.source.masks[0] for call in seen]
     assert kept[0] is kept[1] is kept[2] and kept[0].shape == (3, 1, 5, 5)
     assert all(bool(((call.weights > 0) == mask).all()) for call in seen)
     with pytest.raises(BudgetError):
-        attention(nn.Sequential(*layers), torch.randn(3, 5, 16), maps="", max_bytes=size - 1)
+        attention(nn.Sequential(*layers), torch.randn(3, 5, 16), sites="", max_bytes=size - 1)
     small = attention(nn.Sequential(*layers), torch.randn(3, 5, 16), max_bytes=one + 3 * 5 * 5 - 1)
     assert all(call.source is None for call in small)  # a mask that was not kept does not count as known
 
 
 def test_no_weights_at_all():
-    seen = attention(Own(), torch.randn(3, 5, 16), maps=[])
+    seen = attention(Own(), torch.randn(3, 5, 16), sites=[])
     assert seen[0].source is None and not seen[0].entropy.isnan().any()
     with pytest.raises(NotRecordedError, match="'the model' were not kept"):
         _ = seen[0].weights
@@ -619,3 +619,48 @@ def test_names_are_escaped_and_figures_are_drawn():
     figure = seen[0].figure(1, tokens=["a", "b", "c", "d", "e"])
     assert [text.get_text() for text in figure.axes[0].texts][:2] == ["head 0", "head 1"]
     assert len(seen.figure().axes[0].texts) == 2
+
+
+# --- two moments of a training
+
+
+def test_how_attention_changes_in_a_training():
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0), 2)
+    x, padded = torch.randn(3, 5, 16), torch.zeros(3, 5, dtype=torch.bool)
+    padded[0, 3:] = True
+    given = {"src": x, "src_key_padding_mask": padded}
+    optimizer, moments, weights = torch.optim.SGD(model.parameters(), 0.3), [], []
+    for _ in range(3):
+        moments.append(attention(model, given))
+        weights.append([call.weights for call in moments[-1]])
+        optimizer.zero_grad()
+        model(**given)[~padded][:, :3].sum().backward()
+        optimizer.step()
+    for later in (1, 2):
+        rows = moments[0].change(moments[later]).rows
+        assert [(row["path"], row["head"]) for row in rows] == [
+            (f"layers.{layer}.self_attn", head) for layer in range(2) for head in range(2)
+        ]
+        for row in rows:
+            layer, head = int(row["path"].split(".")[1]), row["head"]
+            old, new = (weights[moment][layer][:, head][~padded].double() for moment in (0, later))
+            keys = (~padded).sum(1)[:, None].expand(3, 5)[~padded].double()
+            entropies = [-(one * one.clamp(min=1e-30).log()).sum(-1) / keys.log() for one in (old, new)]
+            assert row["before"] == pytest.approx(float(entropies[0].mean()), abs=1e-5)
+            assert row["after"] == pytest.approx(float(entropies[1].mean()), abs=1e-5)
+            assert row["change"] == pytest.approx(float((entropies[1] - entropies[0]).mean()), abs=1e-5)
+            assert row["moved"] == pytest.approx(float((new - old).clamp(min=0).sum(-1).mean()), abs=1e-5)
+            assert row["moved"] > 1e-3
+
+
+def test_changes_without_weights_and_of_other_inputs():
+    model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    x = torch.randn(3, 5, 16)
+    seen, bare = attention(model, x), attention(model, x, sites=[])
+    assert [row["moved"] for row in seen.change(bare).rows] == [None, None]
+    assert [(row["change"], row["moved"]) for row in seen.change(seen).rows] == [(0, 0), (0, 0)]
+    with pytest.raises(
+        ValueError, match="other must be of the same model .* 3×2×5×5 at 'self_attn', call 0 and 3×2×4×4"
+    ):
+        seen.change(attention(model, x[:, :4]))

@@ -390,15 +390,69 @@ def test_a_compiled_model_is_run_without_its_graphs(nothing_compiled):
 def test_the_weights_of_some_layers():
     _, fused = pair(bert)
     ids = torch.randint(50, (2, 9))
-    seen = attention(fused, ids, maps="encoder.layer.1")
+    seen = attention(fused, ids, sites="encoder.layer.1")
     assert seen[1].weights.shape == (2, 4, 9, 9) and seen[0].entropy.shape == (2, 4, 9)
-    with pytest.raises(KeyError, match="'encoder.layer.0.attention.self' were not kept; name it in maps="):
+    with pytest.raises(KeyError, match="'encoder.layer.0.attention.self' were not kept; name it in sites="):
         _ = seen[0].weights
-    with pytest.raises(SilentError, match="maps: no attention was seen in or below 'pooler', only in 'encoder"):
-        attention(fused, ids, maps=["encoder", "pooler"])
+    with pytest.raises(SilentError, match="sites: no attention was seen in or below 'pooler', only in 'encoder"):
+        attention(fused, ids, sites=["encoder", "pooler"])
     with pytest.raises(BudgetError, match="takes 4.5 KiB, but 4.5 KiB of max_bytes=5000 are already used"):
-        attention(fused, ids, maps=nn.Linear.__mro__[1], max_bytes=5000)
+        attention(fused, ids, sites=nn.Linear.__mro__[1], max_bytes=5000)
     some = attention(fused, ids, max_bytes=5000)
     assert some[0].weights.shape == (2, 4, 9, 9) and not some[1].entropy.isnan().any()
     with pytest.raises(BudgetError, match="were not kept: earlier ones filled max_bytes=5000"):
         _ = some[1].weights
+
+
+# --- attention that is not seen
+
+
+def small(kind, **sizes):
+    return kind(
+        vocab_size=50, attention_window=4, pad_token_id=1, bos_token_id=0, eos_token_id=2, **sizes
+    )  # windows of four positions
+
+
+def test_the_bands_of_longformer_are_not_seen_and_that_is_said():
+    from transformers import LongformerConfig, LongformerModel
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    model = LongformerModel(small(LongformerConfig, max_position_embeddings=64, **sizes)).eval()
+    ids, everywhere = torch.randint(3, 50, (2, 16)), torch.zeros(2, 16, dtype=torch.long)
+    with pytest.raises(SilentError, match="at 'encoder.layer.0.attention.self', LongformerSelfAttention .* banded"):
+        attention(model, ids)
+    everywhere[:, 0] = 1  # this position sees all others, outside of the bands
+    with pytest.warns(UserWarning, match="attention is missing at 'encoder.layer.0.attention.self'.* all 2 such"):
+        seen = attention(model, {"input_ids": ids, "global_attention_mask": everywhere})
+    assert list(seen.left_out) == seen.paths == [f"encoder.layer.{n}.attention.self" for n in range(2)]
+    assert "note: not seen at 'encoder.layer.0.attention.self' and 1 more: Longformer" in repr(seen)
+    assert "and 1 more: Longformer" in seen._repr_html_()
+
+
+def test_the_encoder_of_led_is_not_seen_and_that_is_said():
+    from transformers import LEDConfig, LEDModel
+
+    layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "d_model": 32}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "decoder_start_token_id": 2}
+    model = LEDModel(small(LEDConfig, **layers, **heads)).eval()
+    ids = torch.randint(3, 50, (2, 16))
+    with pytest.warns(UserWarning, match="attention is missing at 'encoder.layers.0.self_attn.longformer_self_attn'"):
+        seen = attention(model, {"input_ids": ids, "decoder_input_ids": ids[:, :5]})
+    assert seen.paths == ["decoder.layers.0.self_attn", "decoder.layers.0.encoder_attn"]
+    assert list(seen.left_out) == ["encoder.layers.0.self_attn.longformer_self_attn"]
+
+
+def test_attention_without_a_softmax_is_listed():
+    class LinearAttention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q = nn.Linear(8, 8)
+
+        def forward(self, x):
+            q = self.q(x).relu()
+            return q @ (q.mT @ x)
+
+    model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), LinearAttention())
+    seen = attention(model, torch.randn(2, 5, 8))
+    assert list(seen.left_out) == ["1"] and "LinearAttention called neither" in seen.left_out["1"]
+    assert not attention(model[0], torch.randn(2, 5, 8)).left_out

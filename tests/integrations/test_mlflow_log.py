@@ -196,6 +196,33 @@ def test_nan_is_kept_and_infinities_are_left_out(client):
     assert step == 2 and math.isnan(value)
 
 
+def images(client, run_id):
+    """The images of a run: name and step."""
+    paths = [file.path for file in client.list_artifacts(run_id, "images") if file.path.endswith(".png")]
+    return {tuple(path.removeprefix("images/").split("+")[0:3:2]) for path in paths}
+
+
+def test_maps_of_a_training_are_images(client):
+    log = written(MLflow(), entry(4, {}, maps={"conv": torch.rand(4, 3, 3)}))
+    assert images(client, log.run_id) == {("torchhook~maps~conv", "4")}
+
+
+def test_maps_without_a_training_go_to_the_active_run(client):
+    with mlflow.start_run() as run:
+        log = MLflow()
+        log.feature_maps({"conv": torch.rand(2, 4, 6, 5), "fc": torch.rand(2, 10)}, step=3)
+        assert client.get_run(run.info.run_id).info.status == "RUNNING"
+    assert images(client, run.info.run_id) == {("torchhook~maps~conv", "3"), ("torchhook~mean_map~conv", "3")}
+
+
+def test_maps_without_a_run_have_their_own_which_is_finished(client):
+    log = MLflow()
+    for step in (0, 1):
+        log.feature_maps({name: torch.rand(2, 3, 3) for name in NAMES}, step)
+    assert client.get_run(log.run_id).info.status == "FINISHED"
+    assert len(images(client, log.run_id)) == 2 * 2 * len(NAMES), "hostile and long names stay apart"
+
+
 def test_layers_choose(client):
     log = written(MLflow(layers="*.0001"), many(0, 3))
     assert {name.split("/")[-1] for name in client.get_run(log.run_id).data.metrics} == {"layers.0001"}

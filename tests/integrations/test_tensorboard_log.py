@@ -110,6 +110,35 @@ def test_maps_are_one_picture(tmp_path):
     assert [picture.getpixel(place) for place in [(0, 0), (2, 1), (6, 1), (2, 6), (6, 6)]] == [0, 255, 0, 0, 0]
 
 
+def test_maps_without_a_training_go_to_a_folder_or_a_writer(tmp_path):
+    maps = {"conv": torch.rand(2, 4, 6, 5), "слой": torch.rand(3, 4, 4).numpy(), "fc": torch.rand(2, 10)}
+    log = TensorBoard(tmp_path / "folder")
+    log.feature_maps(maps, step=1)
+    log.feature_maps(maps, step=2)
+    with SummaryWriter(str(tmp_path / "writer")) as writer:
+        TensorBoard(writer).feature_maps(maps, step=1)
+        writer.add_scalar("mine", 1.0, 0)
+    wanted = {f"torchhook/{what}/{name}" for what in ("maps", "mean_map") for name in ("conv", "слой")}
+    for folder, steps in (("folder", [1, 2]), ("writer", [1])):
+        assert len(list((tmp_path / folder).iterdir())) == 1
+        events = read(tmp_path / folder)
+        assert set(events.Tags()["images"]) == wanted
+        assert [image.step for image in events.Images("torchhook/maps/conv")] == steps
+    with pytest.raises(ValueError, match=r"acts has no feature maps \[N, C, H, W\]: it holds 'fc' \[2, 10\]"):
+        log.feature_maps({"fc": torch.rand(2, 10)})
+    with pytest.raises(TypeError, match="acts must be a tensor, .* a capture or one layer of it, not 'conv'"):
+        log.feature_maps("conv")
+
+
+def test_a_log_serves_one_training_after_another(tmp_path):
+    log = TensorBoard(tmp_path)
+    for step in (1, 2):
+        log.begin({})
+        log.write(entry(step, {"fc": torch.ones(2)}))
+        log.end(REPORT, "ended")
+    assert [point.step for point in read(tmp_path).Scalars("torchhook/mean/fc")] == [1, 2]
+
+
 def test_a_writer_of_the_users_is_not_closed_and_keeps_its_layout(tmp_path):
     with SummaryWriter(str(tmp_path)) as writer:
         writer.add_custom_scalars({"mine": {"chart": ["Multiline", ["a"]]}})

@@ -266,6 +266,21 @@ def test_maps_are_pictures(begin):
     assert picture.size == (2 * 4 - 1, 4) and [picture.getpixel(place) for place in [(0, 1), (6, 1)]] == [0, 255]
 
 
+def test_maps_without_a_training_are_pictures(begin):
+    run = begin()
+    WandB(run).feature_maps(
+        {"conv.0": torch.tensor([0.0, 0.5, 1.0]).expand(1, 2, 4, 3), "fc": torch.rand(2, 10)}, step=6
+    )
+    run.finish()
+    (row,) = ours(run)
+    assert row["torchhook/step"] == 6 and {key for key in row if "map" in key} == {
+        "torchhook/maps/conv:0",
+        "torchhook/mean_map/conv:0",
+    }
+    mean = Image.open(Path(run.settings.files_dir, row["torchhook/mean_map/conv:0"]["path"]))
+    assert mean.size == (3, 4) and [mean.getpixel((column, 1)) for column in range(3)] == [0, 128, 255]
+
+
 def test_errors_are_alerts_and_the_report_is_a_page_a_table_and_files(begin):
     run = begin()
     log = WandB()

@@ -48,6 +48,13 @@ def marks(figure, said):
     return [round(y) for one in found for _, y in one.get_offsets().tolist()]
 
 
+def test_the_class_of_each_layer_stands_beside_it(measured_resnet):
+    for figure in (gradient_flow(measured_resnet), distributions(measured_resnet)):
+        classes = {round(text.get_position()[1]): text.get_text() for text in figure.axes[0].texts}
+        named = {rows(figure).index(path): kind for path, kind in (("conv1", "Conv2d"), ("fc", "Linear"))}
+        assert named.items() <= classes.items() and figure.axes[0].get_ylabel() == "layer"
+
+
 def test_gradients_of_a_real_model_in_execution_order(measured_resnet):
     figure = gradient_flow(measured_resnet)
     names = rows(figure)

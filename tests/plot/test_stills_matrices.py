@@ -41,14 +41,14 @@ def test_what_cka_returns_names_its_layers():
     torch.manual_seed(0)
     first, second = nn.Sequential(nn.Linear(4, 8), nn.Tanh()), nn.Sequential(nn.Linear(4, 3))
     batches = torch.randn(64, 4).split(16)
-    both = torchhook.compare.cka(first, second, batches, progress=None)
+    both = torchhook.compare.cka(first, second, batches, progress=False)
     figure = similarity(both)
     (image,) = figure.axes[0].images
     assert np.allclose(image.get_array(), both.matrix) and rows(figure) == ["0", "1"]
     assert [tick.get_text() for tick in figure.axes[0].get_xticklabels()] == ["0"]
     assert (figure.axes[0].get_ylabel(), figure.axes[0].get_xlabel()) == ("layer of a", "layer of b")
     assert figure.axes[1].get_ylabel() == "cka"
-    alone = similarity(torchhook.compare.cka(first, None, batches, progress=None), rows=["in", "out"])
+    alone = similarity(torchhook.compare.cka(first, None, batches, progress=False), rows=["in", "out"])
     assert rows(alone) == ["in", "out"] and alone.axes[0].get_ylabel() == "layer"
     with pytest.raises(TypeError, match="matrix must be .* or what torchhook.compare.cka returned, not Linear"):
         similarity(second[0])

@@ -216,8 +216,10 @@ def test_what_is_refused(net):
         importance(net, [(x, y)], by="magnitude")
     with pytest.raises(ValueError, match="loader has no batches"):
         importance(net, [])
-    with pytest.raises(TypeError, match="loader must be an iterable of batches"):
-        importance(net, x)
+    with pytest.raises(
+        TypeError, match="loader must be a tensor, a tuple or dict of them, or an iterable of such batches"
+    ):
+        importance(net, 7)
     with pytest.raises(ValueError, match="cannot guess a loss: .*; pass loss="):
         importance(net, [x])
     with pytest.raises(SelectionError, match="none of the selected modules is a convolution"):

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from specimens import Returning
-from torchhook import Profile, check, diagnose
+from torchhook import Profile, check, diagnose, measure
 from torchhook.rules import RULES, History
 from torchhook.rules.loop import Feeding, Loop
+from torchhook.rules.loss_graph import loss_terms
 from torchhook.rules.rest import at_rest as state_of
 from torchhook.rules.watch import Watch
 
@@ -191,6 +192,25 @@ def float16_far_from_its_end_and_bfloat16_beyond(code):
 # --- TH2: units
 
 
+@example("TH201", "3")
+def outputs_that_stay_at_zero(code):
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.ReLU())
+    model[2].bias.data[:3] = -50
+    data = [(x, F.one_hot(y, 8).float()) for x, y in batches(classes=8)]
+    report = trained(code, model, torch.optim.SGD(model.parameters(), 0.1), data, F.mse_loss)
+    assert report.findings[0].severity == "warning"
+    return report
+
+
+@example("TH201")
+def outputs_that_stay_at_zero_as_their_targets_do(code):
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.ReLU())
+    model[2].bias.data[:3] = -50
+    data = [(x, torch.cat([torch.zeros(64, 3), x[:, :5].abs()], 1)) for x, _ in batches()]
+    report = trained(code, model, torch.optim.Adam(model.parameters(), 0.03), data, F.mse_loss, steps=100)
+    return replace(report, findings=tuple(finding for finding in report.findings if finding.severity > "info"))
+
+
 @example("TH201", "0", "1", step=0)
 def a_dead_rectifier(code):
     model = mlp(nn.ReLU())
@@ -274,6 +294,15 @@ def a_saturated_sigmoid(code):
     return flowed(code, model)
 
 
+@example("TH203", "1")
+def initial_weights_that_saturate_a_tanh(code):
+    model = mlp(nn.Tanh())
+    nn.init.normal_(model[0].weight, std=100.0)
+    report = flowed(code, model)
+    assert report.findings[0].evidence["cause"] == "init"
+    return report
+
+
 @example("TH203")
 def a_tanh_in_its_middle(code):
     return flowed(code, mlp(nn.Tanh()))
@@ -314,6 +343,19 @@ class Asking(nn.Module):
 @example("TH204")
 def a_learned_query(code):
     return looked(code, Asking())
+
+
+@example("TH204", "0")
+def a_data_set_that_always_gives_its_first_sample(code):
+    report = looked(code, mlp(nn.ReLU()), [(torch.ones(64, 8), y) for _, y in batches()])
+    assert report.findings[0].evidence["cause"] == "other" and report.findings[0].severity == "error"
+    return report
+
+
+@example("TH204")
+def one_answer_to_one_input(code):
+    report = looked(code, mlp(nn.ReLU()), [(torch.ones(64, 8), torch.zeros_like(y)) for _, y in batches()])
+    return replace(report, findings=tuple(finding for finding in report.findings if finding.severity > "info"))
 
 
 # --- TH3: beginnings
@@ -475,6 +517,21 @@ def pictures_of_bytes_that_are_normed_at_once(code):
     return looked(code, nn.Sequential(nn.BatchNorm1d(8), *mlp()), [(255 * x.abs(), y) for x, y in batches()])
 
 
+@example("TH303", "0", step=0)
+def pictures_that_were_divided_twice(code):
+    model, data = mlp(nn.ReLU()), batches(scale=1e-3)
+    report = trained(code, model, torch.optim.SGD(model.parameters(), 0.01), data, F.cross_entropy)
+    assert report.findings[0].severity == "warning"
+    return report
+
+
+@example("TH303")
+def small_values_that_are_learnt_from(code):
+    model, data = mlp(nn.ReLU()), [(1e-3 * x, (x[:, 0] > 0).long()) for x, _ in batches()]
+    report = trained(code, model, torch.optim.Adam(model.parameters(), 0.1), data, F.cross_entropy)
+    return replace(report, findings=tuple(finding for finding in report.findings if finding.severity > "info"))
+
+
 @example("TH303")
 def large_values_inside(code):
     return flowed(code, mlp(Returning(lambda x: x * 1e4)))
@@ -519,6 +576,57 @@ def a_branch_that_counts_little(code):
 def a_mean_over_very_many_positions(code):
     pooled = [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
     return flowed(code, nn.Sequential(*pooled, nn.Linear(8, 4)), torch.randn(2, 3, 512, 512))
+
+
+@example("TH401")
+def a_plain_net_of_two_convolutions_that_ends_in_a_mean(code):
+    model, x = nn.Sequential(*convolutions(), nn.Linear(8, 4)), torch.randn(2, 3, 224, 224)
+    with measure(model, grads=True) as stats:  # without the gradients of the weights, which would show it
+        F.cross_entropy(model(x), torch.tensor([0, 1])).backward()
+    return check(stats, [code])
+
+
+def convolutions():
+    torch.manual_seed(0)
+    return [
+        *(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU()),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+    ]
+
+
+@example("TH402", "2")
+def gradients_that_are_large_everywhere(code):
+    return scaled(code, 1e6)
+
+
+@example("TH402")
+def gradients_that_are_larger_than_usual(code):
+    return scaled(code, 500)
+
+
+@example("TH402")
+def a_sum_over_very_many_positions(code):
+    """Small gradients of outputs add up to large ones of the weights."""
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3))
+    with measure(model, grads=True, param_grads=True) as stats:
+        model(1 + torch.rand(8, 1, 128, 128)).square().sum().backward()
+    assert stats["2.weight", "param_grad"].l2 > 1e4
+    return check(stats, [code])
+
+
+@example("TH402")
+def a_loss_that_a_gradscaler_has_multiplied(code):
+    return scaled(code, 2**16, torch.float16)
+
+
+def scaled(code, factor, dtype=None):
+    """A backward of a cross entropy times a factor, in eight samples, as `measure` sees it."""
+    model = mlp(nn.ReLU())
+    with measure(model, grads=True, param_grads=True) as stats:
+        with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+            output = model(torch.randn(8, 8))
+        (F.cross_entropy(output.float(), torch.arange(8) % 4) * factor).backward()
+    return check(stats, [code])
 
 
 @example("TH402", "0")
@@ -581,6 +689,19 @@ class Ends(nn.Module):
     def forward(self, x):
         x = self.first(x)
         return self.head(x.detach() if self.stopped else x)
+
+
+@example("TH404", "2")
+def a_loss_that_was_made_again_of_a_number(code):
+    model = mlp(nn.ReLU())
+    report = trained(
+        code,
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        loss=lambda output, target: torch.tensor(F.cross_entropy(output, target).item(), requires_grad=True),
+    )
+    assert report.findings[0].severity == "error"
+    return report
 
 
 @example("TH404", "first")
@@ -711,6 +832,22 @@ def a_group_whose_rate_is_far_too_low(code):
     return trained(code, model, torch.optim.Adam(groups), loss=F.cross_entropy)
 
 
+@example("TH502", "second.weight")
+def a_layer_whose_gradient_is_next_to_nothing(code):
+    class Faint(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 4), nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.first(x) + 1e-9 * self.second(x)
+
+    model = Faint()
+    report = trained(code, model, torch.optim.SGD(model.parameters(), 0.1))
+    assert report.findings[0].evidence["cause"] == "no-gradient"
+    return report
+
+
 @example("TH501")
 @example("TH502")
 def a_usual_rate(code):
@@ -777,6 +914,37 @@ def a_layer_of_another_optimizer(code):
     return check(History(rest=rest, own_optimizer=True, loop=loop), [code])
 
 
+class Listing(nn.Module):
+    """Has its hidden layer in a list, of which the model does not know."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.hidden, self.out = kind([nn.Linear(8, 8)]), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.out(self.hidden[0](x).relu())
+
+
+@example("TH503", "")
+def layers_in_a_plain_list(code):
+    model = Listing(list)
+    report = trained(code, model, torch.optim.SGD(model.parameters(), 0.1))
+    assert report.findings[0].evidence["count"] == 2
+    return report
+
+
+@example("TH503")
+def layers_in_a_module_list(code):
+    model = Listing(nn.ModuleList)
+    return trained(code, model, torch.optim.SGD(model.parameters(), 0.1))
+
+
+@example("TH503")
+def a_plain_list_of_layers_that_the_optimizer_has(code):
+    model = Listing(list)
+    return trained(code, model, torch.optim.SGD([*model.parameters(), *model.hidden[0].parameters()], 0.1))
+
+
 @example("TH504", "0")
 def a_group_whose_rate_is_zero(code):
     model = mlp()
@@ -829,6 +997,12 @@ def an_optimizer_that_does_not_divide(code):
 def gains_that_weight_decay_takes_away(code):
     model = mlp(nn.LayerNorm(32))
     return trained(code, model, torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=30.0), steps=60)
+
+
+@example("TH506", "0")
+def weights_that_weight_decay_takes_away(code):
+    model = mlp(nn.ReLU())
+    return trained(code, model, torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=10.0))
 
 
 @example("TH506")
@@ -1045,6 +1219,16 @@ def a_loss_that_wavers_near_zero(code):
     return told(code, [1e-6 if step % 2 else 1e-4 for step in range(40)])
 
 
+@example("TH606", "", step=0)
+def a_loss_without_a_lower_end(code):
+    return told(code, [1.5 - 1.3**step for step in range(40)])
+
+
+@example("TH606")
+def a_likelihood_that_falls_below_zero(code):
+    return told(code, [1.5 - 0.1 * step for step in range(40)])
+
+
 @example("TH603", "1", step=0)
 def logits_that_are_far_too_large(code):
     model = mlp()
@@ -1084,6 +1268,21 @@ def a_column_against_a_row(code):
     return looked(code, nn.Linear(8, 1), regression(), lambda output, target: (output - target).square().mean())
 
 
+@example("TH605", "")
+def a_row_against_a_column_that_only_the_graph_shows(code):
+    with pytest.warns(UserWarning, match="target size"):
+        terms = loss_terms(F.mse_loss(nn.Linear(8, 1)(torch.randn(6, 8)), torch.randn(6)))
+    report = check(History(losses={0: 1.0}, terms={0: terms}), [code])
+    assert report.findings[0].message.endswith("6×1 against 6")
+    return report
+
+
+@example("TH605")
+def a_column_against_a_column_in_the_graph(code):
+    terms = loss_terms(F.mse_loss(nn.Linear(8, 1)(torch.randn(6, 8)), torch.randn(6, 1)))
+    return check(History(losses={0: 1.0}, terms={0: terms}), [code])
+
+
 @example("TH605")
 def a_column_against_a_column(code):
     return looked(code, nn.Linear(8, 1), regression(1), F.mse_loss)
@@ -1113,6 +1312,42 @@ def a_relu_on_the_logits_that_is_a_function(code):
     report = looked(code, Rectified())
     assert report.findings[0].evidence["line"].endswith("return self.net(x).relu()")
     return replace(report, findings=tuple(replace(f, site=f.site.removeprefix("net.")) for f in report.findings))
+
+
+@example("TH604", "2")
+def a_tanh_on_the_logits(code):
+    return looked(code, nn.Sequential(*mlp(), nn.Tanh()))
+
+
+@example("TH604", "1")
+def a_softmax_over_the_batch(code):
+    return looked(code, nn.Sequential(*mlp(), nn.LogSoftmax(0)), loss=F.nll_loss)
+
+
+@example("TH604")
+def a_softmax_over_the_classes(code):
+    return looked(code, nn.Sequential(*mlp(), nn.LogSoftmax(-1)), loss=F.nll_loss)
+
+
+def tagged(code, loss):
+    """The report on a net that has an output for each of three positions."""
+    data = [(torch.randn(16, 3, 8), torch.randint(4, (16, 3))) for _ in range(8)]
+    return looked(code, mlp(nn.ReLU()), data, loss)
+
+
+@example("TH604", "2")
+def a_reshape_instead_of_a_transpose(code):
+    return tagged(code, lambda output, target: F.cross_entropy(output.reshape(16, 4, 3), target))
+
+
+@example("TH604")
+def a_transpose(code):
+    return tagged(code, lambda output, target: F.cross_entropy(output.transpose(1, 2), target))
+
+
+@example("TH604")
+def a_reshape_to_one_position_per_row(code):
+    return tagged(code, lambda output, target: F.cross_entropy(output.reshape(-1, 4), target.flatten()))
 
 
 @example("TH604", "1")
@@ -1159,6 +1394,13 @@ def labels_of_one_class(code):
 def binary_labels_of_minus_one_and_one(code):
     model, data = bounded(nn.Identity())
     return looked(code, model, [(x, y.sign()) for x, y in data], F.binary_cross_entropy_with_logits)
+
+
+@example("TH608", "")
+def many_labels_of_one_of_two_classes(code):
+    report = looked(code, nn.Sequential(*mlp(), nn.Linear(4, 2)), [(x, torch.zeros_like(y)) for x, y in batches()])
+    assert report.findings[0].severity == "error"
+    return report
 
 
 @example("TH608")

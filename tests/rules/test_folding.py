@@ -242,3 +242,11 @@ def test_the_order_of_findings_does_not_matter_unless_they_are_of_one_place_and_
 def _shuffled(found, dice: random.Random):
     """Equal findings as other objects, in another order."""
     return {type(rule)(): found[rule] for rule in dice.sample([*found], len(found))}
+
+
+def test_a_family_does_not_explain_what_was_there_before_the_training():
+    family, exact = rule("TH901", "TH9"), rule("TH902", "TH911")
+    before = rule("TH911", phase=Phase.REST)
+    for cause, is_explained in ((family, False), (exact, True)):
+        roots = fold((cause, at(cause.code, "stem", None)), (before, at("TH911", "head", None)))
+        assert ("TH911" not in [root.code for root in roots]) == is_explained

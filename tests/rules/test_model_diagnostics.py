@@ -158,6 +158,7 @@ def test_tensorboard_reads_what_was_written(tmp_path, dtype):
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert set(events.Tags()["histograms"]) == {"features/0", "features/2", "gradients/0", "gradients/2"}
+    assert set(events.Tags()["images"]) == {"maps/0", "maps/2", "mean_map/0", "mean_map/2"}
     (event,) = events.Histograms("features/0")
     assert event.step == 3 and event.histogram_value.num == diagnostics.features["0"].numel()
 
@@ -171,7 +172,7 @@ def test_gradients_of_nan_are_no_reason_to_fail():
     assert bool(diagnostics.gradients["2"].isnan().all()) and bool(diagnostics.gradients["0"].isnan().any())
     assert {tag for tag, _ in writer.written} == {"features/0", "features/2", "gradients/0"}  # only of finite values
     assert [finding.code for finding in report.findings] == ["TH103"]
-    assert report.findings[0].site == "2"
+    assert report.findings[0].site == "4"  # the head, where they begin, is looked at, too
 
 
 def test_nothing_seen_writes_nothing_and_finds_nothing():
@@ -205,6 +206,23 @@ def test_a_healthy_network_has_no_findings():
         report = diagnostics.check()
     assert not [finding for finding in report.findings if finding.severity >= "warning"], report
     assert len(diagnostics.features) == len(diagnostics.gradients) == 20
+
+
+@pytest.mark.parametrize("side", [8, 112])
+def test_gradients_that_are_too_large_are_found_also_before_a_pooling(side):
+    pooled = [nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    model, x, y = nn.Sequential(*pooled, nn.Linear(8, 3)), torch.randn(16, 1, side, side), torch.arange(16) % 3
+    for scale, codes in ((1, []), (2, []), (1e6, ["TH402"])):
+        model.zero_grad()
+        with ModelDiagnostics(model) as diagnostics:
+            (scale * nn.functional.cross_entropy(model(x), y)).backward()
+        report = diagnostics.check()
+        assert [finding.code for finding in report.findings] == codes, report
+        assert list(diagnostics.features) == list(diagnostics.gradients) == ["0", "2"]
+    (finding,) = report.findings
+    gradient = (model(x).detach().softmax(1) - nn.functional.one_hot(y)) * 1e6 / 16
+    size = float(gradient.square().mean().sqrt())
+    assert finding.site == "6" and finding.evidence["size"] == pytest.approx(size, rel=1e-3)
 
 
 # --- nothing left behind

@@ -51,7 +51,7 @@ def test_inputs_out_of_scale_are_standardised_and_the_loss_is_told():
 def test_a_repair_helps_if_the_loss_is_clearly_lower_with_it(losses, helped):
     trials = Trials(lambda: None, [], None, steps=64, seconds=1.0, chance=0.7)
     trials._plain = _Outcome({0: [0.7] * 4, 32: [0.6] * 4, 64: [0.5] * 4}, seconds=0.1)
-    assert trials._helps(_Outcome({0: [0.7] * 4, 32: [0.6] * 4, 64: losses}, seconds=0.1), 64) == helped
+    assert trials._helps(_Outcome({0: [0.7] * 4, 32: [0.6] * 4, 64: losses}, seconds=0.1), 64, 0.0) == helped
 
 
 class Normed(nn.Module):
@@ -84,6 +84,23 @@ def test_a_rate_that_is_too_low_is_told_from_a_training_that_is_slow():
     )
     report = diagnose(slow, classes(), F.cross_entropy, torch.optim.SGD(slow.parameters(), 3e-3))
     assert not any(finding.severity >= "warning" for finding in report.findings)
+
+
+def test_labels_in_another_order_are_told_from_a_rate_that_is_too_low():
+    data, model = classes(), mlp()
+    mixed = [(x, y[torch.randperm(len(y))]) for x, y in data]
+    report = diagnose(model, mixed, F.cross_entropy, torch.optim.Adam(model.parameters(), 3e-3))
+    finding = report.findings[0]
+    assert finding.code == "TH601" and finding.evidence["cause"] == "labels"
+    assert "by heart" in finding.tried.change and finding.tried.repaired < 0.3 < finding.tried.without
+
+
+def test_missing_activations_explain_a_loss_that_does_not_fall():
+    circles = [(x, (x.square().sum(1) > 1.4).long()) for x in torch.randn(20, 64, 2)]
+    model = nn.Sequential(nn.Linear(2, 16), nn.Linear(16, 16), nn.Linear(16, 2))
+    report = diagnose(model, circles, F.cross_entropy, torch.optim.Adam(model.parameters(), 1e-2))
+    assert report.findings[0].code == "TH612" and report.findings[0].tried.helped
+    assert "TH601" in [finding.code for finding in report.findings[0].affected]
 
 
 def test_a_rate_that_is_too_high_explains_the_dead_units_that_come_of_it():
@@ -160,3 +177,17 @@ def test_every_repair_has_words():
         for repair in repairs_for(Finding(code, "error", "", site="0")):
             assert repair.change and callable(repair.apply)
     assert repairs_for(Finding("TH101", "error", "")) == []
+
+
+def test_a_higher_rate_is_not_tried_where_the_others_learn():
+    alone = Finding("TH502", "warning", "each step changes it by 0%", "fc.weight", evidence={"cause": "no-gradient"})
+    assert not repairs_for(alone)
+    assert repairs_for(Finding("TH502", "warning", "each step changes the weights by 0%", evidence={"cause": "rate"}))
+
+
+def test_a_loss_without_a_lower_end_explains_the_steps_that_grow():
+    model = mlp()
+    report = diagnose(model, classes(), F.nll_loss, torch.optim.SGD(model.parameters(), 0.5, momentum=0.9))
+    assert report.findings[0].code == "TH604"
+    assert {finding.code for finding in report.findings[0].affected} & {"TH501", "TH606"}
+    assert not {finding.code for finding in report.findings} & {"TH402", "TH501", "TH606"}

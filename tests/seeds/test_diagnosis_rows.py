@@ -99,13 +99,68 @@ def test_c21_dead_units_are_found():
     assert finding.evidence["dead"] == 30 and finding.evidence["units"] == 32
 
 
-@pytest.mark.parametrize("factor, code", [(1e-9, "TH401"), (1e9, "TH402"), (1.0, None)])
-def test_c22_exploding_and_vanishing_gradients_are_found(factor, code):
-    model = mlp(nn.ReLU(), Scale(factor))
+def gradient_norms(model, x, y, layers, factor=1.0):
+    """The norms of the gradients of the outputs of some layers, with autograd alone."""
+    outputs, value = {}, x
+    for number, layer in enumerate(model):
+        value = outputs[number] = layer(value)
+    gradients = torch.autograd.grad(factor * F.cross_entropy(value, y), [outputs[number] for number in layers])
+    return [float(gradient.double().norm()) for gradient in gradients]
+
+
+@pytest.mark.parametrize(
+    "times, code", [(1e-6, "TH401"), (0.9e-3, "TH401"), (1.1e-3, None), (2, None), (900, None), (1100, "TH402")]
+)
+def test_c22_exploding_and_vanishing_gradients_are_found(times, code):
+    """A rotation keeps the norm of a gradient, so that the first layer has exactly `times` that of the last."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), Scale(times), nn.Linear(32, 32))
+    nn.init.orthogonal_(model[2].weight)
+    x, direction = 9 * torch.randn(64, 8), 0.01 * torch.randn(64, 32)
     with measure(model, grads=True) as stats:
-        F.cross_entropy(model(torch.randn(64, 8)), torch.randint(3, (64,))).backward()
-    found = [(finding.code, finding.site) for finding in check(stats, ["TH4"]).findings]
-    assert found == ([(code, "0")] if code else [])
+        (model(x) * direction).sum().backward()
+    assert stats["0", "grad_output"].l2 == pytest.approx(times * float(direction.norm()), rel=1e-4)
+    found = check(stats, ["TH4"]).findings
+    assert [(finding.code, finding.site) for finding in found] == ([(code, "0")] if code else [])
+    assert [finding.evidence["ratio"] for finding in found] == [pytest.approx(times, rel=0.02)] * len(found)
+
+
+@pytest.mark.parametrize("factor, code", [(1, None), (2, None), (1e6, "TH402")])
+def test_c22_gradients_that_are_large_everywhere_are_found(factor, code):
+    torch.manual_seed(0)
+    pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), pool, nn.Linear(8, 3))
+    x, y = torch.randn(16, 3, 32, 32), torch.arange(16) % 3
+    with ModelDiagnostics(model) as diagnostics, measure(model, grads=True, param_grads=True) as stats:
+        (factor * F.cross_entropy(model(x), y)).backward()
+    of_head = gradient_norms(model, x, y, [5], factor)[0] / math.sqrt(16 * 3)
+    of_output = min(1.0, float(model(x).detach().square().mean().sqrt()))
+    for report, size in ((check(stats), of_head * of_output), (diagnostics.check(), of_head)):
+        found = [(finding.code, finding.site, finding.evidence["size"]) for finding in report.findings]
+        assert found == ([(code, "5", pytest.approx(size, rel=1e-3))] if code else []), report
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_c22_a_mean_over_very_many_positions_is_no_vanishing_gradient(weights):
+    """It divides the norm by the square root of their number, and leaves the sum of the absolute values as it is."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU()
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4))
+    x, y = torch.randn(2, 3, 224, 224), torch.tensor([0, 1])
+    pooled, after, last = gradient_norms(model, x, y, (3, 4, 6))
+    assert pooled == pytest.approx(after / 224, rel=1e-5) and gradient_norms(model, x, y, [0])[0] < 1e-3 * last
+    with measure(model, grads=True, param_grads=weights) as stats:
+        F.cross_entropy(model(x), y).backward()
+    assert not check(stats, ["TH4"]).findings
+
+
+@pytest.mark.slow
+def test_c22_diagnose_finds_nothing_in_a_mean_over_very_many_positions():
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU()
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+    data = [(torch.randn(2, 3, 224, 224), torch.tensor([0, 1])) for _ in range(2)]
+    assert not diagnose(model, data, F.cross_entropy, steps=3, rules=["TH4"]).findings
 
 
 NETS = """

@@ -75,7 +75,7 @@ def runs_of(mask):
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-def test_c15_feature_maps_and_histograms_in_tensorboard(tmp_path):
+def test_c15_feature_maps_and_histograms_of_one_pass_in_tensorboard(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter
 

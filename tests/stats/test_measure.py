@@ -482,7 +482,7 @@ def test_reading_before_the_beginning_is_refused():
     with stats:
         assert len(stats) == 0 and "nothing was measured yet" in repr(stats)
         stats._session.model(torch.ones(1, 4))
-    with pytest.raises(SessionError, match="already detached"):
+    with pytest.raises(SessionError, match="already closed"):
         stats.open()
 
 

@@ -5,7 +5,7 @@ torchhook.compare.datasets(model, train_loader, test_loader)
 """
 
 from torchhook.compare.distributions import Spreads, datasets, inputs, models
-from torchhook.compare.domain_shift import Shift, shift
+from torchhook.compare.domain_shift import Shift, Shifts, shift
 from torchhook.compare.likeness import Likeness, cka
 from torchhook.compare.membership import Leakage, leakage
 
@@ -13,6 +13,7 @@ __all__ = [
     "Leakage",
     "Likeness",
     "Shift",
+    "Shifts",
     "Spreads",
     "cka",
     "datasets",

@@ -7,20 +7,24 @@ variances. The drift rule (`TH901`) decides what is far, judging by how much par
 
 from __future__ import annotations
 
-import html
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from torchhook.core.batch import Batch, InputBatches, ToInputs, batch_count, call, fitted, samples_of
-from torchhook.core.findings import Report
+from torchhook.compare.layer_pairs import Pair
+from torchhook.compare.matched import Matched, has_same_channels, label_of
+from torchhook.compare.worst import Worst
+from torchhook.core.batch import Batch, InputBatches, ToInputs, batch_count, call, fitted, inputs_of, samples_of
+from torchhook.core.findings import Finding, Report
 from torchhook.core.model_state import evaluating, state_kept
 from torchhook.core.progress import Progress, track
 from torchhook.core.selection import Query, queries_of, require_module, require_sites
-from torchhook.core.text import html_table, table
+from torchhook.core.tabular import Tabular
+from torchhook.core.tap import require_count
 from torchhook.core.trees import Arguments, leaves, mapped
 from torchhook.rules.check import check
 from torchhook.rules.history import History, joined, settled
@@ -34,17 +38,18 @@ if TYPE_CHECKING:
 
 Sites = Query | Iterable[Query] | None
 
+_NAMED = 20  # others in a title
 _PARTS = 4  # of the reference, which show how much its samples vary
 _WINDOWS = 32  # of a data set; if there are more, neighbours are merged
-_SHOWN = 20  # rows in a table
 
 
 class Layer(NamedTuple):
     """How far the output of a layer is from the reference.
 
     `distance` is in standard deviations of the reference, and `noise` is how far parts of the reference are apart, in
-    the same unit. `shifts` of the means (in standard deviations) and `ratios` of the variances are per channel: empty
-    if the number of channels differs, and NaN for a channel with a single value.
+    the same unit. `shifts` of the means (in standard deviations) and `ratios` of the variances are per channel, and NaN
+    for a channel with a single value; if the channels do not correspond, there is one number for all values together.
+    `paired` is the layer of the other model, found `by` its ``"path"`` or by its ``"role"`` and order.
     """
 
     path: str
@@ -53,6 +58,8 @@ class Layer(NamedTuple):
     noise: float
     shifts: Tensor
     ratios: Tensor
+    paired: str
+    by: str = "path"
 
     @property
     def shift(self) -> float:
@@ -64,9 +71,14 @@ class Layer(NamedTuple):
         """The ratio of variances that is furthest from 1."""
         return float(self.ratios[self.ratios.log().abs().nan_to_num(-1).argmax()]) if len(self.ratios) else float("nan")
 
+    def __repr__(self) -> str:
+        name = self.path or "the model"
+        with_ = f", {self.paired}" if self.by == "role" else ""
+        return f"{name} ({self.other}{with_}): distance {self.distance:.3g}, noise {self.noise:.2g}"
+
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Spreads:
+class Spreads(Tabular):
     """How far others are from a reference, layer by layer.
 
     Args:
@@ -74,6 +86,7 @@ class Spreads:
         rows: One row per layer and other, in execution order.
         report: Findings on layers that are far from the reference (`TH901`) or have non-finite values.
         left_out: Layers that could not be compared, and why.
+        compared: The models of the others, by name, held weakly: the result does not keep them alive.
     """
 
     reference: str
@@ -81,14 +94,39 @@ class Spreads:
     rows: tuple[Layer, ...]
     report: Report
     left_out: Mapping[str, str] = field(default_factory=dict)
+    compared: Mapping[str, weakref.ref[nn.Module]] = field(default_factory=dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "compared": {}}  # weak references cannot be copied or pickled
+
+    @property
+    def pairs(self) -> dict[str, dict[str, str]]:
+        """Which layers were compared: for each of the others, its layer by that of the reference."""
+        return {other: {row.path: row.paired for row in self.rows_of(other)} for other in self.others}
+
+    def worst(self, k: int) -> Worst:
+        """The `k` layers with parameters that differ most, and their parameters, to fine-tune them.
+
+        ``ranked()[:k]`` also has layers without parameters. Layers are those of the model that was compared, and for
+        `compare.models` those of the others.
+
+        >>> from torchhook.compare import datasets
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> result = datasets(model, torch.randn(99, 4).split(33), (torch.randn(99, 4) + 9).split(33))
+        >>> worst = result.worst(2)
+        >>> sorted(worst.paths), worst.names[0] in ("0.weight", "2.weight")
+        (['0', '2'], True)
+        >>> optimizer = torch.optim.SGD(worst.parameters(), lr=0.01)
+        """
+        require_count(k, "k")
+        return Worst.of(self.ranked(), self.compared, k)
 
     def ranked(self) -> list[Layer]:
         """The layers that differ most first."""
         return sorted(self.rows, key=lambda row: -row.distance if row.distance == row.distance else float("-inf"))
 
-    def table(self) -> list[dict[str, Any]]:
-        """One plain dictionary per row, for pandas and similar tools."""
-        names = ("path", "other", "distance", "noise", "shift", "ratio")
+    def _records(self) -> list[dict[str, Any]]:
+        names = ("path", "other", "paired", "by", "distance", "noise", "shift", "ratio")
         return [{name: getattr(row, name) for name in names} for row in self.rows]
 
     def figure(self, ax: Axes | None = None) -> Figure:
@@ -113,42 +151,41 @@ class Spreads:
         """The rows of one of the others."""
         return [row for row in self.rows if row.other == other]
 
-    def __repr__(self) -> str:
-        return f"{self._title()}\n{table(self._header(), self._cells())}{self._rest()}"
-
-    def _repr_html_(self) -> str:
-        title, rest = html.escape(self._title()), html.escape(self._rest())
-        return f"<p>{title}</p>{html_table(self._header(), self._cells())}<p>{rest}</p>"
-
     def _title(self) -> str:
-        return f"{', '.join(self.others)} against {self.reference}: {len(self.rows)} layers, the furthest first"
+        names = ", ".join(self.others[:_NAMED]) + (", …" if len(self.others) > _NAMED else "")
+        return f"{names} against {self.reference}: {len(self.rows)} layers, the furthest first"
 
-    def _rest(self) -> str:
-        more = len(self.rows) - _SHOWN
-        return f"\n… and {more} more: see .table()" if more > 0 else ""
+    def _foot(self) -> Sequence[str]:
+        return [f"{len(self.left_out)} layers were left out: see .left_out"] if self.left_out else []
 
-    def _header(self) -> list[str]:
+    @property
+    def _has_roles(self) -> bool:
+        return any(row.by == "role" for row in self.rows)
+
+    def _printed(self) -> tuple[Sequence[str], list[list[str]]]:
         several = ["of"] if len(self.others) > 1 else []
-        return ["layer", *several, "distance", "noise", "mean shift", "variance ratio"]
-
-    def _cells(self) -> list[list[str]]:
-        return [
+        paired = ["paired with"] if self._has_roles else []
+        return ["layer", *several, *paired, "distance", "noise", "mean shift", "variance ratio"], [
             [
                 row.path or "''",
                 *([row.other] if len(self.others) > 1 else []),
+                *([row.paired or "''"] if self._has_roles else []),
                 f"{row.distance:.3g}",
                 f"{row.noise:.2g}",
                 f"{row.shift:+.3g}",
                 f"{row.ratio:.3g}",
             ]
-            for row in self.ranked()[:_SHOWN]
+            for row in self.ranked()
         ]
 
 
 def models(models: Mapping[str, nn.Module], x: Any, sites: Sites = None) -> Spreads:
     """How the layer outputs of several models differ on the same input: the first model is the reference.
 
-    Layers are matched by path. All models run in eval mode, and `x` is moved and cast for each.
+    Layers are paired by path. Where the paths of two models differ, as those of different architectures do, they are
+    paired by role (convolution, norm, activation, linear, attention, …) and order, and ``result.pairs`` has the pairs.
+    Findings are on layers with the same path, and on two models that have the same layers under other names:
+    different architectures are meant to differ. All models run in eval mode, and `x` is moved and cast for each.
 
     Args:
         models: Two or more models, by name.
@@ -161,15 +198,19 @@ def models(models: Mapping[str, nn.Module], x: Any, sites: Sites = None) -> Spre
     >>> result = models({"old": first, "new": second}, torch.randn(64, 4))
     >>> [(finding.site, finding.severity) for finding in result.report.findings]
     [('0', <Severity.ERROR: 'error'>)]
+    >>> deeper = nn.ModuleDict({"fc": nn.Linear(4, 8), "act": nn.GELU(), "out": nn.Linear(8, 2)})
+    >>> deeper.forward = lambda x: deeper["out"](deeper["act"](deeper["fc"](x)))
+    >>> models({"old": first, "deeper": deeper}, torch.randn(64, 4)).pairs
+    {'deeper': {'0': 'fc', '1': 'act'}}
     """
     if not isinstance(models, Mapping) or len(models) < 2:
         raise ValueError("models must be a mapping of names to at least two models")
     for name, model in models.items():
         require_module(model, f"models[{name!r}]")
         require_sites(model, sites, "sites", f" (in models[{name!r}])")
-    parts = list(_parts(x, "x"))
+    parts = list(_parts(inputs_of(x, next(iter(models.values()))), "x"))
     sides = {name: _measured(model, parts, sites) for name, model in models.items()}
-    return _compared(sides, type(next(iter(models.values()))).__name__, "x")
+    return _compared(sides, models, "x")
 
 
 def inputs(model: nn.Module, x1: Any, x2: Any, sites: Sites = None) -> Spreads:
@@ -190,9 +231,9 @@ def inputs(model: nn.Module, x1: Any, x2: Any, sites: Sites = None) -> Spreads:
     """
     require_module(model)
     require_sites(model, sites, "sites")
-    parts = {name: list(_parts(x, name)) for name, x in (("x1", x1), ("x2", x2))}
+    parts = {name: list(_parts(inputs_of(x, model), name)) for name, x in (("x1", x1), ("x2", x2))}
     sides = {name: _measured(model, some, sites) for name, some in parts.items()}
-    return _compared(sides, type(model).__name__, "x1")
+    return _compared(sides, dict.fromkeys(sides, model), "x1")
 
 
 def datasets(
@@ -233,7 +274,7 @@ def datasets(
         if not found:
             raise ValueError(f"{argument} has no samples")
         sides[argument.removesuffix("_loader")] = found
-    return _compared(sides, type(model).__name__, "train_loader")
+    return _compared(sides, dict.fromkeys(sides, model), "train_loader")
 
 
 class SampleWindow(NamedTuple):
@@ -292,71 +333,92 @@ def _joined(windows: list[SampleWindow]) -> SampleWindow:
     return SampleWindow(sum(window.samples for window in windows), whole)
 
 
-def _compared(sides: dict[str, list[Snapshot]], model: str, argument: str) -> Spreads:
+def _compared(sides: dict[str, list[Snapshot]], models: Mapping[str, nn.Module], argument: str) -> Spreads:
     (reference, windows), *others = sides.items()
     whole = settled(joined(windows))
     known = {place: layer_profile(whole[place], place, windows) for place in whole if place[1].startswith("output")}
     rows: list[Layer] = []
-    silent: dict[str, dict[str, None]] = {}  # where a layer did not run
-    reports = []
+    left_out: dict[tuple[str, str], list[str]] = {}  # where a layer has no counterpart
+    reports, notes = [], list[str]()
     for name, found in others:
-        live = settled(joined(found))
-        common = {place: side for place, side in known.items() if place in live.rows}
-        for place in {**known, **live.rows}:
-            if place[1].startswith("output") and place not in common:
-                silent.setdefault(_label(place), {})[name if place in known else reference] = None
-        rows += [_layer(place, name, side, whole[place], live[place]) for place, side in common.items()]
-        reports.append(_report(Profile(common, model), found, name if len(others) > 1 else ""))
+        matched = Matched.of(known, whole, found, (models[reference], models[name]))
+        for label, why, side in matched.left_out((reference, name)):
+            left_out.setdefault((label, why), []).append(side)
+        rows += [_layer(place, name, known[place], whole[place], matched) for place in matched.places]
+        reports.append(_report(matched, known, type(models[reference]).__name__, name if len(others) > 1 else ""))
+        if unjudged := len(matched.places) - len(matched.judged):
+            notes.append(f"{unjudged} layers of {name} were paired by role: their distances are not judged")
     if not rows:
-        raise ValueError(f"no layer has the same path in {reference} and {', '.join(name for name, _ in others)}")
-    notes = (
-        [f"{argument} could not be split into parts: how much its samples vary is unknown"] if len(windows) < 2 else []
-    )
+        names = ", ".join(name for name, _ in others)
+        raise ValueError(f"no layer of {reference} has a counterpart in {names}, neither by path nor by role")
+    if len(windows) < 2:
+        notes.append(f"{argument} could not be split into parts: how much its samples vary is unknown")
     if single := sum(bool(row.shifts.isnan().any()) for row in rows):
         notes.append(
             f"{single} of {len(rows)} layers have a channel with fewer than two values: its shift and ratio are NaN"
         )
     findings = tuple(finding for report in reports for finding in report.findings)
-    report = replace(reports[0], findings=findings, notes=tuple(notes))
-    left_out = {label: f"it did not run in {', '.join(where)}" for label, where in silent.items()}
-    return Spreads(reference, tuple(name for name, _ in others), tuple(rows), report, left_out)
+    return Spreads(
+        reference,
+        tuple(name for name, _ in others),
+        tuple(rows),
+        replace(reports[0], findings=findings, notes=tuple(notes)),
+        {label: f"{why} {', '.join(dict.fromkeys(where))}" for (label, why), where in left_out.items()},
+        {name: weakref.ref(models[name]) for name, _ in others},
+    )
 
 
-def _report(profile: Profile, windows: list[Snapshot], name: str) -> Report:
+def _report(matched: Matched, known: Mapping[Place, LayerProfile], model: str, name: str) -> Report:
     """The findings of the rules, each preceded by `name` if that is not empty."""
-    history = History(profile=profile)
-    for number, window in enumerate(windows):
+    history = History(profile=Profile({place: known[place] for place in known if place in matched.judged}, model))
+    for number, window in enumerate(matched.windows):
         history.add(number, window)
-    report = check(history, ["TH101", "TH901"], model=profile.model)
-    if not name:
-        return report
-    return replace(report, findings=tuple(replace(one, message=f"{name}: {one.message}") for one in report.findings))
+    report = check(history, ["TH101", "TH901"], model=model)
+    return replace(report, findings=tuple(_named(finding, matched.pairs, name) for finding in report.findings))
 
 
-def _layer(place: Place, name: str, known: LayerProfile, reference: Reading, live: Reading) -> Layer:
-    return Layer(_label(place), name, known.distance(live), known.noise, *_by_channel(reference, live, known.unit))
+def _named(finding: Finding, pairs: Mapping[str, Pair], name: str) -> Finding:
+    """A finding that says in which of several models it is, and in which layer, if that has another path."""
+    pair = pairs.get(finding.site)
+    where = [name] if name else []
+    where += [f"in {pair.paired}"] if pair is not None and pair.paired != pair.path else []
+    return replace(finding, message=f"{', '.join(where)}: {finding.message}") if where else finding
+
+
+def _layer(place: Place, name: str, known: LayerProfile, reference: Reading, matched: Matched) -> Layer:
+    live, pair = matched.whole[place], matched.pairs[place[0]]
+    comparable = place in matched.judged and has_same_channels(reference, live)
+    numbers = (_by_channel if comparable else _as_a_whole)(reference, live, known.unit)
+    paired = pair.paired + matched.places[place][1].removeprefix("output")
+    return Layer(label_of(place), name, known.distance(live), known.noise, *numbers, paired, pair.by)
 
 
 def _by_channel(reference: Reading, live: Reading, unit: float) -> tuple[Tensor, Tensor]:
-    """The shifts of the means and the ratios of the variances; empty if the channels differ."""
-    none = torch.empty(0, dtype=torch.float64)
-    if "channels" not in reference or "channels" not in live:
-        return none, none
+    """The shifts of the means and the ratios of the variances of all channels."""
     a, b = reference.channels, live.channels
-    if a.mean.shape != b.mean.shape:
-        return none, none
+    return _shifts(a.mean, a.std, b.mean, b.std, unit)
+
+
+def _as_a_whole(reference: Reading, live: Reading, unit: float) -> tuple[Tensor, Tensor]:
+    """The shift of the mean and the ratio of the variances of all values together."""
+    mean, std, other_mean, other_std = torch.tensor(
+        [[reference.mean], [reference.std], [live.mean], [live.std]], dtype=torch.float64
+    )
+    return _shifts(mean, std, other_mean, other_std, unit)
+
+
+def _shifts(mean: Tensor, std: Tensor, other_mean: Tensor, other_std: Tensor, unit: float) -> tuple[Tensor, Tensor]:
     least = (1e-3 * unit) ** 2  # compared with the layer, such a channel is constant
-    before, after = (side.std.square() + least for side in (a, b))
-    return (b.mean - a.mean) / ((before + after) / 2).sqrt(), after / before
+    before, after = std.square() + least, other_std.square() + least
+    return (other_mean - mean) / ((before + after) / 2).sqrt(), after / before
 
 
-def _parts(x: Any, argument: str) -> Iterator[Batch]:
+def _parts(given: Arguments, argument: str) -> Iterator[Batch]:
     """An input split into parts of its samples."""
-    given = Arguments.of(x)
     found = [leaf for _, leaf in leaves(given)]
     if not found:
         raise TypeError(
-            f"{argument} must be an input, a tuple of arguments, or a dict of keyword arguments, not {x!r:.80}"
+            f"{argument} must be an input, a tuple of arguments, or a dict of keyword arguments, not {given!r:.80}"
         )
     sizes = {len(leaf) if leaf.dim() else None for leaf in found}
     if sizes == {0}:
@@ -370,8 +432,3 @@ def _parts(x: Any, argument: str) -> Iterator[Batch]:
 
 def _cut(first: int, last: int) -> Callable[[Tensor], Tensor]:
     return lambda tensor: tensor[first:last]
-
-
-def _label(place: Place) -> str:
-    path, port = place
-    return path + port.removeprefix("output")

@@ -1,10 +1,11 @@
-"""`shift`: how far the data of two domains are apart in the features of one layer."""
+"""`shift`: how far the data of two domains are apart in the features of one layer, or of several."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,13 +13,18 @@ from torch import Tensor, nn
 
 from torchhook.compare import distances
 from torchhook.compare.features import FeatureReader, LayerCall, Pool, require_pool
-from torchhook.core.batch import InputBatches, ToInputs, batch_count
-from torchhook.core.progress import Progress, track
-from torchhook.core.selection import Query, require_module, require_sites
+from torchhook.compare.layer_samples import LayerSamples, read_samples
+from torchhook.core.batch import InputBatches, ToInputs
+from torchhook.core.errors import NotRecordedError
+from torchhook.core.progress import Progress
+from torchhook.core.renamed import renamed
+from torchhook.core.selection import Query, nearest, queries_of, require_module, require_sites, select
+from torchhook.core.tabular import Tabular
 from torchhook.core.tap import require_count
 from torchhook.core.text import html_table, table
 
 _SHOWN = 10  # channels in a table
+_MEASURES = ("mmd", "energy", "coral", "frechet", "auc", "mean_distance")
 
 
 class Drift(NamedTuple):
@@ -35,7 +41,7 @@ class Drift(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Shift:
+class Shift(Tabular):
     """How far target data is from source data at one layer of a model; all distances are 0 if nothing differs.
 
     Args:
@@ -48,6 +54,8 @@ class Shift:
         frechet: The Fréchet distance of the normal distributions (squared, as in FID); too large for few samples.
         auc: How well a linear classifier separates target from source, from 0.5 (not at all) to 1.
         channels: All channels, those that differ most first.
+        mean_distance: The norm of the difference of the mean features, over all samples.
+        share: Of the `mean_distance` of all layers that were asked for together, from 0 to 1.
     """
 
     site: str
@@ -62,10 +70,11 @@ class Shift:
     frechet: float
     auc: float
     channels: tuple[Drift, ...]
+    mean_distance: float
+    share: float = 1.0
 
-    def table(self) -> list[dict[str, Any]]:
-        """One plain dictionary per channel, for pandas and similar tools."""
-        return [channel._asdict() for channel in self.channels]
+    def _records(self) -> list[dict[str, Any]]:
+        return [{"path": self.site, **channel._asdict()} for channel in self.channels]
 
     def __repr__(self) -> str:
         measures, channels = (table(header, rows) for header, rows in self._tables())
@@ -83,25 +92,82 @@ class Shift:
 
     def _most(self) -> str:
         most = min(_SHOWN, len(self.channels))
-        return f"The {most} of {len(self.channels)} channels that differ most"
+        return f"The {most} of {len(self.channels)} channels that differ most" + (
+            ": see .table() for all" if most < len(self.channels) else ""
+        )
 
     def _tables(self) -> list[tuple[tuple[str, ...], list[list[str]]]]:
-        names = ("mmd", "energy", "coral", "frechet", "auc")
         channels = [
             [str(drift.channel), f"{drift.shift:+.3f}", f"{drift.variance_ratio:.3g}", f"{drift.distance:.3f}"]
             for drift in self.channels[:_SHOWN]
         ]
         return [
-            (("measure", "value"), [[name, f"{getattr(self, name):.4g}"] for name in names]),
+            (("measure", "value"), [[name, f"{getattr(self, name):.4g}"] for name in _MEASURES]),
             (("channel", "shift", "variance ratio", "distance"), channels),
         ]
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class Shifts(Tabular, Mapping[str, Shift]):
+    """How far target data is from source data at several layers: the `Shift` of each, in execution order.
+
+    The keys are the paths of the layers, with the call if a layer is called several times.
+
+    Args:
+        layers: The layers.
+        left_out: Layers that could not be compared, and why.
+    """
+
+    layers: Mapping[str, Shift]
+    left_out: Mapping[str, str]
+
+    def __getitem__(self, layer: str) -> Shift:
+        if layer not in self.layers:
+            raise NotRecordedError(f"no layer {layer!r} was compared; {nearest(layer, self.layers)}")
+        return self.layers[layer]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def ranked(self) -> list[Shift]:
+        """The layers with the largest share first."""
+        return sorted(self.layers.values(), key=lambda layer: -layer.share)
+
+    def _records(self) -> list[dict[str, Any]]:
+        names = ("share", "mean_distance", "p_value", "mmd", "energy", "coral", "frechet", "auc", "sources", "targets")
+        return [{"path": key, **{name: getattr(one, name) for name in names}} for key, one in self.layers.items()]
+
+    def _title(self) -> str:
+        first = next(iter(self.layers.values()))
+        return f"Shift at {len(self)} layers: {first.sources} source and {first.targets} target samples"
+
+    def _foot(self) -> Sequence[str]:
+        return [f"{len(self.left_out)} layers were left out: see .left_out"] if self.left_out else []
+
+    def _printed(self) -> tuple[Sequence[str], list[list[str]]]:
+        ranked = sorted(self.layers.items(), key=lambda item: -item[1].share)
+        return ("layer", "share", "mean distance", "p", "mmd", "auc"), [
+            [
+                key or "''",
+                f"{one.share:.3f}",
+                f"{one.mean_distance:.4g}",
+                f"{one.p_value:.2g}",
+                f"{one.mmd:.4g}",
+                f"{one.auc:.3f}",
+            ]
+            for key, one in ranked
+        ]
+
+
+@renamed(site="sites")
 def shift(
     model: nn.Module,
     source: Any,
     target: Any,
-    site: Query,
+    sites: Query | Iterable[Query],
     *,
     call: int | None = None,
     pool: Pool = "mean",
@@ -110,13 +176,16 @@ def shift(
     generator: torch.Generator | None = None,
     batch_to_inputs: ToInputs | None = None,
     progress: Progress = True,
-) -> Shift:
-    """How far the data of `target` is from that of `source` at the layer `site`, and in which channels.
+) -> Shift | Shifts:
+    """How far the data of `target` is from that of `source` at the layer `sites`, and in which channels.
+
+    If `sites` selects several layers, or is a list, the result is a `Shifts`: the `Shift` of each layer, by path, with
+    the share that each has in the distances of the mean features.
 
     Args:
         source, target: Yield batches: tensors, tuples whose last element is a target, or mappings of keyword arguments.
-        site: A query for one layer.
-        call: The number of the call, if the model calls the layer several times.
+        sites: A query for one layer or for several, or a list of queries.
+        call: The number of the call, if the model calls a layer several times.
         pool: How an output becomes the features of a sample: ``"mean"`` takes the mean of each channel over all
             positions, ``"flatten"`` all values; or a function of the output, such as ``lambda x: x[:, 0]``.
         permutations: For the p-value, which is at least 1 / (1 + permutations).
@@ -126,55 +195,93 @@ def shift(
         progress: True for a bar in a terminal, False for none, or a function (what, done, total).
 
     >>> from torchhook.compare.domain_shift import shift
-    >>> model = nn.Flatten()
+    >>> model = nn.Sequential(nn.Flatten(), nn.Tanh())
     >>> draw = torch.Generator().manual_seed(0)
     >>> source, target = torch.randn(60, 5, generator=draw), torch.randn(40, 5, generator=draw)
     >>> target[:, 3] += 2
-    >>> result = shift(model, source.split(16), target.split(16), "")
+    >>> result = shift(model, source.split(16), target.split(16), "0")
     >>> result.p_value, result.channels[0].channel
     (0.001, 3)
+    >>> several = shift(model, source.split(16), target.split(16), ["0", nn.Tanh])
+    >>> several["0"].p_value, [round(layer.share, 1) for layer in several.values()]
+    (0.001, [0.7, 0.3])
     """
     require_module(model)
     source = InputBatches(source, model, batch_to_inputs, "source")
     target = InputBatches(target, model, batch_to_inputs, "target")
     require_pool(pool)
-    require_sites(model, site, "site")
+    require_sites(model, sites, "sites")
     require_count(permutations, "permutations")
     require_count(max_samples, "max_samples")
-    draw = torch.Generator().manual_seed(0) if generator is None else generator
-    with FeatureReader(model, site, pool) as reader:
-        layer_call, x = _features(reader, source, "source", call, max_samples, draw, progress)
-        _, y = _features(reader, target, "target", call, max_samples, draw, progress)
-    if x.shape[1] != y.shape[1]:
-        raise ValueError(
-            f"{layer_call} has {x.shape[1]} features per sample for source and {y.shape[1]} for target; pass"
-            " pool='mean' or a function that makes them equal"
+    start = torch.Generator().manual_seed(0) if generator is None else generator
+    is_one = isinstance(sites, (str, nn.Module)) or not isinstance(sites, Iterable)
+    is_one = is_one and len(select(model, *queries_of(sites))) == 1
+    with FeatureReader(model, sites, pool) as reader:
+        layers = read_samples(reader, {"source": source, "target": target}, call, max_samples, start, progress)
+    if is_one:
+        layer = _require_one(layers, call)
+        one = _compared(layer, permutations)
+        start.set_state(layer.draw.get_state())
+        return one
+    found, left_out = dict[LayerCall, Shift](), dict[str, str]()
+    for layer_call, layer in layers.items():
+        try:
+            found[layer_call] = _compared(layer, permutations)
+        except ValueError as error:
+            left_out[str(layer_call)] = str(error)
+        last = layer.draw
+    if not found:
+        raise ValueError("no layer can be compared: " + "; ".join(left_out.values()))
+    start.set_state(last.get_state())
+    return Shifts(_by_share(found), left_out | {repr(path): why for path, why in reader.silent.items()})
+
+
+def _by_share(found: Mapping[LayerCall, Shift]) -> dict[str, Shift]:
+    """The layers by name, each with its share in the distances of all means."""
+    calls = Counter(layer_call.path for layer_call in found)
+    total = sum(layer.mean_distance for layer in found.values())
+    return {
+        path + (f" (call {call})" if calls[path] > 1 else ""): replace(
+            layer, share=layer.mean_distance / total if total else 0.0
         )
-    return _compared(layer_call, x, y, permutations, draw)
+        for (path, call), layer in found.items()
+    }
 
 
-def _compared(layer_call: LayerCall, x: Tensor, y: Tensor, permutations: int, draw: torch.Generator) -> Shift:
+def _require_one(layers: Mapping[LayerCall, LayerSamples], call: int | None) -> LayerSamples:
+    """The only layer call; raise if there is none, or if there are several."""
+    if len(layers) > 1:
+        path = next(iter(layers)).path
+        raise ValueError(f"{path!r} is called {len(layers)} times per batch: pass call=, counted from 0")
+    if not layers:
+        raise ValueError("the layer was not called" if call is None else f"the layer has no call {call} (from 0)")
+    return next(iter(layers.values()))
+
+
+def _compared(layer: LayerSamples, permutations: int) -> Shift:
+    x, y = layer.features()
     squared = distances.squared_distances(torch.cat([x, y]))
     width = distances.bandwidth(squared)
     if not width > 0:
         raise ValueError(
-            f"the output of {layer_call} is the same for every sample of source and target: nothing to compare"
+            f"the output of {layer.call} is the same for every sample of source and target: nothing to compare"
         )
     kernel = torch.exp(-squared / width)
     mmd, energy = distances.between(kernel, len(x)), distances.between(-squared.sqrt(), len(x))
     return Shift(
-        site=layer_call.path,
+        site=layer.call.path,
         sources=len(x),
         targets=len(y),
-        p_value=distances.p_value(kernel, len(x), permutations, draw),
+        p_value=distances.p_value(kernel, len(x), permutations, layer.draw),
         mmd=mmd.u,
         mmd_biased=mmd.v,
         energy=energy.u,
         energy_biased=energy.v,
         coral=distances.coral(x, y),
         frechet=distances.frechet(x, y),
-        auc=distances.classifier_auc(x, y, draw),
+        auc=distances.classifier_auc(x, y, layer.draw),
         channels=_drifts(x, y),
+        mean_distance=float((layer.sides["source"].mean - layer.sides["target"].mean).norm()),
     )
 
 
@@ -192,79 +299,3 @@ def _drifts(x: Tensor, y: Tensor) -> tuple[Drift, ...]:
 
 def _over(a: Tensor, b: Tensor, same: float = 0.0) -> Tensor:
     return torch.where((a == 0) & (b == 0), torch.full_like(a, same), a / b)
-
-
-def _features(
-    reader: FeatureReader,
-    loader: Iterable[Any],
-    name: str,
-    call: int | None,
-    most: int,
-    draw: torch.Generator,
-    progress: Progress,
-) -> tuple[LayerCall, Tensor]:
-    """The layer call, and its features for all samples of a loader, or for `most` drawn at random."""
-    drawn: Reservoir | None = None
-    found: dict[LayerCall, Tensor | str] = {}
-    for batch in track(loader, batch_count(loader), name, progress):
-        found.clear()
-        reader.run(batch, lambda layer_call, rows: found.update({layer_call: _copied(rows)}))
-        layer_call, rows = _chosen(found, call)
-        drawn = drawn or Reservoir(most, draw)
-        drawn.add(layer_call, rows)
-    if drawn is None or drawn.rows is None or len(drawn.rows) < distances.FOLDS:
-        raise ValueError(f"{name} has {0 if drawn is None else drawn.seen} samples, but {distances.FOLDS} are needed")
-    if not drawn.rows.isfinite().all():
-        raise ValueError(
-            f"{layer_call} has values that are not finite for {name}; torchhook.diagnose finds their origin"
-        )
-    return layer_call, drawn.rows
-
-
-def _copied(rows: Tensor | str) -> Tensor | str:
-    """A copy of the features: the model may overwrite its output."""
-    return rows if isinstance(rows, str) else rows.to(torch.float64, copy=True)
-
-
-def _chosen(found: dict[LayerCall, Tensor | str], call: int | None) -> tuple[LayerCall, Tensor]:
-    """The only layer call, or the one asked for, with its features."""
-    paths = list(dict.fromkeys(layer_call.path for layer_call in found))
-    if len(paths) > 1:
-        raise ValueError(f"site must select one layer, but matches {', '.join(map(repr, paths[:5]))}")
-    wanted = [layer_call for layer_call in found if call is None or layer_call.call == call]
-    if len(wanted) > 1:
-        raise ValueError(f"{paths[0]!r} is called {len(wanted)} times per batch: pass call=, counted from 0")
-    if not wanted:
-        what = "was not called" if call is None else f"has no call {call}"
-        raise ValueError(f"site {what} in a batch; it was called {len(found)} times")
-    rows = found[wanted[0]]
-    if isinstance(rows, str):
-        raise ValueError(f"{wanted[0]} cannot be compared: {rows}")
-    return wanted[0], rows
-
-
-class Reservoir:
-    """A random sample of at most `most` rows: each row gets a random number, and the smallest stay."""
-
-    def __init__(self, most: int, draw: torch.Generator) -> None:
-        self.most = most
-        self.draw = draw
-        self.seen = 0
-        self.rows: Tensor | None = None
-        self._chances = torch.zeros(0, dtype=torch.float64)
-
-    def add(self, layer_call: LayerCall, rows: Tensor) -> None:
-        """Keep some of `rows`, perhaps instead of others."""
-        if self.rows is not None and rows.shape[1] != self.rows.shape[1]:
-            raise ValueError(
-                f"{layer_call} had {self.rows.shape[1]} features per sample and now has {rows.shape[1]}; pass"
-                " pool='mean' for one feature per channel"
-            )
-        self.seen += len(rows)
-        chances = torch.rand(len(rows), generator=self.draw, dtype=torch.float64)
-        chances = torch.cat([self._chances, chances])
-        rows = rows if self.rows is None else torch.cat([self.rows, rows])
-        if len(rows) > self.most:
-            least = chances.topk(self.most, largest=False, sorted=False).indices
-            chances, rows = chances[least], rows[least.to(rows.device)]
-        self._chances, self.rows = chances, rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import html
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,7 +16,8 @@ from torchhook.compare.pairwise import ModelLayers, Tally
 from torchhook.core.batch import InputBatches, ToInputs, batch_count
 from torchhook.core.progress import Progress, track
 from torchhook.core.selection import Sites, require_module, require_sites
-from torchhook.core.text import html_table, table, warn
+from torchhook.core.tabular import Tabular
+from torchhook.core.text import warn
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,7 +27,7 @@ By = Literal["cka", "cca", "svcca", "pwcca", "procrustes"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Likeness:
+class Likeness(Tabular):
     """How similar layers are: one row per layer of the first model, one column per layer of the second.
 
     Args:
@@ -53,10 +54,10 @@ class Likeness:
     left_out: dict[str, str] = field(default_factory=dict)
     itself: bool = False  # whether the columns are the same layers as the rows
 
-    def table(self) -> list[dict[str, Any]]:
-        """One plain dictionary per pair, for pandas and similar tools."""
+    def _records(self) -> list[dict[str, Any]]:
+        """One row per pair of layers."""
         return [
-            {"row": row, "column": column, self.by: float(self.matrix[i, j]), "exact": bool(self.exact[i, j])}
+            {"path": row, "paired": column, self.by: float(self.matrix[i, j]), "exact": bool(self.exact[i, j])}
             for i, row in enumerate(self.rows)
             for j, column in enumerate(self.columns)
         ]
@@ -67,28 +68,19 @@ class Likeness:
 
         return similarity(self, ax=ax)
 
-    def __repr__(self) -> str:
-        return f"{self._title()}\n{table(self._header(), self._nearest())}"
-
-    def _repr_html_(self) -> str:
-        return f"<p>{html.escape(self._title())}</p>{html_table(self._header(), self._nearest())}"
-
     def _title(self) -> str:
         estimated = int((~self.exact).sum())
         how = f", {estimated} of {self.exact.numel()} numbers estimated from groups of samples" if estimated else ""
-        out = f", {len(self.left_out)} layers left out" if self.left_out else ""
+        out = f", {len(self.left_out)} layers left out (see .left_out)" if self.left_out else ""
         return f"{self.by} of {len(self.rows)} × {len(self.columns)} layers, {self.n} samples{how}{out}"
 
-    def _header(self) -> tuple[str, ...]:
-        return "layer", "nearest other" if self.itself else "nearest", self.by.rjust(5)
-
-    def _nearest(self) -> list[list[str]]:
-        """Each row with the most similar column."""
+    def _printed(self) -> tuple[Sequence[str], list[list[str]]]:
+        """Each layer with the most similar one."""
         matrix = self.matrix.clone()
         if self.itself:
             matrix.fill_diagonal_(-torch.inf)
         best = [int(row.argmax()) for row in matrix]
-        return [
+        return ("layer", "nearest other" if self.itself else "nearest", self.by.rjust(5)), [
             [name, self.columns[j], f"{self.matrix[i, j]:.3f}"]
             for i, (name, j) in enumerate(zip(self.rows, best, strict=True))
         ]

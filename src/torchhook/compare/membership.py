@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import html
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,8 +18,8 @@ from torchhook.core.batch import InputBatches, Loss, ToInputs
 from torchhook.core.model_state import state_kept
 from torchhook.core.progress import Progress
 from torchhook.core.selection import Sites, require_module, require_sites
+from torchhook.core.tabular import Tabular
 from torchhook.core.tap import require_count
-from torchhook.core.text import html_table, table
 
 _HEADER = ("signal", "AUC", "TPR at 0.1 % FPR", "TPR at 1 % FPR")
 
@@ -41,7 +40,7 @@ class Signal(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Leakage:
+class Leakage(Tabular):
     """What a model reveals about its training data.
 
     Args:
@@ -70,25 +69,21 @@ class Leakage:
             raise KeyError(f"no signal {name!r}; there are {', '.join(map(_title, self.signals))}")
         return found
 
-    def table(self) -> list[dict[str, Any]]:
-        """One plain dictionary per signal, for pandas and similar tools."""
+    def _records(self) -> list[dict[str, Any]]:
         return [
-            {"signal": signal.name, "site": signal.site, **_flat(signal, "auc", "tpr_0_1", "tpr_1")}
+            {"signal": signal.name, "path": signal.site, **_flat(signal, "auc", "tpr_0_1", "tpr_1")}
             for signal in self.signals
         ]
-
-    def __repr__(self) -> str:
-        return f"{self._title()}\n{table(_HEADER, self._rows())}\n{self._gradients()}"
-
-    def _repr_html_(self) -> str:
-        title, gradients = html.escape(self._title()), html.escape(self._gradients())
-        return f"<p>{title}</p>{html_table(_HEADER, self._rows())}<p>{gradients}</p>"
 
     def _title(self) -> str:
         return f"Leakage: {self.members} members and {self.non_members} others, 95 % intervals"
 
-    def _rows(self) -> list[list[str]]:
-        return [[_title(signal), *map(str, signal[2:])] for signal in self.signals]
+    def _foot(self) -> Sequence[str]:
+        out = [f"{len(self.left_out)} things were left out: see .left_out"] if self.left_out else []
+        return [*out, self._gradients()]
+
+    def _printed(self) -> tuple[Sequence[str], list[list[str]]]:
+        return _HEADER, [[_title(signal), *map(str, signal[2:])] for signal in self.signals]
 
     def _gradients(self) -> str:
         if self.layer is None:

@@ -7,6 +7,7 @@ model itself, and a gradient is seen by a hook that leaves such an op in the gra
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import count
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 import torchhook.core.graph_ops  # noqa: F401 (to define the ops)
 from torchhook.core.container_text import rebuilt, tensors_in
 from torchhook.core.edit import Editing, refused
-from torchhook.core.hooks.tensors import apart, hook_gradient
 from torchhook.core.passes import Pass
 from torchhook.core.sink import UNKNOWN, Act, Receive
 from torchhook.core.torch_internals import DROPOUTS, TESTED, can_order_ops, marked_constant
@@ -36,16 +36,31 @@ _NO_ORDER = (
 )
 
 
+Watch = Callable[[Tensor, Tensor, int, bool, str], Tensor]
+
+
 class ObserveStep:
-    """The observers at a point as a step of a compiled graph: acts on the value, and acts that want its gradient."""
+    """The observers at a point as a step of a compiled graph: acts on the value, and acts that want its gradient.
 
-    __slots__ = ("acts", "address", "catches", "of_inputs", "point", "wants_gradients")
+    `watch` hooks a tensor for its gradient, and returns the one to continue with.
+    """
 
-    def __init__(self, point: Point, number: int, acts: list[Act], catches: list[Act], of_inputs: bool) -> None:
+    __slots__ = ("acts", "address", "catches", "of_inputs", "point", "wants_gradients", "watch")
+
+    def __init__(
+        self,
+        point: Point,
+        number: int,
+        acts: list[Act],
+        catches: list[Act],
+        watch: Watch | None = None,
+        of_inputs: bool = False,
+    ) -> None:
         self.point = point
         self.address = point.scope.key, point.index, number  # how the graph refers to it
         self.acts = acts
         self.catches = catches
+        self.watch = watch
         self.wants_gradients = bool(catches)  # a constant for the compiler
         self.of_inputs = of_inputs  # whose gradient is that through this module alone
 
@@ -56,12 +71,12 @@ class ObserveStep:
         tensors: list[Tensor] = []
         text = tensors_in(value, tensors)
         ticket = torch.ops.torchhook.see(text, tensors, *self.address)
-        if not self.wants_gradients:
+        if not self.wants_gradients or self.watch is None:
             return value
         for number, (address, tensor) in enumerate(list(leaves(value))):
             if tensor.requires_grad:
                 is_apart = self.of_inputs or tensor.is_leaf
-                value = put(value, address, _observed(tensor, ticket, number, is_apart, self.point.path))
+                value = put(value, address, self.watch(tensor, ticket, number, is_apart, self.point.path))
         return value
 
     def run(self, text: str, tensors: list[Tensor]) -> int:
@@ -194,22 +209,6 @@ def forget(name: str) -> None:
     """Drop the steps called `name`."""
     delattr(_steps, name)
     traced_names.discard(name)
-
-
-@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]  # of torch
-def _observed(tensor: Tensor, ticket: Tensor, number: int, is_apart: bool, path: str) -> Tensor:
-    """The tensor to continue with, whose gradient is reported; if it `is_apart`, that of its later uses alone.
-
-    The compiler runs this when it differentiates the graph. So the hook sees the gradient of the whole tensor, even if
-    the module returned its very input, and leaves its op in the graph of the backward.
-    """
-
-    def report(gradient: Tensor) -> None:
-        torch.ops.torchhook.see_gradient(gradient, ticket, number)
-
-    tensor = apart(tensor) if is_apart else tensor
-    hook_gradient(tensor, report, path)
-    return tensor
 
 
 class _Edited(torch.autograd.Function):

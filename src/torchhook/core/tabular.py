@@ -10,7 +10,7 @@ from typing import Any
 
 from torchhook.core.text import html_table, table
 
-_SCREEN = 40  # rows
+_SCREEN = 20  # rows
 
 
 class Tabular:

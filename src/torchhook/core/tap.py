@@ -55,6 +55,7 @@ class Tap(Shown):
     transform: Callable[[Any], Any] | None = None
     group: str | None = None
     edits: bool = field(init=False, default=False)  # whether it changes what flows
+    ports: tuple[Port, ...] = field(init=False, default=())  # that of the tap, unless its action needs others
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "selector", Selector.of(self.selector))
@@ -74,8 +75,8 @@ class Tap(Shown):
             raise ValueError("transform= changes what is recorded, but an edit records nothing; leave transform= out")
         if self.edits and self.port == "param":
             raise ValueError("an edit changes activations and gradients, not parameters; assign to the parameter")
-        if not self.edits:
-            self.sink  # noqa: B018 (raises if the action takes other arguments)
+        ports = () if self.edits else self.sink.ports  # raises if the action takes other arguments
+        object.__setattr__(self, "ports", ports or (self.port,))
 
     def bind(self, site: Site, module: nn.Module, scope: Scope) -> Act:
         """The act of this tap at one site."""
@@ -92,11 +93,6 @@ class Tap(Shown):
         """The action as a sink."""
         assert not isinstance(self.action, Edit)
         return self.action if isinstance(self.action, Sink) else observer(self.action, self.port)
-
-    @property
-    def ports(self) -> tuple[Port, ...]:
-        """The ports that the action needs: that of the tap, unless it says otherwise."""
-        return (self.port,) if self.edits else self.sink.ports or (self.port,)
 
     def transformed(self, value: Any, site: Site) -> Any:
         """`value` after the user's transform; an error in the transform names the site."""

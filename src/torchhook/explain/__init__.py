@@ -5,7 +5,7 @@ heat.positive().normalized().overlay(images)
 """
 
 from torchhook.explain.attention_capture import attention
-from torchhook.explain.attention_maps import Attended, AttentionCall
+from torchhook.explain.attention_maps import Attended, AttentionCall, AttentionChange
 from torchhook.explain.cams import eigen_cam, grad_cam, grad_cam_pp, hires_cam, layer_cam, x_grad_cam
 from torchhook.explain.erasure import Faithfulness, faithfulness
 from torchhook.explain.examples import Example, Examples, top_examples
@@ -17,6 +17,7 @@ from torchhook.explain.randomisation import Sanity, sanity
 __all__ = [
     "Attended",
     "AttentionCall",
+    "AttentionChange",
     "Example",
     "Examples",
     "Faithfulness",

@@ -6,7 +6,7 @@ compute attention say which module a call belongs to.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from math import prod
 from typing import Any, Literal, NamedTuple, get_args
@@ -14,31 +14,44 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from torchhook.core.attention import Attending, Logits
+from torchhook.core.attention import Attending, Given, Logits
+from torchhook.core.batch import inputs_of
 from torchhook.core.errors import BudgetError, SilentError
 from torchhook.core.event import Event
+from torchhook.core.renamed import renamed
 from torchhook.core.scope import Scope
-from torchhook.core.selection import Query, Selector, queries_of, require_module, select, walk
+from torchhook.core.selection import Selector, Sites, queries_of, require_module, select, walk
 from torchhook.core.session import Session
 from torchhook.core.sink import Sink
 from torchhook.core.tap import Tap, require_count
-from torchhook.core.text import in_units
+from torchhook.core.text import in_units, warn
 from torchhook.core.torch_internals import is_dynamo_loaded, submodules
 from torchhook.core.transfer import free_memory
-from torchhook.core.trees import Arguments, nbytes
+from torchhook.core.trees import nbytes
 from torchhook.explain.attention_maps import Attended, AttentionCall, HeadSummary, summary_of
 from torchhook.explain.token_grid import Grid
 from torchhook.explain.unfused_attention import implementation_of, unfused
 
+_IN_BANDS = (
+    "{kind} computes a softmax whose weights are not multiplied with values key by key, as in the banded attention of"
+    " Longformer and LED: which key a weight belongs to cannot be seen"
+)
+_UNSEEN = (
+    "{kind} called neither nn.MultiheadAttention nor F.scaled_dot_product_attention, and did not multiply a softmax"
+    " over keys with values: attention without a softmax, or in the kernel of another library, cannot be seen; for a"
+    " Hugging Face model try how='eager'"
+)
+
 How = Literal["recompute", "eager", "error"]
 
 
+@renamed(maps="sites")
 def attention(
     model: nn.Module,
     x: Any,
     *,
     how: How = "recompute",
-    maps: Query | Iterable[Query] | None = None,
+    sites: Sites = None,
     grid: Grid | None = None,
     max_bytes: int | None = None,
 ) -> Attended:
@@ -46,7 +59,9 @@ def attention(
 
     It sees ``nn.MultiheadAttention``, ``F.scaled_dot_product_attention``, and every softmax over keys whose weights are
     multiplied with values. That covers the models of torchvision, timm and Hugging Face that compute attention in one
-    of these ways, and your own. The model stays in its current mode; the weights are those before dropout.
+    of these ways, and your own. What a module named after attention computes in another way is in ``.left_out``, with
+    the reason, and a warning says so if that is a softmax. The model stays in its current mode; the weights are those
+    before dropout.
 
     Args:
         x: The input, a tuple of positional arguments or a dict of keyword arguments.
@@ -55,7 +70,7 @@ def attention(
             fast path of a whole encoder layer: there it is equal to the tolerance of the dtype. ``"eager"`` runs
             Hugging Face and timm models in their unfused implementation, and recomputes what is still fused.
             ``"error"`` raises.
-        maps: Which layers to keep the weights of: one or several queries for modules that are or contain attention.
+        sites: Which layers to keep the weights of: one or several queries for modules that are or contain attention.
             Their weights must fit into `max_bytes`. None keeps as many as fit, ``[]`` none. The statistics are always
             available.
         grid: The rows and columns of an image's patches, to measure distances in patches. Positions before the
@@ -76,8 +91,8 @@ def attention(
     if max_bytes is not None:
         require_count(max_bytes, "max_bytes")
     _require_grid(grid)
-    given = Arguments.of(x)
-    recorder = _Recorder(how, _LogitStore(_wanted(model, maps), max_bytes), grid)
+    given = inputs_of(x, model)
+    recorder = _Recorder(how, _LogitStore(_wanted(model, sites), max_bytes), grid)
     with ExitStack() as stack:
         if how == "eager":
             stack.enter_context(unfused(model))
@@ -86,10 +101,28 @@ def attention(
         stack.enter_context(torch.no_grad())
         session = stack.enter_context(Session(model, [_everywhere(model)], on_silent="ignore"))
         recorder.scope = session.scope
-        with Attending(recorder.add):
+        with _Noticing(recorder.add, recorder.note_softmax):
             output = model(*given.args, **given.kwargs)
-        recorder.check(model, {point.path for point in session.points if point.fired})
-    return Attended(recorder.calls(), output, _is_branched(model))
+        ran = {point.path for point in session.points if point.fired}
+        recorder.check(model, ran)
+        left_out = recorder.left_out(model, ran)
+    lost = [path for path in left_out if path in recorder.lost_softmaxes]
+    if lost:
+        warn(f"attention is missing at {lost[0]!r}: {left_out[lost[0]]} (.left_out lists all {len(lost)} such modules)")
+    return Attended(recorder.calls(), output, _is_branched(model), left_out)
+
+
+class _Noticing(Attending):
+    """Also calls `note` at every softmax that may be attention."""
+
+    def __init__(self, tell: Callable[[Logits], None], note: Callable[[Given], None]) -> None:
+        super().__init__(tell)
+        self.note = note
+
+    def look(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().look(name, args, kwargs)
+        if name == "softmax" and self._given is not None:
+            self.note(self._given)
 
 
 class _SeenAttention(NamedTuple):
@@ -112,12 +145,23 @@ class _Recorder:
         self.store = store
         self.grid = grid
         self.seen: list[_SeenAttention] = []
+        self.unused: dict[int, str] = {}  # softmaxes that were not multiplied with values, by id of the logits
+        self.lost: set[str] = set()  # the paths of those that are gone
+
+    def note_softmax(self, given: Given) -> None:
+        """A softmax begins in the module that is running, which may turn out to be attention."""
+        before = self.unused.pop(id(given.logits), None)
+        if before is not None:  # of a tensor that is gone
+            self.lost.add(before)
+        self.unused[id(given.logits)] = self._path()
 
     def add(self, logits: Logits) -> None:
         """Take in one attention that is being computed."""
         if not prod(logits.shape):  # an empty batch
             return
         path = self._path()
+        if isinstance(logits, Given):
+            self.unused.pop(id(logits.logits), None)
         if self.how == "error" and not logits.handed_out:
             raise SilentError(
                 f"{path or 'the model'!r} computes attention in a fused kernel, which does not return its"
@@ -147,6 +191,9 @@ class _Recorder:
                     f"no attention was seen in {path or 'the model'!r}: its implementation is {name!r}, whose kernel"
                     " hides weights, queries and keys; pass how='eager', which switches it for this run"
                 )
+        if not self.seen and (left_out := self.left_out(model, ran)):
+            path, reason = next(iter(left_out.items()))
+            raise SilentError(f"no attention was seen in this {type(model).__name__}: at {path!r}, {reason}")
         if not self.seen:
             raise SilentError(
                 f"no attention was seen in this {type(model).__name__}: it called neither nn.MultiheadAttention nor"
@@ -157,10 +204,31 @@ class _Recorder:
         for query, paths in (self.store.wanted or {}).items():
             if not any(_is_in(seen.path, path) for path in paths for seen in self.seen):
                 found = ", ".join(repr(path) for path in dict.fromkeys(seen.path for seen in self.seen))
-                raise SilentError(f"maps: no attention was seen in or below {query}, only in {found}")
+                raise SilentError(f"sites: no attention was seen in or below {query}, only in {found}")
         if self.grid is not None and all(bool(seen.summary.distance.isnan().all()) for seen in self.seen):
             rows, columns = self.grid
             raise ValueError(f"grid has {rows}×{columns} patches, but no self-attention has that many positions")
+
+    def left_out(self, model: nn.Module, ran: set[str]) -> dict[str, str]:
+        """The modules named after attention that ran, but whose attention was not seen or only in part, and why."""
+        named = {path: module for path, module in walk(model) if path in ran and _is_named_after_attention(module)}
+        found: dict[str, str] = {}
+        for path, module in named.items():
+            if path in self.lost_softmaxes:
+                found[path] = _IN_BANDS.format(kind=type(module).__name__)
+            elif not any(_is_in(other, path) for other in (*self.paths, *(one for one in named if one != path))):
+                found[path] = _UNSEEN.format(kind=type(module).__name__)
+        return found
+
+    @property
+    def lost_softmaxes(self) -> set[str]:
+        """The paths of the modules with a softmax whose weights were not multiplied with values."""
+        return self.lost.union(self.unused.values())
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths of the modules whose attention was seen."""
+        return [seen.path for seen in self.seen]
 
     def _path(self) -> str:
         """The path of the module that is running."""
@@ -182,7 +250,7 @@ class _LogitStore:
         return self.wanted is None or any(_is_in(path, one) for paths in self.wanted.values() for one in paths)
 
     def keep(self, path: str, logits: Logits) -> Logits | None:
-        """Copies of what `logits` are computed from; None if not wanted, or if they do not fit and maps= is None."""
+        """Copies of what `logits` are computed from; None if not wanted, or if they do not fit and sites= is None."""
         if not self.wants(path):
             return None
         known, size = len(self.masks), 0
@@ -211,7 +279,7 @@ class _LogitStore:
         if self.wanted is not None:
             raise BudgetError(
                 f"keeping the weights of {path!r} takes {in_units(size)}, but {in_units(self.used)} of max_bytes="
-                f"{self.max_bytes} are already used; name fewer layers in maps, or pass a larger max_bytes"
+                f"{self.max_bytes} are already used; name fewer layers in sites, or pass a larger max_bytes"
             )
         return None
 
@@ -239,11 +307,11 @@ def _everywhere(model: nn.Module) -> Tap:
     return Tap(Selector.union(["", *parts]), _Nothing(), "input")
 
 
-def _wanted(model: nn.Module, maps: Any) -> dict[str, list[str]] | None:
+def _wanted(model: nn.Module, sites: Sites) -> dict[str, list[str]] | None:
     """The paths that each query selects."""
-    if maps is None:
+    if sites is None:
         return None
-    return {Selector.of(query).label: list(select(model, query)) for query in queries_of(maps)}
+    return {Selector.of(query).label: list(select(model, query)) for query in queries_of(sites)}
 
 
 def _hidden(model: nn.Module) -> dict[str, str]:
@@ -259,6 +327,11 @@ def _is_branched(model: nn.Module) -> bool:
     return any(getattr(config, "is_encoder_decoder", False) for config in configs) or any(
         isinstance(module, nn.TransformerDecoderLayer) for module in model.modules()
     )
+
+
+def _is_named_after_attention(module: nn.Module) -> bool:
+    name = type(module).__name__.lower()
+    return "attention" in name or "attn" in name
 
 
 def _is_in(path: str, outer: str) -> bool:

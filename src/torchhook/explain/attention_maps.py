@@ -6,9 +6,10 @@ computed when they are read, from copies of queries and keys, which are far smal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import nan, prod
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
@@ -75,7 +76,7 @@ class AttentionCall:
     received: Tensor
     sink: Tensor
     source: Logits | None
-    asked: bool  # whether maps= asked for its weights
+    asked: bool  # whether sites= asked for its weights
     max_bytes: int
 
     @property
@@ -94,10 +95,10 @@ class AttentionCall:
         if self.source is None and self.asked:
             raise BudgetError(
                 f"the weights of {self._name()} were not kept: earlier ones filled max_bytes={self.max_bytes}; name the"
-                f" layers that you need, such as maps=[{self.path!r}], or pass a larger max_bytes"
+                f" layers that you need, such as sites=[{self.path!r}], or pass a larger max_bytes"
             )
         if self.source is None:
-            raise NotRecordedError(f"the weights of {self._name()} were not kept; name it in maps=")
+            raise NotRecordedError(f"the weights of {self._name()} were not kept; name it in sites=")
         return _weights(self.source, first, min(last, self.shape[2]))[0]
 
     def by_head(self) -> dict[str, Tensor]:
@@ -126,11 +127,19 @@ class Attended(Tabular, Sequence[AttentionCall]):
     """Every attention of one pass, in the order of computation, and the output of the model (`output`).
 
     ``seen[3]`` is the fourth; ``seen["encoder.layer.0.attention.self"]`` lists all at a path, which may be a glob;
-    ``seen["encoder.layer.0.attention.self", 0]`` is one of them.
+    ``seen["encoder.layer.0.attention.self", 0]`` is one of them. `left_out` has the modules named after attention whose
+    attention was not seen, or only in part, with the reasons.
     """
 
-    def __init__(self, calls: list[AttentionCall], output: Any, branched: bool = False) -> None:
+    def __init__(
+        self,
+        calls: list[AttentionCall],
+        output: Any,
+        branched: bool = False,
+        left_out: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.calls = calls
+        self.left_out = dict(left_out)
         self.output = output
         self._branched = branched  # whether the model has an encoder and a decoder
 
@@ -148,6 +157,28 @@ class Attended(Tabular, Sequence[AttentionCall]):
                 numbers = {name: values[head] for name, values in means.items()}
                 rows.append({"path": call.path, "call": call.call, "head": head, **numbers})
         return rows
+
+    def change(self, other: Attended) -> AttentionChange:
+        """How the attention of the same model on the same input has changed in `other`, such as later in a training.
+
+        The result has one row per head of each attention: its mean entropy here (`before`) and in `other` (`after`),
+        the `change`, and `moved`: the mean share of its weight that each query gives to other keys, from 0 to 1 (the
+        total variation distance). That is None where the weights were not kept in both.
+
+        >>> from torchhook.explain import attention
+        >>> model, x = torch.nn.MultiheadAttention(4, 1, batch_first=True), torch.randn(1, 3, 4)
+        >>> before = attention(model, (x, x, x))
+        >>> _ = model.in_proj_weight.data.zero_()  # now all keys get the same weight
+        >>> [row] = before.change(attention(model, (x, x, x))).rows
+        >>> round(row["after"], 3), row["change"] > 0, 0 < row["moved"] < 1
+        (1.0, True, True)
+        """
+        mine, others = ([(call.path, call.call, call.shape) for call in one.calls] for one in (self, other))
+        if mine != others:
+            odd = next((pair for pair in zip(mine, others, strict=False) if pair[0] != pair[1]), None)
+            said = f"{len(mine)} attentions and {len(others)}" if odd is None else " and ".join(map(_place_text, odd))
+            raise ValueError(f"other must be of the same model and of inputs of the same shape, but has {said}")
+        return AttentionChange([row for pair in zip(self.calls, other.calls, strict=True) for row in _changes(*pair)])
 
     def rollout(self, calls: Sequence[AttentionCall] | None = None, *, heads: Fusion = "mean") -> Tensor:
         """How much of each input position reaches each output position: samples × positions × positions.
@@ -204,6 +235,15 @@ class Attended(Tabular, Sequence[AttentionCall]):
     def __len__(self) -> int:
         return len(self.calls)
 
+    def _foot(self) -> list[str]:
+        by_reason: dict[str, list[str]] = {}
+        for path, reason in self.left_out.items():
+            by_reason.setdefault(reason, []).append(path)
+        return [
+            f"note: not seen at {paths[0]!r}{f' and {len(paths) - 1} more' * (len(paths) > 1)}: {reason}"
+            for reason, paths in by_reason.items()
+        ]
+
     def _title(self) -> str:
         return f"{len(self)} attentions in {len(self.paths)} modules; entropy, distance and sink are means over heads"
 
@@ -231,6 +271,19 @@ class Attended(Tabular, Sequence[AttentionCall]):
                     " and the same number in each; pass attentions that follow one another as calls="
                 )
         return chain
+
+
+class AttentionChange(Tabular):
+    """How the attention of a model has changed from one moment to another: `rows`, one per head of each attention."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = rows
+
+    def _records(self) -> list[dict[str, Any]]:
+        return self.rows
+
+    def _title(self) -> str:
+        return f"{len(self.rows)} heads: their mean entropy before and after, and the share of weight that moved"
 
 
 def summary_of(logits: Logits, grid: Grid | None = None) -> HeadSummary:
@@ -325,6 +378,32 @@ def _distances(weights: Tensor, positions: Tensor | None, first: int, last: int)
     gaps = (positions[first:last, None] - positions[None, placed]).square().sum(-1).sqrt().to(weights.dtype)
     share = weights[..., placed]
     return (share * gaps).sum(-1) / share.sum(-1)
+
+
+def _changes(before: AttentionCall, after: AttentionCall) -> list[dict[str, Any]]:
+    """One row per head, from one attention to the same one at another time."""
+    entropies = [call.by_head()["entropy"].tolist() for call in (before, after)]
+    moved = _moved(before, after)
+    return [
+        {"path": before.path, "call": before.call, "head": head, "before": old, "after": new, "change": new - old,
+         "moved": None if moved is None else moved[head]}
+        for head, (old, new) in enumerate(zip(*entropies, strict=True))
+    ]  # fmt: skip
+
+
+def _moved(before: AttentionCall, after: AttentionCall) -> list[float] | None:
+    """The total variation distance of the weights of each head; None if they were not kept."""
+    if before.source is None or after.source is None:
+        return None
+    parts = ((after.rows(*ends) - before.rows(*ends)).abs().sum(-1) / 2 for ends in chunks(before.shape))
+    distances = torch.cat(list(parts), 2).masked_fill(before.entropy.isnan(), nan)
+    found: list[float] = distances.nanmean((0, 2)).tolist()
+    return found
+
+
+def _place_text(place: tuple[str, int, Sequence[int]]) -> str:
+    path, call, shape = place
+    return f"{_shape_text(shape)} at {path!r}, call {call}"
 
 
 def _step(call: AttentionCall, fuse: Callable[[Tensor], Tensor]) -> Tensor:

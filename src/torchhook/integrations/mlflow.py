@@ -151,7 +151,7 @@ def _image_key(name: str) -> str:
     """The name of an image: in ASCII, and shorter than that of a metric, since MLflow adds to it in a file's name.
 
     >>> _image_key("torchhook/maps/layer1.0"), _image_key("torchhook/maps/с")
-    ('torchhook/maps/layer1.0', 'torchhook/maps/_u0441-30d1ba22')
+    ('torchhook/maps/layer1.0', 'torchhook/maps/_u0441-419bedff')
     """
     parts = (part.encode("ascii", "backslashreplace").decode() for part in name.split("/"))
     return "/".join(legal(part, _LONGEST_KEY) for part in parts)

@@ -13,7 +13,7 @@ from torchhook.core.errors import NotRecordedError
 from torchhook.core.findings import Report
 from torchhook.core.optional import require
 from torchhook.plot.arrays import finite, numbers, reach, share_below
-from torchhook.plot.sources import paths_with, snapshot_of
+from torchhook.plot.sources import classes_of, paths_with, snapshot_of
 from torchhook.plot.style import (
     SMALL,
     colour_bar,
@@ -62,7 +62,7 @@ def gradient_flow(stats: Stats | Snapshot | Report | Run, *, ax: Axes | None = N
     rows = {layer: row for row, layer in enumerate(dict.fromkeys(layer for layer, _ in outputs + parameters))}
     figure, ax = place(ax, *rows_page(len(rows)))
     ax.set_xscale("log")
-    name_layers(ax, list(rows))
+    name_layers(ax, list(rows), _classes(stats))
     size = 5 if len(rows) <= 100 else 3
     _points(ax, rows, outputs, label="output gradient (RMS)", marker="o", color=BLUE, markersize=size, linewidth=1)
     style = {"marker": "s", "color": ORANGE, "markersize": size - 1, "linewidth": 0}
@@ -104,6 +104,12 @@ def layer_heatmap(run: Run | Series, stat: str = "std", port: str = "output", *,
     ax.tick_params(axis="x", labelsize=SMALL)
     colour_bar(ax, drawn, stat)
     return figure
+
+
+def _classes(stats: Stats | Snapshot | Report | Run) -> dict[str, str]:
+    if isinstance(stats, Report):
+        return {layer["site"]: layer.get("module") or "" for layer in stats.layers}
+    return classes_of(stats)
 
 
 def _of_report(report: Report) -> tuple[Sizes, Sizes, str]:

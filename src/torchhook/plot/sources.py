@@ -44,6 +44,12 @@ def readings(stats: Stats | Snapshot | Run, port: str, stat: str = "moments") ->
     return {path: snapshot[path, port] for path in paths_with(snapshot.rows, port, stat=stat)}
 
 
+def classes_of(stats: Stats | Snapshot | Run) -> dict[str, str]:
+    """The class of each module that was measured, by path."""
+    rows = stats.places if isinstance(stats, Run) else _snapshot(stats).rows
+    return {path: row.label for (path, _), row in rows.items()}
+
+
 def paths_with(rows: Mapping[Place, Row], *ports: str, stat: str) -> list[str]:
     """The paths that have a statistic at one of the ports."""
     found = (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchhook.core.optional import require
-from torchhook.plot.sources import readings
+from torchhook.plot.sources import classes_of, readings
 from torchhook.plot.style import (
     legend_above,
     mark_odd,
@@ -76,7 +76,7 @@ def distributions(
     found = readings(stats, port, "histogram")
     layers = [_distribution(reading) for reading in found.values()]
     figure, ax = place(ax, *rows_page(len(layers)))
-    name_layers(ax, list(found))
+    name_layers(ax, list(found), classes_of(stats))
     _set_scale(ax, [layer for layer in layers if len(layer.bins.counts)])
     _KINDS[kind](ax, layers)
     mark_odd(ax, [row for row, layer in enumerate(layers) if layer.broken], "x", 1.0, "some not finite")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -113,10 +113,13 @@ def name_rows(ax: Axes, names: Sequence[object]) -> None:
     ax.set_ylim(len(names) - 0.5, -0.5)
 
 
-def name_layers(ax: Axes, paths: Sequence[str]) -> None:
-    """Name rows by module paths; the empty path is the model itself."""
+def name_layers(ax: Axes, paths: Sequence[str], classes: Mapping[str, str] | None = None) -> None:
+    """Name rows by module paths at the left, the empty one is the model itself, and by classes at the right."""
     name_rows(ax, [path or "the model" for path in paths])
     ax.set_ylabel("layer", fontsize=SMALL)
+    for row in thinned(len(paths), inches(ax)[1]) if classes else ():
+        name, across = label((classes or {}).get(paths[row], "")), ax.get_yaxis_transform()
+        ax.text(1.02, row, name, transform=across, color=GREY, fontsize=SMALL, va="center", clip_on=False)
 
 
 def name_columns(ax: Axes, names: Sequence[object]) -> None:

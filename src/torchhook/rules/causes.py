@@ -64,6 +64,8 @@ def _may_cause(cause: Rule, early: Finding, consequence: Rule, late: Finding) ->
     if was_info and late.severity > Severity.INFO:
         return False
     first, second = _when(cause, early), _when(consequence, late)
+    if first is None and second is not None and second[0] < 0:  # before the training: no family explains that
+        return consequence.code in cause.causes(early)
     return first is None or second is None or first <= second
 
 

@@ -94,6 +94,7 @@ class History:
     origin: Finding | None = None  # of the first nonfinite value, if its origin was searched for
     raised: Raised | None = None  # what the user's code raised, which ended the inspection
     scaled: bool = False  # whether a GradScaler is searching for its scale
+    unlisted: int = 0  # parameters that the output depends on, but that neither the model nor the optimizer has
     effects: dict[str, bool] = field(default_factory=dict)  # of parameters without a gradient: does the loss need them?
     _tables: dict[Any, Any] = field(default_factory=dict, repr=False)  # results to reuse until the next window
     _moments: dict[int, dict[Place, Summary]] = field(default_factory=dict, repr=False)  # by step, already computed

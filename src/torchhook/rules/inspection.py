@@ -22,7 +22,7 @@ from torchhook.core.trees import leaves
 from torchhook.rules.effects import effects_of, unreached
 from torchhook.rules.history import History, Modes, Raised, settled
 from torchhook.rules.kinds import kind_of
-from torchhook.rules.loss_graph import loss_terms
+from torchhook.rules.loss_graph import leaves_of, loss_terms
 from torchhook.rules.model_copy import copies_of
 from torchhook.rules.origin.catch import Catch
 from torchhook.rules.rest import at_rest
@@ -167,6 +167,8 @@ class Inspection:
         def on_loss(output: Any, loss: Tensor) -> None:
             if step == 0 and self.history.task is None:
                 self.history.task = task_of(output, batch.target, float(loss.detach()), self.loss)
+            if step == 0 and optimizer is not None:
+                self.history.unlisted = len(_unlisted(output, optimizer, twin, self.model))
             self.history.terms[step] = loss_terms(loss, makers, batch.target)
 
         if not look:
@@ -208,6 +210,14 @@ class Inspection:
                 batch = Batch.of(on_device(data, twin))
                 watch.step(loss_of(call(twin, batch), batch.target, self.loss).loss)
         return watch.history
+
+
+def _unlisted(output: Any, optimizer: Any, *models: nn.Module) -> list[nn.Parameter]:
+    """The parameters that the output depends on, but that neither a model nor the optimizer has."""
+    known = {id(parameter) for model in models for parameter in model.parameters()}
+    known |= {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    used = leaves_of(leaf for _, leaf in leaves(output))
+    return [leaf for leaf in used if isinstance(leaf, nn.Parameter) and id(leaf) not in known]
 
 
 def _has_modes(twin: nn.Module) -> bool:

@@ -23,6 +23,7 @@ from torchhook.core.transfer import sent_home
 
 _OURS = f'"{Path(__file__).parents[1]}{os.sep}'  # as it is in a traceback
 _MOST = 400  # nodes to look at
+_NODES = 10_000  # of a graph that we walk for its leaves
 _PLUMBING = (
     "View|UnsafeView|Reshape|Squeeze|Unsqueeze|Select|Slice|Index|Transpose|Permute|T|Clone|ToCopy|Expand|Alias|Copy"
     "|SplitWithSizes|Split|Chunk|Unbind|Narrow|Gather|Contiguous|AsStrided|MaskedSelect"
@@ -83,6 +84,9 @@ class LossTerm:
     output: Extent | None = None  # what the loss is given; for a log, its argument
     target: Extent | None = None
     sums: float | None = None  # how far the sums of the targets' rows are from one
+    is_over_samples: bool = False  # whether a softmax runs over the batch
+    reshaped: str = ""  # sizes before and after a reshape that swaps two of them
+    broadcast: str = ""  # shapes of output and target, if each output is compared with each target
     linear: int = 0  # weight layers below, if nothing but weight layers leads to the inputs
     site: str = ""  # of the squashing function, or the module before it
     line: str = ""  # where it was called
@@ -151,6 +155,22 @@ def terms_arriving(
     return read
 
 
+def leaves_of(losses: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors that require a gradient and on which the losses depend, those nearest to the losses first.
+
+    >>> x, y = (torch.full((2,), number, requires_grad=True) for number in (1.0, 2.0))
+    >>> [leaf.mean().item() for leaf in leaves_of([(x * y.exp()).sum()])]
+    [1.0, 2.0]
+    """
+    nodes = dict.fromkeys(loss.grad_fn for loss in losses if loss.grad_fn is not None)
+    new = list(nodes)
+    while new and len(nodes) < _NODES:
+        after = dict.fromkeys(below for node in new for below, _ in node.next_functions if below is not None)
+        new = [node for node in after if node not in nodes]
+        nodes |= dict.fromkeys(new)
+    return [node.variable for node in nodes if hasattr(node, "variable")]
+
+
 class _Draft(NamedTuple):
     """A comparison whose numbers are still tensors."""
 
@@ -204,6 +224,7 @@ def _draft(node: Any, makers: Mapping[Any, str]) -> _Draft:
     if name in ("Abs", "Pow"):
         before, output = _below(node), None  # what is saved is the difference
     last = _through(before)
+    is_over_samples = _is_over_samples(_below(before))
     classes = 0
     if kind == "cross-entropy":
         classes, output = _units(node), None
@@ -222,6 +243,9 @@ def _draft(node: Any, makers: Mapping[Any, str]) -> _Draft:
         squash=squash,
         units=_units(last) if squash in ("softmax", "log_softmax") else 0,
         classes=classes,
+        is_over_samples=is_over_samples,
+        reshaped=_reshaped(before if kind == "cross-entropy" else None),
+        broadcast=_broadcast(node, target),
         linear=_linear(last),
         site=_site(last, makers),
         line=_line(last),
@@ -263,6 +287,48 @@ def _units(softmax: Any) -> int:
         return 0
     dim = dim - 2**64 if dim >= 2**63 else dim  # torch shows a negative number as an unsigned one
     return result.shape[dim] if result.dim() else 1
+
+
+def shown(sizes: Sequence[int]) -> str:
+    """Sizes as they are told.
+
+    >>> shown((2, 3)), shown(())
+    ('2×3', 'scalar')
+    """
+    return "×".join(map(str, sizes)) or "scalar"
+
+
+def _reshaped(node: Any) -> str:
+    """The sizes before and after a reshape just before a cross entropy, if it swaps some: a transpose was meant."""
+    softmax = node if node is None or _is(node, "LogSoftmax") else _through(node)
+    after = _saved(softmax, "result") if _is(softmax, "LogSoftmax") else None
+    view = _below(softmax) if after is not None else None
+    before = _sizes(view) if _is(view, "View|UnsafeView|Reshape") else ()
+    is_swapped = (
+        after is not None and len(before) > 2 and before != after.shape and sorted(before) == sorted(after.shape)
+    )
+    return f"{shown(before)} to {shown(after.shape)}" if after is not None and is_swapped else ""
+
+
+def _broadcast(loss: Any, target: Tensor | None) -> str:
+    """The shapes of an output and a target that were both expanded to be compared; empty if they were not."""
+    below = _below(loss)
+    if target is None or not _is(below, "Expand") or 0 not in target.stride():
+        return ""
+    own = [size for size, stride in zip(target.shape, target.stride(), strict=True) if stride]
+    output = _sizes(below)
+    return f"{shown(output)} against {shown(own)}" if output.count(1) and max(target.shape) > 1 else ""
+
+
+def _sizes(node: Any) -> tuple[int, ...]:
+    """The sizes of the argument of a reshape or an expansion."""
+    return tuple(map(int, saved_by(node, "self_sym_sizes") or ()))
+
+
+def _is_over_samples(node: Any) -> bool:
+    """Whether a node is a softmax over the first of several dimensions."""
+    result = _saved(node, "result") if _is(node, "Softmax|LogSoftmax") else None
+    return result is not None and result.dim() > 1 and saved_by(node, "dim") in (0, 2**64 - result.dim())
 
 
 def _linear(node: Any) -> int:

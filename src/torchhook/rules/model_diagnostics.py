@@ -12,7 +12,7 @@ from torchhook.captures.pictures import views
 from torchhook.captures.result import Capture
 from torchhook.core.findings import Report
 from torchhook.core.lifetime import Attaching
-from torchhook.core.selection import Query, require_module
+from torchhook.core.selection import Query, require_module, walk
 from torchhook.core.session import ScopeName
 from torchhook.core.shown import Shown
 from torchhook.core.silent import warn_silent
@@ -48,9 +48,10 @@ class ModelDiagnostics(Shown, Attaching):
         has_convolutions = any(isinstance(module, CONVOLUTIONS) for module in model.modules())
         default: tuple[Query, ...] = (CONVOLUTIONS,) if has_convolutions else ()
         self.model = model
-        self._new_capture = partial(
-            capture, model, *(queries or default), grads=True, scope=scope, on_silent="ignore", group=group
-        )
+        # A pooling divides the gradients of what it pools: how large they are is seen behind it, at the head.
+        self._head = _last_linear(model) if has_convolutions and not queries else ()
+        chosen = *(queries or default), *self._head
+        self._new_capture = partial(capture, model, *chosen, grads=True, scope=scope, on_silent="ignore", group=group)
         self._capture: Capture = self._new_capture().open()
 
     def open(self) -> ModelDiagnostics:
@@ -67,14 +68,14 @@ class ModelDiagnostics(Shown, Attaching):
     def features(self) -> dict[str, Tensor]:
         """The latest output of each layer, by path; if it has several tensors, the first."""
         warn_silent(self._capture.session)
-        return {path: tensor for path, calls in self._capture.items() if (tensor := _first(calls.output)) is not None}
+        found = {path: _first(calls.output) for path, calls in self._capture.items() if path not in self._head}
+        return {path: tensor for path, tensor in found.items() if tensor is not None}
 
     @property
     def gradients(self) -> dict[str, Tensor]:
         """The gradient of the latest output of each layer, by path."""
         warn_silent(self._capture.session)
-        found = {path: _first(calls.grad) for path, calls in self._capture.items() if calls.grads}
-        return {path: gradient for path, gradient in found.items() if gradient is not None}
+        return {path: gradient for path, gradient in self._gradients().items() if path not in self._head}
 
     def compute_activation_stats(self) -> dict[str, dict[str, float]]:
         """Mean, standard deviation, maximum and minimum of every feature, without NaN and Inf."""
@@ -102,14 +103,27 @@ class ModelDiagnostics(Shown, Attaching):
                     writer.add_image(f"{folder}/{path}", grey, global_step=step, dataformats="HW")
 
     def check(self) -> Report:
-        """Report what is wrong with the features and gradients, by the rules that apply to them."""
+        """Report what is wrong with the features and gradients, by the rules that apply to them.
+
+        The gradients that the parameters hold at this moment count, too.
+        """
         reduce, modules = Reduce("moments", "channels", "headroom"), dict(self.model.named_modules())
+        held = {path: p.grad for path, p in self.model.named_parameters() if p.grad is not None and p.grad.numel()}
         ports: tuple[tuple[Port, dict[str, Tensor]], ...]
-        ports = ("output", self.features), ("grad_output", self.gradients)
+        ports = ("output", self.features), ("grad_output", self._gradients()), ("param_grad", held)
         for port, tensors in ports:
             for path, tensor in tensors.items():
                 reduce.cell(Site(path, port), modules.get(path)).update(tensor)
         return check(reduce.snapshot(), model=type(self.model).__name__)
+
+    def _gradients(self) -> dict[str, Tensor]:
+        found = {path: _first(calls.grad) for path, calls in self._capture.items() if calls.grads}
+        return {path: gradient for path, gradient in found.items() if gradient is not None}
+
+
+def _last_linear(model: nn.Module) -> tuple[str, ...]:
+    """The path of the last linear layer, in the order of the modules; empty if there is none."""
+    return tuple([path for path, module in walk(model) if isinstance(module, nn.Linear)][-1:])
 
 
 def _first(value: Any) -> Tensor | None:

@@ -28,13 +28,15 @@ class Setup:
 class Repair(NamedTuple):
     """What to change, in words and as a function of the setup.
 
-    `cause` is what is at fault if that helps. If it `decides` and does not help, the finding does no harm.
+    `cause` is what is at fault if that helps. If it `decides` and does not help, the finding does no harm. It helps
+    only if it takes away this `share` of the loss, and what every repair has to.
     """
 
     change: str
     apply: Callable[[Setup], None]
     cause: str = ""
     decides: bool = True
+    share: float = 0.0
 
 
 def repairs_for(finding: Finding) -> list[Repair]:
@@ -55,6 +57,8 @@ def _slower(finding: Finding) -> list[Repair]:
 
 
 def _faster(finding: Finding) -> list[Repair]:
+    if finding.evidence.get("cause") == "no-gradient":  # of some parameters, while the others learn
+        return []
     return [
         Repair("ten times the learning rate", lambda setup: _scale_rate(setup, 10.0), "rate"),
         Repair("a thousand times the learning rate", lambda setup: _scale_rate(setup, 1e3), "rate"),
@@ -98,6 +102,21 @@ def _scale(tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
     )
     spread = values.std(0, correction=0)
     return values.mean(0), torch.where(spread > 0, spread, torch.ones_like(spread))
+
+
+def _one_batch(setup: Setup) -> None:
+    """Train on the first batch alone, and judge by it: a sound model learns that by heart, whatever the labels are."""
+    setup.batches[:] = setup.batches[:1]
+    setup.held[:] = setup.batches * len(setup.held)
+
+
+def _learning(finding: Finding) -> list[Repair]:
+    """What may let a loss fall at all; if only learning by heart does, the labels do not belong to the inputs."""
+    tenth, hundredth = _slower(finding)
+    if finding.evidence.get("cause") == "divergence":
+        return [tenth, *_inputs(finding), hundredth]
+    by_heart = Repair("one batch alone, learnt by heart", _one_batch, "labels", decides=False, share=0.5)
+    return [*_faster(finding)[:1], by_heart, *_inputs(finding), tenth, hundredth]  # a rate that learns is not too high
 
 
 def _targets(finding: Finding) -> list[Repair]:
@@ -146,9 +165,16 @@ def _draw_again(module: nn.Module) -> None:
             reset()
 
 
+_REDRAWN = Repair("all weights drawn again", lambda setup: _draw_again(setup.model))
+
+
 def _all_weights(finding: Finding) -> list[Repair]:
-    again = Repair("all weights drawn again", lambda setup: _draw_again(setup.model))
-    return [*_activations(finding), *_weights(finding), again]
+    return [_REDRAWN, *_activations(finding), *_weights(finding)]
+
+
+def _saturated(finding: Finding) -> list[Repair]:
+    first = [_REDRAWN] if finding.evidence.get("cause") == "init" else []
+    return [*first, *_activations(finding)]
 
 
 def _bare(finding: Finding) -> list[Repair]:
@@ -183,7 +209,8 @@ def _thawed(finding: Finding) -> list[Repair]:
         if new:
             setup.optimizer.add_param_group({"params": new})
 
-    return [Repair(f"{site!r} trained as well", apply, decides=False)]  # it is left out by mistake in any case
+    trained = Repair(f"{site!r} trained as well", apply, decides=False)  # it is left out by mistake in any case
+    return [trained] if site else []
 
 
 def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
@@ -203,7 +230,7 @@ def _at(model: nn.Module, path: str) -> nn.Module:
 
 _REPAIRS: dict[str, Callable[[Finding], list[Repair]]] = {
     "TH201": _if_slower,
-    "TH203": _activations,
+    "TH203": _saturated,
     "TH301": _all_weights,
     "TH302": _weights,
     "TH303": _inputs,
@@ -212,7 +239,7 @@ _REPAIRS: dict[str, Callable[[Finding], list[Repair]]] = {
     "TH501": _slower,
     "TH502": _faster,
     "TH503": _thawed,
-    "TH601": lambda finding: [_faster(finding)[0], *_inputs(finding), *_slower(finding)],
+    "TH601": _learning,
     "TH603": _all_weights,
     "TH604": _bare,
     "TH606": _slower,

@@ -124,7 +124,7 @@ class Trials:
         outcome = self._outcome(repair)
         if outcome is None:
             return None
-        steps = next((at for at in (outcome.steps, self._short) if self._helps(outcome, at)), None)
+        steps = next((at for at in (outcome.steps, self._short) if self._helps(outcome, at, repair.share)), None)
         at = outcome.steps if steps is None else steps
         return Trial(repair.change, self._plain.at(at), outcome.at(at), at, steps is not None)
 
@@ -141,7 +141,7 @@ class Trials:
         except Exception:  # of the user's code, or because the repair does not fit
             return None
 
-    def _helps(self, repaired: _Outcome, step: int) -> bool:
+    def _helps(self, repaired: _Outcome, step: int, least_share: float) -> bool:
         """Whether the loss is clearly lower with the repair: by a share of it, and by a standard error."""
         plain = self._plain
         assert plain is not None
@@ -151,7 +151,7 @@ class Trials:
             return True
         gains = [a - b for a, b in zip(plain.best(step), repaired.best(step), strict=True)]
         error = stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else 0.0
-        share = _LITTLE if plain.is_stuck(step) and not repaired.is_stuck(step) else _SHARE
+        share = max(least_share, _LITTLE if plain.is_stuck(step) and not repaired.is_stuck(step) else _SHARE)
         levels = (abs(plain.first), abs(repaired.first), self.chance)
         least = _LEAST_GAIN * min(level for level in levels if not math.isnan(level))
         return fmean(gains) > max(share * abs(plain.at(step)), least, error)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torchhook.captures.agreement.recorded_run import Location
 from torchhook.captures.agreement.rounding import TINY, Gap, difference, peak_of, rms, unexplained
 
+_FAR = 8.0
 _NARROW = 1e-4  # kernels sum dtypes with a larger machine epsilon in a wider dtype, others in themselves
 
 Shapes = list[tuple[int, ...]]
@@ -75,6 +76,14 @@ class ComparedTensor:
         return (self.gap.rms > self.explained and rest > self._allowed) or (
             self.gap.peak > explained_peak and rest_peak > self._allowed_peak
         )
+
+    @property
+    def is_beyond_doubt(self) -> bool:
+        """Whether half of the elements are off by far more than any noise so far has moved one of them."""
+        if self.reach is None:
+            return False
+        explained = self._slack.noise * float(self.reach.max()) + self._slack.element * self.epsilon * self.gap.scale
+        return float(difference(*self.tensors).median()) > _FAR * (explained + self._slack.element * self.floor)
 
     @property
     def is_gradient(self) -> bool:

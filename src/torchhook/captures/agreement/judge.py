@@ -3,7 +3,7 @@
 1. The student runs on the teacher's values. Every tensor whose difference exceeds the machine epsilon is a suspect.
 2. While suspects remain, the run repeats with random noise of one rounding error in the values passed on. A suspect
    that noise moves as far is cleared: a difference of large numbers, a norm of small ones, a gradient that is zero but
-   for rounding.
+   for rounding. Two runs are enough if most of each suspect that is left is off by far more than noise moves any of it.
 3. If shapes differ, the run repeats with louder noise. What changes shape then, like the tokens behind a router that
    picks between close scores, is not judged.
 
@@ -28,6 +28,7 @@ from torchhook.core.torch_internals import DROPOUTS
 
 _LOUD = 16.0  # rounding errors of noise: the code before a choice, like the softmax of a router, rounds without noise
 _DRAWS = 8  # at most: a value close to a threshold, like that of a ReLU, crosses it only in some draws
+_AT_LEAST = 2
 
 
 class RoundingJudge:
@@ -55,12 +56,17 @@ class RoundingJudge:
         """
         run(self._compare, None, 1.0)
         for draw in range(_DRAWS):
-            if self.verdict() is not None:
-                run(self._measure_noise, 1_000_000 * draw, 1.0)
+            if self.verdict() is None or (draw >= _AT_LEAST and self._is_certain()):
+                break
+            run(self._measure_noise, 1_000_000 * draw, 1.0)
         for draw in range(_DRAWS):
             if self.mismatches and self.verdict() is not None:
                 run(self._measure_reshaping, 1_000_000 * draw, _LOUD)
                 self._excuse_routed()
+
+    def _is_certain(self) -> bool:
+        """Whether more noise can change nothing: every difference that it has not explained is far beyond it."""
+        return not self.mismatches and all(one.is_beyond_doubt for one in self.suspects.values() if one.diverges)
 
     def verdict(self) -> ComparedTensor | ShapeMismatch | None:
         """Where the student first diverges; None if it agrees with the teacher up to rounding."""

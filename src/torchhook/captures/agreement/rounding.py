@@ -52,13 +52,17 @@ def gap(a: Tensor, b: Tensor) -> Gap:
     >>> gap(torch.tensor([1.0, 2.0]), torch.tensor([1.0, torch.nan])).worst
     (1,)
     """
-    x, y = _numbers(a), _numbers(b)
-    y = y.to(x.device)
-    if not x.numel():
+    given = _numbers(a)
+    if not given.numel():
         return Gap(0.0, 0.0, 0.0, 1.0, (), (0.0, 0.0))
-    d = _difference(x, y)
-    x, y = (torch.where(t.isfinite(), t, 0.0) for t in (x, y))
+    x = torch.where(given.isfinite(), given, 0.0)
     scale = rms(x)
+    if _are_equal(a, b):  # most are, in a copy that was changed in one place
+        first = float(given.flatten()[0])
+        return Gap(0.0, scale, 0.0, 1.0, (), (first, first))
+    other = _numbers(b).to(given.device)
+    d = _difference(given, other)
+    y = torch.where(other.isfinite(), other, 0.0)
     farthest = int((d / _weight(x, scale)).argmax())
     index = torch.unravel_index(torch.tensor(farthest), x.shape)
     worst = float(d.flatten()[farthest])
@@ -68,7 +72,7 @@ def gap(a: Tensor, b: Tensor) -> Gap:
         peak=worst / (abs(float(x.flatten()[farthest])) + scale + TINY),
         cosine=_cosine(x, y, scale),
         worst=tuple(int(number) for number in index) if worst else (),
-        values=(_item(a, index), _item(b, index)),
+        values=(float(given.flatten()[farthest]), float(other.flatten()[farthest])),
     )
 
 
@@ -174,6 +178,12 @@ def _numbers(tensor: Tensor) -> Tensor:
     return torch.where(wide.abs() > edge, wide.sign() * math.inf, wide)
 
 
+def _are_equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are the same in every bit, as far as that is quickly told."""
+    plain = a.layout == b.layout == torch.strided and not (a.is_quantized or b.is_quantized)
+    return plain and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
+
+
 def _weight(x: Tensor, scale: float) -> Tensor:
     """What the difference of each element is relative to: that element, and the scale of the tensor."""
     return torch.where(x.isfinite(), x.abs(), 0.0) + scale + TINY
@@ -194,7 +204,3 @@ def _cosine(x: Tensor, y: Tensor, scale: float) -> float:
     if not lengths:
         return 1.0 if scale == rms(y) else 0.0
     return max(-1.0, min(1.0, float((x * y).sum()) / lengths))
-
-
-def _item(tensor: Tensor, index: tuple[Tensor, ...]) -> float:
-    return float(_numbers(tensor)[tuple(int(number) for number in index)])

@@ -145,10 +145,11 @@ class TeacherForcedRun:
             return value
         self.noise += 1
         generator = torch.Generator(value.device).manual_seed(self.noise)
-        signs = torch.randint(0, 2, value.shape, generator=generator, device=value.device) * 2 - 1
+        wide = value if value.dtype in (torch.float32, torch.float64) else value.float()
+        signs = torch.empty_like(wide).random_(0, 2, generator=generator).mul_(2).sub_(1)
         spacing = max(coarsest, precision([value, *others]))
-        size = value.double().abs() * spacing + floor([value, *others])
-        return (value.double() + self.loudness * size * signs).to(value.dtype)
+        size = wide.abs().mul_(self.loudness * spacing).add_(self.loudness * floor([value, *others]))
+        return size.mul_(signs).add_(wide).to(value.dtype)
 
 
 class TeacherForcing(Edit):

@@ -25,6 +25,7 @@ from torchhook.core.hooks.gradients import InputViews, catching, hooked
 from torchhook.core.hooks.outputs import Hook, InputHook, KeepHook, OutputHook, PairedOutputHook, ParamGradHook
 from torchhook.core.hooks.registration import Removable, registering
 from torchhook.core.hooks.replay import Awaited, repeatable
+from torchhook.core.hooks.tensors import watched
 from torchhook.core.page import NEVER, Keep
 from torchhook.core.passes import Pass, StopForward
 from torchhook.core.shards import is_sharded
@@ -254,7 +255,7 @@ class Point(Defaults):
         return name
 
     def _observe_step(self, acts: list[Act], catches: list[Act], grad_port: Port) -> ObserveStep:
-        step = ObserveStep(self, len(self.observers), acts, catches, grad_port == "grad_input")
+        step = ObserveStep(self, len(self.observers), acts, catches, watched, grad_port == "grad_input")
         self.observers += (step,)
         return step
 

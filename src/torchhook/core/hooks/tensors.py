@@ -71,3 +71,21 @@ def _catch_if_overwritten(view: Tensor, hook: Hook, path: str) -> None:
     if source is not None:
         alias, version = view.detach(), version_of(view)  # not the view: a graph must not reference itself
         source.hook(hook, path, when=lambda: version_of(alias) != version)
+
+
+def _watched(tensor: Tensor, ticket: Tensor, number: int, is_apart: bool, path: str) -> Tensor:
+    """In a compiled graph: the tensor to continue with, whose gradient is reported by an op.
+
+    The compiler runs this when it differentiates the graph. So the hook sees the gradient of the whole tensor, even if
+    the module returned its very input, unless it `is_apart`; and it leaves its op in the graph of the backward.
+    """
+
+    def report(gradient: Tensor) -> None:
+        torch.ops.torchhook.see_gradient(gradient, ticket, number)
+
+    tensor = apart(tensor) if is_apart else tensor
+    hook_gradient(tensor, report, path)
+    return tensor
+
+
+watched: Callable[[Tensor, Tensor, int, bool, str], Tensor] = torch.compiler.allow_in_graph(_watched)

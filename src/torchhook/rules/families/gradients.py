@@ -17,6 +17,7 @@ from torchhook.rules.history import History, finite, is_within, last_of, norm, o
 from torchhook.rules.registry import register
 from torchhook.rules.rule import Need, Phase, Rule
 from torchhook.rules.series import jumps, outliers
+from torchhook.stats.moments import Summary
 
 _OUTPUTS = Need("grad_output", "moments", ("weight", "recurrent", "embedding"))
 
@@ -34,10 +35,15 @@ class GradientFlow(Rule):
         Layers without a gradient, or with a nonfinite one, are left out.
         """
         found: dict[str, float] = {}
-        for reading in readings(history.whole(), "grad_output", "moments", *_OUTPUTS.kinds):
-            moments = reading["moments"]
-            if 0 < norm(moments) < math.inf:
-                found[reading.path] = math.hypot(found.get(reading.path, 0), moments.l2)
+        for path, moments in _gradients(history):
+            found[path] = math.hypot(found.get(path, 0), moments.l2)
+        return found
+
+    def sums(self, history: History) -> dict[str, float]:
+        """The sum of the absolute values of each layer's gradient, which a mean over positions leaves as it is."""
+        found: dict[str, float] = {}
+        for path, moments in _gradients(history):
+            found[path] = found.get(path, 0) + moments.abs_mean * moments.count
         return found
 
     def weights(self, history: History) -> dict[str, float]:
@@ -64,11 +70,12 @@ class GradientFlow(Rule):
 class VanishingGradient(GradientFlow):
     """The gradients of all layers up to some layer are less than a thousandth, in norm, of those after it.
 
-    This must hold for the outputs of the layers, and for their weights to less than 1/3000: pooling over many positions
-    makes the gradients of outputs small but not those of the weights, which add them up. The comparison is relative,
-    since the absolute size depends on the loss and its reduction. If gradients shrink at a single layer, the finding
-    names that one, otherwise the first layer of the model. With an optimizer such as Adam, which divides gradients by
-    their size, this is an info unless they are below 1e-7, where its eps takes over.
+    This must hold for the outputs of the layers, for the sums of their absolute values as well, and for the weights to
+    less than 1/3000: pooling over n positions divides the norm by the square root of n, but neither the sum nor the
+    gradients of the weights, which add them up. The comparison is relative, since the absolute size depends on the loss
+    and its reduction. If gradients shrink at a single layer, the finding names that one, otherwise the first layer of
+    the model. With an optimizer such as Adam, which divides gradients by their size, this is an info unless they are
+    below 1e-7, where its eps takes over.
     """
 
     code, name = "TH401", "vanishing-gradient"
@@ -79,7 +86,8 @@ class VanishingGradient(GradientFlow):
     ratio, of_weights, least = 1e-3, 3e-4, 1e-7
 
     def find(self, history: History) -> Iterator[Finding]:
-        splits = self.splits(self.norms(history))
+        by_sums = self.splits(self.sums(history))
+        splits = {path: max(split, by_sums[path]) for path, split in self.splits(self.norms(history)).items()}
         by_weights = self.splits(self.weights(history))
         if min(splits.values(), default=1.0) >= self.ratio or min(by_weights.values(), default=0.0) >= self.of_weights:
             return
@@ -109,6 +117,10 @@ class ExplodingGradient(GradientFlow):
     gradients, which does no harm. Also if the gradient of a matrix is more than a thousand times as large as the
     matrix, in the median over the steps, where values count as at least 0.01. Unless the loss is a cross entropy, its
     gradients are divided by its first value: a loss that sums over many terms has gradients as large as itself.
+
+    `check` does not know the values of the parameters. It finds gradients of outputs that are above 1000 in the root
+    mean square, or above 10 if those of a parameter are above 1000: one of the two alone may be a sum over many terms.
+    Gradients in float16 are left alone, since a GradScaler may have multiplied them.
     """
 
     code, name, severity = "TH402", "exploding-gradient", Severity.ERROR
@@ -118,18 +130,41 @@ class ExplodingGradient(GradientFlow):
     hint = "Clip the gradient norm, lower the initial scale of the layer, or put norms between the layers."
     wrong = "A loss that sums over very many terms; targets that are not normalised."
     ratio, value = 1e3, 0.01
+    size, beside = 1e3, 10.0
 
     def find(self, history: History) -> Iterator[Finding]:
-        norms = self.norms(history)
-        sizes = {reading.path: rms(reading["moments"]) for reading in readings(history.whole(), "output", "moments")}
-        by_size = self.splits({path: size * min(1.0, sizes.get(path) or 1.0) for path, size in norms.items()})
+        norms, sizes = self.norms(history), self._sizes(history)
+        by_size = self.splits({path: size * sizes[path] for path, size in norms.items()})
         splits = {path: min(split, by_size[path]) for path, split in self.splits(norms).items()}
         worst = max(splits, key=splits.__getitem__, default=None)
         if worst is not None and splits[worst] > self.ratio:
             site = max(norms, key=norms.__getitem__)
             message = f"its gradient norm is {splits[worst]:.1e} times that of the layers after {worst}"
             yield self.finding(message, site, ratio=plain(splits[worst]))
+        elif history.rest is None and not _may_be_scaled(history):
+            yield from self._absolute(history, sizes)
         yield from self._of_parameters(history)
+
+    def _sizes(self, history: History) -> dict[str, float]:
+        """How large the outputs of each layer are, at most 1."""
+        known = {reading.path: rms(reading["moments"]) for reading in readings(history.whole(), "output", "moments")}
+        return {path: min(1.0, known.get(path) or 1.0) for path, _ in _gradients(history)}
+
+    def _absolute(self, history: History, sizes: Mapping[str, float]) -> Iterator[Finding]:
+        """What is too large by itself, where the values of the parameters are unknown."""
+        of_outputs = {path: rms(moments) * sizes[path] for path, moments in _gradients(history)}
+        site = max(of_outputs, key=of_outputs.__getitem__, default="")
+        largest = of_outputs.get(site, 0.0)
+        of_parameters = {
+            path: median(known)
+            for (path, _), by_step in history.summaries("param_grad").items()
+            if (known := finite(map(rms, by_step.values())))
+        }
+        beside = max(of_parameters.values(), default=0.0)
+        if largest > self.size or (largest > self.beside and beside > self.size):
+            message = f"its gradients are {largest:.1e} in the root mean square"
+            message += f", those of a parameter {beside:.1e}" if beside > self.size else ""
+            yield self.finding(message, site, size=plain(largest))
 
     def _of_parameters(self, history: History) -> Iterator[Finding]:
         parameters = history.rest.parameters if history.rest is not None else {}
@@ -204,7 +239,7 @@ class NoGradient(Rule):
     def find(self, history: History) -> Iterator[Finding]:
         assert history.rest is not None
         seen = reached(history)
-        if seen and not any(seen.values()) and len(history.windows) >= self.least:
+        if not any(seen.values()) and len(history.windows) >= self.least:
             yield self._nowhere(history)
         if max(seen.values(), default=0) < self.least:
             return
@@ -229,6 +264,11 @@ class NoGradient(Rule):
             severity = "info" if is_meant else "warning"
             message = f"{problem}: {', '.join(names)}"
             yield self.finding(message, site, None, severity, parameters=names, cause="unused-part")
+
+    def missing(self, history: History) -> str:
+        """As for every rule, but a training that never had a gradient is what it looks for."""
+        can_train = history.rest is not None and any(known.trainable for known in history.rest.parameters.values())
+        return "" if can_train and history.after is not None and history.losses else super().missing(history)
 
     def _nowhere(self, history: History) -> Finding:
         """What to say if no parameter at all gets a gradient."""
@@ -273,6 +313,30 @@ class GradientUnderflow(Rule):
         if any(parameter.dtype == torch.float16 for parameter in history.rest.parameters.values()):
             return True
         return any(reading["headroom"] > 0 for reading in readings(history.whole(), "output", "headroom"))
+
+
+def _gradients(history: History) -> Iterator[tuple[str, Summary]]:
+    """The gradients of the outputs of layers with weights, without those that are zero or not finite."""
+    for reading in readings(history.whole(), "grad_output", "moments", *_OUTPUTS.kinds):
+        if 0 < norm(reading["moments"]) < math.inf:
+            yield reading.path, reading["moments"]
+
+
+def _may_be_scaled(history: History) -> bool:
+    """Whether some layer has gradients in float16, by the extremes: then a GradScaler may have multiplied them."""
+    return any(
+        moments.min != moments.max and all(_is_half(value) for value in (moments.min, moments.max))
+        for _, moments in _gradients(history)
+    )
+
+
+def _is_half(value: float) -> bool:
+    """Whether a number is exactly one of float16.
+
+    >>> _is_half(0.5), _is_half(0.1), _is_half(1e6)
+    (True, False, False)
+    """
+    return float(torch.tensor(value).half()) == value
 
 
 def _unused(site: str, used: Collection[str]) -> tuple[str, str]:

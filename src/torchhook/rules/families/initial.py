@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
+from statistics import fmean
 
 from torchhook.core.findings import Finding
 from torchhook.rules.history import History, mean_unit_std, owner, plain, readings
@@ -182,8 +183,9 @@ def _constant_end(history: History) -> str:
 class InputScale(Rule):
     """The inputs of the first layer have a mean or a standard deviation beyond ten; a size beyond 100 is an error.
 
-    Images with values from 0 to 255 and raw measurements are the usual cause. Only inputs of the model itself count. If
-    a norm follows the layer, which undoes the scale, this is only an info.
+    Images with values from 0 to 255 and raw measurements are the usual cause; inputs of a size below 0.02 were often
+    divided twice, and are an info as long as the loss falls. Only inputs of the model itself count. If a norm follows
+    the layer, which undoes the scale, this is only an info.
     """
 
     code, name = "TH303", "input-scale"
@@ -193,7 +195,7 @@ class InputScale(Rule):
     explains = ("TH105", "TH2", "TH301", "TH4", "TH501", "TH6", "TH7", "TH8")
     hint = "Normalise the inputs to a mean of about 0 and a standard deviation of about 1."
     wrong = "A model that normalises its inputs itself, or whose first layer expects raw values."
-    limit, error = 10.0, 100.0
+    limit, error, least = 10.0, 100.0, 0.02
 
     def find(self, history: History) -> Iterator[Finding]:
         snapshot = history.first()
@@ -205,10 +207,19 @@ class InputScale(Rule):
         if "moments" not in given:  # of a norm, which undoes any scale
             return
         inputs = given["moments"]
-        if max(abs(inputs.mean), inputs.std) > self.limit:
+        size = math.hypot(inputs.mean, inputs.std)
+        is_small = 0 < size < self.least
+        if max(abs(inputs.mean), inputs.std) > self.limit or is_small:
             message = f"the inputs have a mean of {inputs.mean:.3g} and a standard deviation of {inputs.std:.3g}"
-            is_far = math.hypot(inputs.mean, inputs.std) > self.error
             is_undone = len(order) > 1 and kind_of(order[1].module_class) in NORMS
-            severity = "info" if is_undone else "error" if is_far else None
+            is_harmless = is_undone or (is_small and not _is_stuck(history))
+            severity = "info" if is_harmless else "error" if size > self.error else None
             step = history.windows[0].step
             yield self.finding(message, first.path, step, severity, mean=plain(inputs.mean), std=plain(inputs.std))
+
+
+def _is_stuck(history: History) -> bool:
+    """Whether the loss is about where it began, after some steps."""
+    values = list(history.losses.values())
+    quarter = len(values) // 4
+    return quarter > 2 and fmean(values[-quarter:]) > 0.9 * fmean(values[:quarter])

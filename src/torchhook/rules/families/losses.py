@@ -9,6 +9,7 @@ from statistics import fmean, median, variance
 
 from torchhook.core.findings import Finding, Severity
 from torchhook.rules.history import History, finite, last_of, plain
+from torchhook.rules.loss_graph import shown
 from torchhook.rules.registry import register
 from torchhook.rules.rule import Need, Phase, Rule
 from torchhook.rules.series import outliers
@@ -68,7 +69,9 @@ class Divergence(Rule):
     """The loss grows by orders of magnitude: it ends a hundred times above its start and its lowest value.
 
     Judged by the logarithm, over the steps since the loss was lowest: at least three of them, most of which raise it,
-    or one if the loss is no longer finite after it, which is the end of the same growth.
+    or one if the loss is no longer finite after it, which is the end of the same growth. A loss that falls below zero
+    counts if it ends at a hundred times the size of its start, and of one: it has no lower end. That is an info where
+    others are trained in turn, as in a GAN.
     """
 
     code, name, severity = "TH606", "divergence", Severity.ERROR
@@ -81,6 +84,7 @@ class Divergence(Rule):
     times, least = 100.0, 3
 
     def find(self, history: History) -> Iterator[Finding]:
+        yield from self._endless(history)
         known = {step: loss for step, loss in history.losses.items() if math.isfinite(loss) and loss > 0}
         breaks = bool(history.losses) and not math.isfinite(list(history.losses.values())[-1])
         least = 1 if breaks else self.least
@@ -97,6 +101,16 @@ class Divergence(Rule):
         factor = math.exp((math.log(known[steps[-1]]) - math.log(known[lowest])) / (steps[-1] - lowest))
         message = f"the loss diverges: from {known[lowest]:.3g} to {known[steps[-1]]:.3g}, times {factor:.3g} per step"
         yield self.finding(message, "", lowest, factor=plain(factor), last=plain(known[steps[-1]]))
+
+    def _endless(self, history: History) -> Iterator[Finding]:
+        """A loss that falls below zero, and on and on."""
+        values = finite(history.losses.values())
+        quarter = len(values) // 4
+        if not quarter or max(values[-quarter:]) > -self.times * max(abs(values[0]), 1.0):
+            return
+        message = f"the loss falls without end: from {values[0]:.3g} to {values[-1]:.3g}"
+        severity = "info" if history.is_contest else None
+        yield self.finding(message, "", history.first_step, severity, last=plain(values[-1]))
 
 
 @register
@@ -156,24 +170,23 @@ class InitialLoss(Rule):
 class Broadcast(Rule):
     """Output and target differ in shape, and the loss broadcasts them: it compares every output with every target.
 
-    Detected by computing the loss with the targets in another order, which does not change it.
+    Detected by computing the loss with the targets in another order, which does not change it, or by the graph of the
+    loss.
     """
 
     code, name, severity = "TH605", "broadcast-loss", Severity.ERROR
     cause = "output-target-mismatch"
     phase = Phase.REST
-    facts = ("task",)
+    facts = ("losses",)
     explains = ("TH601", "TH603")
     hint = "Give both the same shape: output.squeeze(-1), or target.unsqueeze(-1)."
     wrong = "A loss that compares all outputs with all targets on purpose."
 
     def find(self, history: History) -> Iterator[Finding]:
         task = history.task
-        assert task is not None
-        if task.broadcast:
-            shapes = f"{_shape(task.output_shape)} against {_shape(task.target_shape or ())}"
+        if task is not None:
+            shapes = f"{shown(task.output_shape)} against {shown(task.target_shape)}" if task.broadcast else ""
+        else:
+            shapes = next((term.broadcast for term in history.comparisons if term.broadcast), "")
+        if shapes:
             yield self.finding(f"the loss broadcasts output against target: {shapes}", "", output=shapes)
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return "×".join(map(str, shape)) or "scalar"

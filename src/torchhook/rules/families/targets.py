@@ -34,14 +34,17 @@ class Fit(Rule):
 
 @register
 class WrongOutputs(Fit):
-    """The loss gets outputs of the wrong kind: probabilities or rectified values instead of logits, or the reverse.
+    """The loss gets outputs of the wrong kind: probabilities or bounded values instead of logits, or the reverse.
 
     A cross entropy applies softmax itself and expects logits; after a softmax, it cannot fall below ln(1 + (C - 1)/e).
-    ``nll_loss`` expects log-probabilities, and a binary cross entropy without logits expects probabilities.
+    ``nll_loss`` expects log-probabilities, and a binary cross entropy without logits expects probabilities. A softmax
+    over the samples of a batch, not over the classes, compares samples with each other, and a reshape that swaps the
+    sizes of two dimensions gives each class the outputs of others.
     """
 
     code, name = "TH604", "softmax-twice"
     explains = ("TH101", "TH104", "TH201", "TH401", "TH404", "TH502", "TH601", "TH603", "TH203", "TH607")
+    endless = ("TH402", "TH403", "TH501", "TH602", "TH606")
     hint = "Give the loss what it expects: logits for cross_entropy and binary_cross_entropy_with_logits."
     wrong = "A second function that is there on purpose."
 
@@ -49,10 +52,19 @@ class WrongOutputs(Fit):
         for term in history.comparisons:
             problem = self._problem(term)
             if problem:
-                yield self.finding_at(history, term, problem)
+                severity = "warning" if term.squash == "tanh" else "error"  # with few classes, a tanh may be enough
+                yield self.finding_at(history, term, problem, severity=severity)
+
+    def causes(self, finding: Finding) -> tuple[str, ...]:
+        is_endless = finding.evidence.get("loss") == "nll"  # raw outputs may grow, and the loss falls, without end
+        return (*self.explains, *self.endless) if is_endless else self.explains
 
     def _problem(self, term: LossTerm) -> str:
         name = _NAMES.get(term.squash, term.squash)
+        if term.reshaped:
+            return f"the outputs are reshaped from {term.reshaped}, which mixes them up: transpose them"
+        if term.is_over_samples:
+            return "the softmax runs over the samples of the batch (dimension 0), not over the classes"
         if term.kind in ("cross-entropy", "binary-logits"):
             again = "softmax" if term.kind == "cross-entropy" else "sigmoid"
             if term.squash == "softmax" and term.units > 1:
@@ -61,6 +73,8 @@ class WrongOutputs(Fit):
                 return f"the outputs went through a sigmoid, and the loss applies {again} to them"
             if term.squash == "relu":
                 return "the outputs went through a ReLU, so that no logit can be negative"
+            if term.squash == "tanh":
+                return "the outputs went through a tanh, so that no logit can be beyond -1 and 1"
         if term.kind == "nll" and term.squash in ("", "softmax", "sigmoid", "relu"):
             given = f"the outputs of a {name}" if name else "raw outputs"
             return f"nll_loss expects log-probabilities, but gets {given}"
@@ -117,7 +131,7 @@ class OutOfReach(Fit):
 class Labels(Fit):
     """The labels are all alike, or are not what the loss takes: below 0 or above 1 for a binary cross entropy.
 
-    Labels of a single class count with three classes or more (an info with two), once there are fifty of them. Binary
+    Labels of a single class count once there are fifty of them, or two hundred (before, an info) of two classes. Binary
     labels of at most 0.1 were probably divided by something.
     """
 
@@ -126,7 +140,7 @@ class Labels(Fit):
     explains = ("TH104", "TH201", "TH601", "TH603", "TH606", "TH611")
     hint = "Look at a batch of labels: how they are read, shuffled and scaled."
     wrong = "Batches that were sorted by class, of which only the first were seen."
-    least = 50
+    least, many = 50, 200
 
     def find(self, history: History) -> Iterator[Finding]:
         for term in history.comparisons:
@@ -139,7 +153,7 @@ class Labels(Fit):
             elif is_binary and 0 < target.high <= 0.1 and target.std > 0:
                 yield self._at(term, f"the labels are at most {target.high:.2g}: were they divided?")
             elif term.kind == "cross-entropy" and target.low == target.high:
-                severity = None if term.classes > 2 else "info"
+                severity = None if term.classes > 2 or target.count >= self.many else "info"
                 message = f"all {target.count} labels are {target.low:g}, of {term.classes} classes"
                 yield self._at(term, message, severity)
 
@@ -239,7 +253,7 @@ class OnlyLinear(Fit):
 
     code, name, severity = "TH612", "only-linear", Severity.WARNING
     cause = "activation"
-    explains = ("TH801",)
+    explains = ("TH601", "TH801")
     hint = "Put an activation such as ReLU between the layers."
     wrong = "A factorised or linear model on purpose."
 

@@ -29,7 +29,8 @@ class DeadUnits(Rule):
     idle), 80% an error. Less than 80% stay an info where more than a third of the other units always fire, since then
     the inputs hardly vary; and before a global pooling if units fired at first, since a classifier may need few. A ReLU
     that is called as a function counts, too: by units of the layer before it that are never positive, and zero for the
-    layer after it. The share of zeros alone says nothing: a healthy ResNet has 40% zeros and no dead unit.
+    layer after it. A quarter of the outputs that the loss gets is a warning if the training does not work. The share of
+    zeros alone says nothing: a healthy ResNet has 40% zeros and no dead unit.
     """
 
     code, name = "TH201", "dead-units"
@@ -48,6 +49,7 @@ class DeadUnits(Rule):
     def find(self, history: History) -> Iterator[Finding]:
         half, quarter = history.whole(0.5), history.whole(0.25)  # a quarter may have too few samples
         pooled = _last_before_pooling(half)
+        outputs = {last_of(history)} if any(term.squash == "relu" for term in history.comparisons) else set[str]()
         for site, (dead, fires) in {**self._dead(half), **self._dead(quarter)}.items():
             share = float(dead.double().mean())
             if share >= self.info and len(dead) >= 8:
@@ -56,6 +58,8 @@ class DeadUnits(Rule):
                 is_meant = bool((fires[~dead] > self.always).double().mean() > 1 / 3) or (have_fired and site == pooled)
                 message = f"{100 * share:.0f}% of the units never fire"
                 severity = self._severity(share, have_fired, is_meant)
+                if severity == Severity.INFO and site in outputs and not history.works:
+                    severity = Severity.WARNING
                 yield self.finding(message, site, step, severity, dead=int(dead.sum()), units=len(dead))
 
     def _dead(self, window: Snapshot) -> dict[str, tuple[Tensor, Tensor]]:
@@ -174,7 +178,7 @@ class Saturated(Rule):
     """Units of a sigmoid or tanh at the ends of their range (beyond 0.02 and 0.98, or ±0.97) on 60% of positions.
 
     80% of a layer's units are a warning, 90% an error. The last activation of a model does not count: a confident
-    classifier saturates it.
+    classifier saturates it. If they are before any training, the initial weights are at fault.
     """
 
     code, name = "TH203", "saturated"
@@ -192,15 +196,23 @@ class Saturated(Rule):
     limits: tuple[float, float] = (0.8, 0.9)
 
     def find(self, history: History) -> Iterator[Finding]:
-        window = history.whole(0.5)
         last = history.order.get(last_of(history, "weight"), -1)
-        for reading in readings(window, "output", "saturation", "sigmoid", "tanh"):
-            part: Tensor = reading["saturation"]
-            share = float((part > self.part).double().mean())
-            if share >= self.limits[0] and history.order[reading.path] < last:
+        is_known = history.windows[0].step == history.first_step
+        before = self._shares(history.first()) if is_known else {}
+        for path, (share, part) in self._shares(history.whole(0.5)).items():
+            if share >= self.limits[0] and history.order[path] < last:
                 message = f"{100 * share:.0f}% of the units are saturated"
                 severity = "error" if share >= self.limits[1] else "warning"
-                yield self.finding(message, reading.path, None, severity, mean_part=plain(part.mean()))
+                cause = "init" if path in before and before[path][0] >= self.limits[0] else self.cause
+                yield self.finding(message, path, None, severity, mean_part=plain(part), cause=cause)
+
+    def _shares(self, window: Snapshot) -> dict[str, tuple[float, float]]:
+        """The share of saturated units of each module, and on which part of the positions a unit is, on average."""
+        found = {}
+        for reading in readings(window, "output", "saturation", "sigmoid", "tanh"):
+            part: Tensor = reading["saturation"]
+            found[reading.path] = float((part > self.part).double().mean()), float(part.mean())
+        return found
 
 
 @register
@@ -210,7 +222,8 @@ class ConstantOutput(Rule):
     Its own inputs do vary: a layer that gets learned queries or a class token, the same for every sample, is not at
     fault, nor is one after a layer that is. A norm counts if all its weights are zero. Judged after some training,
     since layers that start at zero on purpose (LoRA, residual branches) do not stay there. If all targets are the same,
-    this is only an info: the answer is right.
+    this is only an info: the answer is right. If the model's own inputs do not vary, nor what it makes of them,
+    although the targets do, they are named.
     """
 
     code, name, severity = "TH204", "constant-output", Severity.ERROR
@@ -228,13 +241,26 @@ class ConstantOutput(Rule):
         window = history.whole(0)
         severity = "info" if history.has_one_answer else None
         before: Reading | None = None
-        for reading in readings(window, "output", "channels", *_LAYERS):
+        layers = list(readings(window, "output", "channels", *_LAYERS))
+        if layers and _is_constant(layers[-1]) and self._gets_one_input(layers[0], history):
+            yield self.finding("every sample has the same inputs", layers[0].path, None, severity, cause="other")
+        for reading in layers:
             if _is_constant(reading) and not self._gets_the_same(reading, before, history):
                 message = "its output is the same for every input"
                 units: Units = reading["channels"]
                 spread, size = max(finite(units.std.tolist())), units.abs_mean.max()
                 yield self.finding(message, reading.path, None, severity, spread=plain(spread), size=plain(size))
             before = reading
+
+    def _gets_one_input(self, first: Reading, history: History) -> bool:
+        """Whether the inputs of the first layer do not vary, but the targets do."""
+        given = history.whole(0).rows.get((first.path, "input"))
+        targets = [term.target for term in history.comparisons]
+        return (
+            given is not None
+            and _is_constant(history.whole(0)[first.path, "input"])
+            and any(target is not None and target.std > 0 for target in targets)
+        )
 
     def _gets_the_same(self, reading: Reading, before: Reading | None, history: History) -> bool:
         """Whether the inputs of a layer do not vary either; of an activation, what ran before it."""

@@ -122,7 +122,8 @@ def _falls_after(losses: Mapping[int, float], step: int) -> bool:
 class UpdateTooSmall(UpdateRatios):
     """A step changes a matrix by less than three millionths of its norm, in the median after the first ten steps.
 
-    No change at all counts, too, if there is a gradient: the step is lost in rounding.
+    No change at all counts, too, if there is a gradient: the step is lost in rounding. If others learn at the same
+    rate, it is the gradient that is too small.
     """
 
     code, name = "TH502", "update-too-small"
@@ -136,7 +137,17 @@ class UpdateTooSmall(UpdateRatios):
     def find(self, history: History) -> Iterator[Finding]:
         moved = {path for path, ratio in self.ratios(history).items() if ratio > 0 or self._has_gradient(history, path)}
         bad = {path: ratio for path, ratio in self.ratios(history).items() if path in moved and ratio < self.limit}
-        yield from self.report(history, bad, self.limit, "too little to learn")
+        for finding in self.report(history, bad, self.limit, "too little to learn"):
+            is_slow = not finding.site or self._is_slower(history, finding.site, bad)
+            cause = self.cause if is_slow else "no-gradient"
+            yield replace(finding, evidence={**finding.evidence, "cause": cause})
+
+    def _is_slower(self, history: History, path: str, bad: Collection[str]) -> bool:
+        """Whether a parameter has a lower rate than those that learn."""
+        assert history.rest is not None
+        known = history.rest.parameters
+        rates = [known[other].lr for other in self.ratios(history) if other not in bad]
+        return (known[path].lr or 0.0) < min((rate for rate in rates if rate is not None), default=0.0)
 
     def _has_gradient(self, history: History, path: str) -> bool:
         """Whether a parameter has a gradient in most windows, so that a step of zero was lost in rounding."""
@@ -152,7 +163,9 @@ class NotInOptimizer(Rule):
     or its layers were replaced, after the optimizer was created. If all that the optimizer has is frozen, that is
     named, and so are layers that are frozen alone, less than half of a block whose other layers are trained; frozen
     blocks, embeddings and what is under adapters are not. If the optimizer has the last part of the model alone, the
-    others may be left out on purpose, and this is an info. Parameters of another optimizer do not count.
+    others may be left out on purpose, and this is an info. Parameters of another optimizer do not count. `diagnose`
+    also finds parameters that the output depends on but the model does not list: its layers are in a plain list or
+    dict, or are made in `forward`.
     """
 
     code, name, severity = "TH503", "not-in-optimizer", Severity.ERROR
@@ -172,6 +185,9 @@ class NotInOptimizer(Rule):
         if not history.rest.has_optimizer:
             return
         held = {path: p for path, p in history.rest.parameters.items() if p.groups}
+        if history.unlisted:
+            message = f"{history.unlisted} parameters are used but not listed in model.parameters(), and never trained"
+            yield self.finding(f"{message}: are layers in a plain list, or made in forward?", count=history.unlisted)
         if held and not any(parameter.trainable for parameter in held.values()):
             for site, names in _by_owner(held).items():
                 message = f"frozen, but the optimizer has no other parameters: {', '.join(names)}"
@@ -267,31 +283,33 @@ class EpsTooSmall(Rule):
 
 @register
 class DecayOfGains(Rule):
-    """Weight decay pulls the gains of norms towards zero.
+    """Weight decay pulls the gains of norms, or all weights, towards zero.
 
-    An info if it alone takes away a fifth of them over the training, given the learning rate. A warning if it takes at
-    least 0.05% in each step, and the gains really shrink to less than half, mostly by that.
+    An info if it alone takes away a fifth of the gains over the training, given the learning rate. A warning if it
+    takes at least 0.05% in each step, and the gains really shrink to less than half, mostly by that; or if it takes 5%
+    of the weights in each step.
     """
 
     code, name = "TH506", "decay-of-gains"
     cause = "rate"
     phase = Phase.UPDATE
     facts = ("rest", "own_optimizer", "after")
-    explains = ("TH401", "TH601", "TH801")
+    explains = ("TH2", "TH401", "TH501", "TH601", "TH801")
     hint = "Put norms and biases into a parameter group of their own, with weight_decay=0."
     wrong = "A weight decay that is meant for the gains as well."
-    taken, each, shrunk = 0.2, 5e-4, 0.5
+    taken, each, shrunk, most = 0.2, 5e-4, 0.5, 0.05
 
     def find(self, history: History) -> Iterator[Finding]:
         assert history.rest is not None
         assert history.after is not None
         before, after = history.rest.parameters, history.after.parameters
+        yield from self._of_weights(history, before)
         gains = [path for path, known in before.items() if _is_decaying_gain(path, known) and path in after]
         steps = max(history.losses, default=history.first_step - 1) - history.first_step + 1
         if not gains or not steps:
             return
         first, last = (fmean(parameters[path].summary.mean for path in gains) for parameters in (before, after))
-        rate = fmean(history.rates.values()) if history.rates else before[gains[0]].lr or 0.0
+        rate = _mean_rate(history, before[gains[0]])
         each = rate * max(before[path].decay for path in gains)
         if math.exp(-each * steps) > 1 - self.taken or not first > 0:
             return
@@ -301,6 +319,20 @@ class DecayOfGains(Rule):
         yield self.finding(
             f"{message}: from {first:.2g} to {last:.2g}", owner(gains[0]), None, severity, each=plain(each)
         )
+
+    def _of_weights(self, history: History, before: Mapping[str, ParameterState]) -> Iterator[Finding]:
+        """The weights that lose half of themselves within some steps."""
+        weights = {path: p for path, p in before.items() if _is_weight(path, p) and p.trainable and p.groups}
+        each = {path: _mean_rate(history, p) * p.decay for path, p in weights.items()}
+        worst = max(each, key=each.__getitem__, default=None)
+        if worst is not None and each[worst] >= self.most:
+            message = f"weight decay takes {percent(each[worst])}% of the weights in each step"
+            finding = self.finding(message, owner(worst), history.first_step, each=plain(each[worst]))
+            yield replace(finding, hint="Lower weight_decay: times the learning rate, it should be 0.0001 or less.")
+
+
+def _mean_rate(history: History, parameter: ParameterState) -> float:
+    return fmean(history.rates.values()) if history.rates else parameter.lr or 0.0
 
 
 def _is_decaying_gain(path: str, parameter: ParameterState) -> bool:

@@ -30,14 +30,14 @@ from torchhook.core.errors import StopTraining
 from torchhook.core.hooks.registration import on_any_call, on_any_step
 from torchhook.core.text import warn
 from torchhook.core.torch_internals import forward_pre_hooks, is_transformed
-from torchhook.rules.loss_graph import terms_arriving
+from torchhook.rules.loss_graph import leaves_of, terms_arriving
 from torchhook.rules.registry import Choice
 from torchhook.stats.optimizer.steps import is_inside_a_step
 from torchhook.training.launch.by_hand import HandTraining, Suspicion
 from torchhook.training.launch.feeding import Feeders
 from torchhook.training.launch.patches import patched, unwarned
 from torchhook.training.launch.schedules import Schedules
-from torchhook.training.launch.tensors import Tensors, leaves_of, named
+from torchhook.training.launch.tensors import Tensors, named
 from torchhook.training.launch.trainings import Training
 from torchhook.training.monitor import Monitor, OnFinding, Terms, state_of
 from torchhook.training.process import rank, world_size

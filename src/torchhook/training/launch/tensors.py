@@ -1,4 +1,4 @@
-"""Tensors that are trained without a module: a module that stands for them, their names, and those behind a loss."""
+"""Tensors that are trained without a module: a module that stands for them, and their names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor, nn
 
 _FRAMES = 30  # callers among whose variables we look for names
-_NODES = 10_000  # of a graph that we walk for its leaves
 _MANY = 1000  # elements of a list that we look at for names
 
 
@@ -46,23 +45,6 @@ def named(tensors: Iterable[Tensor]) -> dict[str, Tensor]:
         name = names.get(id(tensor), f"param{number}")
         found[name if name not in found else f"param{number}"] = tensor
     return found
-
-
-def leaves_of(losses: Iterable[Tensor]) -> list[Tensor]:
-    """The tensors that require a gradient and on which the losses depend, those nearest to the losses first.
-
-    >>> import torch
-    >>> x, y = (torch.full((2,), number, requires_grad=True) for number in (1.0, 2.0))
-    >>> [leaf.mean().item() for leaf in leaves_of([(x * y.exp()).sum()])]
-    [1.0, 2.0]
-    """
-    nodes = dict.fromkeys(loss.grad_fn for loss in losses if loss.grad_fn is not None)
-    new = list(nodes)
-    while new and len(nodes) < _NODES:
-        after = dict.fromkeys(below for node in new for below, _ in node.next_functions if below is not None)
-        new = [node for node in after if node not in nodes]
-        nodes |= dict.fromkeys(new)
-    return [node.variable for node in nodes if hasattr(node, "variable")]
 
 
 def _variables() -> dict[int, str]:
