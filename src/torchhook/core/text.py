@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
-from torch import Tensor
-
 
 def in_units(size: float) -> str:
     """A number of bytes with its unit.
@@ -48,6 +46,8 @@ def shape_of(value: Any) -> str:
     >>> shape_of((torch.ones(2, 3), {"h": torch.ones(4)}, None))
     '(2×3, {h: 4}, None)'
     """
+    from torch import Tensor  # reports, which use the rest of this file, need no torch
+
     if isinstance(value, Tensor):
         return "nested" if value.is_nested else "×".join(map(str, value.shape)) or "scalar"
     if isinstance(value, dict):
