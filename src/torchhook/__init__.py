@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from torchhook.training.logs import Entry, Log
     from torchhook.training.monitor import Monitor
     from torchhook.training.runs import Run
+    from torchhook.training.runs.why import Why
 
 __version__ = "1.0.0.dev0"
 
@@ -134,6 +135,7 @@ _NAMES = {
     "TopK": "stats",
     "TorchhookError": "core.errors",
     "Trial": "core.findings",
+    "Why": "training.runs.why",
     "arm": "edits.edit_model",
     "capture": "captures.capture",
     "catch_nonfinite": "rules.origin.catch",
@@ -221,6 +223,7 @@ __all__ = [
     "TopK",
     "TorchhookError",
     "Trial",
+    "Why",
     "arm",
     "capture",
     "catch_nonfinite",

@@ -13,7 +13,10 @@ import pytest
 
 import torchhook
 
-TOLD = re.compile(rb"torchhook: nothing was trained here: the script did not import torch\. .*\n$")
+TOLD = re.compile(
+    rb"torchhook: nothing was trained here: the script"
+    rb" (did not import|(failed .*|was interrupted) before it imported) torch\. .*\n$"
+)
 OURS = [sys.executable, "-m", "torchhook", "run"]
 PLAIN = [sys.executable]
 
@@ -436,8 +439,9 @@ def test_a_training(folder, monkeypatch):
     shown, _, told = ours.stderr.decode().partition("4x1)\n")
     assert shown.startswith("Traceback") and str(Path(torchhook.__file__).parent) not in shown
     assert own_lines(shown) == own_lines(plain.stderr.decode())
-    assert told.startswith(("\nFAILED  Net: ", "\npassed  Net: "))
-    run = re.search(r"\nThe run is in (runs/mine\S*); to see it again: torchhook runs show \1\n", told)[1]
+    assert told.startswith(("\nFAILED  Net: ", "\nunfinished  Net: ")) and "passed" not in told
+    assert f"torch {torch.__version__}" in told and "\n$ train.py --epochs 3\n" in told
+    run = re.search(r"\ntorchhook: .* until it failed → torchhook dashboard (runs/mine\S*)\n", told)[1]
     assert (folder / run).is_dir()
     assert "\nwritten: it.json\n" in told and (folder / "it.json").is_file()
 

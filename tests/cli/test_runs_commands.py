@@ -1,5 +1,6 @@
 """``torchhook runs``: list, show, export, prune."""
 
+import csv
 import json
 import time
 
@@ -32,7 +33,8 @@ def run_in(root, name, *findings, state="ended"):
     for step in range(0, 6, 3):
         reduce = Reduce("moments")
         reduce.cell(Site("fc"), nn.Linear(1, 1)).update(torch.randn(10))
-        log.write(Entry(step, time.time(), reduce.snapshot(), losses={step: 1 / (step + 1)}))
+        losses = {step: 1 / (step + 1), step + 2: 0.2}  # of every step, and not of measured ones alone
+        log.write(Entry(step, time.time(), reduce.snapshot(), losses=losses))
     for finding in findings:
         log.found(finding)
     if state:
@@ -53,7 +55,7 @@ def test_lists_the_runs_on_a_line_each(command, root):
     broken, second, first = lines
     assert broken.split()[:2] == ["broken", "unreadable"]
     assert second.startswith(running.name) and "<Second>[31m" in second and " running " in second
-    assert first.split()[1:3] == ["First", "ended"] and first.split()[-4:-2] == ["3", "1"] and "\x1b" not in done.out
+    assert first.split()[1:3] == ["First", "ended"] and first.split()[-4:-2] == ["5", "1"] and "\x1b" not in done.out
 
 
 def test_a_folder_without_runs_or_none_at_all(command, root):
@@ -67,8 +69,8 @@ def test_shows_the_report_and_ends_as_it_says(command, root):
     bad, good = run_in(root, "Bad", FOUND), run_in(root, "Good")
     done = command("runs", "show", bad)
     assert (done.code, done.err) == (1, "")
-    assert f"run      {bad}" in done.out and "state    ended" in done.out and "steps    0 to 3, 2 of them" in done.out
-    assert "loss     1 to 0.25" in done.out and "FAILED  Bad: 1 error" in done.out and "> Warm up." in done.out
+    assert f"run      {bad}" in done.out and "state    ended" in done.out and "steps    0 to 5, 2 of them" in done.out
+    assert "loss     1 to 0.2" in done.out and "FAILED  Bad: 1 error" in done.out and "> Warm up." in done.out
     assert "fc[bold][31m" in done.out and "\x1b" not in done.out
     for name in ("runs/latest", good / FILE, good):
         assert command("runs", "show", name).code == 0
@@ -96,6 +98,15 @@ def test_exports_a_table(command, root, tmp_path):
     run_in(root, "Net")
     assert command("runs", "export", "runs/latest", "--parquet", "run.parquet").out == "written: run.parquet, 2 rows\n"
     assert parquet.read_table(tmp_path / "run.parquet")["step"].to_pylist() == [0, 3]
+    assert command("runs", "export", "runs/latest", "--csv", "run.csv").out == "written: run.csv, 2 rows\n"
+    with (tmp_path / "run.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    columns = parquet.read_table(tmp_path / "run.parquet").to_pydict()
+    assert list(rows[0]) == list(columns) and [row["path"] for row in rows] == ["fc", "fc"] == columns["path"]
+    for name in ("step", "mean", "std", "count", "loss"):
+        assert [float(row[name]) for row in rows] == columns[name]
+    assert [row["rate"] for row in rows] == ["", ""] and columns["rate"] == [None, None]
+    assert "say which file to write" in command("runs", "export", "runs/latest").said
     wrong = command("runs", "export", "runs/latest", "--parquet", "nowhere/run.parquet")
     assert wrong.code == 2 and "there is no folder 'nowhere'" in wrong.said
 

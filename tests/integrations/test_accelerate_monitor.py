@@ -1,6 +1,7 @@
 """A loop with accelerate is watched: steps and losses as they are, numbers in its trackers, its trigger to stop."""
 
 import gc
+import re
 import threading
 import time
 
@@ -169,9 +170,11 @@ def test_an_error_sets_the_trigger():
     assert 10 < batches < 60 and not monitor.report.ok
 
 
-def test_otherwise_a_finding_stops_nothing(recwarn):
+def test_otherwise_a_finding_stops_nothing(recwarn, capfd):
     *_, monitor, batches = trained(Accelerator(cpu=True), broken, every=2, to=[])
     assert batches == 20 and not monitor.report.ok
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("torchhook: ")]
+    assert re.match(r"torchhook: \d error.* \(TH\d+ at ", line)
     assert not [warning for warning in recwarn if "TH1" in str(warning.message)]
 
 

@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import re
 import runpy
 import socket
 import subprocess
@@ -222,11 +223,13 @@ def test_an_error_stops_the_trainer_as_it_stops_early(tmp_path):
     assert not callback.report.ok and callback.monitor is None
 
 
-def test_otherwise_a_finding_stops_nothing(tmp_path, recwarn):
+def test_otherwise_a_finding_stops_nothing(tmp_path, recwarn, capfd):
     callback = TorchhookCallback(2, to=[])
     there = trainer(tmp_path, callback, model=made(Breaks))
     there.train()
     assert there.state.global_step == 22 and not callback.report.ok
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("torchhook: ")]
+    assert re.match(r"torchhook: \d error.* \(TH\d+ at ", line)
     assert not [warning for warning in recwarn if "TH1" in str(warning.message)]
 
 

@@ -4,6 +4,7 @@ import copy
 import gc
 import os
 import pickle
+import re
 import runpy
 import signal
 import subprocess
@@ -233,10 +234,12 @@ def test_an_error_stops_the_trainer_as_it_stops_early():
     assert not callback.report.ok
 
 
-def test_otherwise_a_finding_stops_nothing(recwarn):
+def test_otherwise_a_finding_stops_nothing(recwarn, capfd):
     callback = TorchhookCallback(2, to=[])
     there = fit(made(Breaks), callback)
     assert there.global_step == 32 and not callback.report.ok
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("torchhook: ")]
+    assert re.match(r"torchhook: \d error.* \(TH\d+ at ", line)
     assert not [warning for warning in recwarn if "TH1" in str(warning.message)]
 
 

@@ -1,6 +1,7 @@
 """The terminal: exact text at a fixed width, colours only where they are wanted."""
 
 import io
+import json
 import sys
 
 import pytest
@@ -8,7 +9,8 @@ import report_samples
 from rich.cells import cell_len
 from rich.console import Console
 
-from torchhook import render
+from torchhook import Finding, Report, render
+from torchhook.render.to_json import from_json
 
 SICK = """\
 FAILED  ResNet: 1 error, 1 warning, 1 info
@@ -41,14 +43,45 @@ note: Gradients are those before clipping.
 """
 
 
-def printed(report, **options):
+def printed(report, verbose=False, **options):
     file = io.StringIO()
-    render.terminal(report, Console(file=file, _environ={}, **options))
+    render.terminal(report, Console(file=file, _environ={}, **options), verbose=verbose)
     return file.getvalue()
 
 
 def test_a_report_in_sixty_columns():
-    assert printed(report_samples.sick(), width=60) == SICK
+    assert printed(report_samples.sick(), verbose=True, width=60) == SICK
+
+
+def test_skipped_rules_are_counted_unless_asked_for():
+    said = printed(report_samples.sick(), width=60)
+    assert "21 rules checked, 3 skipped\nnote: Gradients" in said and "no labels were given" not in said
+
+
+def test_the_header_says_where_it_comes_from_and_a_failed_training_has_not_passed():
+    about = {"run": "runs/net", "started": "2026-01-02 03:04:05", "device": "cpu", "versions": {"torch": "2.13"}}
+    report = Report(model="Net", about={**about, "command": "train.py --fast", "state": "failed"})
+    first, *header, _, _ = printed(report, width=80).splitlines()
+    assert first == "unfinished  Net: nothing found"
+    assert header == ["runs/net, 2026-01-02 03:04:05, cpu, torch 2.13", "$ train.py --fast"]
+    for form in (render.html, render.markdown):
+        assert "runs/net, 2026-01-02 03:04:05, cpu, torch 2.13" in form(report) and "--fast" in form(report)
+    assert "unfinished" in render.html(report) and "passed" not in render.html(report).split("<body")[1]
+    assert "✅" not in render.markdown(report)
+    assert from_json(render.json(report)) == report
+    old = json.loads(render.json(report))
+    del old["about"]
+    assert from_json(json.dumps(old)) == Report(model="Net"), "reports from before it had a header can be read"
+
+
+def test_the_class_is_beside_the_path():
+    found = Finding("TH201", "error", "dead", "3", evidence={"module": "ReLU", "share": 0.6})
+    report = Report((Finding("TH204", "error", "constant", "5", 2, {"module": "Linear"}, affected=(found,)),))
+    said = printed(report, width=80)
+    assert "error TH204  5 (Linear), step 2\n" in said and "explains TH201 at 3 (ReLU)" in said and "module=" not in said
+    assert "<code>5</code> (Linear)" in render.html(report) and "<code>3</code> (ReLU)" in render.html(report)
+    assert "<code>5</code> (Linear), step 2" in render.markdown(report) and "TH201 at 3 (ReLU)" in render.markdown(report)
+    assert "TH204 error: 5 (Linear), step 2: constant\n  explains TH201 at 3 (ReLU)" in str(report)
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 160, 200])

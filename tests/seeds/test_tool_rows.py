@@ -1,6 +1,7 @@
-"""The rows of trainings in TensorBoard, of whole scripts and of whole data sets: C15, B03, B09."""
+"""The rows of trainings in TensorBoard, of whole scripts, of whole data sets, and of `why`: C15, B03, B09, B18."""
 
 import io
+import json
 import re
 import subprocess
 import sys
@@ -112,12 +113,47 @@ def test_b03_a_script_is_diagnosed_without_a_change_to_it(tmp_path):
     for arguments, codes in (["dead"], {"TH201"}), ([], set()):
         plain, watched = outcome([sys.executable], *arguments), outcome(ours, *arguments)
         assert (watched.stdout, watched.returncode) == (plain.stdout, 0) and plain.returncode == 0, watched.stderr
-        folder = re.search(r"The run is in (\S+);", watched.stderr)[1]
+        folder = re.search(r"→ torchhook dashboard (\S+)\n", watched.stderr)[1]
         with Run(tmp_path / folder) as run:
             losses = list(map(float, plain.stdout.split()))
             assert run.losses == pytest.approx(dict(enumerate(losses)), rel=1e-6) and len(losses) == 60
             assert {finding.code for finding in run.report.findings if finding.severity >= "warning"} == codes
         assert all(f"{code}  1" in watched.stderr for code in codes)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.relu, self.last = nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 3)
+        nn.init.constant_(self.first.bias, -100)
+
+    def forward(self, x):
+        hidden = self.relu(self.first(x))
+        return self.last(hidden)
+
+
+def test_b18_why_a_training_fails_for_people_and_programs(tmp_path):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Monitor(model, optimizer, every=1, to=tmp_path) as monitor:
+        for _ in range(20):
+            x = torch.randn(64, 8)
+            loss = F.cross_entropy(model(x), (x[:, 0] > 0).long())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            monitor.step(loss)
+    why = [sys.executable, "-m", "torchhook", "why", str(tmp_path)]
+    text, data = (subprocess.run([*why, *more], capture_output=True, text=True) for more in ([], ["--json"]))
+    assert text.returncode == data.returncode == 1, text.stderr
+    said = json.loads(data.stdout)
+    dead = said["findings"][0]
+    assert dead["site"] == "relu" and f"{dead['code']}  relu (ReLU)" in text.stdout
+    assert said["schema"] == 1 and said["last_step"] == 19
+    assert dead["line"].endswith("hidden = self.relu(self.first(x))") and __file__ in dead["line"]
+    assert dead["module"] == "ReLU" and dead["cause"] and dead["evidence"]
+    assert " ".join(dead["next"].split()) in " ".join(text.stdout.split())
 
 
 class Impatient(nn.Module):

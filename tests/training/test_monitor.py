@@ -5,10 +5,14 @@ import gc
 import io
 import math
 import os
+import re
+import sqlite3
+import sys
 import threading
 import time
 import warnings
 import weakref
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +32,8 @@ from torchhook.stats.reading import Snapshot
 from torchhook.training import judge, worker
 from torchhook.training.logs import Entry, Log
 from torchhook.training.runs import Run
+from torchhook.training.runs.database import Database
+from torchhook.training.runs.folders import delete
 from zoo.nets import ConvNet
 from zoo.tasks import digits
 
@@ -641,7 +647,7 @@ def test_a_training_that_is_watched_is_the_same_to_the_last_bit():
         assert all(torch.equal(plain[name], watched[name]) for name in plain)
 
 
-def test_nothing_is_printed(capfd):
+def test_one_line_is_printed_at_the_end(capfd, tmp_path, monkeypatch):
     model = small()
     optimizer = sgd(model)
     with Monitor(model, optimizer, every=1, to=[]) as monitor:
@@ -649,7 +655,77 @@ def test_nothing_is_printed(capfd):
         with torch.no_grad():
             model[0].weight.fill_(torch.nan)
         train(model, optimizer, monitor, 3)
-    assert not monitor.report.ok and capfd.readouterr() == ("", "")
+    out, err = capfd.readouterr()
+    assert not monitor.report.ok and out == "" and re.fullmatch(r"torchhook: 1 error \(TH10\d at [01]\)\n", err)
+    monkeypatch.chdir(tmp_path)
+    healthy = small()
+    monitor = Monitor(healthy, optimizer := sgd(healthy), every=5, first_step=7)
+    train(healthy, optimizer, monitor, 12)
+    assert capfd.readouterr() == ("", "")
+    monitor.close()
+    monitor.close()
+    line = f"torchhook: nothing found in 12 steps → torchhook dashboard runs/{monitor.run.name}\n"
+    assert capfd.readouterr() == ("", line) and monitor.ending == line.strip()
+
+
+def test_other_ranks_and_a_closed_standard_error_say_nothing(capfd, monkeypatch):
+    model = small()
+    monkeypatch.setenv("RANK", "1")
+    Monitor(model, to=[]).close()
+    monkeypatch.setenv("RANK", "0")
+    for gone in (None, io.StringIO()):
+        if gone is not None:
+            gone.close()
+        monkeypatch.setattr(sys, "stderr", gone)
+        with Monitor(model, to=[]) as monitor:
+            pass
+        assert monitor.report.ok
+    assert capfd.readouterr() == ("", "")
+
+
+def test_how_it_ended_is_in_the_line(capfd):
+    model = small()
+    for error, said in ((ValueError, "until it failed"), (KeyboardInterrupt, "until it was interrupted")):
+        with suppress(error), Monitor(model, to=[]):
+            raise error
+        assert capfd.readouterr().err == f"torchhook: nothing found in 0 steps {said}\n"
+
+
+def test_a_run_that_cannot_be_written_is_said_so_and_not_where_it_is(capfd, tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    model = small()
+    for to in (tmp_path / "file", tmp_path / ("long" * 100)):
+        with pytest.warns(UserWarning, match="no run is recorded"), Monitor(model, to=to) as monitor:
+            pass
+        line = capfd.readouterr().err
+        assert line.startswith("torchhook: nothing found in 0 steps; the run could not be written at all: [Errno ")
+        assert line.count("\n") == 1 and "dashboard" not in line and monitor.unwritten in line
+
+
+def test_a_run_that_is_no_longer_written_says_since_when_and_why(capfd, tmp_path, monkeypatch):
+    model = small()
+    optimizer = sgd(model)
+
+    def full(self, entry, groups):
+        if entry.step >= 4:
+            raise sqlite3.OperationalError("database or disk is full")
+        return add(self, entry, groups)
+
+    add = Database.add
+    monkeypatch.setattr(Database, "add", full)
+    with pytest.warns(UserWarning, match="is lost"), Monitor(model, optimizer, every=1, to=tmp_path) as monitor:
+        train(model, optimizer, monitor, 12)
+    reason = "the run could not be written since step 4: database or disk is full"
+    assert capfd.readouterr().err == f"torchhook: nothing found in 12 steps; {reason}\n"
+    with Run(monitor.run) as run:
+        assert run.state == "unwritten" and run.steps == [0, 1, 2, 3]
+    monkeypatch.setattr(Database, "add", add)
+    monkeypatch.setattr(Database, "end", lambda self, state: full(self, Entry(9, 0.0, Snapshot({})), []))
+    with pytest.warns(UserWarning, match="the end is lost"), Monitor(model, to=tmp_path, name="end") as monitor:
+        pass
+    with Run(monitor.run) as run:
+        assert run.state == "unwritten" and "dashboard" not in capfd.readouterr().err
+    assert delete(monitor.run) and not monitor.run.exists()
 
 
 def test_many_windows_take_no_more_memory_than_some():

@@ -8,7 +8,7 @@ import typer
 from typer.main import get_command
 
 from torchhook import __version__
-from torchhook.cli import dashboard, diagnose, diff, doctor, explain, harvest, replay, rules, run, runs
+from torchhook.cli import dashboard, diagnose, diff, doctor, explain, harvest, replay, rules, run, runs, why
 
 app = typer.Typer(
     name="torchhook",
@@ -18,6 +18,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.command("run", context_settings=run.PARSING)(run.run)
+app.command("why")(why.why)
 app.add_typer(runs.app, name="runs")
 app.command("dashboard")(dashboard.dashboard)
 app.command("diagnose")(diagnose.diagnose)

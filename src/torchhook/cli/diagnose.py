@@ -5,16 +5,16 @@ from __future__ import annotations
 import random
 import sys
 from contextlib import nullcontext, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from torchhook.cli.loaders import Shape, data_of, loss_of, model_of, optimizer_of, split, wrong
-from torchhook.cli.options import RULES, Form, Ignore, Model, Reports, Select
+from torchhook.cli.options import FailOn, Form, Ignore, Model, Reports, Select, Verbose
 from torchhook.cli.outputs import Format, deliver, require_writable
 from torchhook.core.config import Config
-from torchhook.core.findings import Severity
 from torchhook.core.progress import progress_bar
 
 _BATCHES = 4
@@ -72,16 +72,10 @@ def diagnose(
     ] = 0,
     select: Select = None,
     ignore: Ignore = None,
-    fail_on: Annotated[
-        Severity | None,
-        typer.Option(
-            metavar="SEVERITY",
-            rich_help_panel=RULES,
-            help="Exit with code 1 from this severity on: info, warning or error (default).",
-        ),
-    ] = None,
+    fail_on: FailOn = None,
     reports: Reports = None,
     form: Form = Format.TEXT,
+    verbose: Verbose = False,
 ) -> None:
     """Inspect a model at rest, in one pass, and in a short training of a copy.
 
@@ -107,6 +101,7 @@ def diagnose(
     ):
         from torchhook.rules import chosen
         from torchhook.rules.diagnose import diagnose as inspect
+        from torchhook.training.process import described, device_of, header
 
         chosen(config.select, config.ignore)  # raises if one is unknown
         _seed(seed)
@@ -123,7 +118,8 @@ def diagnose(
             progress=progress or False,
             **config.arguments(),
         )
-    deliver(report, form, reports or ())
+        report = replace(report, about=header({**described(), "device": device_of(net)}))
+    deliver(report, form, reports or (), verbose)
     raise typer.Exit(report.exit_code)
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from torchhook.cli.outputs import Format
+from torchhook.core.findings import Severity
 
 RULES, OUTPUT = "What to look for", "What to write"
 
@@ -28,6 +29,15 @@ Select = Annotated[
 Ignore = Annotated[
     list[str] | None, typer.Option("--ignore", metavar="CODES", rich_help_panel=RULES, help="Do not apply these rules.")
 ]
+FailOn = Annotated[
+    Severity | None,
+    typer.Option(
+        "--fail-on",
+        metavar="SEVERITY",
+        rich_help_panel=RULES,
+        help="Exit with code 1 from this severity on: info, warning or error (default).",
+    ),
+]
 Reports = Annotated[
     list[Path] | None,
     typer.Option(
@@ -36,6 +46,10 @@ Reports = Annotated[
         rich_help_panel=OUTPUT,
         help="Write a report: .html, .json, .xml (JUnit) or .md. May be repeated.",
     ),
+]
+Verbose = Annotated[
+    bool,
+    typer.Option("--verbose", rich_help_panel=OUTPUT, help="Also say which rules were skipped, and why."),
 ]
 Form = Annotated[
     Format,

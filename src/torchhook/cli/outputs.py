@@ -38,13 +38,13 @@ def require_writable(paths: Iterable[Path]) -> None:
             require("plotly.offline", "plot", "an HTML report")
 
 
-def deliver(report: Report, form: Format, paths: Iterable[Path]) -> None:
+def deliver(report: Report, form: Format, paths: Iterable[Path], verbose: bool = False) -> None:
     """Write the files, print the report, and in a GitHub job add it to the summary."""
     paths = list(paths)
     for path in paths:
         render.save(report, path)
     if form == Format.TEXT:
-        render.terminal(report)
+        render.terminal(report, verbose=verbose)
         for path in paths:
             typer.echo(f"written: {path}")
     else:

@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, count
 from pathlib import Path
-from shlex import quote
 from traceback import format_exception
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +18,7 @@ from rich.console import Console
 from torchhook import render
 from torchhook.cli.errors import in_words
 from torchhook.cli.loaders import split
-from torchhook.cli.options import OUTPUT, RULES, Ignore, Reports, Select
+from torchhook.cli.options import OUTPUT, RULES, Ignore, Reports, Select, Verbose
 from torchhook.cli.outputs import require_writable
 from torchhook.core.config import Config
 from torchhook.core.errors import TorchhookError
@@ -55,6 +54,7 @@ def run(
         str | None, typer.Option(metavar="NAME", rich_help_panel=OUTPUT, help="Name of the run; default: the script's.")
     ] = None,
     reports: Reports = None,
+    verbose: Verbose = False,
 ) -> None:
     """Run a training script unchanged, and report what went wrong in its models.
 
@@ -79,7 +79,7 @@ def run(
         "name": name or target.name,
         "on_finding": "stop" if stop else None,
     }
-    context.obj.append(Launch(target, watching, reports))
+    context.obj.append(Launch(target, watching, reports, verbose))
 
 
 @dataclass
@@ -89,6 +89,7 @@ class Launch:
     script: Script
     watching: dict[str, Any]
     reports: list[Path]
+    verbose: bool = False
     discovery: Discovery | None = None
     fault: str | None = None
     here: Path = field(default_factory=Path.cwd)
@@ -135,13 +136,13 @@ class Launch:
             if self.discovery is not None:
                 kind, trace = (None, None) if ended is None else (type(ended), ended.__traceback__)
                 self.discovery.__exit__(kind, ended, trace)
-            self._print_reports()
+            self._print_reports(ended)
         except KeyboardInterrupt:  # the user does not want to wait
             pass
         except Exception as error:
             say(f"torchhook: the report failed: {_in_words(error)}\n")
 
-    def _print_reports(self) -> None:
+    def _print_reports(self, ended: BaseException | None) -> None:
         """Print the report of every model, after all output of the script."""
         if self.discovery is not None and not self.discovery.is_main:
             return
@@ -151,25 +152,27 @@ class Launch:
         for part in chain(*map(self._about, watched, count(1))):
             say(part)
         if not watched:
-            say(f"torchhook: {self._why_nothing()}\n")
+            say(f"torchhook: {self._why_nothing(_failure(ended))}\n")
 
-    def _why_nothing(self) -> str:
+    def _why_nothing(self, failure: str) -> str:
         if self.fault is not None:
             return f"nothing was watched: {self.fault}"
-        no_model = "no optimizer took a step, and nothing changed between two backwards"
-        reason = "the script did not import torch" if self.discovery is None else no_model
+        if self.discovery is None:
+            reason = f"the script {failure} before it imported torch" if failure else "the script did not import torch"
+        elif failure:
+            reason = f"the script {failure} before an optimizer took a step"
+        else:
+            reason = "no optimizer took a step, and nothing changed between two backwards"
         return f"nothing was trained here: {reason}. Trainings in child processes are not seen."
 
     def _about(self, monitor: Monitor, number: int) -> Iterator[str]:
-        """The report of one model, and where the files are."""
-        yield f"\n{_printed(monitor.report)}"
+        """The report of one model, where the files are, and the line with which every watched training ends."""
+        yield f"\n{_printed(monitor.report, self.verbose)}"
         for path in self.reports:
             file = path if number == 1 else path.with_stem(f"{path.stem}-{number}")
             render.save(monitor.report, file)
             yield f"written: {self._shown(file)}\n"
-        if monitor.run is not None:
-            place = self._shown(monitor.run)
-            yield f"The run is in {place}; to see it again: torchhook runs show {quote(place)}\n"
+        yield f"{monitor.ending}\n"
 
     def _shown(self, path: Path) -> str:
         """A path relative to where the command was started, if it is below that."""
@@ -180,12 +183,24 @@ class _Refusal(SystemExit):
     """Ends a script that cannot be watched with the given options."""
 
 
-def _printed(report: Report) -> str:
+def _printed(report: Report, verbose: bool = False) -> str:
     """A report for standard error. Rich does not print it, because it ends the process if the pipe is closed."""
     console = Console(file=sys.__stderr__)
     with console.capture() as printed:
-        render.terminal(report, console)
+        render.terminal(report, console, verbose=verbose)
     return printed.get()
+
+
+def _failure(ended: BaseException | None) -> str:
+    """How a script failed, in one line; empty if it did not."""
+    if ended is None or (isinstance(ended, SystemExit) and ended.code in (None, 0)):
+        return ""
+    if isinstance(ended, KeyboardInterrupt):
+        return "was interrupted"
+    if isinstance(ended, SystemExit) and isinstance(ended.code, int):
+        return f"failed with exit code {ended.code}"
+    kind = "" if isinstance(ended, SystemExit) else f"{type(ended).__name__}: "
+    return f"failed ({kind}{str(ended).partition(chr(10))[0]:.200})"
 
 
 def _in_words(error: Exception) -> str:

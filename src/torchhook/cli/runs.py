@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from torchhook.cli.loaders import wrong
-from torchhook.cli.options import Form, Reports
+from torchhook.cli.options import Form, Reports, Verbose
 from torchhook.cli.outputs import Format, deliver, require_writable
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ def show(
     run: _Run,
     reports: Reports = None,
     form: Form = Format.TEXT,
+    verbose: Verbose = False,
 ) -> None:
     """Show what was found in a run. The exit code is 1 if the report fails.
 
@@ -53,6 +54,7 @@ def show(
     """
     from torchhook.core.findings import Report
     from torchhook.training.runs import Run
+    from torchhook.training.runs.run import NO_REPORT
 
     require_writable(reports or ())
     with Run(run) as opened:
@@ -60,31 +62,40 @@ def show(
             tuple(opened.findings),
             opened.model,
             losses=opened.losses,
-            notes=("the run has no report: it was killed, or nothing was checked yet",),
+            notes=(NO_REPORT,),
         )
         if form == Format.TEXT:
             typer.echo(_summary(opened))
-    deliver(report, form, reports or ())
+    deliver(report, form, reports or (), verbose)
     raise typer.Exit(report.exit_code)
 
 
 @app.command()
 def export(
     run: _Run,
-    parquet: Annotated[Path, typer.Option(metavar="FILE", dir_okay=False, help="The Parquet file to write.")],
+    parquet: Annotated[
+        Path | None, typer.Option(metavar="FILE", dir_okay=False, help="The Parquet file to write.")
+    ] = None,
+    csv: Annotated[Path | None, typer.Option(metavar="FILE", dir_okay=False, help="The CSV file to write.")] = None,
 ) -> None:
     """Write a run to a table with one row per step and site.
 
     [bold]torchhook runs export runs/latest --parquet run.parquet[/]
+    [bold]torchhook runs export runs/latest --csv run.csv[/]
     """
     from torchhook.training.runs import Run
-    from torchhook.training.runs.export import export_parquet
+    from torchhook.training.runs.export import export_csv, export_parquet
 
-    if not parquet.parent.is_dir():
-        raise wrong("--parquet", f"there is no folder {str(parquet.parent)!r}")
+    wanted = {option: file for option, file in (("--parquet", parquet), ("--csv", csv)) if file is not None}
+    if not wanted:
+        raise wrong("--parquet / --csv", "say which file to write")
+    for option, file in wanted.items():
+        if not file.parent.is_dir():
+            raise wrong(option, f"there is no folder {str(file.parent)!r}")
     with Run(run) as opened:
-        rows = export_parquet(opened, parquet)
-    typer.echo(f"written: {parquet}, {rows:,} rows")
+        for option, file in wanted.items():
+            rows = (export_csv if option == "--csv" else export_parquet)(opened, file)
+            typer.echo(f"written: {file}, {rows:,} rows")
 
 
 @app.command()
@@ -128,7 +139,7 @@ def _line(folder: Path) -> list[str | int]:
 
     try:
         with Run(folder) as run:
-            last = max(run.steps, default=0)
+            last = run.last_step or 0
             found = len(run.findings)
             return [folder.name, run.model, run.state, _date(run.started), last, found, in_units(run.size)]
     except RunError:
@@ -139,13 +150,13 @@ def _summary(run: Run) -> str:
     from torchhook.core.text import in_units, table
     from torchhook.training.runs.folders import ranks
 
-    steps, losses = run.steps, run.losses
+    steps, losses, last = run.steps, run.losses, run.last_step
     facts = {
         "run": str(run.folder),
         "state": run.state,
         "started": _date(run.started),
         "ended": _date(run.ended),
-        "steps": f"{steps[0]} to {steps[-1]}, {len(steps):,} of them measured" if steps else "",
+        "steps": "" if last is None else f"{min([*steps, *losses])} to {last}, {len(steps):,} of them measured",
         "loss": f"{next(iter(losses.values())):.4g} to {next(reversed(losses.values())):.4g}" if losses else "",
         "samples": str(len(run.samples) or ""),
         "other ranks": ", ".join(below.name for below in ranks(run.folder)),

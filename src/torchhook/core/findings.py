@@ -106,10 +106,23 @@ class Finding:
         object.__setattr__(self, "severity", Severity(self.severity))
 
     @property
+    def module(self) -> str:
+        """The class of the module at the site, if that is known."""
+        return str(self.evidence.get("module", ""))
+
+    @property
+    def place(self) -> str:
+        """The site with the class of its module.
+
+        >>> Finding("TH201", "error", "61% never fire", "3", evidence={"module": "ReLU"}).place
+        '3 (ReLU)'
+        """
+        return f"{self.site or 'the model'}{f' ({self.module})' if self.module else ''}"
+
+    @property
     def where(self) -> str:
         """The place and the step, in words."""
-        place = self.site or "the model"
-        return place if self.step is None else f"{place}, step {self.step}"
+        return self.place if self.step is None else f"{self.place}, step {self.step}"
 
     @property
     def advice(self) -> list[str]:
@@ -148,7 +161,8 @@ class Report:
 
     `checked` has the codes of the rules that were applied, `skipped` those that were not, each with the reason.
     `layers` has the numbers of each layer and parameter behind the plots, in the order of execution, measured from the
-    first to the last step of `span`; `losses` are by step.
+    first to the last step of `span`; `losses` are by step. `about` says where the report comes from, as far as that is
+    known: ``run``, ``state``, ``started``, ``command``, ``versions`` and ``device``.
 
     >>> report = Report((Finding("TH201", "error", "61% of the units never fire", site="relu"),), model="Net")
     >>> report.ok, report.exit_code, report.passing("info").ok
@@ -167,6 +181,7 @@ class Report:
     losses: Mapping[int, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     span: tuple[int, int] | None = None
+    about: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fail_on", Severity(self.fail_on))
@@ -214,6 +229,7 @@ class Report:
             "losses": [[step, loss] for step, loss in self.losses.items()],
             "notes": list(self.notes),
             "span": None if self.span is None else list(self.span),
+            "about": dict(self.about),
         }
 
     @classmethod
@@ -233,6 +249,7 @@ class Report:
             losses=dict(data["losses"]),
             notes=tuple(data["notes"]),
             span=None if data.get("span") is None else tuple(data["span"]),
+            about=data.get("about", {}),
         )
 
     def table(self, kind: str | None = None) -> Any:
@@ -271,6 +288,6 @@ def _as_text(finding: Finding) -> str:
 
 def _consequences(finding: Finding) -> str:
     """The affected findings in one line, the first few by name."""
-    names = [f"{other.code} at {other.site or 'the model'}" for other in finding.affected]
+    names = [f"{other.code} at {other.place}" for other in finding.affected]
     rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + rest

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import html
+import linecache
 import re
 import sys
 import warnings
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any
-
-from torch import Tensor
 
 
 def in_units(size: float) -> str:
@@ -46,6 +46,8 @@ def shape_of(value: Any) -> str:
     >>> shape_of((torch.ones(2, 3), {"h": torch.ones(4)}, None))
     '(2×3, {h: 4}, None)'
     """
+    from torch import Tensor  # reports, which use the rest of this file, need no torch
+
     if isinstance(value, Tensor):
         return "nested" if value.is_nested else "×".join(map(str, value.shape)) or "scalar"
     if isinstance(value, dict):
@@ -90,7 +92,23 @@ def warn(message: str) -> None:
 
 def user_level() -> int:
     """The `stacklevel` for a warning of the caller that points at the user's line, beyond this package and torch."""
-    level, frame, passed = 1, sys._getframe(1), ("torch", "torchhook", "contextlib")
-    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).split(".")[0] in passed:
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and _is_passed(frame):
         level, frame = level + 1, frame.f_back
     return level
+
+
+def user_line() -> str:
+    """The user's line that led here through this package and torch: ``net.py:41: x = self.fc(x)``; empty without one."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _is_passed(frame):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    file, number = frame.f_code.co_filename, frame.f_lineno
+    source = linecache.getline(file, number, frame.f_globals).strip()
+    return f"{file}:{number}{f': {source:.120}' if source else ''}"
+
+
+def _is_passed(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).split(".")[0] in ("torch", "torchhook", "contextlib")

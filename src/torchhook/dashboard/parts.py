@@ -52,6 +52,7 @@ def card(run: str, finding: Finding, layers: Iterable[str], cause: Finding | Non
     at = _layer_of(finding.site, layers)
     where = html.Code(printable(finding.site) or "the model")
     step = "" if finding.step is None else f"step {finding.step:,}"
+    module = f"({printable(finding.module)})" if finding.module else ""
     affected = f"and {len(finding.affected)} more caused by it" if finding.affected else ""
     return html.Article(
         [
@@ -60,7 +61,7 @@ def card(run: str, finding: Finding, layers: Iterable[str], cause: Finding | Non
                 className="tags",
             ),
             html.H3(printable(finding.message)),
-            html.P([dcc.Link(where, href=address(run, "layer", path=at)) if at is not None else where, f" {affected}"]),
+            html.P([dcc.Link(where, href=address(run, "layer", path=at)) if at is not None else where, f" {module} {affected}"]),
             *(html.P(line, className="quiet") for line in _advice(run, finding, layers, cause)),
         ],
         className=f"card {finding.severity}",

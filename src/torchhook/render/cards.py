@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchhook.core.findings import Finding, Report
-from torchhook.render.tags import cell, code, folded, pill, text
+from torchhook.render.tags import cell, folded, pill, place, text
 
 
 def cards(report: Report) -> str:
@@ -25,7 +25,7 @@ def _card(number: int, finding: Finding) -> str:
     parts = [
         f'<p class="tags">{pill(finding.severity, finding.severity)}<b>{text(finding.code)}</b>{step}</p>',
         f"<h3>{text(finding.message)}</h3>",
-        f'<p class="place">{code(finding.site)}</p>',
+        f'<p class="place">{place(finding)}</p>',
         f'<p class="hint">{text(finding.hint)}</p>' if finding.hint else "",
         f'<p class="tried">{text(str(finding.tried))}</p>' if finding.tried else "",
         _evidence(finding.evidence),
@@ -37,7 +37,7 @@ def _card(number: int, finding: Finding) -> str:
 
 
 def _brief(finding: Finding) -> str:
-    return f"{text(finding.code)} {code(finding.site)} {text(finding.message)}"
+    return f"{text(finding.code)} {place(finding)} {text(finding.message)}"
 
 
 def _evidence(evidence: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from torchhook.core.findings import Finding
 from torchhook.render.words import printable, shown
 
 
@@ -26,6 +27,15 @@ def code(name: str) -> str:
     '<code>layer1.0</code>'
     """
     return f"<code>{text(name)}</code>" if name else "the model"
+
+
+def place(finding: Finding) -> str:
+    """The site of a finding, with the class of its module.
+
+    >>> place(Finding("TH201", "error", "61 % never fire", "3", evidence={"module": "ReLU"}))
+    '<code>3</code> (ReLU)'
+    """
+    return f"{code(finding.site)}{f' ({text(finding.module)})' if finding.module else ''}"
 
 
 def pill(kind: str, words: str) -> str:

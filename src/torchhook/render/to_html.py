@@ -14,7 +14,7 @@ from torchhook.render.figures import activations, gradient_flow, loss_curve, upd
 from torchhook.render.figures.style import SCRIPT
 from torchhook.render.tables import tables
 from torchhook.render.tags import pill, text
-from torchhook.render.words import by_reason, counts, scope, span
+from torchhook.render.words import by_reason, counts, header, scope, span, verdict
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; base-uri 'none'"
 STYLE = Path(__file__).with_name("page.css")
@@ -38,7 +38,7 @@ def html(report: Report) -> str:
     (True, True, False)
     """
     parts = {"Findings": cards(report), "Plots": plots(report), "Layers": tables(report), "Checks": _checks(report)}
-    return document(report.headline, _title(report), parts, _verdict(report))
+    return document(report.headline, _title(report), parts, verdict(report))
 
 
 def document(title: str, header: str, parts: Mapping[str, str], kind: str) -> str:
@@ -77,20 +77,17 @@ def document(title: str, header: str, parts: Mapping[str, str], kind: str) -> st
 """
 
 
-def _verdict(report: Report) -> str:
-    return "passed" if report.ok else "failed"
-
-
 def _title(report: Report) -> str:
     found = [severity for severity in reversed(Severity) if report.count(severity)]
     pills = [pill(str(severity), count) for severity, count in zip(found, counts(report).split(", "), strict=False)]
-    verdict = _verdict(report)
+    judged = verdict(report)
+    colour = "warning" if judged == "unfinished" else judged
     worse = "" if report.fail_on == Severity.ERROR else " or worse"
     return (
         f'<p class="quiet">torchhook report</p><h1>{text(report.model)}</h1>'
-        f'<p class="tags">{pill(f"verdict {verdict}", verdict)}{"".join(pills)}</p>'
+        f'<p class="tags">{pill(f"verdict {colour}", judged)}{"".join(pills)}</p>'
         f'<p class="quiet">{scope(report)}, failing on {report.fail_on}{worse}</p>'
-    )
+    ) + "".join(f'<p class="quiet">{text(line)}</p>' for line in header(report))
 
 
 def plots(report: Report, more: Mapping[str, tuple[Any, str]] | None = None) -> str:

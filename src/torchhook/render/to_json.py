@@ -25,7 +25,16 @@ def json(report: Report) -> str:
     >>> codec.loads(json(Report(model="Net", losses={0: math.nan})))["losses"]
     [[0, 'NaN']]
     """
-    return codec.dumps(_plain(report.to_dict()), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return as_json(report.to_dict())
+
+
+def as_json(value: Any) -> str:
+    """Any value as strict JSON.
+
+    >>> as_json({"loss": math.inf})
+    '{\\n  "loss": "Infinity"\\n}\\n'
+    """
+    return codec.dumps(_plain(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def from_json(text: str) -> Report:

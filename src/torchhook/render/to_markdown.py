@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from torchhook.core.findings import Finding, Report
-from torchhook.render.words import by_reason, finding_title, scope, short
+from torchhook.render.words import by_reason, finding_title, header, scope, short, verdict
 
 MARKS = {"error": "❌", "warning": "⚠️", "info": "ℹ️"}
+_VERDICTS = {"passed": "✅", "failed": "❌", "unfinished": "⚠️"}
 TABLE, FOLDED, REST = 500_000, 300_000, 100_000  # bytes; the rest of the 1 MiB is for other steps
 AFFECTED = 50
 
@@ -32,7 +33,8 @@ def markdown(report: Report) -> str:
     <BLANKLINE>
     """
     blocks = [
-        f"## {'✅' if report.ok else '❌'} {escaped(report.headline)}",
+        f"## {_VERDICTS[verdict(report)]} {escaped(report.headline)}",
+        "\n\n".join(map(escaped, header(report))),
         escaped(scope(report)),
         _table(report),
         _fit(_folded, [finding for finding in report.findings if finding.affected], FOLDED),
@@ -61,7 +63,9 @@ def _table(report: Report) -> str:
 def _row(finding: Finding) -> str:
     mark = f"{MARKS[finding.severity]} {finding.severity}"
     step = "" if finding.step is None else f"step {finding.step}"
-    where = ", ".join(filter(None, [_code(finding.site) if finding.site else "the model", step]))
+    site = _code(finding.site) if finding.site else "the model"
+    module = f" ({escaped(finding.module)})" if finding.module else ""
+    where = ", ".join(filter(None, [f"{site}{module}", step]))
     advice = " ".join(map(escaped, finding.advice))
     return f"| {mark} | {escaped(finding.code)} | {where} | {escaped(finding.message)} | {advice} |"
 

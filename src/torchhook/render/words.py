@@ -62,7 +62,7 @@ def finding_title(finding: Finding) -> str:
     >>> finding_title(Finding("TH201", "error", "61 % of the units never fire", site="relu"))
     'TH201 at relu'
     """
-    return short(f"{finding.code} at {finding.site or 'the model'}")
+    return short(f"{finding.code} at {finding.place}")
 
 
 def counts(report: Report) -> str:
@@ -83,6 +83,31 @@ def scope(report: Report) -> str:
     checked, skipped = len(report.checked), len(report.skipped)
     text = f"{checked} rule{'' if checked == 1 else 's'} checked"
     return f"{text}, {skipped} skipped" if skipped else text
+
+
+def verdict(report: Report) -> str:
+    """Whether the report passed or failed; a training that did not end well has not passed.
+
+    >>> verdict(Report()), verdict(Report(about={"state": "failed"}))
+    ('passed', 'unfinished')
+    """
+    if not report.ok:
+        return "failed"
+    return "unfinished" if report.about.get("state") in ("failed", "interrupted") else "passed"
+
+
+def header(report: Report) -> list[str]:
+    """Where a report comes from, in at most two lines.
+
+    >>> header(Report(about={"run": "runs/net", "versions": {"torch": "2.13"}, "command": "train.py --fast"}))
+    ['runs/net, torch 2.13', '$ train.py --fast']
+    """
+    about = report.about
+    versions = about.get("versions")
+    named = [f"{name} {version}" for name, version in versions.items()] if isinstance(versions, Mapping) else []
+    first = [*(str(about[name]) for name in ("run", "started", "device") if about.get(name)), *named]
+    lines = [", ".join(first), f"$ {about['command']}" if about.get("command") else ""]
+    return [short(line) for line in lines if line]
 
 
 def span(report: Report) -> str:

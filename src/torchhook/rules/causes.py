@@ -93,10 +93,11 @@ def _place(finding: Finding, order: Mapping[str, int]) -> tuple[int, str]:
 
 
 def _over(cause: Finding, consequences: Sequence[Finding]) -> Finding:
-    """A cause with its consequences; its severity is that of the worst of them."""
+    """A cause with its consequences, never itself; its severity is that of the worst of them."""
     every = [part for finding in consequences for part in (replace(finding, affected=()), *finding.affected)]
     worst = max((cause.severity, *(finding.severity for finding in every)), key=lambda severity: severity.rank)
-    return replace(cause, severity=worst, affected=(*cause.affected, *every))
+    affected = [one for one in (*cause.affected, *every) if (one.code, one.site) != (cause.code, cause.site)]
+    return replace(cause, severity=worst, affected=tuple(affected))
 
 
 def _step(finding: Finding) -> int:

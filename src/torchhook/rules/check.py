@@ -157,9 +157,14 @@ def _unjudged(history: History) -> Iterator[str]:
 def _completed(finding: Finding, history: History) -> Finding:
     """A finding with its context: the class of its module, and a recent rise of the learning rate."""
     labels = {path: row.label for (path, _), row in history.whole().rows.items() if row.label}
-    if finding.site in labels:
-        finding = replace(finding, evidence={"module": labels[finding.site], **finding.evidence})
-    return _after_rise(finding, history.rates)
+    affected = tuple(_classed(other, labels) for other in finding.affected)
+    return _after_rise(replace(_classed(finding, labels), affected=affected), history.rates)
+
+
+def _classed(finding: Finding, labels: Mapping[str, str]) -> Finding:
+    if finding.site not in labels:
+        return finding
+    return replace(finding, evidence={"module": labels[finding.site], **finding.evidence})
 
 
 def _after_rise(finding: Finding, rates: Mapping[int, float]) -> Finding:

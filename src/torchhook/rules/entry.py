@@ -23,7 +23,7 @@ class Entry:
 
     `losses` and `rates` (the largest learning rates) cover every step since the previous entry. `maps` are feature maps
     of one sample (channels × height × width) by layer path. `wires` are pairs of layers whose first feeds the second.
-    Most entries have neither maps nor wires. `terms` is what the loss compares, by step, and `loop` what the script did
+    `lines` are the source lines of the calls, by layer path. Most entries have none of the three. `terms` is what the loss compares, by step, and `loop` what the script did
     so far between its steps, if that was seen.
     """
 
@@ -37,6 +37,7 @@ class Entry:
     rates: Mapping[int, float] = field(default_factory=dict)
     terms: Mapping[int, Sequence[LossTerm]] = field(default_factory=dict)
     loop: Loop | None = None
+    lines: Mapping[str, str] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Any]:
         yield self.step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -71,7 +71,7 @@ class Instruments:
         """Whether a measured step has ended since the last `take`."""
         return self.clock.ended > self._ended
 
-    def take(self) -> tuple[Snapshot, Callable[[], Mapping[str, Tensor]], Sequence[tuple[str, str]]]:
+    def take(self) -> tuple[Snapshot, Callable[[], Mapping[str, Tensor]], Wires]:
         """What was measured since the last call: statistics, a reader of feature maps, and the wires."""
         self._ended = self.clock.ended
         self._taken += 1
@@ -79,7 +79,7 @@ class Instruments:
         if self.watch.is_thorough:
             snapshots.append(self.watch.end_thorough())
         self._wiring.close()
-        wires, self._wires = list(self._wires.pairs), Wires()
+        wires, self._wires = self._wires, Wires()
         return joined(snapshots), self._maps.taken(), wires
 
     def plan(self) -> None:

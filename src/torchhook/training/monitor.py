@@ -30,12 +30,14 @@ from torchhook.rules.rest import Rest, at_rest
 from torchhook.stats.optimizer.steps import unwrapped as torch_optimizer
 from torchhook.stats.reading import Snapshot
 from torchhook.training.beside import norms_of_ranks
+from torchhook.training.ending import ending, from_here, tell
 from torchhook.training.instruments import SELDOM, Instruments
 from torchhook.training.judge import Judge
 from torchhook.training.logs import Entry, Log, Target, targets
-from torchhook.training.process import agreed, described, rank, world_size
+from torchhook.training.process import agreed, described, device_of, header, rank, world_size
 from torchhook.training.runs.folders import new_folder
 from torchhook.training.runs.writer import RunLog
+from torchhook.training.wires import Wires
 from torchhook.training.worker import Arriving, Worker
 
 OnFinding = Literal["stop", "warn"] | Callable[[Finding], None]
@@ -56,8 +58,9 @@ class Notes(Protocol):
 class Monitor:
     """Watches the training of `model` from now on, and costs next to none of its time.
 
-    One step in `every` is measured. A thread writes what the rules need to a run on disk, and checks the rules. Nothing
-    is printed. `monitor.findings` has what was found so far, `monitor.report` is the report.
+    One step in `every` is measured. A thread writes what the rules need to a run on disk, and checks the rules.
+    `monitor.findings` has what was found so far, `monitor.report` is the report. At the end, one line on standard error
+    says what was found and where to look.
 
     Args:
         optimizer: The optimizer that trains the model. Without it, nothing is known about updates.
@@ -110,9 +113,14 @@ class Monitor:
         self.model_name = type(unwrapped(model)).__name__
         self.every = every
         self.on_finding = on_finding
+        self.first_step = first_step
         self.steps = first_step  # the number of the next step
+        self.tells = rank() == 0  # at the end, in one line
+        self.state = "running"
         self.findings: list[Finding] = []
         self.run: Path | None = None
+        self._log: RunLog | None = None  # which writes the run
+        self._place: str | None = None  # of the run, as seen from the folder where the training began
         self._report: Report | None = None
         self._process = os.getpid()
         self._has_ranks = rank() == 0 and world_size() > 1
@@ -131,15 +139,16 @@ class Monitor:
             self._instruments.detach()
             raise
         self._abandoned = weakref.finalize(self, _finished, self._instruments, self._worker, "ended")
-        self._worker.begin(
-            {
-                "model": self.model_name,
-                "optimizer": None if optimizer is None else torch_optimizer(optimizer).__class__.__name__,
-                "every": every,
-                "rules": [rule.code for rule in applied],
-                **described(),
-            }
-        )
+        about = {
+            "model": self.model_name,
+            "optimizer": None if optimizer is None else torch_optimizer(optimizer).__class__.__name__,
+            "every": every,
+            "rules": [rule.code for rule in applied],
+            "device": device_of(model),
+            **described(),
+        }
+        self._worker.about = header(about, self._place)
+        self._worker.begin(about)
 
     def step(self, loss: Tensor | float | None = None, step: int | None = None) -> None:
         """Call this after each step of the training.
@@ -197,7 +206,7 @@ class Monitor:
         """
         if not self._open or os.getpid() != self._process:
             return
-        self._open = False
+        self._open, self.state = False, state
         last = None
         try:
             history = self._worker.judge.history
@@ -215,6 +224,18 @@ class Monitor:
         self._collect()
         del self._instruments, self._worker
         self.notes = None  # which know the model
+        if self.tells:
+            tell(self.ending)
+
+    @property
+    def ending(self) -> str:
+        """The line with which the training ends: what was found, and where to look."""
+        return ending(self.report, self.steps - self.first_step, self.state, self._place, self.unwritten)
+
+    @property
+    def unwritten(self) -> str:
+        """Since which step the run cannot be written, and why; empty if it is written."""
+        return "" if self._log is None else self._log.unwritten
 
     def __enter__(self) -> Monitor:
         return self
@@ -255,13 +276,14 @@ class Monitor:
         step: int,
         snapshot: Snapshot | None = None,
         maps: Callable[[], Mapping[str, Tensor]] = dict,
-        wires: Sequence[tuple[str, str]] = (),
+        wires: Wires | None = None,
     ) -> Arriving:
         """An entry on its way to the host, with the losses and rates that wait."""
         readers = _sent(self._losses)
         self._losses = dict(readers)  # in case they have to wait for the next entry, they are not sent again
         rates, terms, now = dict(self._rates), dict(self._terms), time.time()
         loop = None if self.notes is None else self.notes.facts()
+        pairs, lines = ([], {}) if wires is None else (list(wires.pairs), dict(wires.lines))
         return lambda: Entry(
             step,
             now,
@@ -269,10 +291,11 @@ class Monitor:
             {at: read() for at, read in readers.items()},
             rates[max(rates)] if rates else None,
             maps(),
-            wires,
+            pairs,
             rates,
             {at: read() for at, read in terms.items()},
             None if loop is None else loop(),
+            lines,
         )
 
     def _give(self, entry: Arriving) -> bool:
@@ -310,8 +333,10 @@ class Monitor:
                 yield one
                 continue
             folder = _folder(Path(one), name or self.model_name)
-            self.run = self.run or folder
-            yield RunLog(folder, max_bytes=max_bytes)
+            log = RunLog(folder, max_bytes=max_bytes)
+            if self.run is None:
+                self.run, self._log, self._place = folder, log, from_here(folder)
+            yield log
 
 
 def _require_usable(on_finding: Any) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 from itertools import count
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 
 from torchhook.core.torch_internals import default_store
 
@@ -48,6 +50,26 @@ def described() -> dict[str, Any]:
             "python": platform.python_version(),
         },
     }
+
+
+def header(about: Mapping[str, Any], run: str | None = None) -> dict[str, Any]:
+    """What the header of a report says, from the facts about a training or a process."""
+    facts = {
+        "run": run,
+        "started": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(about["started"])),
+        "command": shlex.join(map(str, about["command"])),
+        "versions": about["versions"],
+        "device": about.get("device"),
+    }
+    return {name: fact for name, fact in facts.items() if fact}
+
+
+def device_of(model: nn.Module) -> str | None:
+    """The device of a model, with the name of a GPU; None if it has no parameters."""
+    first = next(model.parameters(), None)
+    if first is None:
+        return None
+    return f"{first.device} ({torch.cuda.get_device_name(first.device)})" if first.is_cuda else str(first.device)
 
 
 def agreed(name: str) -> str:

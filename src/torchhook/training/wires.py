@@ -17,6 +17,7 @@ from torchhook.core.selection import Selector, walk
 from torchhook.core.sink import Sink
 from torchhook.core.site import Site
 from torchhook.core.tap import Tap
+from torchhook.core.text import user_line
 from torchhook.core.trees import leaves
 from torchhook.rules.watch import is_leaf
 
@@ -24,7 +25,7 @@ _FAR = 10_000  # nodes of the graph that are visited for one input
 
 
 class Wires(Sink):
-    """Collects, while it is attached, the `pairs` of layers whose first feeds the second.
+    """Collects, while it is attached, the `pairs` of layers whose first feeds the second, and the `lines` of calls.
 
     >>> import torch
     >>> from torchhook import Session
@@ -39,6 +40,7 @@ class Wires(Sink):
 
     def __init__(self) -> None:
         self.pairs: dict[tuple[str, str], None] = {}
+        self.lines: dict[str, str] = {}  # the source line of the first call of each layer
         self._made_by: dict[Any, str] = {}  # by node of the graph, which this keeps alive
         self._given_by: Any = WeakTensorKeyDictionary()
 
@@ -56,6 +58,8 @@ class Wires(Sink):
     def _see(self, site: Site, value: Any) -> None:
         tensors = [tensor for _, tensor in leaves(value)]
         if site.port == "input":
+            if site.path not in self.lines:
+                self.lines[site.path] = user_line()
             self.pairs |= {(source, site.path): None for tensor in tensors for source in self._sources(tensor)}
             return
         for tensor in tensors:

@@ -35,6 +35,7 @@ class Worker:
     def __init__(self, judge: Judge, logs: Iterable[Log]) -> None:
         self.judge = judge
         self.logs = list(logs)
+        self.about: dict[str, Any] = {}  # the header of the report
         self.lost = 0  # measured steps that were dropped
         self.broken: list[Finding] = []  # faults of torchhook itself
         self.findings: queue.SimpleQueue[Finding] = queue.SimpleQueue()
@@ -81,7 +82,8 @@ class Worker:
         """The report as it is now."""
         known = self.judge.report or Report()
         lost = (f"{self.lost} windows were dropped: logging could not keep up",) if self.lost else ()
-        return replace(known, findings=(*known.findings, *self.broken), notes=(*known.notes, *lost))
+        findings, notes = (*known.findings, *self.broken), (*known.notes, *lost)
+        return replace(known, findings=findings, notes=notes, about=self.about)
 
     def fail(self, what: str, error: BaseException) -> None:
         """Report a fault of torchhook itself. It stops nothing, not even where warnings are errors."""
@@ -109,6 +111,7 @@ class Worker:
             arriving, state = self._windows.get()
             if arriving is not None:
                 self._read(arriving)
+        self.about = {**self.about, "state": state}
         self._judged(partial(self.judge.check, last=True))
         self._call_logs("end", self.report(), state)
 

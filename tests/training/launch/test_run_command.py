@@ -2,9 +2,11 @@
 
 import io
 import os
+import re
 import subprocess
 import sys
 import textwrap
+from functools import partialmethod
 
 import pytest
 
@@ -12,6 +14,7 @@ from torchhook.cli import main
 from torchhook.cli.run import _printed
 from torchhook.core.findings import Report
 from torchhook.training.launch import discovery
+from torchhook.training.launch.script import Script
 
 TRAINING = """
     import os, sys, torch
@@ -86,7 +89,8 @@ def test_every_model_is_told_of_and_where_its_run_lies(told, tmp_path):
     first, second = err.split("\n\npassed  Second: ")
     assert first.startswith("\npassed  First: ")
     assert "written: it.json\n" in first and "written: it-2.json\n" in second
-    assert "The run is in runs/train-" in first and "The run is in runs/train-Second-" in second
+    line = "torchhook: nothing found in 30 steps → torchhook dashboard runs/train-"
+    assert f"\n{line}" in first and f"\n{line}Second-" in second and err.count("→") == 2
     assert sorted(path.name for path in tmp_path.glob("*.json")) == ["it-2.json", "it.json"]
     assert len([path for path in (tmp_path / "runs").iterdir() if not path.is_symlink()]) == 2
     assert not any((tmp_path / "elsewhere").iterdir())
@@ -99,6 +103,34 @@ def test_nothing_trained_is_said_in_a_line(told):
         "torchhook: nothing was trained here: no optimizer took a step, and nothing changed between two backwards."
         " Trainings in child processes are not seen.\n"
     )
+
+
+@pytest.mark.parametrize(
+    "script, how",
+    [
+        ("raise ValueError('two\\nlines')", "failed (ValueError: two) before it imported torch"),
+        ("raise SystemExit('no data')", "failed (no data) before it imported torch"),
+        ("import torch\n1 / 0", "failed (ZeroDivisionError: division by zero) before an optimizer took a step"),
+    ],
+)
+def test_a_script_that_failed_first_says_so_and_how(told, monkeypatch, script, how):
+    if "import torch" not in script:
+        monkeypatch.setattr(Script, "run", partialmethod(_without_torch, Script.run))
+    _, _, err = told("train.py", script=script)
+    assert err.splitlines()[-1].startswith(f"torchhook: nothing was trained here: the script {how}. ")
+
+
+def _without_torch(script, run, on_torch):
+    """Run a script as if this process had not imported torch."""
+    return run(script, lambda: None)
+
+
+def test_skipped_rules_are_for_who_asks(told):
+    trains, _, _ = TRAINING.partition("    os.mkdir")
+    _, _, plain = told("train.py", "First", script=trains)
+    _, _, verbose = told("--verbose", "train.py", "First", script=trains)
+    assert "TH901" not in plain and re.search(r"\d+ rules checked, \d+ skipped\n", plain)
+    assert "TH901: needs a stored profile" in verbose
 
 
 def test_one_of_several_processes_speaks(told, monkeypatch):
@@ -236,5 +268,5 @@ def test_in_a_process_of_its_own(tmp_path):
     assert done.stderr.startswith("torchhook: there is no rule 'TH999'") and done.stderr.count("\n") == 1
     done = run("forks.py", "First")
     assert (done.returncode, done.stdout) == (4, "trained\n")
-    assert done.stderr.count("\n") == 1 and "did not import torch" in done.stderr
+    assert done.stderr.count("\n") == 1 and "failed with exit code 4 before it imported torch" in done.stderr
     assert not (tmp_path / "runs").exists()

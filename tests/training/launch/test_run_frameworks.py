@@ -160,7 +160,7 @@ def test_ranks_that_come_apart(done):
 
 def test_every_rank_writes_and_the_first_one_tells(done):
     folder, _, err = told(done, "ranks")
-    assert err.count("passed  Sequential: ") == 1 and err.count("The run is in") == 1
+    assert err.count("passed  Sequential: ") == 1 and err.count("→ torchhook dashboard") == 1
     assert [path.name for path in ranks(folder)] == ["rank1"]
     for number, path in enumerate([folder, folder / "rank1"]):
         with Run(path) as run:

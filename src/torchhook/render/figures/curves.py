@@ -151,7 +151,7 @@ def _by_step(findings: Iterable[Finding]) -> dict[int, list[Finding]]:
 
 
 def _hover_text(found: list[Finding]) -> str:
-    lines = [label(f"{finding.code} {finding.site or 'the model'}") for finding in found[:5]]
+    lines = [label(f"{finding.code} {finding.place}") for finding in found[:5]]
     return "<br>".join(lines + [f"… and {len(found) - 5} more"] * (len(found) > 5))
 
 

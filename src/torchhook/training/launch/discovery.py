@@ -362,6 +362,7 @@ class Discovery:
         except Exception as error:
             _warn(f"could not watch {type(root).__name__}: {type(error).__name__}: {error}")
             return None
+        monitor.tells = False  # the launcher does
         self.watched.append(monitor)
         return monitor
 

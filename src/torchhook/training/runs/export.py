@@ -1,10 +1,12 @@
-"""A run as a Parquet file: one long table, for pandas, polars, DuckDB and the like."""
+"""A run as a Parquet or CSV file: one long table, for pandas, polars, DuckDB, spreadsheets and the like."""
 
 from __future__ import annotations
 
+import csv
 import ctypes
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,26 +34,49 @@ def export_parquet(run: Run, file: str | os.PathLike[str]) -> int:
     A few hundred steps are in memory at a time. Where there were no finite values, numbers are NaN; where the loss or
     the learning rate of a step is unknown, it is null.
     """
-    path = Path(file)
     parquet = _pyarrow("pyarrow.parquet")
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
     rows = 0
-    try:
-        with parquet.ParquetWriter(draft, _schema()) as writer:
-            for table in _tables(run):
-                writer.write_table(table)
-                rows += table.num_rows
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+    losses, rates, known = run.losses, run.rates, run.places
+    with _draft(Path(file)) as draft, parquet.ParquetWriter(draft, _schema()) as writer:
+        for group in _groups(run):
+            table = _table(group, known, losses, rates)
+            writer.write_table(table)
+            rows += table.num_rows
     return rows
 
 
-def _tables(run: Run) -> Iterator[Any]:
+def export_csv(run: Run, file: str | os.PathLike[str]) -> int:
+    """The same table as CSV, which needs no other library; what is unknown is empty."""
+    rows = 0
     losses, rates, known = run.losses, run.rates, run.places
-    for group in run.blocks():
-        if group.states.shape[2:] == (WIDTH,):
-            yield _table(group, known, losses, rates)
+    with _draft(Path(file)) as draft, draft.open("w", newline="", encoding="utf-8") as out:
+        writer = csv.writer(out)
+        writer.writerow(["step", *_NAMES, *COUNTS, *NUMBERS, *_AT_STEP])
+        for group in _groups(run):
+            counts = [field_of(group.states, name).nan_to_num().long().tolist() for name in COUNTS]
+            numbers = [field_of(group.states, name).tolist() for name in NUMBERS]
+            for at, step in enumerate(group.steps):
+                for number, place in enumerate(group.places):
+                    values = [values[at][number] for values in (*counts, *numbers)]
+                    writer.writerow([step, *place, known[place].label, *values, losses.get(step), rates.get(step)])
+                    rows += 1
+    return rows
+
+
+def _groups(run: Run) -> Iterator[Group]:
+    """The moments, some steps at a time."""
+    return (group for group in run.blocks() if group.states.shape[2:] == (WIDTH,))
+
+
+@contextmanager
+def _draft(file: Path) -> Iterator[Path]:
+    """Another name to write to, which becomes that of the file once all is written."""
+    draft = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        yield draft
+        draft.replace(file)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _table(group: Group, known: Mapping[Place, Row], losses: Mapping[int, float], rates: Mapping[int, float]) -> Any:

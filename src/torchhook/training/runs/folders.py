@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torchhook.core.errors import RunError
 from torchhook.training.runs.run import Run
-from torchhook.training.runs.schema import FILE, SAMPLES, remove
+from torchhook.training.runs.schema import FILE, SAMPLES, UNWRITTEN, remove
 
 LATEST = "latest"
 _UNFIT = re.compile(r"[^\w.-]+", re.ASCII)
@@ -59,6 +59,20 @@ def find(root: str | os.PathLike[str]) -> list[Path]:
     return sorted(_runs_below(root), key=lambda folder: (_started(folder), folder.name), reverse=True)
 
 
+def latest(path: str | os.PathLike[str]) -> Path:
+    """The run at `path`, or the newest in it if it is a folder of runs."""
+    path = Path(path)
+    if path.name == FILE or (path / FILE).is_file():
+        return path
+    named = path / (path / LATEST).resolve().name
+    if (named / FILE).is_file():  # else there are no links here, or the run is gone
+        return named
+    found = find(path)
+    if not found:
+        raise RunError(f"there are no runs in {str(path)!r}; `torchhook run SCRIPT` or a `Monitor` writes one")
+    return found[0]
+
+
 def ranks(folder: Path) -> list[Path]:
     """The folders of the other ranks of this run."""
     found = [below for below in _runs_below(folder) if _RANK.fullmatch(below.name)]
@@ -88,6 +102,7 @@ def delete(folder: Path) -> bool:
     for picture in _pictures(folder):
         picture.unlink(missing_ok=True)
     _remove_empty(folder / SAMPLES)
+    (folder / UNWRITTEN).unlink(missing_ok=True)
     remove(folder / FILE)
     gone = _remove_empty(folder)
     latest = folder.parent / LATEST

@@ -27,7 +27,10 @@ from torchhook.training.runs.groups import Group
 from torchhook.training.runs.location import Source, located
 from torchhook.training.runs.owners import is_gone
 from torchhook.training.runs.queries import AT_ONCE, Series, chosen, number
-from torchhook.training.runs.schema import BESIDE, FILE, SAMPLES
+from torchhook.training.runs.schema import BESIDE, FILE, SAMPLES, UNWRITTEN
+from torchhook.training.runs.why import Why
+
+NO_REPORT = "the run has no report: it was killed, or nothing was checked yet"
 
 
 class Sample(NamedTuple):
@@ -104,9 +107,12 @@ class Run:
     def state(self) -> str:
         """``"running"``, ``"ended"``, ``"failed"``, ``"interrupted"``, or ``"killed"`` if its process is gone.
 
-        Whether it was killed is only known on the machine where it was written.
+        ``"unwritten"`` is a run whose end could not be written, as on a full disk. Whether it was killed is only known
+        on the machine where it was written.
         """
         life = self._life()
+        if life["state"] == "running" and (self.folder / UNWRITTEN).exists():
+            return UNWRITTEN
         return "killed" if life["state"] == "running" and is_gone(json.loads(life["owner"])) else str(life["state"])
 
     @property
@@ -172,6 +178,25 @@ class Run:
             lambda db: next((from_json(data) for (data,) in db.execute("SELECT data FROM report")), None)
         )
         return report and replace(report, losses=self.losses)
+
+    def why(self, fail_on: str = "error") -> Why:
+        """What is wrong, on what evidence, and what to try next: for people (`print` it) and programs (`to_dict`)."""
+        report = self.report or Report(tuple(self.findings), self.model, notes=(NO_REPORT,))
+        folder, steps = str(self.folder), len(self.steps)
+        return Why(folder, self.state, self.last_step, steps, report.passing(fail_on), self.lines)
+
+    @property
+    def lines(self) -> dict[str, str]:
+        """The source lines of the calls of layers, by path, in the first measured step."""
+        lines = self.about.get("lines")
+        return {str(path): str(line) for path, line in lines.items()} if isinstance(lines, dict) else {}
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step whose loss or statistics are stored; None if there is none."""
+        query = "SELECT max(step) FROM (SELECT step FROM windows UNION ALL SELECT step FROM losses)"
+        ((step,),) = self._rows(query)
+        return None if step is None else int(step)
 
     @property
     def samples(self) -> list[Sample]:

@@ -14,6 +14,7 @@ from torchhook.training.runs.owners import this_process
 
 FILE = "run.sqlite"
 SAMPLES = "samples"
+UNWRITTEN = "unwritten"  # a state, and the file that says so where the tables could not
 APPLICATION = 0x74687275  # "thru": identifies the file, in its header
 VERSION = 1  # of the tables; it grows when an older reader would fail
 _PAGE = 8192  # bytes: the blobs of most models fill such pages well

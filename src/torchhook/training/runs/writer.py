@@ -20,7 +20,7 @@ from torchhook.training.logs import Entry, Log
 from torchhook.training.runs.blobs import packed
 from torchhook.training.runs.database import Database
 from torchhook.training.runs.groups import Group, grouped
-from torchhook.training.runs.schema import FILE, SAMPLES
+from torchhook.training.runs.schema import FILE, SAMPLES, UNWRITTEN
 
 _MOST_LOSSES = 200_000
 _MOST_SAMPLES = 200
@@ -36,6 +36,7 @@ class RunLog(Log):
 
     After a crash of the process, all that was written is there; after one of the machine, all but the last seconds. If
     the disk is full or the folder read-only, what cannot be written is lost with a warning, and later writes are tried.
+    `unwritten` says since which step that is, and why; a run that ends like this has the state ``"unwritten"``.
 
     >>> import tempfile
     >>> from torchhook.core.findings import Report
@@ -60,6 +61,7 @@ class RunLog(Log):
         self._database: Database | None = None
         self._is_open = True
         self._step = 0
+        self.unwritten = ""
         self._warned: set[str] = set()
 
     def begin(self, about: Mapping[str, Any]) -> None:
@@ -68,9 +70,11 @@ class RunLog(Log):
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            self._is_open = False
+            self._is_open, self.unwritten = False, f"at all: {error}"
             warn(f"no run is recorded: cannot create {str(self.folder)!r} ({error}); the training goes on")
             return
+        with suppress(OSError):
+            (self.folder / UNWRITTEN).unlink(missing_ok=True)  # if this run is continued
         self._do("the run", lambda database: None)
 
     def write(self, entry: Entry) -> None:
@@ -78,11 +82,14 @@ class RunLog(Log):
         self._step = entry.step
         what = f"what was measured in step {entry.step}"
         groups = self._fitting(grouped(entry))
-        self._do(what, lambda database: database.add(entry, groups))
+        if self._do(what, lambda database: database.add(entry, groups)):
+            self.unwritten = ""
         if entry.maps:
             self._do(f"the samples of step {entry.step}", lambda database: self._draw(database, entry))
         if entry.wires:
             self._do("how the layers are connected", lambda database: database.tell({"wires": list(entry.wires)}))
+        if entry.lines:
+            self._do("where the layers are called", lambda database: database.tell({"lines": dict(entry.lines)}))
         losses = min(_MOST_LOSSES, self._most_bytes // 256)
         self._do(what, lambda database: database.thin(self._most_bytes, losses))
 
@@ -97,23 +104,31 @@ class RunLog(Log):
     def end(self, report: Report, state: str) -> None:
         """Write the report and the final state, and leave one plain file."""
         self.keep(report, self._step)
-        self._do("the end", lambda database: database.end(state))
+        ended = self._do("the end", lambda database: database.end(UNWRITTEN if self.unwritten else state))
+        if self._is_open and not ended:
+            with suppress(OSError):  # an empty file takes no room on a full disk
+                (self.folder / UNWRITTEN).touch()
         self._is_open = False
         self._close()
 
-    def _do(self, what: str, work: Callable[[Database], None]) -> None:
-        """Work on the database. If that fails, `what` is lost with a warning, and the next call reopens the file."""
+    def _do(self, what: str, work: Callable[[Database], None]) -> bool:
+        """Work on the database; whether it was done. If not, `what` is lost with a warning, and the next call reopens
+        the file.
+        """
         if not self._is_open:
-            return
+            return False
         try:
             work(self._opened())
         except (sqlite3.Error, OSError, RunError) as error:
             self._close()
+            self.unwritten = self.unwritten or f"since step {self._step}: {error}"
             self._warn(
                 "lost",
                 f"the run in {str(self.folder)!r} cannot be written ({error}): {what} is lost; the training goes on,"
                 " and writing is tried again",
             )
+            return False
+        return True
 
     def _opened(self) -> Database:
         file = self.folder / FILE

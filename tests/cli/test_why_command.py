@@ -1,0 +1,126 @@
+"""``torchhook why``: what is wrong with a run and what to try next, for people and for programs."""
+
+import json
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from torchhook import Finding, Report, Trial
+from torchhook.core.site import Site
+from torchhook.stats.reduce import Reduce
+from torchhook.training.logs import Entry
+from torchhook.training.runs import Run, RunLog
+from torchhook.training.runs.folders import new_folder
+from torchhook.training.runs.schema import FILE
+
+EVIDENCE = {"module": "Linear", "cause": "rate", "ratio": 0.31}
+BESIDES = Finding("TH601", "warning", "the loss does not fall", evidence={"cause": "rate"})
+FOUND = Finding(
+    "TH501", "error", "each step is too large\x1b[31m", "fc", 3, EVIDENCE, "Lower the rate.", affected=(BESIDES,)
+)
+DEAD = Finding("TH201", "warning", "61 % of the units never fire", "relu", 3, {"module": "ReLU"}, "Warm up.")
+
+
+@pytest.fixture
+def root(tmp_path, command, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "runs"
+
+
+def run_in(root, *findings, name="Net", state="ended", **facts):
+    folder = new_folder(root, name)
+    log = RunLog(folder)
+    log.begin({"model": name})
+    for step in (0, 3):
+        reduce = Reduce("moments")
+        reduce.cell(Site("fc"), nn.Linear(1, 1)).update(torch.randn(10))
+        lines = {"fc": "net.py:41: x = self.fc(x)"}
+        log.write(Entry(step, time.time(), reduce.snapshot(), losses={step: 1.0, step + 2: 1.0}, lines=lines))
+    for finding in findings:
+        log.found(finding)
+    if state:
+        log.end(Report(findings, name, checked=("TH201", "TH501"), **facts), state)
+    return folder
+
+
+def test_says_cause_evidence_place_and_the_next_experiment(command, root):
+    folder = run_in(root, FOUND, DEAD)
+    done = command("why")
+    assert (done.code, done.err) == (1, "")
+    assert done.out.splitlines() == [
+        f"Net: 1 error, 1 warning, in runs/{folder.name}, ended at step 5",
+        "",
+        "error TH501  fc (Linear), step 3",
+        "  each step is too large[31m",
+        "  cause     rate",
+        "  called    net.py:41: x = self.fc(x)",
+        "  evidence  ratio=0.31",
+        "  explains  TH601 at the model",
+        "  next      Lower the rate.",
+        "",
+        "warning TH201 at relu (ReLU): 61 % of the units never fire",
+    ]
+
+
+def test_json_has_a_schema_and_all_findings(command, root):
+    tried = Trial("a tenth of the learning rate", without=float("inf"), repaired=0.3, steps=50)
+    folder = run_in(root, Finding("TH501", "error", "too large", "fc.weight", 3, EVIDENCE, "Lower it.", (), tried), DEAD)
+    done = command("why", folder, "--json")
+    said = json.loads(done.out)
+    assert (done.code, done.err, said["schema"], said["ok"], said["state"]) == (1, "", 1, False, "ended")
+    assert said["run"] == str(folder) and said["last_step"] == 5 and said["looked_at"]["measured_steps"] == 2
+    first, second = said["findings"]
+    assert first["cause"] == "rate" and first["module"] == "Linear" and first["evidence"] == {"ratio": 0.31}
+    assert first["line"] == "net.py:41: x = self.fc(x)", "of the module that has the parameter"
+    assert first["tried"]["without"] == "Infinity" and first["next"].startswith("Train with this change: a tenth of the")
+    assert second["next"] == "Warm up." and second["line"] is None and second["tried"] is None
+    with Run(folder) as run:
+        assert run.why().to_dict()["findings"][0]["code"] == "TH501" and run.why().exit_code == 1
+
+
+def test_a_healthy_run_says_what_was_looked_at(command, root):
+    folder = run_in(root, skipped={"TH301": "no optimizer"})
+    done = command("why", "runs")
+    assert done == (
+        0,
+        f"Net: nothing found, in runs/{folder.name}, ended at step 5\n"
+        "Looked at 2 rules, 1 skipped in 2 measured steps.\n",
+        "",
+    )
+    assert json.loads(command("why", "--json").out)["findings"] == []
+
+
+def test_exit_codes_are_those_of_diagnose(command, root, tmp_path):
+    folder = run_in(root, DEAD)
+    assert command("why", folder).code == 0 and command("why", folder, "--fail-on", "warning").code == 1
+    (tmp_path / "pyproject.toml").write_text('[tool.torchhook]\nfail-on = "warning"\n')
+    assert command("why", folder).code == 1 and command("why", folder, "--fail-on", "error").code == 0
+    assert command("why", "nowhere").code == 2 and command("why", folder, "--fail-on", "horror").code == 2
+    (tmp_path / "empty").mkdir()
+    assert "there are no runs in 'empty'" in command("why", "empty").said
+
+
+def test_the_newest_run_with_and_without_a_link(command, root):
+    run_in(root, FOUND, name="Old")
+    time.sleep(0.01)
+    new = run_in(root, name="New", state=None)
+    for _ in range(2):
+        done = command("why")
+        assert done.code == 0 and f"New: nothing found, in runs/{new.name}, running at step 5" in done.out
+        assert "the run has no report" in done.out
+        (root / "latest").unlink(missing_ok=True)
+    (new / FILE).write_text("no database")
+    broken = command("why")
+    assert broken.code == 2 and "is not a run, or is corrupt" in broken.said
+
+
+def test_many_long_findings_fit_a_screen(command, root):
+    long = "words " * 200
+    many = [Finding("TH501", "error", long, f"fc{n}", n, {f"n{n}": n for n in range(99)}, long) for n in range(40)]
+    run_in(root, *many, notes=(long,) * 50)
+    done = command("why")
+    lines = done.out.splitlines()
+    assert len(lines) <= 30 and max(map(len, lines)) <= 100 and "and 34 more" in done.out
+    assert len(json.loads(command("why", "--json").out)["findings"]) == 40
