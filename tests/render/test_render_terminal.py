@@ -78,9 +78,13 @@ def test_the_class_is_beside_the_path():
     found = Finding("TH201", "error", "dead", "3", evidence={"module": "ReLU", "share": 0.6})
     report = Report((Finding("TH204", "error", "constant", "5", 2, {"module": "Linear"}, affected=(found,)),))
     said = printed(report, width=80)
-    assert "error TH204  5 (Linear), step 2\n" in said and "explains TH201 at 3 (ReLU)" in said and "module=" not in said
+    assert (
+        "error TH204  5 (Linear), step 2\n" in said and "explains TH201 at 3 (ReLU)" in said and "module=" not in said
+    )
     assert "<code>5</code> (Linear)" in render.html(report) and "<code>3</code> (ReLU)" in render.html(report)
-    assert "<code>5</code> (Linear), step 2" in render.markdown(report) and "TH201 at 3 (ReLU)" in render.markdown(report)
+    assert "<code>5</code> (Linear), step 2" in render.markdown(report) and "TH201 at 3 (ReLU)" in render.markdown(
+        report
+    )
     assert "TH204 error: 5 (Linear), step 2: constant\n  explains TH201 at 3 (ReLU)" in str(report)
 
 
