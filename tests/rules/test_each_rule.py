@@ -1534,6 +1534,31 @@ def a_loss_that_differs_by_mode(code):
     return looked(code, Net(), loss=square)
 
 
+def functional(**options):
+    """A network whose dropout is a function."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = mlp()
+
+        def forward(self, x):
+            told = {name: getattr(self, name) for name in options}
+            return F.dropout(self.layers(x), 0.1, **told)
+
+    return Net()
+
+
+@example("TH704", "")
+def a_dropout_that_does_not_know_the_mode(code):
+    return looked(code, functional())
+
+
+@example("TH704")
+def a_dropout_that_is_told_the_mode(code):
+    return looked(code, functional(training=True))
+
+
 @example("TH704")
 def dropouts_one_after_another(code):
     layers = [layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.Dropout(0.5))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -54,6 +54,7 @@ class Modes:
     eval: Snapshot
     train_loss: float
     eval_loss: float
+    dropping: Mapping[str, str] = field(default_factory=dict)  # active dropouts in eval mode: line → path of the module
 
 
 @dataclass(frozen=True)

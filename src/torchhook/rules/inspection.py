@@ -19,6 +19,7 @@ from torchhook.core.model_state import buffers_kept, evaluating
 from torchhook.core.progress import Tell
 from torchhook.core.torch_internals import BATCH_NORMS
 from torchhook.core.trees import leaves
+from torchhook.rules.active_dropout import ActiveDropout
 from torchhook.rules.effects import effects_of, unreached
 from torchhook.rules.history import History, Modes, Raised, settled
 from torchhook.rules.kinds import kind_of
@@ -193,15 +194,17 @@ class Inspection:
             with torch.no_grad():
                 for data in islice(self._batches(), settling):
                     call(twin, Batch.of(on_device(data, twin)))
-                with evaluating(twin):
+                with evaluating(twin), ActiveDropout(twin) as dropping:
                     evaluated = self._run(twin)
                 trained = self._run(twin)
         except Exception as error:  # of the user's code: the loss may not fit the output in eval mode
             self.notes.append(f"train and eval mode were not compared: {type(error).__name__}: {error}")
             return
         batches = tuple(settled(window.snapshot) for window in trained.windows)
-        losses = [fmean(seen.losses.values()) for seen in (trained, evaluated)]
-        self.history.modes = Modes(trained.whole(), batches, evaluated.whole(), *losses)
+        losses = {name: fmean(seen.losses.values()) for name, seen in (("train", trained), ("eval", evaluated))}
+        self.history.modes = Modes(
+            trained.whole(), batches, evaluated.whole(), losses["train"], losses["eval"], dropping.found
+        )
 
     def _run(self, twin: nn.Module) -> History:
         """The statistics of batch norms and dropouts on some batches, and the losses."""

@@ -140,7 +140,8 @@ class ModesDisagree(Rule):
     The outputs of a batch norm are shifted by a tenth of their size (root mean square) or change in size by 12%,
     averaged over the channels, and the loss is a fifth higher in eval mode, or there are at most eight values per
     channel and batch; a change in size by 50% is enough by itself. The outputs of a dropout change in size by a factor
-    of 2.3, beyond what the dropouts before it do. Or the loss is twice as high in eval mode, and higher by a half.
+    of 2.3, beyond what the dropouts before it do. Or the loss is twice as high in eval mode, and higher by a half. Or a
+    function such as ``F.dropout`` is active in eval mode.
     Batch norms first see thirty batches, to catch up with the weights; a training of fewer steps is too young to judge.
     """
 
@@ -149,7 +150,7 @@ class ModesDisagree(Rule):
     facts = ("modes",)
     explains = ("TH601",)
     hint = "Check the dropout probability, and the batch size and momentum of batch norms."
-    wrong = "Strong regularisation on purpose; batches that differ a lot from each other."
+    wrong = "Strong regularisation or dropout in eval mode on purpose; batches that differ a lot from each other."
     shift, factor, much, dropped = 0.1, 1.12, 1.5, 2.3
     worse, times, least = 1.2, 2.0, 0.5
     samples, few = 20, 8
@@ -157,6 +158,9 @@ class ModesDisagree(Rule):
     def find(self, history: History) -> Iterator[Finding]:
         modes, rest = history.modes, history.after or history.rest
         assert modes is not None
+        for line, path in modes.dropping.items():
+            message = f"dropout is active in eval mode; pass training=self.training to it: {line}"
+            yield self.finding(message, path, line=line)
         norms = [norm for norm in (rest.norms if rest is not None else {}).values() if norm.training]
         if not all(map(has_settled, norms)) or (norms and is_young(history)):
             return
