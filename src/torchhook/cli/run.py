@@ -151,7 +151,11 @@ class Launch:
         watched = self.discovery.watched if self.discovery is not None else []
         for part in chain(*map(self._about, watched, count(1))):
             say(part)
-        if not watched:
+        idle = self.discovery.never_stepped() if self.discovery is not None and ended is None else None
+        if idle is not None:
+            for part in self._told(idle, 1):
+                say(part)
+        elif not watched:
             say(f"torchhook: {self._why_nothing(_failure(ended))}\n")
 
     def _why_nothing(self, failure: str) -> str:
@@ -167,12 +171,16 @@ class Launch:
 
     def _about(self, monitor: Monitor, number: int) -> Iterator[str]:
         """The report of one model, where the files are, and the line with which every watched training ends."""
-        yield f"\n{_printed(monitor.report, self.verbose)}"
+        yield from self._told(monitor.report, number)
+        yield f"{monitor.ending}\n"
+
+    def _told(self, report: Report, number: int) -> Iterator[str]:
+        """A report, and the files it is written to."""
+        yield f"\n{_printed(report, self.verbose)}"
         for path in self.reports:
             file = path if number == 1 else path.with_stem(f"{path.stem}-{number}")
-            render.save(monitor.report, file)
+            render.save(report, file)
             yield f"written: {self._shown(file)}\n"
-        yield f"{monitor.ending}\n"
 
     def _shown(self, path: Path) -> str:
         """A path relative to where the command was started, if it is below that."""

@@ -1,6 +1,7 @@
 """``torchhook run``: what it asks the watch for, what it tells in the end, and what it does if something fails."""
 
 import io
+import json
 import os
 import re
 import subprocess
@@ -94,6 +95,25 @@ def test_every_model_is_told_of_and_where_its_run_lies(told, tmp_path):
     assert sorted(path.name for path in tmp_path.glob("*.json")) == ["it-2.json", "it.json"]
     assert len([path for path in (tmp_path / "runs").iterdir() if not path.is_symlink()]) == 2
     assert not any((tmp_path / "elsewhere").iterdir())
+
+
+NEVER_STEPS = """
+import torch
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(20):
+    optimizer.zero_grad()
+    model(torch.ones(3, 2)).square().mean().backward()
+    {step}
+"""
+
+
+@pytest.mark.parametrize(("step", "found"), [("", ["TH503"]), ("optimizer.step()", [])])
+def test_an_optimizer_that_never_steps_is_found(told, tmp_path, step, found):
+    _, _, err = told("--report", "it.json", "train.py", script=NEVER_STEPS.format(step=step))
+    findings = json.loads((tmp_path / "it.json").read_text())["findings"]
+    assert [(one["code"], one["evidence"]["cause"]) for one in findings] == [(code, "loop") for code in found]
+    assert ("optimizer.step() is never called" in err) == bool(found)
 
 
 def test_nothing_trained_is_said_in_a_line(told):

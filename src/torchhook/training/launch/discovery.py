@@ -27,11 +27,12 @@ from torch.optim import Optimizer
 
 from torchhook.core.compiled import tracing
 from torchhook.core.errors import StopTraining
+from torchhook.core.findings import Report
 from torchhook.core.hooks.registration import on_any_call, on_any_step
 from torchhook.core.text import warn
 from torchhook.core.torch_internals import forward_pre_hooks, is_transformed
 from torchhook.rules.loss_graph import leaves_of, terms_arriving
-from torchhook.rules.registry import Choice
+from torchhook.rules.registry import Choice, chosen
 from torchhook.stats.optimizer.steps import is_inside_a_step
 from torchhook.training.launch.by_hand import HandTraining, Suspicion
 from torchhook.training.launch.feeding import Feeders
@@ -192,6 +193,15 @@ class Discovery:
         self._dissect(losses)
         if not self._has_stepped:
             self._suspect(losses, values)
+
+    def never_stepped(self) -> Report | None:
+        """The report on a script whose optimizer never takes a step, however many backwards there are."""
+        if self._has_stepped or self._by_hand or self._lonely < _LONELY:
+            return None
+        rule = next(rule for rule in chosen(["TH503"]) if rule.code == "TH503")
+        message = "optimizer.step() is never called: there are backwards and an optimizer, but nothing is trained"
+        model = next((type(module).__name__ for module in self._called), "model")
+        return Report((rule.finding(message, cause="loop"),), model=model)
 
     def _dissect(self, losses: list[Tensor]) -> None:
         """Take the loss apart before its backward frees the graph; not with several trainings, which may share it."""
