@@ -66,7 +66,9 @@ def test_says_cause_evidence_place_and_the_next_experiment(command, root):
 
 def test_json_has_a_schema_and_all_findings(command, root):
     tried = Trial("a tenth of the learning rate", without=float("inf"), repaired=0.3, steps=50)
-    folder = run_in(root, Finding("TH501", "error", "too large", "fc.weight", 3, EVIDENCE, "Lower it.", (), tried), DEAD)
+    folder = run_in(
+        root, Finding("TH501", "error", "too large", "fc.weight", 3, EVIDENCE, "Lower it.", (), tried), DEAD
+    )
     done = command("why", folder, "--json")
     said = json.loads(done.out)
     assert (done.code, done.err, said["schema"], said["ok"], said["state"]) == (1, "", 1, False, "ended")
@@ -74,7 +76,9 @@ def test_json_has_a_schema_and_all_findings(command, root):
     first, second = said["findings"]
     assert first["cause"] == "rate" and first["module"] == "Linear" and first["evidence"] == {"ratio": 0.31}
     assert first["line"] == "net.py:41: x = self.fc(x)", "of the module that has the parameter"
-    assert first["tried"]["without"] == "Infinity" and first["next"].startswith("Train with this change: a tenth of the")
+    assert first["tried"]["without"] == "Infinity" and first["next"].startswith(
+        "Train with this change: a tenth of the"
+    )
     assert second["next"] == "Warm up." and second["line"] is None and second["tried"] is None
     with Run(folder) as run:
         assert run.why().to_dict()["findings"][0]["code"] == "TH501" and run.why().exit_code == 1

@@ -61,7 +61,12 @@ def card(run: str, finding: Finding, layers: Iterable[str], cause: Finding | Non
                 className="tags",
             ),
             html.H3(printable(finding.message)),
-            html.P([dcc.Link(where, href=address(run, "layer", path=at)) if at is not None else where, f" {module} {affected}"]),
+            html.P(
+                [
+                    dcc.Link(where, href=address(run, "layer", path=at)) if at is not None else where,
+                    f" {module} {affected}",
+                ]
+            ),
             *(html.P(line, className="quiet") for line in _advice(run, finding, layers, cause)),
         ],
         className=f"card {finding.severity}",
