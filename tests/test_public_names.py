@@ -12,12 +12,12 @@ import torchhook
 
 NAMES = """
 Activations BudgetError Calls Capture Channels Covariance Difference Edit Entry Event FeatureExtractor Finding
-HarvestError Histogram HookInfo HookManager Log ModelDiagnostics Moments Monitor Need NonfiniteError NotRecordedError
-OverwrittenError Profile Quantiles Reading Record Reduce Report Ring Rule Run RunError SelectionError Selector Session
-SessionError Severity SilentError Sink Site Snapshot Stat Stats StopTraining Store Sweep Tap TapError TopK
-TorchhookError Trial Why arm capture catch_nonfinite check clip_gradients count_parameters detach diagnose diff edit
-every first format_parameter_count get_layerwise_parameter_count glob harvest hooks mark marked measure model_summary
-of_type overhead regex sample select skip sweep trace
+HarvestError Histogram HookInfo HookManager Log ModelDiagnostics Moments Monitor Need NonfiniteError
+NotRecordedError OverwrittenError Profile Quantiles Reading Record Reduce Report Ring Rule Run RunError
+SelectionError Selector Session SessionError Severity SilentError Sink Site Snapshot Stat Stats StopTraining Store
+Sweep Tap TapError TopK TorchhookError Trial Why arm capture catch_nonfinite check clip_gradients count_parameters
+detach diagnose diff edit every first format_parameter_count get_layerwise_parameter_count glob harvest hooks mark
+marked measure model_summary of_type overhead regex sample select skip sweep trace
 """
 
 PACKAGES = {

@@ -277,5 +277,5 @@ def test_a_damaged_copy_is_found_in_few_forwards(path):
         model.register_forward_pre_hook(lambda *_: forwards.append(1))
     found = diff(a, b, x)
     assert found.first == Site(path) and found.module == path
-    assert [row.site.path for row in found.table if row.parts] == [path]
+    assert [row.site.path for row in found.rows if row.parts] == [path]
     assert len(forwards) == 5, "one of each, one on the values of a, and two with noise"

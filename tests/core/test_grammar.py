@@ -128,8 +128,19 @@ def test_tables():
     with pytest.raises(ValueError, match="'pandas', 'polars', 'list'"):
         rows.table("arrow")
     assert "&lt;1&gt;" in rows._repr_html_() and "0.3333" in repr(rows)
-    assert len(repr(Rows(500)).splitlines()) < 50 and "480 more rows: .table() has all" in repr(Rows(500))
-    assert "480 more rows" in Rows(500)._repr_html_() and repr(Rows(0)) == ""
+    assert len(repr(Rows(500)).splitlines()) < 50 and "476 more rows: .table() has all" in repr(Rows(500))
+    assert "476 more rows" in Rows(500)._repr_html_() and repr(Rows(0)) == ""
+
+
+def test_the_row_that_matters_is_on_the_screen():
+    class Important(Rows):
+        pass
+
+    for number, first, last in ((300, 288, 311), (3, 0, 23), (499, 476, 499)):
+        Important._important = lambda self, number=number: number
+        lines = repr(Important(500)).splitlines()
+        assert len(lines) == 26 and lines[1].startswith(f"<{first}>") and lines[-2].startswith(f"<{last}>")
+        assert f"<td>&lt;{number}&gt;</td>" in Important(500)._repr_html_()
 
 
 def test_tables_without_pandas(monkeypatch):

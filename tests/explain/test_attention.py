@@ -660,6 +660,8 @@ def test_changes_without_weights_and_of_other_inputs():
     seen, bare = attention(model, x), attention(model, x, sites=[])
     assert [row["moved"] for row in seen.change(bare).rows] == [None, None]
     assert [(row["change"], row["moved"]) for row in seen.change(seen).rows] == [(0, 0), (0, 0)]
+    change = seen.change(bare)
+    assert change.table("list") == change.rows and "2 heads" in repr(change) and "<table>" in change._repr_html_()
     with pytest.raises(
         ValueError, match="other must be of the same model .* 3×2×5×5 at 'self_attn', call 0 and 3×2×4×4"
     ):

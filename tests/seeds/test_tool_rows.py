@@ -92,7 +92,7 @@ if "dead" in sys.argv:
     net[0].bias.data[:30] = -100
 optimizer = torch.optim.Adam(net.parameters(), 1e-2)
 for step in range(60):
-    x = torch.randn(128, 8)
+    x = torch.randn(256, 8)
     loss = nn.functional.cross_entropy(net(x), (x[:, 0] > 0).long())
     optimizer.zero_grad()
     loss.backward()
@@ -104,7 +104,7 @@ for step in range(60):
 @pytest.mark.slow
 def test_b03_a_script_is_diagnosed_without_a_change_to_it(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
-    ours = [sys.executable, "-m", "torchhook", "run"]
+    ours = [sys.executable, "-m", "torchhook", "run", "--every", "2"]
 
     def outcome(command, *arguments):
         command = [*command, "train.py", *arguments]

@@ -10,7 +10,7 @@ from typing import Any
 
 from torchhook.core.text import html_table, table
 
-_SCREEN = 20  # rows
+_SCREEN = 24  # rows
 
 
 class Tabular:
@@ -39,14 +39,14 @@ class Tabular:
 
     def __repr__(self) -> str:
         header, rows = self._printed()
-        shown = [table(header, rows[:_SCREEN])] if rows else []
+        shown = [table(header, self._window(rows))] if rows else []
         return "\n".join(filter(None, [self._title(), *shown, *_more(rows), *self._foot()]))
 
     def _repr_html_(self) -> str:
         header, rows = self._printed()
         title = f"<p>{html.escape(self._title())}</p>" if self._title() else ""
         below = "".join(f"<p>{html.escape(line)}</p>" for line in (*_more(rows), *self._foot()))
-        return f"{title}{self._picture()}{html_table(header, rows[:_SCREEN]) if rows else ''}{below}"
+        return f"{title}{self._picture()}{html_table(header, self._window(rows)) if rows else ''}{below}"
 
     def _records(self) -> list[dict[str, Any]]:
         """One dict per row."""
@@ -57,6 +57,15 @@ class Tabular:
         records = self._records()
         header = list(dict.fromkeys(name for record in records for name in record))
         return header, [[short(record.get(name, "")) for name in header] for record in records]
+
+    def _window(self, rows: Sequence[Any]) -> Sequence[Any]:
+        """A screen of rows around the most important one."""
+        start = max(0, min(self._important() - _SCREEN // 2, len(rows) - _SCREEN))
+        return rows[start : start + _SCREEN]
+
+    def _important(self) -> int:
+        """The number of the row to show in any case."""
+        return 0
 
     def _title(self) -> str:
         """The line above the table."""
@@ -94,4 +103,5 @@ def short(value: Any) -> Any:
 
 
 def _more(rows: Sequence[Any]) -> list[str]:
-    return [f"… and {len(rows) - _SCREEN} more rows: .table() has all"] if len(rows) > _SCREEN else []
+    more = len(rows) - _SCREEN
+    return [f"… and {more} more row{'s' * (more > 1)}: .table() has all"] if more > 0 else []

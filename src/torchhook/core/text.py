@@ -99,7 +99,7 @@ def user_level() -> int:
 
 
 def user_line() -> str:
-    """The user's line that led here through this package and torch, if any: ``net.py:41: x = self.fc(x)``."""
+    """The user's line that led here through this package and torch: ``net.py:41: x = self.fc(x)``; empty if unknown."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _is_passed(frame):
         frame = frame.f_back

@@ -96,6 +96,9 @@ class Difference(Tabular):
     def _printed(self) -> tuple[Sequence[str], list[list[Any]]]:
         return _HEADER, [row.cells() for row in self.rows]
 
+    def _important(self) -> int:
+        return next((number for number, row in enumerate(self.rows) if row.parts), 0)
+
     def _title(self) -> str:
         return self.verdict
 
