@@ -689,8 +689,8 @@ MUTANTS = [
     ),
     Mutant(
         "cli/runs.py",
+        "last = run.last_step or 0",
         "last = max(run.steps, default=0)",
-        "last = len(run.steps)",
         "cli/test_runs_commands.py::test_lists_the_runs_on_a_line_each",
     ),
 ]

@@ -10,7 +10,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import torch
 
 import torchhook
 
@@ -441,7 +440,7 @@ def test_a_training(folder, monkeypatch):
     assert shown.startswith("Traceback") and str(Path(torchhook.__file__).parent) not in shown
     assert own_lines(shown) == own_lines(plain.stderr.decode())
     assert told.startswith(("\nFAILED  Net: ", "\nunfinished  Net: ")) and "passed" not in told
-    assert f"torch {torch.__version__}" in told and "\n$ train.py --epochs 3\n" in told
+    assert f"torchhook {torchhook.__version__}, torch " in told and "\n$ train.py --epochs 3\n" in told
     run = re.search(r"\ntorchhook: .* until it failed → torchhook dashboard (runs/mine\S*)\n", told)[1]
     assert (folder / run).is_dir()
     assert "\nwritten: it.json\n" in told and (folder / "it.json").is_file()

@@ -83,10 +83,10 @@ def test_a_finding_fails_the_test_with_a_table(session):
     done.assert_outcomes(failed=1)
     done.stdout.fnmatch_lines(
         [
-            "TH503 at 2 (Sequential: 1 error)",
+            "TH503 at 2 (Linear) (Sequential: 1 error)",
             "",
-            "severity  code   where  what",
-            "error     TH503  2      not in the optimizer: weight, bias",
+            "severity  code   where       what",
+            "error     TH503  2 (Linear)  not in the optimizer: weight, bias",
             "",
             "TH503: ?*",
         ]
@@ -102,7 +102,7 @@ def test_what_is_not_bad_enough_is_told_at_the_end(session):
         [
             "*torchhook: findings that fail no test*",
             "*::test_scaled",
-            "TH303 at 0, step 0 (Sequential: 1 warning)",
+            "TH303 at 0 (Linear), step 0 (Sequential: 1 warning)",
             "*warning *TH303 *the inputs have a mean of *",
             "TH303: ?*",
         ]
@@ -194,7 +194,7 @@ def test_workers_of_xdist_tell_it_too(pytester, monkeypatch):
     pytester.makepyfile(BATCHES + SCALED)
     done = pytester.runpytest_subprocess("-n", "1")
     done.assert_outcomes(passed=1)
-    done.stdout.fnmatch_lines(["*findings that fail no test*", "*::test_scaled", "TH303 at 0, step 0 *"])
+    done.stdout.fnmatch_lines(["*findings that fail no test*", "*::test_scaled", "TH303 at 0 (Linear), step 0 *"])
 
 
 def test_importing_it_does_not_import_torch():

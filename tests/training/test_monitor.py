@@ -981,7 +981,7 @@ def test_workers_of_a_loader_may_use_the_model(tmp_path):
 def test_stop_raises_soon_after_something_broke():
     model, log = small(), Kept()
     optimizer = sgd(model)
-    with pytest.raises(StopTraining, match="TH101 error: 0, step 57") as stopped:
+    with pytest.raises(StopTraining, match=r"TH101 error: 0 \(Linear\), step 57") as stopped:
         with Monitor(model, optimizer, every=1, to=[log], on_finding="stop") as monitor:
             for step in range(500):
                 if step == 57:

@@ -97,16 +97,16 @@ def verdict(report: Report) -> str:
 
 
 def header(report: Report) -> list[str]:
-    """Where a report comes from, in at most two lines.
+    """Where a report comes from, in at most three lines.
 
     >>> header(Report(about={"run": "runs/net", "versions": {"torch": "2.13"}, "command": "train.py --fast"}))
-    ['runs/net, torch 2.13', '$ train.py --fast']
+    ['runs/net', 'torch 2.13', '$ train.py --fast']
     """
     about = report.about
     versions = about.get("versions")
     named = [f"{name} {version}" for name, version in versions.items()] if isinstance(versions, Mapping) else []
-    first = [*(str(about[name]) for name in ("run", "started", "device") if about.get(name)), *named]
-    lines = [", ".join(first), f"$ {about['command']}" if about.get("command") else ""]
+    first = [str(about[name]) for name in ("run", "started", "device") if about.get(name)]
+    lines = [", ".join(first), ", ".join(named), f"$ {about['command']}" if about.get("command") else ""]
     return [short(line) for line in lines if line]
 
 

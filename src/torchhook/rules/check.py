@@ -59,7 +59,7 @@ def check(
     >>> with measure(net, by="channel") as stats:
     ...     _ = net(torch.randn(1000, 4))
     >>> print(check(stats, ["TH201"]).findings[0])
-    TH201 error: 1, step 0: 100% of the units never fire
+    TH201 error: 1 (ReLU), step 0: 100% of the units never fire
     """
     history = _history(stats)
     found: dict[Rule, Sequence[Finding]] = {}

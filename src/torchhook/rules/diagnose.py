@@ -71,7 +71,7 @@ def diagnose(
     >>> optimizer = torch.optim.AdamW(model[:2].parameters(), lr=3e-3)
     >>> report = diagnose(model, data, F.cross_entropy, optimizer)
     >>> print(report.findings[0])
-    TH503 error: 2: not in the optimizer: weight, bias
+    TH503 error: 2 (Linear): not in the optimizer: weight, bias
     """
     require_module(model)
     if isinstance(parts, str) or any(part not in PARTS for part in parts):
