@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from statistics import fmean
@@ -15,9 +14,13 @@ from torch import Tensor, nn
 from torch.autograd import set_detect_anomaly
 
 from torchhook.core.batch import Batch, InputBatches, Loss, call, loss_of, on_device
+from torchhook.core.event import Event
 from torchhook.core.model_state import buffers_kept, evaluating
 from torchhook.core.progress import Tell
-from torchhook.core.torch_internals import BATCH_NORMS
+from torchhook.core.selection import Query
+from torchhook.core.session import Session
+from torchhook.core.tap import Tap
+from torchhook.core.torch_internals import BATCH_NORMS, submodules
 from torchhook.core.trees import leaves
 from torchhook.rules.active_dropout import ActiveDropout
 from torchhook.rules.effects import effects_of, unreached
@@ -33,8 +36,6 @@ from torchhook.rules.task import task_of
 from torchhook.rules.trials import Trials
 from torchhook.rules.watch import Watch
 from torchhook.stats.optimizer.steps import unwrapped
-
-"""Called with what is being done, how many steps are done, and how many there are."""
 
 _THOROUGH = 8  # steps at the beginning and at the end in which everything is measured
 _SETTLING = 30  # batches after which the running statistics of batch norms match the current weights
@@ -233,21 +234,13 @@ def _ignores_mode(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.modules") and kind_of(type(module).__name__) not in modal
 
 
-@contextmanager
-def makers_noted(model: nn.Module, makers: dict[Any, str]) -> Iterator[None]:
+def makers_noted(model: nn.Module, makers: dict[Any, str]) -> Session:
     """Note in `makers` which module made each node of the autograd graph; the innermost counts."""
 
-    def note(path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            for _, leaf in leaves(output):
-                if leaf.grad_fn is not None:
-                    makers.setdefault(leaf.grad_fn, path)
+    def note(event: Event) -> None:
+        for _, leaf in leaves(event.live):
+            if leaf.grad_fn is not None:
+                makers.setdefault(leaf.grad_fn, event.path)
 
-        return hook
-
-    handles = [module.register_forward_hook(note(path)) for path, module in model.named_modules()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    inside: tuple[Query, ...] = (lambda path, module: True,) if submodules(model) else ()
+    return Session(model, [Tap(("", *inside), note)], on_silent="ignore")
