@@ -21,8 +21,9 @@ def renamed(**arguments: New) -> Callable[[_F], _F]:
     ... def look(sites=None, max_bytes=0):
     ...     return sites, max_bytes
     >>> with warnings.catch_warnings(record=True) as said:
-    ...     look(layer="conv1", max_mb=2)
-    ('conv1', 2097152)
+    ...     warnings.simplefilter("always")
+    ...     look(layer="conv1")
+    ('conv1', 0)
     >>> print(said[0].message)
     look(layer=...) is now look(sites=...); the old name will go in the next release
     """
