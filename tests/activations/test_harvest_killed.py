@@ -88,7 +88,7 @@ def require_the_same(folder, how, batches, least):
     shard_bytes=st.sampled_from([100, 300, 1000, 10**6]),
     commit_seconds=st.sampled_from([0.0, 0.001, 5.0]),
 )
-@example([(3, KeyboardInterrupt)], {6, 7, 8}, 0.0003, 0.0)  # nothing of the first batch of a shard is kept
+@example([(3, KeyboardInterrupt)], {6, 7, 8}, 300, 0.0)  # nothing of the first batch of a shard is kept
 def test_interrupted_anywhere(stops, unlucky, shard_bytes, commit_seconds):
     options = {"shard_bytes": shard_bytes, "commit_seconds": commit_seconds}
     if len(unlucky) == 27:

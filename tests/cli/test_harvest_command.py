@@ -68,12 +68,18 @@ def test_a_data_set(harvested):
 
 def test_options_arrive(harvested):
     options = ["--dtype", "same", "--transform", "harvesting_net:largest", "--rows", "sample", "--stop"]
-    options += ["--shard-mb", "0.00001", "--memory-mb", "1", "--device", "cpu", "--no-resume"]
+    options += ["--shard-bytes", "10", "--memory-bytes", "1MiB", "--device", "cpu", "--no-resume"]
     assert harvested(*options, data="once", sites="2").code == 0
     acts = Activations.open("acts")
     assert (acts["2"].shape, acts["2"].dtype) == ((10,), torch.float32)
     told = acts.manifest
     assert (told.rows, told.stop, told.transform, told.shards) == ("sample", True, "harvesting_net.largest", 2)
+
+
+def test_old_names_of_sizes_warn(harvested):
+    with pytest.warns(DeprecationWarning, match=r"harvest\(shard_mb=...\) is now harvest\(shard_bytes=...\)"):
+        assert harvested("--shard-mb", "0.00001", "--batch-size", "5").code == 0
+    assert Activations.open("acts").manifest.shards == 2
 
 
 def test_samples_that_fail_are_skipped(harvested):
@@ -95,6 +101,7 @@ def test_samples_that_fail_are_skipped(harvested):
         (["--batch-size", "3"], {"data": "batches"}, "batch_size=3 is for data that come as single samples"),
         (["--workers", "2"], {}, "workers= needs engine='ray'"),
         (["--dtype", "float7"], {}, "float7"),
+        (["--shard-bytes", "5 apples"], {}, "'5 apples' is not a size"),
     ],
 )
 def test_mistakes_are_told_in_a_line(harvested, options, given, said):
