@@ -195,8 +195,8 @@ class Discovery:
             self._suspect(losses, values)
 
     def never_stepped(self) -> Report | None:
-        """The report on a script whose optimizer never takes a step, however many backwards there are."""
-        if self._has_stepped or self._by_hand or self._lonely < _LONELY:
+        """The report on a script with an optimizer that never takes a step, and many backwards that change nothing."""
+        if self.watched or self._lonely < _LONELY or not self._is_unfounded:
             return None
         rule = next(rule for rule in chosen(["TH503"]) if rule.code == "TH503")
         message = "optimizer.step() is never called: there are backwards and an optimizer, but nothing is trained"
