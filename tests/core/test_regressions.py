@@ -485,7 +485,7 @@ def test_reading_says_what_is_wrong_with_it():
     net.requires_grad_(False)
     with capture(net, params=True, grads=True, inputs=True, transform=lambda value: value * 1) as acts:
         net(torch.ones(1, 2))
-    with pytest.raises(NotRecordedError, match="no param_grad is recorded of .*'0.weight'.*set its requires_grad"):
+    with pytest.raises(NotRecordedError, match="no param_grad was recorded for .*'0.weight'.*set its requires_grad"):
         _ = acts["0.weight"].grad
     with pytest.raises(NotRecordedError, match="the parameter '0.weight'; read its .param"):
         _ = acts["0.weight"].output

@@ -54,6 +54,22 @@ def test_a_repair_helps_if_the_loss_is_clearly_lower_with_it(losses, helped):
     assert trials._helps(_Outcome({0: [0.7] * 4, 32: [0.6] * 4, 64: losses}, seconds=0.1), 64, 0.0) == helped
 
 
+@pytest.mark.parametrize(
+    ("last", "repaired", "helped", "teaches"),
+    [
+        (1.1, 0.1, True, True),  # from guessing to a model
+        (0.97, 0.55, True, True),
+        (1.1, 0.8, True, False),  # it guesses still
+        (1.1, 0.1, False, False),
+        (0.5, 0.1, True, False),  # it has learnt without the repair
+    ],
+)
+def test_a_repair_teaches_a_training_that_only_guesses(last, repaired, helped, teaches):
+    trials = Trials(lambda: None, [], None, steps=64, seconds=1.0, chance=1.1)
+    trials._plain = _Outcome({0: [1.3] * 4, 64: [last] * 4}, seconds=0.1)
+    assert trials._teaches(Trial("inputs standardised", last, repaired, 64, helped)) == teaches
+
+
 class Normed(nn.Module):
     """Undoes the scale of its inputs by a function, which only a trial can tell."""
 

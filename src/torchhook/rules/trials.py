@@ -23,6 +23,7 @@ from torchhook.rules.step import train_step
 
 _LEAST = 10  # steps of a training that say something
 _LONGER = 30  # times the steps of the inspection, if there is time: much is decided late
+_GUESSING, _LEARNT = 0.85, 0.6  # of the loss of guessing: above and below which a training guesses, and has learnt
 _SHARE = 0.25  # of the loss that a repair has to take away
 _LITTLE = 0.1  # the same, where the loss is stuck without the repair and not with it
 _STUCK = 0.95  # of an earlier loss: a training that ends above has learnt nothing since
@@ -82,13 +83,18 @@ class Trials:
 
         Where nothing is learnt, a repair that does not help proves nothing: there may be a second fault.
         """
-        tried, works = trial if is_shown else None, self._works(finding)
+        tried, works = trial if is_shown else None, self._works(finding) and not self._teaches(trial)
         if trial.helped and not (works and rule.forgiving and rule.code not in _DECIDED):
             severity = max(finding.severity, Severity.WARNING, key=lambda severity: severity.rank)
             evidence = {**finding.evidence, "cause": cause} if cause else finding.evidence
             return replace(finding, severity=severity, evidence=evidence, tried=tried)
         lower = {Severity.ERROR: Severity.WARNING}.get(finding.severity, Severity.INFO)
         return replace(finding, severity=lower if works else finding.severity, tried=tried)
+
+    def _teaches(self, trial: Trial) -> bool:
+        """Whether the training is hardly better than guessing, and well below that with the repair."""
+        assert self._plain is not None
+        return trial.helped and self._plain.last > _GUESSING * self.chance and trial.repaired < _LEARNT * self.chance
 
     def _works(self, finding: Finding) -> bool:
         """Whether the training without a repair gets well below what guessing gives, or is on its way there."""
