@@ -14,6 +14,7 @@ from torchhook.rules.causes import folded
 from torchhook.rules.history import History, joined, mean_unit_std
 from torchhook.rules.kinds import kind_of
 from torchhook.rules.registry import Choice, chosen
+from torchhook.rules.repairs import repairs_for
 from torchhook.rules.rule import Rule
 from torchhook.stats.reading import Place, Reading, Snapshot
 from torchhook.stats.result import Stats
@@ -73,8 +74,11 @@ def check(
             if reason:
                 skipped[rule.code] = reason
             else:
-                lowered = rule.forgiving and tried is None and history.works  # else trials decide
-                findings = (replace(one, severity=Severity.INFO) if lowered else one for one in rule.find(history))
+                spared = rule.forgiving and history.works
+                findings = [
+                    replace(one, severity=Severity.INFO) if spared and (tried is None or not repairs_for(one)) else one
+                    for one in rule.find(history)  # if its repair is tried, that decides
+                ]
                 found[rule] = [finding for finding in findings if not _is_ignored(finding, exempt)]
         except Exception as error:  # noqa: PERF203 (one rule must not stop the others)
             skipped[rule.code] = f"raised {type(error).__name__}: {error}"

@@ -23,7 +23,7 @@ from torchhook.rules.step import train_step
 
 _LEAST = 10  # steps of a training that say something
 _LONGER = 30  # times the steps of the inspection, if there is time: much is decided late
-_GUESSING, _LEARNT = 0.85, 0.6  # of the loss of guessing: above and below which a training guesses, and has learnt
+_GUESSING, _LEARNT = 0.85, 0.65  # of the loss of guessing: above and below which a training guesses, and has learnt
 _SHARE = 0.25  # of the loss that a repair has to take away
 _LITTLE = 0.1  # the same, where the loss is stuck without the repair and not with it
 _STUCK = 0.95  # of an earlier loss: a training that ends above has learnt nothing since
@@ -94,7 +94,8 @@ class Trials:
     def _teaches(self, trial: Trial) -> bool:
         """Whether the training is hardly better than guessing, and well below that with the repair."""
         assert self._plain is not None
-        return trial.helped and self._plain.last > _GUESSING * self.chance and trial.repaired < _LEARNT * self.chance
+        level = self._plain.first if math.isnan(self.chance) else self.chance
+        return trial.helped and self._plain.last > _GUESSING * level and trial.repaired < _LEARNT * level
 
     def _works(self, finding: Finding) -> bool:
         """Whether the training without a repair gets well below what guessing gives, or is on its way there."""
