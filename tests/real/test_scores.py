@@ -20,7 +20,7 @@ KNOWN_MISSES = {
 KNOWN_ALARMS = {
     "frozen_head": "TH601: a tenfold rate does clearly better in the few steps that there is time for",
     "healthy_siamese": "TH302 is true: at the start its features are the same for all pictures, since gains are zero",
-    "labels_divided": "TH403: the gradient of one batch is six times as large as usual, and the training recovers at once",
+    "labels_divided": "TH403: the gradient of one batch is six times as large as usual, once",
     "letters_unscaled": "its loss does not fall in 550 steps, which is where a slow machine stops looking",
     "log_softmax_sum": "TH603 is true: its first loss is 2600, and other weights of the last layer lower it",
     "relu_logits": "TH201 is true: 84% of the units of its second convolution are dead",
