@@ -108,7 +108,7 @@ def harvest(
             parser=size_of,
             help="Rows a worker may hold in memory: 1GiB.",
         ),
-    ] = "1GiB",  # type: ignore[assignment]
+    ] = "1GiB",  # type: ignore[assignment]  # as above
     shard_mb: Annotated[float | None, typer.Option(hidden=True)] = None,
     memory_mb: Annotated[float | None, typer.Option(hidden=True)] = None,
 ) -> None:
