@@ -126,13 +126,25 @@ def everywhere(model: nn.Module) -> Selector:
     return Selector.union(["", lambda path, module: path in wanted])
 
 
-def record(model: nn.Module, batch: Batch, loss: Loss | None) -> RecordedRun:
-    """Run `model` on a batch, and backward from `loss` if given, and record what flows."""
+def record(
+    model: nn.Module,
+    batch: Batch,
+    loss: Loss | None,
+    where: Selector | None = None,
+    change: Edit | None = None,
+) -> RecordedRun:
+    """Run `model` on a batch, and backward from `loss` if given, and record what flows.
+
+    It is recorded everywhere, or only at the modules that `where` selects. `change` edits all outputs before that.
+    """
     recorded = RecordedRun()
-    where = everywhere(model)
+    places = everywhere(model)
+    where = where or places
     taps = [Tap(where, recorded.record, "input"), Tap(where, recorded.record, "output")]
     if loss is not None:
         taps = [Tap(where, CopiedOutputs()), *taps, Tap(where, recorded.record, "grad_output")]
+    if change is not None:
+        taps = [Tap(places, change), *taps]
     for location, gradient in run(model, batch, loss, taps).items():
         recorded.observations[location] = Observation(location, model, [gradient])
     return recorded

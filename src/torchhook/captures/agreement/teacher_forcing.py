@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchhook.captures.agreement.noise import nudged
 from torchhook.captures.agreement.recorded_run import Location, Observation, RecordedRun, everywhere, run
 from torchhook.captures.agreement.rounding import comparable, floor, precision
 from torchhook.core.batch import Batch, Loss, fitted
@@ -144,12 +145,9 @@ class TeacherForcedRun:
         if self.noise is None or not value.is_floating_point():
             return value
         self.noise += 1
-        generator = torch.Generator(value.device).manual_seed(self.noise)
-        wide = value if value.dtype in (torch.float32, torch.float64) else value.float()
-        signs = torch.empty_like(wide).random_(0, 2, generator=generator).mul_(2).sub_(1)
-        spacing = max(coarsest, precision([value, *others]))
-        size = wide.abs().mul_(self.loudness * spacing).add_(self.loudness * floor([value, *others]))
-        return size.mul_(signs).add_(wide).to(value.dtype)
+        known = [value, *others]
+        spacing = self.loudness * max(coarsest, precision(known))
+        return nudged(value, self.noise, spacing, self.loudness * floor(known))
 
 
 class TeacherForcing(Edit):

@@ -1,0 +1,41 @@
+"""Contracts that any correct model of its kind obeys; `torchhook.verify` checks them."""
+
+from torchhook.rules.contracts import (
+    Agreement,
+    Breach,
+    Case,
+    Contract,
+    Note,
+    Skip,
+    Variant,
+    accumulation,
+    cached,
+    causal,
+    deterministic,
+    equivariant,
+    independent,
+    modes,
+    padding,
+    shapes,
+    used,
+)
+
+__all__ = [
+    "Agreement",
+    "Breach",
+    "Case",
+    "Contract",
+    "Note",
+    "Skip",
+    "Variant",
+    "accumulation",
+    "cached",
+    "causal",
+    "deterministic",
+    "equivariant",
+    "independent",
+    "modes",
+    "padding",
+    "shapes",
+    "used",
+]

@@ -1,0 +1,206 @@
+"""A `Case` is a model and a batch to check contracts on; an `Agreement` is two runs of it that should agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from inspect import Parameter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchhook.captures.agreement.free_runs import Disagreement, FreeRuns, Pairing
+from torchhook.captures.agreement.noise import NoisyOutputs
+from torchhook.captures.agreement.recorded_run import RecordedRun, record
+from torchhook.core.batch import Batch, Guess, Loss, call, fitted, loss_of, on_device, samples_of
+from torchhook.core.model_state import evaluating, state_kept
+from torchhook.core.selection import Selector
+from torchhook.core.session import Session
+from torchhook.core.tap import Tap
+from torchhook.core.trees import Arguments, leaves, mapped
+from torchhook.rules.contracts.claims import CACHES, Claims, forward_parameters
+from torchhook.rules.contracts.pairings import same
+
+_SAMPLES = 4  # more only take time
+Given = dict[str, Any]
+"""The arguments of a model by name; positional ones that have none are called ``"*0"``, ``"*1"`` …"""
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """One way to run the model: on which batch, within which context, and which copy of the model, if not itself.
+
+    The batch is made for each run, inside the context and before anything is tapped.
+    """
+
+    make: Callable[[], Batch]
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext
+    model: nn.Module | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Agreement:
+    """Two runs of a model that should agree, and what to say if they do not.
+
+    Args:
+        said: What is wrong then, such as "padding changes the result".
+        names: What the two runs are called, such as "without padding" and "with padding".
+        pairing: Which parts of their values should be equal.
+        reference: A run with other sizes, for the pairing.
+        loss: Whether to compare gradients, too.
+        epsilon: The machine epsilon of what the second run computes with, if it is coarser than its dtypes.
+        evidence: Numbers to go with a finding.
+    """
+
+    expected: Variant
+    actual: Variant
+    said: str
+    names: tuple[str, str]
+    pairing: Pairing = same
+    reference: Variant | None = None
+    loss: Loss | None = None
+    epsilon: float = 0.0
+    evidence: Mapping[str, Any] | None = None
+
+
+class Case:
+    """A model and a batch, with what contracts need to make variants of them.
+
+    Args:
+        batch_dim: The dimension of the samples; by default what the model says, or the first one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Batch,
+        loss: Loss | None = None,
+        optimizer: Any = None,
+        batch_dim: int | None = None,
+    ) -> None:
+        self.model = model
+        self.loss = loss
+        self.optimizer = optimizer
+        self.given = _named(model, batch.arguments)
+        self.target = batch.target
+        self.claims = Claims(model, self.given)
+        self.sample_dim = batch_dim if batch_dim is not None else 0 if self.claims.batch_first else 1
+        self.has_rows = not (self.claims.takes_graph or self.claims.takes_packed)  # of which some can be chosen
+        self.count = samples_of(batch).length if not self.sample_dim else _size(batch, self.sample_dim)
+        self.is_random = False  # whether its results were found to be
+        self.asked = False  # whether the contract that is checked now was asked for by name
+        if self.count > _SAMPLES and self.has_rows:
+            first = range(_SAMPLES)
+            self.given, self.target = self.taken(self.given, first), self.taken(self.target, first)
+            self.count = _SAMPLES
+        self.plain = self.variant()
+
+    def variant(self, given: Given | None = None, target: Any = None, **options: Any) -> Variant:
+        """A variant with other arguments, in another context, or of another copy of the model."""
+        given = self.given if given is None else given
+        target = self.target if target is None else target
+        return Variant(lambda: Batch(arguments_of(given), target), **options)
+
+    def agree(
+        self, change: Callable[[Tensor], Tensor], then: Callable[[Tensor], Tensor] | None = None, said: str = ""
+    ) -> Agreement:
+        """The claim that changing the inputs changes the outputs by `then`, or not at all.
+
+        `change` is applied to every floating-point argument, `then` to every value that it fits.
+        """
+        given = mapped(lambda x: change(x) if x.is_floating_point() else x, self.given)
+        said = said or "the outputs do not follow the change of the inputs"
+        pairing = same if then is None else partial(_transformed, then)
+        return Agreement(self.plain, self.variant(given), said, ("before the change", "after it"), pairing)
+
+    def taken(self, value: Any, numbers: Sequence[int]) -> Any:
+        """Arguments, or the target, with these samples."""
+        index, dim = torch.tensor(list(numbers)), self.sample_dim
+
+        def chosen(x: Tensor) -> Tensor:
+            return x.index_select(dim, index.to(x.device)) if self.has_samples(x) else x
+
+        return mapped(chosen, value)
+
+    def has_samples(self, x: Tensor) -> bool:
+        """Whether a tensor has one entry per sample."""
+        return self.has_rows and x.dim() > self.sample_dim and x.shape[self.sample_dim] == self.count
+
+    @contextmanager
+    def running(self, variant: Variant) -> Iterator[nn.Module]:
+        """The model of a variant, in eval mode and within its context; everything is as before afterwards."""
+        model = self.model if variant.model is None else variant.model  # a compiled list of modules may be empty
+        with state_kept(model), evaluating(model), variant.within():
+            yield model
+
+    def output(self, variant: Variant, taps: Sequence[Tap] = ()) -> Any:
+        """What the model returns, in a run with `taps`."""
+        with self.running(variant) as model, torch.no_grad():
+            batch = variant.make()
+            with Session(model, taps, on_silent="ignore"):
+                return call(model, Batch(fitted(batch.arguments, model), batch.target))
+
+    def gradients(self, variant: Variant, loss: Loss | None = None) -> tuple[Guess, dict[str, Tensor | None]]:
+        """The loss, and its gradient for each parameter that is trained; None where the loss does not depend on it."""
+        with self.running(variant) as model, torch.enable_grad():
+            batch = variant.make()
+            output = call(model, Batch(fitted(batch.arguments, model), batch.target))
+            guess = loss_of(output, on_device(batch.target, model), loss or self.loss)
+            trained = {path: one for path, one in model.named_parameters() if one.requires_grad}
+            if not trained or not guess.loss.requires_grad:
+                return guess, dict.fromkeys(trained)
+            found = torch.autograd.grad(guess.loss, list(trained.values()), allow_unused=True)
+            return guess, dict(zip(trained, found, strict=True))
+
+    def breach(self, agreement: Agreement) -> Disagreement | None:
+        """Where the runs first disagree, if their results do: only then are they compared inside."""
+        result = self._first(agreement, Selector.union([""]))
+        return None if result is None else self._first(agreement, None) or result
+
+    def _first(self, agreement: Agreement, where: Selector | None) -> Disagreement | None:
+        def observed(variant: Variant, change: NoisyOutputs | None = None) -> RecordedRun:
+            with self.running(variant) as model:
+                return record(model, variant.make(), agreement.loss, where, change)
+
+        return FreeRuns(
+            observed(agreement.expected),
+            observed(agreement.actual),
+            agreement.pairing,
+            lambda seed: observed(agreement.expected, NoisyOutputs(seed, agreement.epsilon)),
+            None if agreement.reference is None else observed(agreement.reference),
+            agreement.epsilon,
+            frozenset(CACHES),
+        ).first()
+
+
+def arguments_of(given: Given) -> Arguments:
+    """The arguments for a call."""
+    args = [value for name, value in given.items() if name.startswith("*")]
+    return Arguments(tuple(args), {name: value for name, value in given.items() if not name.startswith("*")})
+
+
+def _named(model: nn.Module, arguments: Arguments) -> Given:
+    """The arguments of a call by name, where positional ones have a name that they can be passed by."""
+    parameters = list(forward_parameters(model).values())
+    names = [one.name for one in parameters if one.kind is Parameter.POSITIONAL_OR_KEYWORD]
+    if len(names) < len(arguments.args) or any(one.kind is Parameter.VAR_POSITIONAL for one in parameters):
+        names = [f"*{number}" for number in range(len(arguments.args))]
+    return {**dict(zip(names, arguments.args, strict=False)), **arguments.kwargs}
+
+
+def _size(batch: Batch, dim: int) -> int:
+    sizes: list[int] = [leaf.shape[dim] for _, leaf in leaves(batch.arguments) if leaf.dim() > dim]
+    if not sizes:
+        raise ValueError(f"batch_dim: no argument has a dimension {dim}")
+    return max(sizes, key=sizes.count)
+
+
+def _transformed(then: Callable[[Tensor], Tensor], a: Tensor, b: Tensor, _: Tensor | None) -> Any:
+    try:
+        expected = then(a)
+    except (IndexError, RuntimeError):  # it does not fit values of this kind
+        return []
+    return [(expected, b)] if expected.shape == b.shape else []

@@ -1,0 +1,214 @@
+"""What a model claims to be: read from its config, its classes and its signature, never from what it computes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from torchhook.core.batch import Keywords
+from torchhook.core.selection import unwrapped, walk
+
+PAIRS = (nn.RNNBase, nn.MultiheadAttention, nn.Transformer, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+"""Modules of torch that say themselves whether samples or positions come first."""
+
+CACHES = ("past_key_values", "cache_params", "past_key_value", "layer_past", "past", "kv_cache", "cache", "state",
+          "mems", "hx")  # fmt: skip
+"""What arguments with a cache of earlier positions are called."""
+
+LENGTHS = ("lengths", "length", "lens", "input_lengths", "x_lengths", "src_lengths", "seq_lengths", "seq_lens")
+_GRAPHS = ("edge_index", "edge_attr", "edge_weight", "adj", "adj_t", "adjacency", "adjacency_matrix", "graph", "edges")
+_MASKS = ("attention_mask", "padding_mask", "src_key_padding_mask", "key_padding_mask", "pad_mask", "mask")
+_TOKENS = ("input_ids", "inputs_embeds", "decoder_input_ids")
+_WINDOWS = ("sliding_window", "window_size", "attention_window_size", "local_window", "window")
+
+
+class Mask(NamedTuple):
+    """The argument that says which positions are padding, and the value it has for those that are not."""
+
+    name: str
+    real: bool
+
+
+class Claims:
+    """What `model` says about itself, and what its arguments are called."""
+
+    def __init__(self, model: nn.Module, given: Mapping[str, Any]) -> None:
+        self.model = unwrapped(model)
+        self.given = given
+        self.config = getattr(self.model, "config", None)
+        self.keywords = Keywords.of(self.model)
+        self.names = {*self.keywords.names, *(name for name in given if isinstance(name, str))}
+
+    def option(self, name: str, default: Any = None) -> Any:
+        """A value of the model's config; for models of several parts, of the one that reads text."""
+        if self.config is None:
+            return default
+        found = getattr(self.config, name, None)
+        text = getattr(self.config, "get_text_config", None)
+        if found is None and callable(text):
+            found = getattr(text(decoder=True), name, None)
+        return default if found is None else found
+
+    @property
+    def takes_graph(self) -> bool:
+        """Whether an argument connects the rows of others, as in a graph: then rows are not samples."""
+        return any(name in self.names for name in _GRAPHS)
+
+    @property
+    def takes_packed(self) -> bool:
+        """Whether an argument is a packed sequence."""
+        return any(isinstance(value, PackedSequence) for value in self.given.values())
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether an argument is a batch of images."""
+        return any(isinstance(value, Tensor) and value.dim() > 3 for value in self.given.values())
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """Whether it reads one sequence and writes another."""
+        return bool(self.option("is_encoder_decoder", False)) or "decoder_input_ids" in self.names
+
+    @property
+    def batch_first(self) -> bool:
+        """Whether samples come before positions, as everywhere but in some modules of torch."""
+        return not isinstance(self.model, PAIRS) or bool(_batch_first(self.model))
+
+    @property
+    def is_causal(self) -> str:
+        """Why the model must not see later positions; empty if it does not claim so."""
+        name = type(self.model).__name__
+        if name.endswith(("ForCausalLM", "LMHeadModel")) and self._is_one_way:
+            return f"it is a {name}"
+        if self.is_encoder_decoder and "decoder_input_ids" in self.names:
+            return "it has a decoder"
+        if self.option("is_decoder", False):
+            return "its config has is_decoder=True"
+        if self.option("model_type"):  # attributes of their parts are not meant for all of the model
+            return ""
+        for path, module in walk(self.model):
+            if getattr(module, "is_causal", None) is True or getattr(module, "causal", None) is True:
+                return f"{path or 'the model'} says that it is causal"
+            if _has_triangle(module):
+                return f"{path or 'the model'} holds a causal mask"
+        return ""
+
+    @property
+    def _is_one_way(self) -> bool:
+        """Whether the config of a language model does not say that it looks in both directions."""
+        return bool(self.option("causal", True)) and self.option("attn_type") != "bi"
+
+    @property
+    def tokens(self) -> str | None:
+        """The argument whose positions are a sequence."""
+        named = [name for name in _TOKENS if isinstance(self.given.get(name), Tensor)]
+        if named or self.option("model_type"):  # models of transformers call them so
+            return named[0] if named else self._sound
+        shapes = [(name, value) for name, value in self.given.items() if isinstance(value, Tensor)]
+        ids = [name for name, value in shapes if value.dim() == 2 and not value.is_floating_point()]
+        series = [name for name, value in shapes if value.dim() == 3 and value.is_floating_point()]
+        return next((str(name) for name in (*ids, *series) if not _is_side(str(name))), None)
+
+    @property
+    def _sound(self) -> str | None:
+        """The argument of a model of transformers that is a sound: a wave, or frames of features."""
+        for name, dims in (("input_values", 2), ("input_features", 3)):
+            value = self.given.get(name)
+            if isinstance(value, Tensor) and value.dim() == dims and value.shape[1] != self.option("num_mel_bins"):
+                return name
+        return None
+
+    @property
+    def reads_sequence(self) -> bool:
+        """Whether its main argument is a sequence, of any length."""
+        named = self.tokens in _TOKENS or self.mask is not None or self.lengths is not None or self.cache is not None
+        return named or bool(self.is_causal) or any(isinstance(module, PAIRS) for module in self.model.modules())
+
+    @property
+    def mask(self) -> Mask | None:
+        """The argument that marks padding."""
+        name = next((name for name in _MASKS if name in self.names), None)
+        given = None if name is None else self.given.get(name)
+        if name is None or (isinstance(given, Tensor) and given.dim() != 2):
+            return None
+        if isinstance(given, Tensor) and bool((given == given.flatten()[0]).all()):
+            return Mask(name, bool(given.flatten()[0]))
+        return Mask(name, "pad" not in name)
+
+    @property
+    def lengths(self) -> str | None:
+        """The argument with the length of each sequence."""
+        return next((name for name in LENGTHS if name in self.names), None)
+
+    @property
+    def cache(self) -> str | None:
+        """The argument that takes a cache of earlier positions."""
+        return next((name for name in CACHES if name in self.keywords.names), None)
+
+    @property
+    def has_one_length(self) -> bool:
+        """Whether its config fixes the length of sequences."""
+        return self.option("segment_means_seq_len") is not None
+
+    @property
+    def longest(self) -> int | None:
+        """How many positions it takes at most, if its config says so."""
+        names = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len", "n_ctx", "block_size")
+        found = [self.option(name) for name in names]
+        return min((int(number) for number in found if isinstance(number, int) and number > 0), default=None)
+
+    @property
+    def special(self) -> set[int]:
+        """Tokens with a meaning of their own, such as that of padding."""
+        names = [name for name in getattr(self.config, "__dict__", {}) if name.endswith(("_token_id", "_token_index"))]
+        found = [self.option(name) for name in names]
+        return {number for number in found if isinstance(number, int)}
+
+    def window(self, module: nn.Module) -> int | None:
+        """How many positions an attention sees, its own included: 0 for all of the past, None if it does not say."""
+        number, kinds = getattr(module, "layer_idx", None), self.option("layer_types")
+        if isinstance(number, int) and isinstance(kinds, (list, tuple)) and number < len(kinds):
+            known = {"sliding_attention": _whole(self.option("sliding_window")), "full_attention": 0}
+            return known.get(kinds[number])
+        name = next((name for name in _WINDOWS if hasattr(module, name)), None)
+        if name is None and hasattr(module, "config"):
+            return _whole(self.option("sliding_window"))
+        return None if name is None else _whole(getattr(module, name)) or 0
+
+
+def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """The parameters of the model's forward; none if it is not written in Python."""
+    try:
+        return inspect.signature(unwrapped(model).forward).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def _batch_first(model: nn.Module) -> bool | None:
+    own: bool | None = getattr(model, "batch_first", None)
+    return own if own is not None else getattr(getattr(model, "self_attn", None), "batch_first", None)
+
+
+def _has_triangle(module: nn.Module) -> bool:
+    """Whether a module has a buffer that is a lower triangle, as a causal mask is."""
+    for buffer in module.buffers(recurse=False):
+        square = buffer.squeeze()
+        if square.dim() == 2 and square.shape[0] == square.shape[1] > 1 and square.shape[0] <= 4096:
+            seen = square.isfinite() & (square > 0) if square.dtype.is_floating_point else square.bool()
+            if torch.equal(seen, torch.ones_like(seen).tril()):
+                return True
+    return False
+
+
+def _is_side(name: str) -> bool:
+    """Whether an argument goes along with the sequence: a mask, labels, and the like."""
+    return any(part in name for part in ("mask", "label", "target", "position", "type", "length"))
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

@@ -1,0 +1,149 @@
+"""The sequence that a model reads or writes: cut, padded, and with other tokens from a position on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchhook.rules.contracts.case import Case, Given
+
+_IGNORED = -100  # what losses leave out
+
+
+@dataclass(frozen=True, eq=False)
+class Positions:
+    """The arguments of a case that have one entry per position.
+
+    `name` is the one with the tokens, `names` has them all; `dim` is the dimension of positions, of `length` in all.
+    """
+
+    case: Case
+    given: Given
+    name: str
+    names: tuple[str, ...]
+    dim: int
+    length: int
+
+    def cut(self, start: int, length: int) -> Given:
+        """Only some of the positions."""
+        lengths = self.case.claims.lengths
+        given = self._mapped(lambda name, x: x.narrow(self.dim, start, length))
+        return given if lengths not in given else {**given, lengths: given[lengths].clamp(max=length)}
+
+    def changed(self, start: int) -> Given:
+        """Other tokens from position `start` on."""
+        x = self.given[self.name]
+        before, after = x.narrow(self.dim, 0, start), x.narrow(self.dim, start, self.length - start)
+        return {**self.given, self.name: torch.cat([before, self._others(after)], self.dim)}
+
+    def repeated(self, length: int) -> Positions:
+        """As many positions as asked for, by repeating tokens."""
+        index = torch.arange(length) % self.length
+        given = self._mapped(lambda name, x: x.index_select(self.dim, index.to(x.device)))
+        return replace(self, given=given, length=length)
+
+    def padded(self, amount: int, left: bool = False) -> Given:
+        """More positions at the end, or at the beginning, which are marked as padding."""
+
+        def pad(name: str, x: Tensor) -> Tensor:
+            sizes = [*x.shape]
+            sizes[self.dim] = amount
+            parts = [x, self._padding(name, x, sizes)]
+            return torch.cat(parts[::-1] if left else parts, self.dim)
+
+        return self._mapped(pad)
+
+    def with_mask(self) -> Positions:
+        """With the mask, the lengths, or both, that the model takes, and no padding where there is none yet."""
+        claims, x = self.case.claims, self.given[self.name]
+        given, names = dict(self.given), self.names
+        if claims.mask is not None and claims.mask.name not in given:
+            dtype = torch.bool if not claims.mask.real else torch.long
+            mask = torch.full((x.shape[self.case.sample_dim], self.length), int(claims.mask.real), device=x.device)
+            given[claims.mask.name], names = mask.to(dtype), (*names, claims.mask.name)
+        if claims.lengths is not None and claims.lengths not in given:
+            given[claims.lengths] = torch.full((self.case.count,), self.length)
+        return replace(self, given=given, names=names)
+
+    def _padding(self, name: str, x: Tensor, sizes: list[int]) -> Tensor:
+        mask = self.case.claims.mask
+        if mask is not None and name == mask.name:
+            return torch.full(sizes, int(not mask.real)).to(x)
+        if x.is_floating_point():
+            return torch.randn(sizes, generator=torch.Generator().manual_seed(0)).to(x)
+        if any(part in name for part in ("label", "target")):
+            return torch.full(sizes, _IGNORED).to(x)
+        pad = self.case.claims.option("pad_token_id")
+        return torch.full(sizes, pad if name == self.name and isinstance(pad, int) and pad >= 0 else 0).to(x)
+
+    def _others(self, x: Tensor) -> Tensor:
+        """Other tokens than these: each becomes the next one of those that occur, except special ones."""
+        if x.is_floating_point():
+            noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)
+            return x + noise * (x.std() + 1)
+        special = self.case.claims.special
+        known = [one for one in self.given[self.name].unique().tolist() if one not in special]
+        if len(known) < 2:
+            known = [one for one in range(8) if one not in special]
+        following = dict(zip(known, [*known[1:], known[0]], strict=True))
+        return x.cpu().clone().apply_(lambda one: following.get(one, one)).to(x.device) if known else x
+
+    def _mapped(self, change: Callable[[str, Tensor], Tensor]) -> Given:
+        return {name: change(name, x) if name in self.names else x for name, x in self.given.items()}
+
+
+def reading(case: Case) -> Positions | None:
+    """The sequence that the model reads, if it says that it does, or if its contract was asked for."""
+    claims = case.claims
+    if claims.tokens is None or not (claims.reads_sequence or case.asked):
+        return None
+    if claims.is_encoder_decoder:
+        decoded = writing(case)
+        given = case.given if decoded is None else decoded.given
+        return _positions(case, given, claims.tokens, lambda name: not name.startswith(("decoder", "label")))
+    return _positions(case, case.given, claims.tokens, lambda name: True)
+
+
+def writing(case: Case) -> Positions | None:
+    """The sequence that the model writes token by token: that of its decoder, or the one that it reads."""
+    if not case.claims.is_encoder_decoder:
+        found = reading(case)
+        return found and replace(found, given=_uncached(case, found.given))
+    given = {name: value for name, value in case.given.items() if name != "labels"}
+    if not isinstance(given.get("decoder_input_ids"), Tensor):
+        labels = case.given.get("labels")
+        if not isinstance(labels, Tensor) or labels.dim() != 2:
+            return None
+        given["decoder_input_ids"] = _shifted(case, labels)
+    return _positions(case, _uncached(case, given), "decoder_input_ids", lambda name: name.startswith("decoder"))
+
+
+def _uncached(case: Case, given: Given) -> Given:
+    """The arguments of one forward over all positions, for models that may also keep a cache for the next one."""
+    return {**given, "use_cache": False} if "use_cache" in case.claims.names else given
+
+
+def _positions(case: Case, given: Given, name: str, belongs: Callable[[str], bool]) -> Positions | None:
+    x, dim = given[name], 1 - case.sample_dim
+    length = x.shape[dim]
+    names = [
+        other
+        for other, value in given.items()
+        if belongs(other) and isinstance(value, Tensor) and value.dim() > 1 and value.shape[dim] == length
+    ]
+    return Positions(case, given, name, tuple(names), dim, length)
+
+
+def _shifted(case: Case, labels: Tensor) -> Any:
+    """The tokens from which a decoder predicts `labels`."""
+    prepare = getattr(case.claims.model, "prepare_decoder_input_ids_from_labels", None)
+    if callable(prepare):
+        return prepare(labels=labels)
+    start = case.claims.option("decoder_start_token_id", 0)
+    shifted = labels.roll(1, 1).masked_fill(labels.roll(1, 1) == _IGNORED, case.claims.option("pad_token_id", 0))
+    shifted[:, 0] = start
+    return shifted

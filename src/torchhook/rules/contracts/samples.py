@@ -1,0 +1,167 @@
+"""Contracts about the samples of a batch: they do not talk to each other, and there may be any number of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from torchhook.captures.agreement.recorded_run import everywhere
+from torchhook.core.event import Event
+from torchhook.core.selection import walk
+from torchhook.core.tap import Tap
+from torchhook.core.text import shape_of
+from torchhook.core.torch_internals import BATCH_NORMS
+from torchhook.core.trees import leaves, mapped
+from torchhook.rules.contracts.case import Agreement, Case, Given, Variant
+from torchhook.rules.contracts.contract import Breach, Note, Skip, contract
+from torchhook.rules.contracts.pairings import by_sample
+from torchhook.rules.contracts.positions import reading
+
+_POOLS = (nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d)
+_MIXING = ("Attention", "Attn", "Transformer", "Mixer", "Window")
+_SIZED = ("img_size", "image_size", "input_size", "input_resolution", "feat_size", "grid_size", "window_size")
+
+
+@contract(
+    "TV102",
+    "Reduce and normalise over the dimensions of one sample only; check that no reshape or batch_first=False takes"
+    " samples for positions.",
+)
+def independent(case: Case) -> Iterator[Agreement | Skip | Note]:
+    """The result of a sample does not depend on the others in the batch, nor on its place in it."""
+    if not case.has_rows:
+        yield Skip("it takes a graph or packed sequences, whose rows are not samples")
+        return
+    if not any(case.has_samples(x) for _, x in leaves(case.given)):
+        yield Skip("no argument has one entry per sample")
+        return
+    if any(isinstance(module, BATCH_NORMS) for module in case.model.modules()):
+        yield Note("batch norms mix samples in train mode, on purpose: checked in eval mode only")
+    given, count = (case.given, case.count) if case.count > 1 else (_doubled(case), 2)
+    last = count - 1
+
+    def variant(*numbers: int) -> Variant:
+        return case.variant(mapped(lambda x: _chosen(x, numbers, count, case.sample_dim), given))
+
+    yield Agreement(
+        case.variant(given),
+        variant(*[last] * count),
+        "the result of a sample changes with the other samples of the batch, or with its place among them",
+        ("among different samples", "among copies of itself"),
+        by_sample(count, count + 1, last, 0),
+        reference=variant(*range(count), 0),
+    )
+
+
+@contract(
+    "TV109",
+    "Name the dimensions to squeeze, and compute sizes from the input.",
+    severity="warning",
+    folds=False,
+)
+def shapes(case: Case) -> Iterator[Breach | Note]:
+    """Batches and sequences of other sizes run, and so do images, if the model says so."""
+    if not case.has_rows:
+        yield Note("other batch sizes: it takes a graph or packed sequences, whose rows are not samples")
+    else:
+        for count in (1, case.count + 1):
+            numbers = [number % case.count for number in range(count)]
+            what = f"a batch of {count}" if count > 1 else "a batch of one sample"
+            yield from _runs(
+                case, case.variant(case.taken(case.given, numbers), case.taken(case.target, numbers)), what
+            )
+    shorter, why = _shorter(case)
+    if shorter is not None:
+        yield from _runs(case, case.variant(shorter), "a sequence that is one shorter")
+    else:
+        yield Note(f"other lengths: {why}")
+    larger, why = _larger(case)
+    if larger is not None:
+        yield from _runs(case, case.variant(larger), "images that are 32 pixels larger")
+    else:
+        yield Note(f"other image sizes: {why}")
+
+
+def _runs(case: Case, variant: Variant, what: str) -> Iterator[Breach]:
+    """Broken if the model raises, or if a dimension of its results is missing."""
+    usual = _Dimensions(case, case.plain)
+    found = _Dimensions(case, variant)
+    lost = next((path for path, dims in found.dims.items() if usual.dims.get(path, dims) != dims), None)
+    if found.error is not None:
+        said = f"it raises {type(found.error).__name__} for {what}: {str(found.error).partition(chr(10))[0]:.200}"
+        yield Breach(said, found.running[-1] if lost is None else lost)
+    elif usual.shape.count("×") != found.shape.count("×"):
+        said = f"its result loses a dimension: {found.shape} for {what}, {usual.shape} for {case.count} samples"
+        yield Breach(said, lost or "")
+
+
+class _Dimensions:
+    """A run: how many dimensions the output of each module has, and what it raised, if it did."""
+
+    def __init__(self, case: Case, variant: Variant) -> None:
+        self.dims: dict[str, int] = {}
+        self.running = [""]  # the calls in progress
+        self.error: Exception | None = None
+        self.shape = ""
+        where = everywhere(case.model)
+        try:
+            output = case.output(variant, [Tap(where, self._enter, "input"), Tap(where, self._leave)])
+            self.shape = shape_of(next((x for _, x in leaves(output) if x.dim()), None))
+        except Exception as error:  # whatever the model raises
+            self.error = error
+
+    def _enter(self, event: Event) -> None:
+        self.running.append(event.path)
+
+    def _leave(self, event: Event) -> None:
+        self.running.pop()
+        self.dims.setdefault(event.path, next((x.dim() for _, x in leaves(event.live)), 0))
+
+
+def _shorter(case: Case) -> tuple[Given | None, str]:
+    sequence = reading(case)
+    if sequence is None:
+        return None, "it does not say that it takes sequences"
+    if case.claims.has_one_length:
+        return None, "its config fixes the length"
+    if sequence.length < 2:
+        return None, "the sequence has one position only"
+    return sequence.cut(0, sequence.length - 1), ""
+
+
+def _larger(case: Case) -> tuple[Given | None, str]:
+    """The arguments with larger images, if the model averages over them and knows no size."""
+    images = {name: x for name, x in case.given.items() if isinstance(x, Tensor) and x.dim() == 4}
+    modules = [module for _, module in walk(case.model)]
+    pools = any(isinstance(module, _POOLS) for module in modules)
+    if not images or not pools:
+        return None, "it does not say that it takes any"
+    mixing = any(word in type(module).__name__ for module in modules for word in _MIXING)
+    if mixing or any(hasattr(module, name) for module in modules for name in _SIZED):
+        return None, "its parts may be made for one size"
+    if any("pos" in name for name, _ in case.model.named_parameters()):
+        return None, "it learns positions"
+    larger = {name: nn.functional.pad(x, (0, 32, 0, 32)) for name, x in images.items()}
+    return {**{name: x for name, x in case.given.items() if "label" not in name}, **larger}, ""
+
+
+def _doubled(case: Case) -> Given:
+    """The arguments with a second sample, made from the first one."""
+    dim = case.sample_dim
+
+    def double(x: Tensor) -> Tensor:
+        if not case.has_samples(x):
+            return x
+        last = x.dim() - 1
+        return torch.cat([x, x.flip(last) if last != dim else x], dim)
+
+    doubled: Given = mapped(double, case.given)
+    return doubled
+
+
+def _chosen(x: Tensor, numbers: tuple[int, ...], count: int, dim: int) -> Tensor:
+    if x.dim() <= dim or x.shape[dim] != count:
+        return x
+    return x.index_select(dim, torch.tensor(numbers, device=x.device))

@@ -1,0 +1,211 @@
+"""Contracts about modes and switches: they change speed, memory and rounding, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from torchhook.core.batch import loss_of
+from torchhook.core.model_state import training
+from torchhook.core.selection import unwrapped
+from torchhook.core.torch_internals import BATCH_NORMS, DROPOUTS
+from torchhook.core.trees import leaves, mapped
+from torchhook.rules.active_dropout import drops
+from torchhook.rules.contracts.case import Agreement, Case
+from torchhook.rules.contracts.contract import Breach, Note, contract
+from torchhook.rules.contracts.randomness import random_modules
+from torchhook.rules.model_copy import copies_of
+
+_BFLOAT16 = torch.finfo(torch.bfloat16).eps
+Within = Callable[[], AbstractContextManager[Any]]
+_ROUNDS = 3  # of looking for modules that draw random numbers in train mode
+
+
+@contract(
+    "TV107",
+    "Look for code that depends on self.training, the dtype, the memory format or the strides without need, and for"
+    " tensors that are neither parameters nor buffers.",
+    folds=False,
+)
+def modes(case: Case, compile: str | None = "aot_eager") -> Iterator[Agreement | Breach | Note]:  # noqa: A002 (the word users know)
+    """Train mode without randomness, checkpointing, compilation, memory formats, autocast and copies change nothing.
+
+    `compile` is a backend of torch.compile, or None not to compile.
+    """
+    switches: dict[str, Callable[[Case], Iterator[Agreement | Breach | Note]]] = {
+        "train mode": _train_mode,
+        "gradient checkpointing": _checkpointed,
+        "copies": _copied,
+        "channels_last": _channels_last,
+        "autocast": _autocast,
+        "torch.compile": partial(_compiled, backend=compile),
+    }
+    for name, check in switches.items():
+        try:
+            yield from check(case)
+        except Exception as error:  # noqa: PERF203 (of the model or its switch; the others can still be checked)
+            yield Note(f"{name}: {type(error).__name__}: {error!s:.200}")
+
+
+def _train_mode(case: Case) -> Iterator[Agreement | Note]:
+    quiet, drawing = _quiet(case, _NoDropout)
+    if drawing:
+        shown = ", ".join(drawing[:3])
+        yield Note(f"train mode of {shown}, which draw random numbers")
+    actual = case.variant(within=lambda: _quietly(case.model, quiet, _NoDropout))
+    if {address for address, _ in leaves(case.output(actual))} != {
+        address for address, _ in leaves(case.output(case.plain))
+    }:
+        yield Note("train mode: the model returns other things in it")
+        return
+    yield Agreement(
+        case.plain,
+        actual,
+        "train mode changes the result, although what is random or depends on the batch is switched off",
+        ("in eval mode", "in train mode"),
+    )
+
+
+def _checkpointed(case: Case) -> Iterator[Agreement | Note]:
+    inner = unwrapped(case.model)
+    switches = ["gradient_checkpointing_enable"] if getattr(inner, "supports_gradient_checkpointing", False) else []
+    name = next((name for name in (*switches, "set_grad_checkpointing") if hasattr(inner, name)), None)
+    if name is None:
+        yield Note("gradient checkpointing: the model has no switch for it")
+        return
+    twin = _twin(case)
+    if twin is None or not any(parameter.requires_grad for parameter in twin.parameters()):
+        yield Note("gradient checkpointing: the model cannot be copied, or is not trained")
+        return
+    getattr(unwrapped(twin), name)()
+    quiet, _ = _quiet(case)  # functions cannot be switched off here: the backward runs the forward again
+    paths = {path for path, module in case.model.named_modules() if module in quiet}
+    others = {module for path, module in twin.named_modules() if path in paths}
+    yield Agreement(
+        case.variant(within=lambda: training(case.model, quiet)),
+        case.variant(model=twin, within=lambda: training(twin, others)),
+        "gradient checkpointing changes the result or its gradients",
+        ("without checkpointing", "with it"),
+        loss=lambda output, target: loss_of(output, target, case.loss).loss,
+    )
+
+
+def _copied(case: Case) -> Iterator[Agreement | Breach | Note]:
+    twin, loaded = _twin(case), _twin(case)
+    if twin is None or loaded is None:
+        yield Note("copies: the model cannot be copied")
+        return
+    yield Agreement(case.plain, case.variant(model=twin), "a deep copy gives another result", ("the model", "its copy"))
+    state = {
+        name: value.clone() if isinstance(value, Tensor) else value for name, value in case.model.state_dict().items()
+    }
+    with torch.no_grad():
+        for value in (*loaded.parameters(), *loaded.state_dict().values()):
+            if isinstance(value, Tensor) and value.is_floating_point():
+                value.copy_(torch.rand_like(value))
+    try:
+        loaded.load_state_dict(state)
+    except Exception as error:  # whatever the model's own loading raises
+        yield Breach(f"its own state_dict cannot be loaded: {type(error).__name__}: {str(error).splitlines()[0]:.200}")
+        return
+    said = "a copy that loads its state_dict gives another result: something is not saved"
+    yield Agreement(case.plain, case.variant(model=loaded), said, ("the model", "the copy"))
+
+
+def _channels_last(case: Case) -> Iterator[Agreement | Note]:
+    if not any(x.dim() == 4 and x.is_floating_point() for _, x in leaves(case.given)):
+        yield Note("channels_last: no argument is a batch of images")
+        return
+    twin = _twin(case)
+    if twin is None:
+        yield Note("channels_last: the model cannot be copied")
+        return
+    twin = twin.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's annotation lacks it
+
+    def moved(x: Tensor) -> Tensor:
+        return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
+
+    yield Agreement(
+        case.plain,
+        case.variant(mapped(moved, case.given), model=twin),
+        "memory format channels_last changes the result",
+        ("contiguous", "channels_last"),
+    )
+
+
+def _autocast(case: Case) -> Iterator[Agreement | Note]:
+    first = next((one for one in case.model.parameters() if one.is_floating_point()), None)
+    if first is None or first.dtype != torch.float32:
+        yield Note("autocast: its parameters are not float32")
+        return
+    yield Agreement(
+        case.plain,
+        case.variant(within=lambda: torch.autocast(first.device.type, torch.bfloat16)),
+        "autocast to bfloat16 changes the result by more than rounding",
+        ("in float32", "under autocast"),
+        epsilon=_BFLOAT16,
+    )
+
+
+def _compiled(case: Case, backend: str | None) -> Iterator[Agreement | Note]:
+    if backend is None:
+        return
+    twin = _twin(case)
+    if twin is None:
+        yield Note("torch.compile: the model cannot be copied")
+        return
+    compiled: Any = torch.compile(twin, backend=backend)
+    yield Agreement(
+        case.plain,
+        case.variant(model=compiled),
+        f"torch.compile ({backend}) changes the result by more than rounding",
+        ("eager", "compiled"),
+    )
+
+
+def _twin(case: Case) -> nn.Module | None:
+    try:
+        return copies_of(case.model, None)[0]
+    except ValueError:  # it says why in diagnose, which needs a copy
+        return None
+
+
+def _quiet(case: Case, within: Within = nullcontext) -> tuple[set[nn.Module], list[str]]:
+    """The modules to leave in eval mode: those that are random or depend on the batch; and paths of unusual ones."""
+    quiet = {module for module in case.model.modules() if isinstance(module, (DROPOUTS, BATCH_NORMS))}
+    by_path = dict(case.model.named_modules())
+    unusual: list[str] = []
+    variant = case.variant(within=lambda: _quietly(case.model, quiet, within))
+    for _ in range(_ROUNDS):
+        found = [path for path in random_modules(case, variant) if by_path[path] not in quiet]
+        quiet |= {by_path[path] for path in found}
+        unusual += found
+        if not found:
+            break
+    return quiet, unusual
+
+
+@contextmanager
+def _quietly(model: nn.Module, quiet: set[nn.Module], within: Within) -> Iterator[None]:
+    with training(model, quiet), within():
+        yield
+
+
+class _NoDropout(TorchFunctionMode):
+    """Functional dropout drops nothing inside the block."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if drops(func, args, given):
+            if "attention" not in getattr(func, "__name__", ""):
+                return args[0] if args else given["input"]
+            args, given = ((*args[:4], 0.0, *args[5:]), given) if len(args) > 4 else (args, {**given, "dropout_p": 0.0})
+        return func(*args, **given)

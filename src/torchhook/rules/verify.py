@@ -1,0 +1,177 @@
+"""`verify`: checks a model against the contracts that any correct model of its kind obeys."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchhook.captures.agreement.free_runs import Disagreement
+from torchhook.core.batch import Batch, InputBatches, ToInputs
+from torchhook.core.findings import Finding, Report, Severity, json_value
+from torchhook.core.model_state import random_state_kept
+from torchhook.core.progress import Progress, progress_bar
+from torchhook.core.selection import require_module, unwrapped, walk
+from torchhook.rules.contracts import Agreement, Breach, Case, Contract, Note, Skip
+from torchhook.rules.contracts.contract import chosen
+
+_RANDOM = "its results are random in eval mode (TV101), so that two runs cannot be compared"
+
+
+def verify(
+    model: nn.Module,
+    batch: Any,
+    loss: Callable[..., Tensor] | None = None,
+    contracts: Iterable[str | Contract | Callable[[Case], Any]] | None = None,
+    *,
+    optimizer: Any = None,
+    batch_dim: int | None = None,
+    batch_to_inputs: ToInputs | None = None,
+    fail_on: str = "error",
+    progress: Progress = True,
+) -> Report:
+    """Check a model, without a reference or labels, against contracts that any correct model of its kind obeys.
+
+    A contract is mostly that two runs of the model agree: with and without padding, token by token and all at once,
+    compiled and eager. Where they do not, and rounding is not the reason, the finding names the first module in which
+    they part. The model runs in eval mode, on at most four samples; its buffers, modes and hooks and the random numbers
+    are as before afterwards.
+
+    Args:
+        batch: A batch, or a loader, of which the first batch is used: a tensor, a tuple that ends with the target, or a
+            dict of keyword arguments.
+        loss: A function of output and target; by default that of the output, or one that fits the targets.
+        contracts: Names, or contracts of `torchhook.contracts`, or functions of your own; all by default. A contract
+            that is named is also checked if the model does not claim to obey it.
+        optimizer: The optimizer of the model, to check that it holds the model's parameters.
+        batch_dim: The dimension of the samples, if it is not the first one.
+        batch_to_inputs: Turns a batch into inputs and target.
+        fail_on: The severity from which the report fails.
+        progress: True for a bar in a terminal, False for none, or a function (what, done, total).
+
+    >>> from torchhook import verify
+    >>> _ = torch.manual_seed(0)
+    >>> class Centred(nn.Module):
+    ...     def forward(self, x):
+    ...         return x - x.mean(0)
+    >>> model = nn.Sequential(nn.Linear(8, 8), Centred(), nn.Linear(8, 2))
+    >>> print(verify(model, torch.randn(4, 8), contracts=["independent"]).findings[0].site)
+    1
+    """
+    require_module(model)
+    if loss is not None and not callable(loss):
+        raise TypeError(f"loss must be a function of output and target, not {loss!r:.80}")
+    selected = chosen(contracts)
+    first = next(iter(InputBatches(batch, model, batch_to_inputs, "batch", targets=True)), None)
+    if first is None:
+        raise ValueError("batch: the loader has no batches")
+    case = Case(model, Batch.of(first), loss, optimizer, batch_dim)
+    with random_state_kept(model), warnings.catch_warnings(), progress_bar("verify", progress) as tell:
+        warnings.filterwarnings("ignore", "a tap is inside")
+        case.output(case.plain)  # raises here if the model cannot run the batch at all
+        results = [_Result(contract) for contract in selected]
+        for number, result in enumerate(results):
+            if tell is not None:
+                tell(result.contract.name, number, len(results))
+            result.check(case, asked=contracts is not None)
+    return Report(
+        findings=tuple(sorted((one for result in results for one in result.folded()), key=_worst_first)),
+        model=type(unwrapped(model)).__name__,
+        fail_on=Severity(fail_on),
+        checked=tuple(result.contract.code for result in results if not result.skipped),
+        skipped={result.contract.code: result.skipped for result in results if result.skipped},
+        notes=tuple(f"{result.contract.name}: {note}" for result in results for note in dict.fromkeys(result.notes)),
+    )
+
+
+@dataclass
+class _Result:
+    """What came of one contract."""
+
+    contract: Contract
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    skipped: str = ""  # why it was not checked
+
+    def check(self, case: Case, asked: bool) -> None:
+        """Check the contract; what raises is a note, because the rest may still be checked."""
+        case.asked = asked
+        if case.is_random and self.contract.name not in ("deterministic", "used"):
+            self.skipped = _RANDOM
+            return
+        try:
+            for one in self.contract.check(case, **self.contract.options):
+                self._take(case, one)
+        except Exception as error:  # of the model, with inputs of another form
+            self.skipped = _raised("it", error)
+
+    def folded(self) -> list[Finding]:
+        """The findings; of those that have one cause, the first explains the others, each place once."""
+        if not self.contract.folds or not self.findings:
+            return self.findings
+        first, *others = self.findings
+        elsewhere = {other.site: other for other in reversed(others) if other.site and other.site != first.site}
+        return [replace(first, affected=tuple(reversed(elsewhere.values())))]
+
+    def _take(self, case: Case, one: Agreement | Breach | Skip | Note) -> None:
+        if isinstance(one, Skip):
+            self.skipped = one.reason
+        elif isinstance(one, Note):
+            self.notes.append(one.text)
+        elif isinstance(one, Breach):
+            self.findings.append(self._finding(case, one))
+        else:
+            self._judge(case, one)
+
+    def _judge(self, case: Case, agreement: Agreement) -> None:
+        try:
+            found = case.breach(agreement)
+        except Exception as error:
+            self.notes.append(_raised(f"whether {agreement.said}", error))
+            return
+        if found is not None:
+            case.is_random |= self.contract.name == "deterministic"
+            self.findings.append(self._finding(case, _breach(agreement, found)))
+
+    def _finding(self, case: Case, breach: Breach) -> Finding:
+        classes = {path: type(module).__name__ for path, module in walk(case.model)}
+        named = {"module": classes[breach.site]} if breach.site in classes else {}
+        evidence = {"contract": self.contract.name, **named, **breach.evidence}
+        return Finding(
+            self.contract.code,
+            Severity(breach.severity or self.contract.severity),
+            breach.message,
+            breach.site,
+            evidence={name: json_value(value) for name, value in evidence.items()},
+            hint=self.contract.hint if breach.hint is None else breach.hint,
+        )
+
+
+def _breach(agreement: Agreement, found: Disagreement) -> Breach:
+    """What to say about two runs that disagree."""
+    gap, site = found.worst.gap, found.location.site
+    what = {"input": f"the input of {site.path or 'the model'}", "output": "its output"}.get(site.port, "its gradient")
+    index = f" at {gap.worst}" if gap.worst else ""
+    first, second = agreement.names
+    values = f"{what}{index} is {gap.values[0]:.4g} {first} and {gap.values[1]:.4g} {second}"
+    explained = found.worst.explained / gap.scale if gap.scale else 0.0
+    evidence: Mapping[str, Any] = {
+        **(agreement.evidence or {}),
+        "error": gap.error,
+        "rounding": explained,
+        "expected": gap.values[0],
+        "actual": gap.values[1],
+    }
+    return Breach(f"{agreement.said}; {values}", found.module, evidence=evidence)
+
+
+def _raised(what: str, error: Exception) -> str:
+    first = next(iter(str(error).splitlines()), "")
+    return f"{what} could not be checked: {type(error).__name__}: {first:.200}"
+
+
+def _worst_first(finding: Finding) -> tuple[int, str]:
+    return -finding.severity.rank, finding.code

@@ -1,0 +1,216 @@
+"""What `verify` says, skips and leaves as it was."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from contract_faults import Listed, Writer, classes, gpt2, ids, labelled, token_loss
+from torch import nn
+
+from torchhook import contracts, hooks, render, verify
+from torchhook.rules.contracts.contract import CONTRACTS
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_compiled(monkeypatch):
+    monkeypatch.setitem(CONTRACTS, "modes", contracts.modes(compile=None))
+
+
+def codes(report, least="info"):
+    return [finding.code for finding in report.findings if finding.severity >= least]
+
+
+def test_contracts_are_chosen_by_name_as_objects_or_as_functions():
+    model, x = nn.Linear(4, 2), torch.randn(3, 4)
+
+    def linear(case):
+        """Twice the input gives twice the output."""
+        yield case.agree(lambda x: 2 * x, lambda y: 2 * y, "twice the input does not give twice the output")
+
+    report = verify(model, x, contracts=["independent", contracts.shapes, linear], progress=False)
+    assert report.checked == ("TV102", "TV109", "TV199")
+    assert codes(report) == ["TV199"]  # it has a bias
+    assert report.findings[0].evidence["contract"] == "linear" and "twice" in report.findings[0].message
+    nn.init.zeros_(model.bias)
+    assert not codes(verify(model, x, contracts=[linear], progress=False))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "says"),
+    [
+        ({"contracts": ["casual"]}, ValueError, "did you mean causal"),
+        ({"contracts": [3]}, TypeError, "contracts must be"),
+        ({"loss": 3}, TypeError, "loss must be"),
+        ({"batch_dim": 7}, ValueError, "batch_dim"),
+        ({"fail_on": "fatal"}, ValueError, "fatal"),
+    ],
+)
+def test_wrong_arguments_are_named(wrong, error, says):
+    with pytest.raises(error, match=says):
+        verify(nn.Linear(4, 2), torch.randn(3, 4), progress=False, **wrong)
+
+
+def test_unknown_options_of_a_contract_are_refused():
+    with pytest.raises(TypeError, match=r"contracts\.modes takes compile"):
+        contracts.modes(backend="inductor")
+
+
+def test_a_model_that_cannot_run_the_batch_raises_its_own_error():
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        verify(nn.Linear(4, 2), torch.randn(3, 5), progress=False)
+
+
+def test_contracts_that_do_not_apply_are_skipped_with_the_reason():
+    report = verify(nn.Sequential(nn.Linear(4, 2)), torch.randn(3, 4), progress=False)
+    assert report.skipped["TV104"] == "it does not claim to be causal"
+    assert "no cache" in report.skipped["TV105"] and "no loss" in report.skipped["TV106"]
+    assert not report.findings and report.ok
+
+
+def test_a_contract_that_is_named_is_checked_without_a_claim():
+    class Silent(nn.Module):
+        """Looks one position ahead, and does not claim to be causal."""
+
+        def __init__(self):
+            super().__init__()
+            self.mix = nn.Conv1d(8, 8, 3, padding=1)
+
+        def forward(self, x):
+            return self.mix(x.mT).mT
+
+    model, x = Silent(), torch.randn(2, 10, 8)
+    assert "TV104" in verify(model, x, progress=False).skipped
+    first = verify(model, x, contracts=["causal"], progress=False).findings[0]
+    assert (first.code, first.site) == ("TV104", "mix")
+
+
+def test_everything_is_left_as_it_was():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(), nn.Flatten(), nn.Linear(4 * 36, 2))
+    model[2].eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    modes = [module.training for module in model.modules()]
+    batch = torch.randn(3, 3, 8, 8), torch.randint(2, (3,))
+    state = torch.get_rng_state()
+    verify(model, batch, progress=False)
+    assert torch.get_rng_state().equal(state)
+    assert [module.training for module in model.modules()] == modes
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+    assert not hooks(model) and all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_mean_over_the_tokens_of_each_micro_batch_is_an_info_with_the_remedy():
+    (found,) = verify(gpt2(), labelled(), lambda output, target: token_loss(output, target), ["accumulation"],
+                      progress=False).findings  # fmt: skip
+    assert (found.code, found.severity) == ("TV106", "info")
+    assert "mean over the tokens of each micro-batch" in found.message and "num_items_in_batch" in found.hint
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_loss_that_is_given_the_total_count_has_to_use_it(broken):
+    loss = partial(token_loss, broken=broken)
+    report = verify(gpt2(), labelled(), loss, ["accumulation"], progress=False)
+    assert codes(report, "warning") == (["TV106"] if broken else [])
+
+
+def test_models_of_transformers_are_given_the_total_count():
+    assert not codes(verify(gpt2(), labelled(), contracts=["accumulation"], progress=False))
+
+
+def test_a_loss_that_compares_samples_cannot_be_accumulated():
+    def contrast(output, target):
+        return F.cross_entropy(output @ output.T, torch.arange(len(output)))
+
+    found = verify(nn.Linear(8, 4), classes(), contrast, ["accumulation"], progress=False).findings[0]
+    assert found.severity == "info" and "not a mean or sum over its samples" in found.message
+
+
+def test_an_optimizer_of_other_parameters_is_found():
+    model = nn.Linear(8, 2)
+    optimizer = torch.optim.SGD(copy.deepcopy(model).parameters(), 0.1)
+    found = verify(model, classes(), contracts=["used"], optimizer=optimizer, progress=False).findings[0]
+    assert found.severity == "error" and "holds 2 parameters that the model does not have" in found.message
+    own = torch.optim.SGD(model.parameters(), 0.1)
+    assert not codes(verify(model, classes(), contracts=["used"], optimizer=own, progress=False))
+
+
+def test_copies_of_an_embedding_were_tied_once():
+    class Tied(nn.Module):
+        def __init__(self, broken):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(9, 4), nn.Linear(4, 9, bias=False)
+            self.head.weight = nn.Parameter(self.embed.weight.detach().clone()) if broken else self.embed.weight
+
+        def forward(self, ids):
+            return self.head(self.embed(ids))
+
+    batch = torch.randint(9, (2, 5))
+    assert not codes(verify(Tied(False), batch, contracts=["used"], progress=False))
+    assert verify(Tied(True), batch, contracts=["used"], progress=False).findings[0].site == "head"
+
+
+def test_batch_norms_are_excused_in_train_mode_and_that_is_said():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    report = verify(model, torch.randn(4, 8), contracts=["independent"], progress=False)
+    assert not report.findings and any("batch norms mix samples in train mode" in note for note in report.notes)
+
+
+def test_samples_may_be_in_another_dimension():
+    lstm, x = nn.LSTM(8, 8), torch.randn(12, 4, 8)  # positions first, as it says itself
+    assert not codes(verify(lstm, x, contracts=["independent", "cached"], progress=False))
+
+    class Wrapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = nn.LSTM(8, 8)
+
+        def forward(self, x):
+            return self.lstm(x)[0]
+
+    assert codes(verify(Wrapped(), x, contracts=["independent"], progress=False)) == ["TV102"]
+    assert not codes(verify(Wrapped(), x, contracts=["independent"], batch_dim=1, progress=False))
+
+
+def test_one_sample_gets_a_companion():
+    class Centred(nn.Module):
+        def forward(self, x):
+            return x - x.mean(0)
+
+    model = nn.Sequential(nn.Linear(8, 8), Centred())
+    assert verify(model, torch.randn(1, 8), contracts=["independent"], progress=False).findings[0].site == "1"
+
+
+def test_a_random_model_is_told_so_once():
+    class Noisy(nn.Module):
+        def forward(self, x):
+            return F.dropout(x, 0.5)
+
+    report = verify(nn.Sequential(nn.Linear(4, 4), Noisy()), torch.randn(3, 4), progress=False)
+    assert codes(report) == ["TV101"] and report.findings[0].site == "1"
+    assert "random numbers are drawn in 1" in report.findings[0].message
+    assert "random in eval mode" in report.skipped["TV102"]
+
+
+def test_bfloat16_is_no_reason_to_complain():
+    model = Writer().bfloat16()
+    assert not codes(verify(model, ids(), progress=False), "warning")
+
+
+def test_the_report_is_saved_and_rendered(tmp_path):
+    report = verify(Listed(True), classes(), contracts=["used"], progress=False)
+    report.save(tmp_path / "contracts.th")
+    assert render.load(tmp_path / "contracts.th") == report
+    text = render.markdown(report)
+    assert "TV108" in text and "1 contract checked" in text
+    render.save(report, tmp_path / "contracts.html")
+    assert "TV108" in (tmp_path / "contracts.html").read_text()
+
+
+def test_progress_names_each_contract():
+    told = []
+    verify(nn.Linear(4, 2), torch.randn(3, 4), progress=lambda what, done, total: told.append((what, done, total)))
+    names = sorted(CONTRACTS, key=lambda name: CONTRACTS[name].code)
+    assert [what for what, *_ in told] == names and told[-1][1:] == (len(names) - 1, len(names))
