@@ -1,5 +1,7 @@
 """A compiled kernel that cannot be used costs speed and never a statistic: at import, at build, and at any update."""
 
+import os
+import subprocess
 import sys
 import warnings
 
@@ -168,3 +170,35 @@ def test_states_of_several_rows_stay_right(monkeypatch, good):
     assert len(told) == 1 and moments.count == 200 and moments.max == float(x.max())
     assert moments.std == pytest.approx(float(x.double().std()), rel=1e-5) and int(bins.counts.sum()) == 200
     torch.testing.assert_close(units.mean, x.double().mean(0), rtol=1e-5, atol=1e-6)
+
+
+MEASURING = "import torch, torchhook; torchhook.Moments().of(torch.ones(9))"
+
+
+def test_the_first_build_is_announced_in_one_line_and_only_then(tmp_path):
+    def run(**more):
+        done = subprocess.run(
+            [sys.executable, "-c", MEASURING],
+            env={**os.environ, "XDG_CACHE_HOME": str(tmp_path), **more},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout == "" and len(list(tmp_path.glob("torchhook/*.so"))) == 1
+        return done.stderr
+
+    assert run() == (
+        "torchhook: building the C++ kernels for statistics, once for this machine and torch; kept in"
+        f" {tmp_path / 'torchhook'}\n"
+    )
+    assert run() == ""
+    next(tmp_path.glob("torchhook/*.so")).unlink()
+    assert run(TORCHHOOK_PROGRESS="0") == ""
+
+
+def test_a_build_without_a_place_to_say_so(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "stderr", None)
+    stats, messages = measured(x := torch.randn(64, 5))
+    assert_right(stats, x)
+    assert not messages and len(list(tmp_path.glob("torchhook/*.so"))) == 1

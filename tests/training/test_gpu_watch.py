@@ -35,7 +35,7 @@ def train(model, optimizer, monitor, steps):
 def test_no_step_waits_and_all_is_written(tmp_path, fused):
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=fused)
-    with Monitor(model, optimizer, every=5, to=[tmp_path]) as monitor:
+    with Monitor(model, optimizer, every=5, price=None, to=[tmp_path]) as monitor:
         train(model, optimizer, monitor, 1)  # what is made on first use may wait
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
@@ -53,7 +53,7 @@ def test_no_step_waits_and_all_is_written(tmp_path, fused):
 def test_no_step_waits_while_the_loop_is_looked_at(tmp_path):
     """As `torchhook run` does: the gradients that are left, what the loss compares, and the losses themselves."""
     x, y = torch.randn(32, 3, 8, 8, device="cuda"), torch.randint(10, (32,), device="cuda")
-    with Discovery(every=5, to=tmp_path) as found:
+    with Discovery(every=5, price=None, to=tmp_path) as found:
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), 1e-2)
         try:

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import sqlite3
+import subprocess
 import sys
 import threading
 import time
@@ -121,7 +122,7 @@ def test_a_window_is_the_very_step_it_is_said_to_be():
     model, log = small(), Kept()
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     expected = {}
-    with Monitor(model, optimizer, every=3, to=[log]) as monitor:
+    with Monitor(model, optimizer, every=3, price=None, to=[log]) as monitor:
         for step in range(13):
             x = torch.randn(16, 4)
             before = {path: p.detach().clone() for path, p in model.named_parameters()}
@@ -153,7 +154,7 @@ def test_a_window_is_the_very_step_it_is_said_to_be():
 def test_a_window_is_what_measure_says_of_that_step():
     model, log = small(), Kept()
     optimizer = sgd(model)
-    with Monitor(model, optimizer, every=4, to=[log]) as monitor:
+    with Monitor(model, optimizer, every=4, price=None, to=[log]) as monitor:
         train(model, optimizer, monitor, 4)
         with measure(model, grads=True) as stats:
             train(model, optimizer, monitor)
@@ -172,7 +173,9 @@ def test_steps_and_losses_are_what_was_done(ops, every, first):
     model, log = small(), Kept()
     optimizer = sgd(model, 1e-3)
     losses, windows, passes, step, taken = {}, {}, 0, first, 0
-    with Monitor(model, optimizer, every=every, to=[log], rules=["TH1", "TH404", "TH6"], first_step=first) as monitor:
+    with Monitor(
+        model, optimizer, every=every, price=None, to=[log], rules=["TH1", "TH404", "TH6"], first_step=first
+    ) as monitor:
         for op in ops:
             if op in ("evaluate", "infer"):
                 with torch.no_grad() if op == "evaluate" else torch.inference_mode():
@@ -200,7 +203,7 @@ def test_steps_and_losses_are_what_was_done(ops, every, first):
 def test_losses_of_every_kind():
     model, log = small(), Kept()
     given_ = [torch.tensor(1.5), 2.5, torch.tensor([1.0, 3.0]), None, 4, torch.tensor(5.0, requires_grad=True) * 1]
-    with Monitor(model, to=[log], every=4) as monitor:
+    with Monitor(model, to=[log], every=4, price=None) as monitor:
         for loss in given_:
             backward(model)
             monitor.step(loss)
@@ -212,7 +215,7 @@ def test_losses_of_every_kind():
 def test_the_numbers_of_steps_may_be_given():
     model, log = small(), Kept()
     optimizer = sgd(model)
-    with Monitor(model, optimizer, every=2, to=[log]) as monitor:
+    with Monitor(model, optimizer, every=2, price=None, to=[log]) as monitor:
         for number in (100, 110, 120):
             loss = backward(model)
             optimizer.step()
@@ -223,7 +226,7 @@ def test_the_numbers_of_steps_may_be_given():
 def test_what_lies_in_a_run(tmp_path):
     model = small()
     optimizer = sgd(model)
-    with Monitor(model, optimizer, every=4, to=[tmp_path], name="mine") as monitor:
+    with Monitor(model, optimizer, every=4, price=None, to=[tmp_path], name="mine") as monitor:
         train(model, optimizer, monitor, 11)
     with Run(tmp_path / "latest") as run:
         assert (run.model, run.state, run.about["every"], run.about["optimizer"]) == ("Sequential", "ended", 4, "SGD")
@@ -236,7 +239,7 @@ def test_accumulated_gradients_are_one_step():
     model, log = small(), Kept()
     optimizer = sgd(model)
     norms = []
-    with Monitor(model, optimizer, every=2, to=[log]) as monitor:
+    with Monitor(model, optimizer, every=2, price=None, to=[log]) as monitor:
         for _ in range(3):
             optimizer.zero_grad()
             for _ in range(4):
@@ -265,7 +268,7 @@ def test_gradients_are_seen_before_and_after_clipping():
 
 def test_without_an_optimizer():
     model, log = small(), Kept()
-    with Monitor(model, every=3, to=[log]) as monitor:
+    with Monitor(model, every=3, price=None, to=[log]) as monitor:
         for _ in range(7):
             monitor.step(backward(model))
     assert list(log.windows) == [0, 3, 6]
@@ -280,7 +283,7 @@ def test_a_scaler_and_the_steps_that_it_leaves_out():
     model, log = small(), Kept()
     optimizer, scaler = sgd(model, 0.01), torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
     overflows, norms = (0, 3, 4), []
-    with Monitor(model, optimizer, every=2, to=[log]) as monitor:
+    with Monitor(model, optimizer, every=2, price=None, to=[log]) as monitor:
         for step in range(9):
             optimizer.zero_grad()
             loss = model(torch.randn(16, 4)).square().mean()
@@ -317,7 +320,7 @@ def test_a_training_whose_scaler_leaves_out_every_step_is_not_forgotten(monkeypa
 def test_a_closure_that_the_optimizer_calls_as_often_as_it_wants():
     model, log = small(), Kept()
     optimizer, x = torch.optim.LBFGS(model.parameters(), max_iter=4), torch.randn(16, 4)
-    with Monitor(model, optimizer, every=2, to=[log]) as monitor:
+    with Monitor(model, optimizer, every=2, price=None, to=[log]) as monitor:
         for _ in range(5):
             monitor.step(optimizer.step(lambda: backward(model, x)))
     assert list(log.windows) == [0, 2, 4] and list(log.losses) == list(range(5))
@@ -335,7 +338,7 @@ def test_a_compiled_model(nothing_compiled):
     backward(compiled, batches[0])
     for net, kept, parts in ((compiled, log, model), (plain, plain_log, plain)):
         optimizer = sgd(parts)
-        with Monitor(net, optimizer, every=2, to=[kept]) as monitor:
+        with Monitor(net, optimizer, every=2, price=None, to=[kept]) as monitor:
             for step, x in enumerate(batches):
                 loss = backward(net, x)
                 optimizer.step()
@@ -366,7 +369,7 @@ def test_modules_that_are_built_when_they_are_first_called():
         pass  # these do not ask for parameters
     model(torch.randn(1, 4))
     optimizer = sgd(model)
-    with Monitor(model, optimizer, every=2, to=[log]) as monitor:
+    with Monitor(model, optimizer, every=2, price=None, to=[log]) as monitor:
         train(model, optimizer, monitor, 5)
     assert list(log.windows) == [0, 2, 4] and log.windows[4]["0"].count == 128
 
@@ -374,7 +377,7 @@ def test_modules_that_are_built_when_they_are_first_called():
 def test_a_model_that_changes_its_precision_on_the_way():
     model, log = small(), Kept()
     optimizer = sgd(model, 0.01)
-    with Monitor(model, optimizer, every=2, to=[log]) as monitor:
+    with Monitor(model, optimizer, every=2, price=None, to=[log]) as monitor:
         for step in range(9):
             if step == 4:
                 model.double()
@@ -390,7 +393,7 @@ def test_parameters_that_are_frozen_and_let_go_on_the_way():
     model, log = small(), Kept()
     model[0].requires_grad_(False)
     optimizer = sgd(model, 0.01)
-    with Monitor(model, optimizer, every=1, to=[log]) as monitor:
+    with Monitor(model, optimizer, every=1, price=None, to=[log]) as monitor:
         train(model, optimizer, monitor, 6)
         model[0].requires_grad_(True)
         model[2].requires_grad_(False)
@@ -405,7 +408,7 @@ def test_parameters_that_are_frozen_and_let_go_on_the_way():
 def test_a_wrapper_does_not_change_the_names():
     model, log = small(), Kept()
     wrapped, optimizer = nn.DataParallel(model), sgd(model)
-    with Monitor(wrapped, optimizer, every=1, to=[log]) as monitor:
+    with Monitor(wrapped, optimizer, every=1, price=None, to=[log]) as monitor:
         train(wrapped, optimizer, monitor, 2)
     assert log.windows[1]["0"].count == 128 and ("0.weight", "update_ratio") in log.windows[1]
     assert monitor.model_name == "Sequential"
@@ -419,7 +422,7 @@ def test_a_wrapper_does_not_change_the_names():
 def test_the_smallest_of_models(wrap, make):
     model, log = wrap(make()), Kept()
     optimizer = sgd(model)
-    with Monitor(model, optimizer, every=1, to=[log]) as monitor:
+    with Monitor(model, optimizer, every=1, price=None, to=[log]) as monitor:
         train(model, optimizer, monitor, 2)
     assert [next(iter(window.values())).count for window in log.windows.values()] == [32, 32]
     assert not hooks_of(model, optimizer)
@@ -438,7 +441,7 @@ def test_a_model_that_calls_itself():
 
     model, log = Again(), Kept()
     optimizer = sgd(model, 0.01)
-    with Monitor(model, optimizer, every=1, to=[log]) as monitor:
+    with Monitor(model, optimizer, every=1, price=None, to=[log]) as monitor:
         train(model, optimizer, monitor, 6)
     assert all(window["inner"].count == 6 * 64 for window in log.windows.values())
     assert torch._C._len_torch_function_stack() == 0 and monitor.report.ok
@@ -457,7 +460,7 @@ def test_others_may_call_the_model_in_threads_of_their_own():
             errors.append(error)
 
     other = threading.Thread(target=evaluate)
-    with Monitor(model, optimizer, every=1, to=[log]) as monitor:
+    with Monitor(model, optimizer, every=1, price=None, to=[log]) as monitor:
         other.start()
         train(model, optimizer, monitor, 40)
         over.set()
@@ -478,7 +481,7 @@ def test_a_forward_that_raises_leaves_no_mode_behind():
 
     model = Failing(4, 2, 8)
     optimizer = sgd(model, 0.01)
-    with Monitor(model, optimizer, every=1, to=[]) as monitor:
+    with Monitor(model, optimizer, every=1, price=None, to=[]) as monitor:
         for _ in range(6):
             with pytest.raises(MemoryError), torch.device("cpu"):
                 train(model, optimizer, monitor)
@@ -501,7 +504,7 @@ class Parts(nn.Module):
 def test_a_model_that_is_called_part_by_part(late):
     model, log = Parts(), Kept()
     optimizer = sgd(model)
-    with Monitor(model, optimizer, every=3, to=[log]) as monitor:
+    with Monitor(model, optimizer, every=3, price=None, to=[log]) as monitor:
         for step in range(10):
             whole = late and step == 0
             loss = sum(p.square().sum() for p in model.parameters()) if whole else model.loss(torch.randn(16, 4))
@@ -526,7 +529,7 @@ def test_a_module_that_is_used_twice():
 
     model, log = Twice(), Kept()
     optimizer = sgd(model)
-    with Monitor(model, optimizer, every=1, to=[log]) as monitor:
+    with Monitor(model, optimizer, every=1, price=None, to=[log]) as monitor:
         backward(model)
         norm = model.first.weight.grad.norm().item()
         optimizer.step()
@@ -539,8 +542,8 @@ def test_a_module_that_is_used_twice():
 def test_two_monitors_of_one_model():
     model, first, second = small(), Kept(), Kept()
     optimizer = sgd(model)
-    with Monitor(model, optimizer, every=2, to=[first]) as one:
-        with Monitor(model, optimizer, every=3, to=[second]) as other:
+    with Monitor(model, optimizer, every=2, price=None, to=[first]) as one:
+        with Monitor(model, optimizer, every=3, price=None, to=[second]) as other:
             for _ in range(7):
                 loss = backward(model)
                 optimizer.step()
@@ -558,7 +561,7 @@ def test_rules_are_chosen_by_their_codes():
     model, log = small(), Kept()
     optimizer = sgd(model)
     chosen = {"rules": ["TH1", "TH606"], "ignore": ["TH102", "TH105"], "per_module": {"0*": ["TH101"]}}
-    with Monitor(model, optimizer, every=1, to=[log], **chosen) as monitor:
+    with Monitor(model, optimizer, every=1, price=None, to=[log], **chosen) as monitor:
         train(model, optimizer, monitor, 3)
         loss = backward(model, torch.full((16, 4), torch.nan))
         monitor.step(loss)
@@ -591,10 +594,10 @@ def test_what_is_asked_for_wrongly_is_said_at_once(options, error, tmp_path, mon
 def test_one_folder_or_log_needs_no_list(as_path, tmp_path):
     model, log = small(), Kept()
     optimizer = sgd(model)
-    with Monitor(model, optimizer, every=1, to=as_path(tmp_path)) as monitor:
+    with Monitor(model, optimizer, every=1, price=None, to=as_path(tmp_path)) as monitor:
         train(model, optimizer, monitor, 2)
     assert monitor.run.parent == tmp_path and monitor.run.is_dir()
-    with Monitor(model, optimizer, every=1, to=log) as monitor:
+    with Monitor(model, optimizer, every=1, price=None, to=log) as monitor:
         train(model, optimizer, monitor, 2)
     assert monitor.run is None and list(log.windows) == [0, 1]
 
@@ -622,7 +625,7 @@ def trained(watched, every=3):
     model = Noisy()
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
-    monitor = Monitor(model, optimizer, every=every, to=[]) if watched else None
+    monitor = Monitor(model, optimizer, every=every, price=None, to=[]) if watched else None
     for _ in range(50):
         x = torch.randn(8, 1, 8, 8)
         optimizer.zero_grad()
@@ -650,7 +653,7 @@ def test_a_training_that_is_watched_is_the_same_to_the_last_bit():
 def test_one_line_is_printed_at_the_end(capfd, tmp_path, monkeypatch):
     model = small()
     optimizer = sgd(model)
-    with Monitor(model, optimizer, every=1, to=[]) as monitor:
+    with Monitor(model, optimizer, every=1, price=None, to=[]) as monitor:
         train(model, optimizer, monitor, 12)
         with torch.no_grad():
             model[0].weight.fill_(torch.nan)
@@ -659,7 +662,7 @@ def test_one_line_is_printed_at_the_end(capfd, tmp_path, monkeypatch):
     assert not monitor.report.ok and out == "" and re.fullmatch(r"torchhook: 1 error \(TH10\d at [01]\)\n", err)
     monkeypatch.chdir(tmp_path)
     healthy = small()
-    monitor = Monitor(healthy, optimizer := sgd(healthy), every=5, first_step=7)
+    monitor = Monitor(healthy, optimizer := sgd(healthy), every=5, price=None, first_step=7)
     train(healthy, optimizer, monitor, 12)
     assert capfd.readouterr() == ("", "")
     monitor.close()
@@ -698,7 +701,7 @@ def test_a_run_that_cannot_be_written_is_said_so_and_not_where_it_is(capfd, tmp_
         with pytest.warns(UserWarning, match="no run is recorded"), Monitor(model, to=to) as monitor:
             pass
         line = capfd.readouterr().err
-        assert line.startswith("torchhook: nothing found in 0 steps; the run could not be written at all: [Errno ")
+        assert line.startswith("torchhook: nothing found in 0 steps; the run could not be written at all: ")
         assert line.count("\n") == 1 and "dashboard" not in line and monitor.unwritten in line
 
 
@@ -713,9 +716,12 @@ def test_a_run_that_is_no_longer_written_says_since_when_and_why(capfd, tmp_path
 
     add = Database.add
     monkeypatch.setattr(Database, "add", full)
-    with pytest.warns(UserWarning, match="is lost"), Monitor(model, optimizer, every=1, to=tmp_path) as monitor:
+    with (
+        pytest.warns(UserWarning, match="is lost"),
+        Monitor(model, optimizer, every=1, price=None, to=tmp_path) as monitor,
+    ):
         train(model, optimizer, monitor, 12)
-    reason = "the run could not be written since step 4: database or disk is full"
+    reason = "the run could not be written from step 4 on: database or disk is full"
     assert capfd.readouterr().err == f"torchhook: nothing found in 12 steps; {reason}\n"
     with Run(monitor.run) as run:
         assert run.state == "unwritten" and run.steps == [0, 1, 2, 3]
@@ -732,7 +738,7 @@ def test_many_windows_take_no_more_memory_than_some():
     model = small()
     optimizer = sgd(model, 1e-3)
     sizes, windows = [], []
-    with Monitor(model, optimizer, every=1, to=[], rules=["TH1", "TH6"]) as monitor:
+    with Monitor(model, optimizer, every=1, price=None, to=[], rules=["TH1", "TH6"]) as monitor:
         for step in range(2000):
             train(model, optimizer, monitor)
             while monitor._worker._windows.qsize() > 8:  # all of them are to be judged
@@ -752,12 +758,12 @@ def test_numbers_that_nobody_takes_do_not_pile_up(monkeypatch):
     """An optimizer that never steps, and one that nobody can look at: losses and rates go to the logs all the same."""
     model, log = small(), Kept()
     monkeypatch.setattr("torchhook.training.monitor._MOST", 50)
-    with Monitor(model, sgd(model), every=2, to=[log]) as monitor:
+    with Monitor(model, sgd(model), every=2, price=None, to=[log]) as monitor:
         for step in range(500):
             monitor.step(loss=float(step))
             assert len(monitor._losses) <= 50 and len(monitor._rates) <= 50
     assert log.losses == {step: float(step) for step in range(500)} and not log.windows
-    with Monitor(model, sgd(model), every=2, to=[]) as monitor:
+    with Monitor(model, sgd(model), every=2, price=None, to=[]) as monitor:
         for _ in range(200):
             monitor.step()
         assert len(monitor._rates) <= 50
@@ -766,7 +772,7 @@ def test_numbers_that_nobody_takes_do_not_pile_up(monkeypatch):
 def test_a_model_can_be_copied_and_saved_while_it_is_watched():
     model, log = small(), Kept()
     optimizer = sgd(model)
-    with Monitor(model, optimizer, every=1, to=[log]) as monitor:
+    with Monitor(model, optimizer, every=1, price=None, to=[log]) as monitor:
         train(model, optimizer, monitor, 2)
         twin = copy.deepcopy(model)
         file = io.BytesIO()
@@ -786,7 +792,7 @@ def test_a_model_can_be_copied_and_saved_while_it_is_watched():
 def test_it_lets_the_model_go_when_it_is_closed():
     model = small()
     optimizer = sgd(model)
-    monitor = Monitor(model, optimizer, every=1, to=[])
+    monitor = Monitor(model, optimizer, every=1, price=None, to=[])
     train(model, optimizer, monitor, 3)
     monitor.close()
     gone = weakref.ref(model), weakref.ref(optimizer)
@@ -803,7 +809,7 @@ def test_it_lets_the_model_go_when_it_is_closed():
 def test_once_is_as_good_as_twice(tmp_path):
     model, log = small(), Kept()
     optimizer = sgd(model)
-    monitor = Monitor(model, optimizer, every=1, to=[log, tmp_path])
+    monitor = Monitor(model, optimizer, every=1, price=None, to=[log, tmp_path])
     train(model, optimizer, monitor, 3)
     monitor.close()
     report = monitor.report
@@ -843,7 +849,7 @@ def test_how_the_training_ended_is_written_with_all_that_was_seen(tmp_path, erro
             raise error
 
     with pytest.raises(type(error)):
-        with Monitor(model, optimizer, every=3, to=[tmp_path]) as monitor:
+        with Monitor(model, optimizer, every=3, price=None, to=[tmp_path]) as monitor:
             for step in range(9):
                 output = model(torch.randn(16, 4))
                 output.register_hook(raising)
@@ -863,22 +869,54 @@ def test_how_the_training_ended_is_written_with_all_that_was_seen(tmp_path, erro
 
 
 @pytest.mark.parametrize("steps", [0, 1, 11])
-def test_who_forgets_it_leaves_nothing_behind(tmp_path, steps):
+def test_who_forgets_it_leaves_nothing_behind_and_is_told(tmp_path, steps, capfd):
     """Also while attention is looked at, when hooks hold more."""
     model = small()
     optimizer = sgd(model)
-    monitor = Monitor(model, optimizer, every=1, to=[tmp_path])
+    monitor = Monitor(model, optimizer, every=1, price=None, to=[tmp_path])
     if steps:
         train(model, optimizer, monitor, steps)
     folder, thread = monitor.run, monitor._worker._thread
+    if steps == 11:
+        monitor.myself = monitor  # then the garbage collector finds it
     del monitor
     gc.collect()
     assert not hooks_of(model, optimizer) and not thread.is_alive()
+    count = "1 step" if steps == 1 else f"{steps} steps"
+    assert capfd.readouterr().err == f"torchhook: nothing found in {count} → torchhook dashboard {folder}\n"
     with Run(folder) as run:
         assert run.state == "ended" and len(run.losses) == steps
 
 
-def test_it_may_be_collected_in_its_own_thread():
+FORGETFUL = """
+import sys, torch
+from torchhook import Monitor
+
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+monitor = Monitor(model, optimizer, every=10)
+for step in range(25):
+    loss = model(torch.randn(8, 4)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    monitor.step(loss)
+if sys.argv[1:]:
+    raise ValueError("of yours")
+"""
+
+
+@pytest.mark.parametrize(("argument", "state", "how"), [([], "ended", ""), (["fail"], "failed", " until it failed")])
+def test_a_script_that_never_closes_it_ends_with_the_line_too(tmp_path, argument, state, how):
+    command = [sys.executable, "-c", FORGETFUL, *argument]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    with Run(tmp_path / "runs" / "latest") as run:
+        assert run.state == state and list(run.losses) == list(range(25))
+    line = f"torchhook: nothing found in 25 steps{how} → torchhook dashboard runs/"
+    assert done.returncode == bool(argument) and done.stderr.splitlines()[-1].startswith(line)
+
+
+def test_it_may_be_collected_in_its_own_thread(capfd):
     """Garbage is collected wherever there is some: the thread cannot wait for itself."""
     forgotten, collected = threading.Event(), threading.Event()
 
@@ -895,7 +933,7 @@ def test_it_may_be_collected_in_its_own_thread():
     gc.collect()
     gc.disable()
     try:
-        monitor = Monitor(model, optimizer, every=1, to=[log])
+        monitor = Monitor(model, optimizer, every=1, price=None, to=[log])
         thread = monitor._worker._thread
         train(model, optimizer, monitor, 70)  # and there is no room for more
         monitor.myself = monitor
@@ -906,10 +944,11 @@ def test_it_may_be_collected_in_its_own_thread():
         gc.enable()
     thread.join(20)
     assert not thread.is_alive() and not hooks_of(model, optimizer)
-    deadline = time.monotonic() + 20
-    while not log.ends and time.monotonic() < deadline:
+    deadline, told = time.monotonic() + 20, ""
+    while not told and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert [state for _, state in log.ends] == ["ended"]
+        told = capfd.readouterr().err
+    assert [state for _, state in log.ends] == ["ended"] and told == "torchhook: nothing found in 70 steps\n"
 
 
 def test_windows_are_the_business_of_one_thread(monkeypatch):
@@ -921,7 +960,7 @@ def test_windows_are_the_business_of_one_thread(monkeypatch):
     )
     model = small()
     optimizer = sgd(model)
-    with Monitor(model, optimizer, every=1, to=[]) as monitor:
+    with Monitor(model, optimizer, every=1, price=None, to=[]) as monitor:
         train(model, optimizer, monitor, 4)
         assert monitor._instruments.watch.is_thorough
     assert threads == ["torchhook"] * 4 and not monitor.report.findings
@@ -930,7 +969,7 @@ def test_windows_are_the_business_of_one_thread(monkeypatch):
 def test_a_forked_process_does_not_write(tmp_path):
     model, log = small(), Kept()
     optimizer = sgd(model)
-    with Monitor(model, optimizer, every=1, to=[log, tmp_path]) as monitor:
+    with Monitor(model, optimizer, every=1, price=None, to=[log, tmp_path]) as monitor:
         train(model, optimizer, monitor, 3)
         child = os.fork()
         if not child:
@@ -965,7 +1004,7 @@ class Batches(Dataset):
 def test_workers_of_a_loader_may_use_the_model(tmp_path):
     model, log = small(), Kept()
     optimizer = sgd(model)
-    with Monitor(model, optimizer, every=1, to=[log, tmp_path]) as monitor:
+    with Monitor(model, optimizer, every=1, price=None, to=[log, tmp_path]) as monitor:
         for x in DataLoader(Batches(model), 8, num_workers=1, multiprocessing_context="fork"):
             loss = backward(model, x)
             optimizer.step()
@@ -982,7 +1021,7 @@ def test_stop_raises_soon_after_something_broke():
     model, log = small(), Kept()
     optimizer = sgd(model)
     with pytest.raises(StopTraining, match=r"TH101 error: 0 \(Linear\), step 57") as stopped:
-        with Monitor(model, optimizer, every=1, to=[log], on_finding="stop") as monitor:
+        with Monitor(model, optimizer, every=1, price=None, to=[log], on_finding="stop") as monitor:
             for step in range(500):
                 if step == 57:
                     with torch.no_grad():
@@ -1008,7 +1047,7 @@ def test_stop_does_not_come_too_late_for_a_short_training():
 @pytest.mark.parametrize("on_finding, looked", [(None, [8]), (print, [8, 10, 13, 17, 22, 28, 35, 44, 55, 69, 87])])
 def test_who_waits_for_findings_is_told_whatever_a_check_takes(monkeypatch, on_finding, looked):
     windows = []
-    with Monitor(small(), to=[], on_finding=on_finding) as monitor:
+    with Monitor(small(), price=None, to=[], on_finding=on_finding) as monitor:
         judged = monitor._worker.judge
 
         def check(history):
@@ -1036,7 +1075,7 @@ def test_a_module_that_layers_of_different_width_share_is_no_fault(tmp_path):
     optimizer = sgd(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with Monitor(model, optimizer, every=1, to=[tmp_path]) as monitor:
+        with Monitor(model, optimizer, every=1, price=None, to=[tmp_path]) as monitor:
             train(model, optimizer, monitor, 12)
     with Run(monitor.run) as run:
         for report in (monitor.report, check(run.history())):
@@ -1056,7 +1095,7 @@ def test_what_explains_a_broken_loss_is_told_at_once():
 def test_a_nan_between_two_windows_is_found_where_it_is():
     model = small()
     optimizer = sgd(model)
-    with Monitor(model, optimizer, every=10, to=[]) as monitor:
+    with Monitor(model, optimizer, every=10, price=None, to=[]) as monitor:
         for step in range(100):
             if step == 57:
                 with torch.no_grad():
@@ -1116,7 +1155,7 @@ def test_a_function_that_raises_is_the_user_s_own_business():
 def digits_training(model, optimizer, steps, every=5, plant=None, **options):
     """Train on real digits, with something planted at a step."""
     batches = digits(0)
-    with Monitor(model, optimizer, every=every, to=[], **options) as monitor:
+    with Monitor(model, optimizer, every=every, price=None, to=[], **options) as monitor:
         for step in range(steps):
             if plant is not None:
                 plant(step)
@@ -1203,7 +1242,7 @@ def test_a_log_that_raises_ends_alone(where, in_step, error):
     optimizer = sgd(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with Monitor(model, optimizer, every=1, to=[bad, good], rules=["TH101"]) as monitor:
+        with Monitor(model, optimizer, every=1, price=None, to=[bad, good], rules=["TH101"]) as monitor:
             train(model, optimizer, monitor, 12)
             with torch.no_grad():
                 model[0].weight.fill_(torch.nan)
@@ -1220,7 +1259,7 @@ def test_where_warnings_are_errors_nothing_stops():
     """Neither the thread, nor the training, nor the end."""
     model, bad, good = small(), Broken("write", RuntimeError("no room")), Kept()
     optimizer = sgd(model)
-    with Monitor(model, optimizer, every=1, to=[Broken("begin", OSError()), bad, good]) as monitor:
+    with Monitor(model, optimizer, every=1, price=None, to=[Broken("begin", OSError()), bad, good]) as monitor:
         train(model, optimizer, monitor, 8)
     assert len(good.entries) == 8 and len(monitor.report.findings) == 2
 
@@ -1234,7 +1273,7 @@ def test_a_slow_log_loses_windows_but_no_losses(monkeypatch):
     monkeypatch.setattr(worker, "_WAITING", 4)
     model, log = small(), Slow()
     optimizer = sgd(model)
-    with Monitor(model, optimizer, every=1, to=[log], rules=["TH1"]) as monitor:
+    with Monitor(model, optimizer, every=1, price=None, to=[log], rules=["TH1"]) as monitor:
         begun = time.monotonic()
         train(model, optimizer, monitor, 400)
         took = time.monotonic() - begun
@@ -1254,7 +1293,7 @@ def test_a_log_that_never_comes_back_is_left_behind(monkeypatch, where):
     monkeypatch.setattr(worker, "_WAITING", 4)
     model = small()
     optimizer = sgd(model)
-    monitor = Monitor(model, optimizer, every=1, to=[Stuck()])
+    monitor = Monitor(model, optimizer, every=1, price=None, to=[Stuck()])
     train(model, optimizer, monitor, 12)
     begun = time.monotonic()
     with pytest.warns(UserWarning, match="the rest is lost"):
@@ -1272,7 +1311,7 @@ def test_a_log_that_never_comes_back_is_left_behind(monkeypatch, where):
 def test_a_fault_of_ours_ends_the_watch_and_not_the_training(monkeypatch, what):
     model, log = small(), Kept()
     optimizer = sgd(model)
-    monitor = Monitor(model, optimizer, every=2, to=[log])
+    monitor = Monitor(model, optimizer, every=2, price=None, to=[log])
     train(model, optimizer, monitor, 5)
     monkeypatch.setattr(Watch, what, lambda self: 1 / 0)
     before = model[0].weight.detach().clone()
@@ -1289,7 +1328,7 @@ def test_a_statistic_that_raises_is_a_finding(monkeypatch):
 
     model = small()
     optimizer = sgd(model)
-    with Monitor(model, optimizer, every=1, to=[]) as monitor:
+    with Monitor(model, optimizer, every=1, price=None, to=[]) as monitor:
         train(model, optimizer, monitor, 2)
         monkeypatch.setattr(Moments, "update", lambda self, state, x: 1 / 0)
         with warnings.catch_warnings():
@@ -1334,7 +1373,7 @@ HOOKED = pytest.mark.xfail(strict=True, reason="TorchScript wants to compile eve
 def test_a_watched_model_can_be_used_in_every_way(use):
     model, log = small(), Kept()
     optimizer = sgd(model)
-    with Monitor(model, optimizer, every=1, to=[log]) as monitor:
+    with Monitor(model, optimizer, every=1, price=None, to=[log]) as monitor:
         train(model, optimizer, monitor, 2)
         use(model)
         train(model, optimizer, monitor, 2)
@@ -1348,7 +1387,7 @@ def test_a_fault_of_ours_inside_a_step_does_not_stop_the_training(monkeypatch, w
     optimizer = sgd(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with Monitor(model, optimizer, every=1, to=[log]) as monitor:
+        with Monitor(model, optimizer, every=1, price=None, to=[log]) as monitor:
             train(model, optimizer, monitor, 2)
             monkeypatch.setattr(what, lambda *args: 1 / 0)
             train(model, optimizer, monitor, 2)

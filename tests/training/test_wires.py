@@ -14,7 +14,7 @@ def wires_of(model, x, folder, steps=2):
     """What is in the run of a training of `model`."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     before = hooks_of(model)
-    with Monitor(model, optimizer, every=1, to=[folder]) as monitor:
+    with Monitor(model, optimizer, every=1, price=None, to=[folder]) as monitor:
         for _ in range(steps):
             loss = model(x).square().mean()
             optimizer.zero_grad()
@@ -80,3 +80,11 @@ def test_a_compiled_model_has_none_and_is_compiled_once(tmp_path):
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     model.compile(backend="eager")
     assert wires_of(model, torch.randn(3, 4), tmp_path) == set()
+
+
+def test_a_run_knows_shapes_and_the_classes_of_containers(tmp_path):
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), nn.Linear(8, 2))
+    wires_of(model, torch.randn(3, 4), tmp_path)
+    with Run(next(tmp_path.iterdir())) as run:
+        assert run.shapes == {"0.0": "3×8", "0.1": "3×8", "1": "3×2"}
+        assert run.containers == {"0": "Sequential"}

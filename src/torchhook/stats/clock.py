@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Protocol
+
 import torch
 
 from torchhook.core.page import Page
@@ -22,38 +25,62 @@ class Tick(Page):
         return self.clock.measures() if self.outside else self.active
 
 
+class Follower(Protocol):
+    """Does something when a clock begins or ends to measure."""
+
+    def follow(self, clock: Clock) -> None:
+        """The clock has gone on to a step that is measured, or comes after one that is."""
+
+    def wait(self) -> None:
+        """The clock waits for the next step."""
+
+
 class Clock:
-    """Counts steps, and says which are measured: one in `every`.
+    """Counts steps, and says which are measured: one in `every`, if `allows` returns True.
 
     With an optimizer, its steps call `advance`. Without one, the clock counts `by_passes`: a step is a pass with
     gradients, or any pass as long as none had gradients. With `training_only`, passes without gradients are not
     measured, because an evaluation between two steps is not part of them.
     """
 
-    def __init__(self, every: int = 1, by_passes: bool = True, training_only: bool = False) -> None:
+    def __init__(
+        self,
+        every: int = 1,
+        by_passes: bool = True,
+        training_only: bool = False,
+        allows: Callable[[], bool] = lambda: True,
+    ) -> None:
         self.every = every
+        self.allows = allows
         self.by_passes = by_passes
         self.training_only = training_only
         self.step = -1 if by_passes else 0
         self.active = True  # whether the current step is measured
+        self.hurries = False  # whether the next step is due, whatever its number
+        self.number = self.step  # of the latest measured step, among those that are measured
         self.ended = 0  # measured steps that are over
-        self.followers: list[SlowClock] = []
+        self.followers: list[Follower] = []
         self._has_trained = False  # whether a pass had gradients
         self._awaits_backward = False  # whether the next backward belongs to a measured pass
         self._had_backward = True  # since the last pass
 
     def advance(self) -> None:
         """Go on to the next step."""
-        self.ended += self.active
+        was_active = self.active
         self.step += 1
-        self.active = self.step % self.every == 0
-        for follower in self.followers:
-            follower.follow(self)
+        self.active = (self.hurries or self.step % self.every == 0) and self.allows()
+        self.hurries = False
+        if was_active or self.active:
+            self.ended += was_active
+            self.number += self.active
+            for follower in self.followers:
+                follower.follow(self)
 
     def wait(self) -> None:
         """Do not measure the step that runs now, which began before the clock did, but the next one."""
-        for clock in (self, *self.followers):
-            clock.step, clock.active = -1, False
+        self.step, self.active, self.number = -1, False, -1
+        for follower in self.followers:
+            follower.wait()
 
     def page(self, number: int, outside: bool) -> Tick:
         """A pass begins: count it, and return a page that says whether it is measured."""
@@ -87,11 +114,15 @@ class SlowClock(Clock):
 
     def __init__(self, clock: Clock, share: int) -> None:
         super().__init__(clock.every * share, by_passes=False, training_only=clock.training_only)
-        self.early = clock.every * (share // 2)
+        self.share = share
         clock.followers.append(self)
 
+    def includes(self, number: int) -> bool:
+        """Whether it measures the step that the other clock measures as its `number`-th, counted from 0."""
+        return number % self.share == 0 or number < self.share // 2
+
     def follow(self, clock: Clock) -> None:
-        """The other clock has gone on to its next step."""
+        """The other clock has gone on."""
         self.ended += self.active
         self.step = clock.step
-        self.active = clock.active and (self.step % self.every == 0 or self.step < self.early)
+        self.active = clock.active and self.includes(clock.number)

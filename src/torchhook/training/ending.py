@@ -14,7 +14,7 @@ _UNTIL = {"failed": " until it failed", "interrupted": " until it was interrupte
 
 
 def ending(report: Report, steps: int, state: str, run: str | None, unwritten: str = "") -> str:
-    """The line; `unwritten` is since which step the run could not be written, and why.
+    """The line; `unwritten` is from which step on the run could not be written, and why.
 
     >>> from torchhook.core.findings import Finding
     >>> found = Finding("TH501", "error", "each step is too large", "layer3.0.conv1")
@@ -22,8 +22,8 @@ def ending(report: Report, steps: int, state: str, run: str | None, unwritten: s
     torchhook: 1 error (TH501 at layer3.0.conv1) → torchhook dashboard runs/net
     >>> print(ending(Report(), 300, "ended", None))
     torchhook: nothing found in 300 steps
-    >>> print(ending(Report(), 300, "failed", "runs/net", "since step 12: the disk is full"))
-    torchhook: nothing found in 300 steps until it failed; the run could not be written since step 12: the disk is full
+    >>> print(ending(Report(), 30, "failed", "runs/net", "from step 12 on: the disk is full"))
+    torchhook: nothing found in 30 steps until it failed; the run could not be written from step 12 on: the disk is full
     """
     said = counts(report)
     if report.findings:

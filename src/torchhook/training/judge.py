@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from statistics import median
 
 import torch
 
@@ -15,12 +16,17 @@ from torchhook.rules.history import History
 from torchhook.stats import Covariance, Moments
 from torchhook.stats.kernels.plain import FIELDS
 from torchhook.stats.reading import Snapshot
+from torchhook.training.price import Price
 
 _WINDOWS = 128  # entries that the history keeps: beyond that, every second of the older ones is dropped
-_SHARE = 0.005  # of the time may be spent on checks
+_SHARE = 0.25  # of the price may be spent on checks
+_PRICE = 0.02  # if there is none
+_GUESS = 0.01  # seconds, before the first check
 _FIRST = 8  # entries before the first check, unless something is not finite
 _MORE = 1.25  # times the entries of the last check: rules judge the last quarter, and would see little new before
 _AT_ONCE = "TH1"
+_RECENT = 32  # losses that a new one is compared with
+_JUMP = 2  # times their median: then a finding may be near
 
 
 class Judge:
@@ -32,16 +38,24 @@ class Judge:
     regardless of the time: about 20 times in the first 1,000 entries, and 10 more times in the first 10,000.
     """
 
-    def __init__(self, history: History, check: Callable[[History], Report], prompt: bool = False) -> None:
+    def __init__(
+        self,
+        history: History,
+        check: Callable[[History], Report],
+        prompt: bool = False,
+        price: Price | None = None,
+    ) -> None:
         self.history = history
         self.report: Report | None = None
         self.seen: dict[tuple[str, str], Finding] = {}
         self._check = check
         self._prompt = prompt
+        self._price = price
         self._begun = time.monotonic()
         self._spent = self._last = 0.0  # seconds in all checks, and in the last one
         self._windows = self._looked = 0  # entries so far, and at the last check
         self._finite = True
+        self._losses: list[float] = []  # the latest
 
     def add(self, entry: Entry) -> list[Finding] | None:
         """Add a measured step. Returns the new findings, or None if it is not time for a check."""
@@ -56,6 +70,8 @@ class Judge:
         self.history.drop(Covariance.name, most=2)
         self._windows += 1
         is_finite = _is_finite(entry.snapshot) and all(map(math.isfinite, entry.losses.values()))
+        if self._price is not None and (not is_finite or self._is_near(entry)):
+            self._price.alarm(is_urgent=self._finite and not is_finite)
         return self.check() if self._is_time(is_finite) else None
 
     def check(self, last: bool = False) -> list[Finding]:
@@ -81,9 +97,19 @@ class Judge:
         if was_finite and not is_finite:
             return True
         elapsed = time.monotonic() - self._begun
-        has_time = self._spent + self._last < _SHARE * elapsed
+        share = _PRICE if self._price is None else self._price.share
+        has_time = self._spent + (self._last or _GUESS) < _SHARE * share * elapsed
         has_grown = self._prompt and self._windows >= _MORE * self._looked
-        return self._windows == _FIRST or (self._windows > _FIRST and (has_time or has_grown))
+        is_first = self._windows == _FIRST and self._price is None
+        return is_first or (self._windows >= _FIRST and (has_time or has_grown))
+
+    def _is_near(self, entry: Entry) -> bool:
+        """Whether a finding may be near: a loss has jumped, or the last check made a finding for the first time."""
+        usual = median(self._losses) if len(self._losses) == _RECENT else math.inf
+        has_jumped = any(loss > _JUMP * usual > 0 for loss in entry.losses.values())
+        self._losses = [*self._losses, *entry.losses.values()][-_RECENT:]
+        standing = self.report.findings if self.report else ()
+        return has_jumped or any((found.code, found.site) not in self.seen for found in standing)
 
     def _gone(self, report: Report) -> Iterator[str]:
         standing = {(found.code, found.site) for top in report.findings for found in (top, *top.affected)}

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
+import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +21,7 @@ from torch import Tensor, nn
 from torchhook.core.errors import StopTraining
 from torchhook.core.findings import Finding, Report, Severity
 from torchhook.core.renamed import renamed
-from torchhook.core.selection import require_module, unwrapped
+from torchhook.core.selection import require_module, unwrapped, walk
 from torchhook.core.tap import require_count
 from torchhook.core.text import warn
 from torchhook.core.transfer import sent_home
@@ -34,6 +38,7 @@ from torchhook.training.ending import ending, from_here, tell
 from torchhook.training.instruments import SELDOM, Instruments
 from torchhook.training.judge import Judge
 from torchhook.training.logs import Entry, Log, Target, targets
+from torchhook.training.price import Price
 from torchhook.training.process import agreed, described, device_of, header, rank, world_size
 from torchhook.training.runs.folders import new_folder
 from torchhook.training.runs.writer import RunLog
@@ -73,6 +78,10 @@ class Monitor:
         name: The name of the run.
         first_step: The number of the first step, for a training that continues from a checkpoint.
         max_bytes: The size limit of the run. Beyond it, old steps are thinned out.
+        price: The share of the training's time that watching may cost, as a mean over all steps. To keep it, fewer
+            steps than one in `every` are measured, and rules are checked less often. A training of under a minute may
+            overdraw it, by at most a second, because its first steps are measured anyway. With None, `every` alone
+            counts.
 
     >>> from torchhook import Monitor
     >>> _ = torch.manual_seed(0)
@@ -104,9 +113,11 @@ class Monitor:
         name: str | None = None,
         first_step: int = 0,
         max_bytes: int = 2**28,
+        price: float | None = 0.02,
     ) -> None:
         require_module(model)
         require_count(every, "every")
+        _require_share(price)
         _require_usable(on_finding)
         where = targets(to)
         applied = chosen(rules, ignore)
@@ -125,6 +136,8 @@ class Monitor:
         self._process = os.getpid()
         self._has_ranks = rank() == 0 and world_size() > 1
         self._open = True
+        self._broken: int | None = None  # the step since which the loss is not finite, as far as it is known here
+        self._quiet = 0  # how many of the next steps need no look, if they are not measured
         self._rates: dict[int, float] = {}  # by step, until the worker takes them
         self._losses: dict[int, Loss] = {}
         self._terms: dict[int, Terms] = {}  # what the losses compare
@@ -132,19 +145,26 @@ class Monitor:
         history = History(rest=at_rest(model, optimizer), own_optimizer=optimizer is not None, first_step=first_step)
         checked = partial(check, rules=applied, per_module=per_module, model=self.model_name)
         faulted = partial(_faulted, weakref.ref(self))
-        self._instruments = Instruments(model, optimizer, applied, history, every, faulted)
+        self._price = None if price is None else Price(price, model, is_prompt=on_finding is not None)
+        self._instruments = Instruments(model, optimizer, applied, history, every, self._price, faulted)
+        self._clock = self._instruments.clock
         try:
-            self._worker = Worker(Judge(history, checked, on_finding is not None), self._logs(where, name, max_bytes))
+            judge = Judge(history, checked, on_finding is not None, self._price)
+            self._worker = Worker(judge, self._logs(where, name, max_bytes), self._price)
         except BaseException:
             self._instruments.detach()
             raise
-        self._abandoned = weakref.finalize(self, _finished, self._instruments, self._worker, "ended")
+        self._at_exit = weakref.finalize(self, _closed_at_exit, weakref.ref(self))
         about = {
             "model": self.model_name,
             "optimizer": None if optimizer is None else torch_optimizer(optimizer).__class__.__name__,
             "every": every,
+            "price": price,
             "rules": [rule.code for rule in applied],
             "device": device_of(model),
+            "containers": {
+                path: type(module).__name__ for path, module in walk(model) if path and any(module.children())
+            },
             **described(),
         }
         self._worker.about = header(about, self._place)
@@ -155,16 +175,25 @@ class Monitor:
 
         `loss` is read later, so that nothing waits for it. `step` is the number of the step, if it is not the next one.
         """
-        if not self._open or os.getpid() != self._process:
-            return
-        self.steps = self.steps if step is None else step
+        if step is not None:
+            self.steps = step
         try:
+            if self._quiet and not self._clock.active:  # where steps are quick, most do no more than this
+                self._quiet -= 1
+                self._keep(loss)
+                self.steps += 1
+                return
+            if not self._open or os.getpid() != self._process:
+                return
+            begun = time.perf_counter()
             self._step(loss)
-            self._worker.deliver()
+            if self._worker.has_work_here:
+                self._worker.deliver()
+            self._quiet = self._instruments.end_step(begun, self._quiet)
         except Exception as error:  # a fault of ours must not stop the training
             self._give_up(error)
         self.steps += 1
-        if self._open:
+        if self._open and not self._worker.findings.empty():
             self._react()
 
     def wait(self, rest: Rest | None = None) -> None:
@@ -202,11 +231,15 @@ class Monitor:
     def close(self, state: str = "ended") -> None:
         """Stop watching, write what is left, and make the final report. Further calls do nothing.
 
-        The monitor lets go of the model, which may then be freed while the monitor and its report are still used.
+        The monitor lets go of the model, which may then be freed while the monitor and its report are still used. A
+        monitor that is never closed does all this when it is garbage collected, or when Python exits.
         """
         if not self._open or os.getpid() != self._process:
             return
-        self._open, self.state = False, state
+        if self._worker.is_current_thread:  # garbage was collected there, and a thread cannot wait for itself
+            threading.Thread(target=self.close, args=(state,)).start()
+            return
+        self._open, self._quiet, self.state = False, 0, state
         last = None
         try:
             history = self._worker.judge.history
@@ -219,10 +252,13 @@ class Monitor:
             last = self._last()
         except Exception as error:
             self._worker.fail("reading the last step", error)
-        self._abandoned.detach()
-        self._report = _finished(self._instruments, self._worker, state, last)
+        self._at_exit.detach()
+        report = _finished(self._instruments, self._worker, state, last)
+        if self.unwritten:  # then a report does not name the run as the place where it comes from
+            report = replace(report, about={name: fact for name, fact in report.about.items() if name != "run"})
+        self._report = report
         self._collect()
-        del self._instruments, self._worker
+        del self._instruments, self._worker, self._clock
         self.notes = None  # which know the model
         if self.tells:
             tell(self.ending)
@@ -234,7 +270,7 @@ class Monitor:
 
     @property
     def unwritten(self) -> str:
-        """Since which step the run cannot be written, and why; empty if it is written."""
+        """From which step on the run cannot be written, and why; empty if it is written."""
         return "" if self._log is None else self._log.unwritten
 
     def __enter__(self) -> Monitor:
@@ -245,25 +281,43 @@ class Monitor:
     ) -> None:
         self.close(state_of(error))
 
+    def __del__(self) -> None:
+        if getattr(self, "_at_exit", None) is not None:  # else it was never complete
+            self.close()
+
     def __repr__(self) -> str:
-        where = f", in {self.run}" if self.run else ""
+        where = f", in {self.run}" if self.run and not self.unwritten else ""
         return f"<Monitor of {self.model_name}: {self.steps} steps, {len(self.findings)} findings{where}>"
 
     def _step(self, loss: Tensor | float | None) -> None:
-        if loss is not None:
-            self._losses[self.steps] = loss.detach().clone() if isinstance(loss, Tensor) else float(loss)
-        if (rate := self._instruments.watch.rate()) is not None:
+        self._keep(loss)
+        instruments = self._instruments
+        if (rate := instruments.watch.rate()) is not None:
             self._rates[self.steps] = rate
-        self._instruments.watch.count_step()
-        if self._instruments.has_measured:
-            if not self._give(self._entry(self.steps, *self._instruments.take())):
+        instruments.watch.count_step()
+        if instruments.has_measured:
+            if not self._give(self._entry(self.steps, *instruments.take())):
                 self._worker.lost += 1
-            self._instruments.plan()
-        elif self._losses and len(self._losses) % (SELDOM * self.every) == 0:  # the optimizer does not step
-            self._give(self._entry(self.steps))
-        for numbers in (self._losses, self._rates, self._terms):
-            if len(numbers) > _MOST:
-                numbers.pop(next(iter(numbers)))
+            instruments.plan()
+        elif len(self._losses) >= SELDOM * self.every:
+            self._give_losses()
+        if len(self._rates) > _MOST or len(self._losses) > _MOST:
+            for numbers in (self._losses, self._rates, self._terms):
+                for step in list(numbers)[: _MOST // 2]:
+                    del numbers[step]
+
+    def _keep(self, loss: Tensor | float | None) -> None:
+        """Keep a loss until the next entry; look at the next step if it is not finite, as far as that is known here."""
+        if loss is None:
+            return
+        kept = self._losses[self.steps] = _kept(loss) if isinstance(loss, Tensor) else float(loss)
+        if not isinstance(kept, float) or math.isfinite(kept):
+            self._broken = None
+        elif self._broken is None:
+            self._broken = self.steps
+            if self._price is not None:
+                self._price.alarm(is_urgent=True)
+                self._clock.hurries = True
 
     def _last(self) -> Arriving | None:
         """What is left at the end of the training; a step that has only begun is dropped."""
@@ -283,7 +337,8 @@ class Monitor:
         self._losses = dict(readers)  # in case they have to wait for the next entry, they are not sent again
         rates, terms, now = dict(self._rates), dict(self._terms), time.time()
         loop = None if self.notes is None else self.notes.facts()
-        pairs, lines = ([], {}) if wires is None else (list(wires.pairs), dict(wires.lines))
+        seen = wires or Wires()
+        pairs, lines, shapes = list(seen.pairs), dict(seen.lines), dict(seen.shapes)  # without the graph
         return lambda: Entry(
             step,
             now,
@@ -296,6 +351,7 @@ class Monitor:
             {at: read() for at, read in terms.items()},
             None if loop is None else loop(),
             lines,
+            shapes,
         )
 
     def _give(self, entry: Arriving) -> bool:
@@ -305,6 +361,18 @@ class Monitor:
         if has_room:
             self._losses, self._rates, self._terms = {}, {}, {}
         return has_room
+
+    def _give_losses(self) -> None:
+        """Hand over the losses alone, if the next measured step is far and that can be afforded."""
+        if self._price is None:
+            if len(self._losses) % (SELDOM * self.every) == 0:  # the optimizer does not step
+                self._give(self._entry(self.steps))
+            return
+        is_broken = self._broken is not None and self.steps > self._broken + SELDOM
+        if is_broken or len(self._losses) > _MOST // 2 or self._price.allows_entry():
+            begun = time.perf_counter()
+            self._give(self._entry(self.steps))
+            self._price.book(time.perf_counter() - begun)
 
     def _react(self) -> None:
         """Act on new findings, as `on_finding` says."""
@@ -344,6 +412,18 @@ def _require_usable(on_finding: Any) -> None:
         raise ValueError(f"on_finding must be 'stop', 'warn', a function or None, not {on_finding!r}")
 
 
+def _require_share(price: Any) -> None:
+    if price is not None and (isinstance(price, bool) or not isinstance(price, (int, float)) or not 0 < price < 1):
+        raise ValueError(f"price must be a share between 0 and 1, such as 0.02, or None, not {price!r}")
+
+
+def _kept(loss: Tensor) -> Tensor | float:
+    """A loss as it is now. One on the host is read; for any other, nothing waits."""
+    if loss.numel() != 1:
+        loss = loss.detach().double().mean()
+    return loss.item() if loss.device.type == "cpu" else loss.detach().clone().reshape(())
+
+
 def _folder(root: Path, name: str) -> Path:
     """Where this process writes: rank 0 into the run itself, other ranks below it."""
     number = rank()
@@ -362,7 +442,7 @@ def _faulted(monitor: weakref.ref[Monitor], error: Exception) -> None:
 
 
 def _finished(instruments: Instruments, worker: Worker, state: str, last: Arriving | None = None) -> Report:
-    """Leave the model as it was and finish the logs. This also runs when the monitor is garbage collected."""
+    """Leave the model as it was, and finish the logs."""
     try:
         instruments.detach()
     except Exception as error:
@@ -370,15 +450,24 @@ def _finished(instruments: Instruments, worker: Worker, state: str, last: Arrivi
     return worker.finish(state, last)
 
 
+def _closed_at_exit(monitor: weakref.ref[Monitor]) -> None:
+    """Close a monitor that is still open when Python exits, perhaps because of an uncaught error."""
+    found = monitor()
+    if found is not None:  # else it was garbage collected
+        is_interactive = hasattr(sys, "ps1")  # there, an error is that of some other line
+        found.close("ended" if is_interactive else state_of(getattr(sys, "last_value", None)))
+
+
 def _sent(losses: dict[int, Loss]) -> dict[int, Callable[[], float]]:
     """Readers of losses that are on their way to the host, in one copy per device; none is sent twice."""
-    readers = {step: loss for step, loss in losses.items() if callable(loss)}
-    by_device: dict[torch.device, dict[int, Tensor]] = {}
+    readers: dict[int, Callable[[], float]] = {}
+    alike: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
     for step, loss in losses.items():
-        if not callable(loss):
-            number = torch.as_tensor(loss, dtype=torch.float64)
-            by_device.setdefault(number.device, {})[step] = number.mean()
-    for together in by_device.values():
+        if isinstance(loss, Tensor):
+            alike.setdefault((loss.device, loss.dtype), {})[step] = loss
+        else:
+            readers[step] = loss if callable(loss) else partial(float, loss)
+    for together in alike.values():
         arrived = sent_home(torch.stack(list(together.values())))
         readers |= {step: partial(_number, arrived, number) for number, step in enumerate(together)}
     return readers

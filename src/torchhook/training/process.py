@@ -8,9 +8,10 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,11 +58,18 @@ def header(about: Mapping[str, Any], run: str | None = None) -> dict[str, Any]:
     facts = {
         "run": run,
         "started": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(about["started"])),
-        "command": shlex.join(map(str, about["command"])),
+        "command": shlex.join(_command(about["command"])),
         "versions": about["versions"],
         "device": about.get("device"),
     }
     return {name: fact for name, fact in facts.items() if fact}
+
+
+def _command(arguments: Sequence[Any]) -> list[str]:
+    """A command as it is typed: without the folder in which torchhook is installed."""
+    first, *rest = map(str, arguments)
+    own = Path(first)
+    return ["torchhook" if own.name == "torchhook" or own.match("torchhook/__main__.py") else first, *rest]
 
 
 def device_of(model: nn.Module) -> str | None:

@@ -17,7 +17,7 @@ from torchhook.core.selection import Selector, walk
 from torchhook.core.sink import Sink
 from torchhook.core.site import Site
 from torchhook.core.tap import Tap
-from torchhook.core.text import user_line
+from torchhook.core.text import shape_of, user_line
 from torchhook.core.trees import leaves
 from torchhook.rules.watch import is_leaf
 
@@ -25,15 +25,17 @@ _FAR = 10_000  # nodes of the graph that are visited for one input
 
 
 class Wires(Sink):
-    """Collects, while it is attached, the `pairs` of layers whose first feeds the second, and the `lines` of calls.
+    """Collects, while it is attached, the `pairs` of layers whose first feeds the second.
+
+    Of each layer, it also collects the line of the call and the shape of the output.
 
     >>> import torch
     >>> from torchhook import Session
     >>> wires, model = Wires(), nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     >>> with Session(model, wires.taps(model)):
     ...     _ = model(torch.ones(1, 2))
-    >>> list(wires.pairs)
-    [('0', '1')]
+    >>> list(wires.pairs), wires.shapes
+    ([('0', '1')], {'0': '1×2', '1': '1×2'})
     """
 
     lazy = True
@@ -41,6 +43,7 @@ class Wires(Sink):
     def __init__(self) -> None:
         self.pairs: dict[tuple[str, str], None] = {}
         self.lines: dict[str, str] = {}  # the source line of the first call of each layer
+        self.shapes: dict[str, str] = {}  # the shape of its output then
         self._made_by: dict[Any, str] = {}  # by node of the graph, which this keeps alive
         self._given_by: Any = WeakTensorKeyDictionary()
 
@@ -62,6 +65,7 @@ class Wires(Sink):
                 self.lines[site.path] = user_line()
             self.pairs |= {(source, site.path): None for tensor in tensors for source in self._sources(tensor)}
             return
+        self.shapes.setdefault(site.path, shape_of(value))
         for tensor in tensors:
             if tensor.grad_fn is None:
                 self._given_by[tensor] = site.path

@@ -17,6 +17,7 @@ from torchhook.core.text import warn
 from torchhook.rules.check import failed
 from torchhook.training.judge import Judge
 from torchhook.training.logs import Entry, Log
+from torchhook.training.price import Price
 
 _WAITING = 64  # entries; more are dropped, if the logs are slower than the training
 _PATIENCE = 60.0  # seconds for the logs to finish at the end
@@ -32,14 +33,16 @@ class Worker:
     Logs with `in_step` set are written to by the training's own thread, when it calls `deliver`.
     """
 
-    def __init__(self, judge: Judge, logs: Iterable[Log]) -> None:
+    def __init__(self, judge: Judge, logs: Iterable[Log], price: Price | None = None) -> None:
         self.judge = judge
+        self.price = price  # what it costs is booked there
         self.logs = list(logs)
         self.about: dict[str, Any] = {}  # the header of the report
         self.lost = 0  # measured steps that were dropped
         self.broken: list[Finding] = []  # faults of torchhook itself
         self.findings: queue.SimpleQueue[Finding] = queue.SimpleQueue()
         self._here: queue.SimpleQueue[tuple[Log, str, tuple[Any, ...]]] = queue.SimpleQueue()
+        self.has_work_here = any(log.in_step for log in self.logs)  # now and then: most logs need no `deliver`
         self._windows: queue.Queue[tuple[Arriving | None, str]] = queue.Queue(_WAITING)  # the last has a state
         self._process = os.getpid()
         self._is_over = False
@@ -65,12 +68,14 @@ class Worker:
             log, what, args = self._here.get()
             self._guarded(log, what, args)
 
+    @property
+    def is_current_thread(self) -> bool:
+        """Whether this is called in the worker's own thread."""
+        return threading.current_thread() is self._thread
+
     def finish(self, state: str, last: Arriving | None = None) -> Report:
         """Check for the last time, end the logs, and wait for that. A forked process does not."""
         if os.getpid() != self._process or self._is_over:
-            return self.report()
-        if threading.current_thread() is self._thread:  # the monitor was garbage collected here: let another wait
-            threading.Thread(target=self.finish, args=(state, last)).start()
             return self.report()
         self._is_over = True
         if not self._has_ended(state, last):
@@ -83,7 +88,8 @@ class Worker:
         known = self.judge.report or Report()
         lost = (f"{self.lost} windows were dropped: logging could not keep up",) if self.lost else ()
         findings, notes = (*known.findings, *self.broken), (*known.notes, *lost)
-        return replace(known, findings=findings, notes=notes, about=self.about)
+        watching = {} if self.price is None else {"watching": self.price.did["said"]}
+        return replace(known, findings=findings, notes=notes, about={**self.about, **watching})
 
     def fail(self, what: str, error: BaseException) -> None:
         """Report a fault of torchhook itself. It stops nothing, not even where warnings are errors."""
@@ -109,8 +115,12 @@ class Worker:
         state = ""
         while not state:
             arriving, state = self._windows.get()
+            begun = time.thread_time()
             if arriving is not None:
                 self._read(arriving)
+            if self.price is not None:
+                self.price.book_beside(time.thread_time() - begun)
+            self._windows.task_done()
         self.about = {**self.about, "state": state}
         self._judged(partial(self.judge.check, last=True))
         self._call_logs("end", self.report(), state)

@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
 from specimens import Returning
 from torchhook.core.errors import StopTraining
 from torchhook.core.findings import Severity
-from torchhook.training.launch import discovery
+from torchhook.training.launch import discovery, lanes
 from torchhook.training.launch.discovery import Discovery
 from torchhook.training.runs import Run
 
@@ -43,7 +43,7 @@ def _nothing_left():
 @pytest.fixture
 def found(tmp_path):
     """A discovery, to be entered."""
-    return Discovery(every=4, to=tmp_path, name="script")
+    return Discovery(every=4, price=None, to=tmp_path, name="script")
 
 
 def patched():
@@ -534,13 +534,13 @@ def test_a_step_that_calls_that_of_its_parent_is_one(found):
 
 
 def test_backwards_that_nobody_steps_after_do_not_pile_up(found, monkeypatch):
-    monkeypatch.setattr(discovery, "_BACKWARDS", 50)
+    monkeypatch.setattr(lanes, "_BACKWARDS", 50)
     limited = Discovery(to=found._options["to"][0])
     model = First()
     with limited:
         for _ in range(200):
             model(torch.randn(1, 4)).sum().backward()
-        assert len(limited._losses) == 50
+        assert len(limited._lane().losses) == 50
 
 
 def test_training_is_the_same_to_the_last_bit(found):

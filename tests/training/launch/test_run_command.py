@@ -168,6 +168,7 @@ def test_what_it_asks_for(told, fake, tmp_path):
     told("train.py")
     assert fake.asked == {
         "every": 10,
+        "price": 0.02,
         "rules": None,
         "ignore": ("TH202",),
         "per_module": {"head.*": ["TH201"]},
@@ -175,10 +176,12 @@ def test_what_it_asks_for(told, fake, tmp_path):
         "name": "train",
         "on_finding": None,
     }
-    more = ["--every", "3", "--rules", "th1,TH2", "--select", "TH4", "--ignore", "TH201", "--ignore", "TH202"]
+    more = ["--every", "3", "--price", "0.5%", "--rules", "th1,TH2", "--select", "TH4"]
+    more += ["--ignore", "TH201", "--ignore", "TH202"]
     told(*more, "--to", "kept", "--name", "mine", "--stop-on-error", "train.py", "--every", "7")
     assert fake.asked == {
         "every": 3,
+        "price": 0.005,
         "rules": ("TH1", "TH2", "TH4"),
         "ignore": ("TH201", "TH202"),
         "per_module": {"head.*": ["TH201"]},

@@ -88,7 +88,7 @@ APART = RANKS.replace("range(12)", "range(40)").replace(
     "        model(", "        (model if step % 2 else model.module)("
 )
 
-OURS = ["torchhook", "run", "--every", "4"]
+OURS = ["torchhook", "run", "--every", "4", "--price", "off"]
 TWICE = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
 COMMANDS = {
     "fit": (LIGHTNING, ["-m", *OURS, "fit.py"]),

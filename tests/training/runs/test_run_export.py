@@ -1,5 +1,6 @@
-"""A run as a Parquet file says what the run says."""
+"""A run as a Parquet or CSV file says what the run says."""
 
+import csv
 import math
 import sys
 
@@ -12,7 +13,7 @@ from torchhook.core.errors import RunError
 from torchhook.stats.reading import Snapshot
 from torchhook.training.logs import Entry
 from torchhook.training.runs import Run, RunLog
-from torchhook.training.runs.export import export_parquet
+from torchhook.training.runs.export import export_csv, export_parquet
 
 NUMBERS = ["mean", "std", "min", "max", "l2", "abs_mean", "zero_fraction"]
 COLUMNS = ["step", "path", "port", "module", "count", "nonfinite", *NUMBERS, "loss", "rate"]
@@ -45,6 +46,16 @@ def test_every_row_is_what_a_window_says(run, tmp_path):
     assert seen[10, "a", "output"]["loss"] == 1 / 11 and seen[10, "a", "param"]["rate"] == 0.01
     assert seen[300, "late", "output"]["loss"] is None and seen[300, "late", "output"]["rate"] is None
     assert [path.name for path in tmp_path.iterdir() if "parquet" in path.name] == ["run.parquet"]
+
+
+def test_a_name_that_begins_like_a_formula_is_text_in_a_spreadsheet(tmp_path):
+    names = ("=HYPERLINK(0)", "+1", "-1", "@SUM(A1)", "\t=1", "fc")
+    written(RunLog(tmp_path / "run"), [0], sites=names, ports=("output",))
+    with Run(tmp_path / "run") as run:
+        assert export_csv(run, tmp_path / "run.csv") == len(names)
+    with (tmp_path / "run.csv").open(newline="") as file:
+        paths = {row["path"] for row in csv.DictReader(file)}
+    assert paths == {"fc", *(f"'{name}" for name in names[:-1])}
 
 
 def test_an_empty_run_is_an_empty_table(tmp_path):

@@ -1,6 +1,10 @@
 """Folders of runs: new ones, those there are, and those that go."""
 
+import os
+import shutil
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
 
@@ -13,7 +17,7 @@ from torchhook.core.errors import RunError
 from torchhook.stats.reading import Snapshot
 from torchhook.training.logs import Entry
 from torchhook.training.runs import RunLog
-from torchhook.training.runs.folders import delete, find, new_folder, prunable, ranks
+from torchhook.training.runs.folders import clear, delete, find, leftovers, new_folder, prunable, ranks
 from torchhook.training.runs.schema import FILE
 
 
@@ -126,3 +130,41 @@ def test_what_is_not_of_the_run_stays(tmp_path):
     (linked / "samples").symlink_to(tmp_path / "kept")
     delete(linked)
     assert (tmp_path / "kept" / "00000000-0.png").exists()
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from torchhook.training.runs import RunLog
+Path.replace = lambda *_: os.kill(os.getpid(), 9)  # the file is complete, and does not have its name yet
+RunLog(sys.argv[1]).begin({})
+"""
+
+
+def killed_start(folder):
+    done = subprocess.run([sys.executable, "-c", KILLED, folder], timeout=60, check=False)
+    assert done.returncode == -9
+    (draft,) = folder.glob(".run.sqlite.*[0-9]")
+    return draft
+
+
+def test_what_a_killed_start_left_is_found_and_cleared(tmp_path):
+    kept = run_in(tmp_path / "kept")
+    left = killed_start(tmp_path / "net")
+    beside = shutil.copy(left, kept / ".run.sqlite.4194999")  # of a run that was continued
+    (tmp_path / "latest").symlink_to("net")
+    (tmp_path / ".latest.4194999").symlink_to("net")
+    (tmp_path / "net" / f".run.sqlite.{os.getpid()}").touch()  # a process that may still be creating its run
+    assert find(tmp_path) == [kept]
+    assert leftovers(tmp_path) == [tmp_path / ".latest.4194999", beside, left]
+    (tmp_path / "net" / f".run.sqlite.{os.getpid()}").unlink()
+    for file in leftovers(tmp_path):
+        clear(file)
+    assert leftovers(tmp_path) == [] and list(tmp_path.iterdir()) == [kept]
+
+
+def test_a_run_is_deleted_with_what_a_killed_start_left_in_it(tmp_path):
+    folder = run_in(tmp_path / "run")
+    (folder / ".run.sqlite.4194999").touch()
+    (folder / ".run.sqlite.4194999-journal").touch()
+    assert delete(folder) is True and not folder.exists()

@@ -491,7 +491,7 @@ def test_who_wrote_it_is_gone(folder):
         assert run.state == "running"
         process.communicate(b"\n")
         assert run.state == "killed"
-        owner = json.loads(run._life()["owner"])
+        owner = run._life().owner
     assert owner["pid"] == process.pid
 
 

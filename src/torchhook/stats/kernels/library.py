@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from torchhook.core.progress import announce
 from torchhook.core.torch_internals import compile_cpp
 
 _FLAGS = ("-ffp-contract=fast",)
@@ -27,6 +28,7 @@ def library(source: str) -> ctypes.CDLL:
             return ctypes.CDLL(str(file))
         except OSError:  # corrupt, or from another system: compile it again
             pass
+    announce(f"building the C++ kernels for statistics, once for this machine and torch; kept in {file.parent}")
     made: ctypes.CDLL = compile_cpp(source, _FLAGS)
     _keep(Path(made._name), file)
     return made

@@ -6,6 +6,9 @@
 #include <limits>
 #include <type_traits>
 #include <vector>
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
 
 // Vectors are as wide as those of the processor: compilers split wider ones into scalars.
 #if defined(__AVX512F__)
@@ -49,6 +52,16 @@ template <class V> static inline V load(const BFloat16* x) {
   auto words = __builtin_convertvector(values, Vector<uint32_t, lanes<V>>) << 16;
   return __builtin_convertvector((Vector<float, lanes<V>>)words, V);
 }
+// Compilers convert a vector of float16 value by value, which takes about nine times as long.
+#if defined(__FLT16_MAX__) && defined(__AVX512F__)
+template <> inline Floats load<Floats>(const _Float16* x) {
+  return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)x));
+}
+#elif defined(__FLT16_MAX__) && defined(__F16C__)
+template <> inline Floats load<Floats>(const _Float16* x) {
+  return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)x));
+}
+#endif
 
 template <class V> static inline V absolute(V v) {
   return (V)((Mask<V>)v & std::numeric_limits<Number<Mask<V>>>::max());

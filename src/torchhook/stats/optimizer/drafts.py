@@ -6,6 +6,7 @@ optimizer steps, the draft covers the whole step, and is merged into the statist
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -28,7 +29,7 @@ class Drafts(Sink):
     lazy = True
 
     def __init__(self, steps: Steps) -> None:
-        self.steps = steps
+        self.steps: Steps = weakref.proxy(steps)  # which has this
         self.shelf = Shelf()
         self.whole = Shelf()
         self.cells: dict[str, tuple[Cell, Cell]] = {}  # by path: the draft, and the complete steps

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from types import FrameType
 
 from torch.amp import GradScaler
 
+from torchhook.core.instances import instances
 from torchhook.core.torch_internals import SCALER_STEPS, scale_of
 
 
 def only_scaler() -> GradScaler | None:
     """The GradScaler that has scaled something, if there is exactly one: before the first step, no more is known."""
-    found = [known for known in gc.get_objects() if issubclass(type(known), GradScaler)]
-    used = [scaler for scaler in found if scaler.is_enabled() and scale_of(scaler) is not None]
+    used = [scaler for scaler in instances(GradScaler) if scaler.is_enabled() and scale_of(scaler) is not None]
     return used[0] if len(used) == 1 else None
 
 

@@ -54,8 +54,9 @@ class Suspicion:
 class HandTraining:
     """A model, or tensors, that a script trains without an optimizer; a step is as many backwards as the first one."""
 
-    def __init__(self, root: nn.Module, monitor: Monitor, suspicion: Suspicion, guard: Guard) -> None:
+    def __init__(self, root: nn.Module, monitor: Monitor, suspicion: Suspicion, guard: Guard, lane: object) -> None:
         self.monitor = monitor
+        self.lane = lane  # the thread that trains it
         self.notes = LoopNotes(root, None, root.parameters())
         monitor.notes = self.notes
         self._backwards = max(len(suspicion.losses), 1)

@@ -6,14 +6,18 @@ so that nothing of the first step is missed. When the optimizer begins to step, 
 what it trains. The tensor on which `backward` is called between two steps is the loss. Hooks on all modules are there
 for that time only. Later there is one hook on the steps of optimizers; when one steps that was not seen when it was
 created, modules are noted again until its next step.
+
+Several threads may train at the same time. Models and optimizers are known to all of them, and belong together by their
+parameters. What happens between two steps belongs to the thread in which it happens, its lane. An optimizer belongs to
+the lane in which it stepped last. A thread without an optimizer works for others: its backwards count for the optimizer
+that has the parameters, and its batches for the training, if there is only one.
 """
 
 from __future__ import annotations
 
-import gc
 import os
+import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial, wraps
@@ -29,6 +33,7 @@ from torchhook.core.compiled import tracing
 from torchhook.core.errors import StopTraining
 from torchhook.core.findings import Report
 from torchhook.core.hooks.registration import on_any_call, on_any_step
+from torchhook.core.instances import instances
 from torchhook.core.text import warn
 from torchhook.core.torch_internals import forward_pre_hooks, is_transformed
 from torchhook.rules.loss_graph import leaves_of, terms_arriving
@@ -36,11 +41,12 @@ from torchhook.rules.registry import Choice, chosen
 from torchhook.stats.optimizer.steps import is_inside_a_step
 from torchhook.training.launch.by_hand import HandTraining, Suspicion
 from torchhook.training.launch.feeding import Feeders
+from torchhook.training.launch.lanes import Lane
 from torchhook.training.launch.patches import patched, unwarned
 from torchhook.training.launch.schedules import Schedules
 from torchhook.training.launch.tensors import Tensors, named
 from torchhook.training.launch.trainings import Training
-from torchhook.training.monitor import Monitor, OnFinding, Terms, state_of
+from torchhook.training.monitor import Monitor, OnFinding, state_of
 from torchhook.training.process import rank, world_size
 from torchhook.training.runs.folders import delete
 
@@ -49,11 +55,27 @@ _FLEETING = 3  # steps: a training of fewer is an inner loop, unless there is no
 _FLEETINGS = 5  # such trainings after which a new one is watched only once it has lasted longer
 _STALE = 3  # steps without a gradient after which an optimizer is that of another model
 _PATIENCE = 100  # steps of other optimizers during which we look for the modules of an unknown one
+_ELSEWHERE = 0.01  # of such a step, if it is in another thread
 _IDLE = 1000  # steps of other optimizers after which a training is over
 _WATCHED = 8  # models of one optimizer that are watched, at most
-_BACKWARDS = 1000  # losses that are kept between two steps, at most
 _LONELY = 8  # backwards of which an optimizer may make one step before we ask whether the script trains by hand
 _SEARCHES = 3  # times that all modules of the process are searched for parameters of which none was called, at most
+
+
+class KnownOptimizer:
+    """What is known of an optimizer."""
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane  # in which it stepped last, or else in which its model was called, or it was created
+        self.steps = 0
+        self.roots: list[weakref.ref[nn.Module]] | None = None  # what it trains
+        self.bare: Tensors | None = None  # what stands for the tensors that it trains
+        self.patience: float = _PATIENCE  # for how many more steps its modules are looked for
+
+    @property
+    def is_unclear(self) -> bool:
+        """Whether we look for its modules."""
+        return self.roots is None and self.patience > 0
 
 
 class Discovery:
@@ -68,6 +90,7 @@ class Discovery:
         to: Path = Path("runs"),
         name: str = "run",
         on_finding: OnFinding | None = None,
+        price: float | None = 0.02,
     ) -> None:
         self.watched: list[Monitor] = []
         self._name = name
@@ -78,25 +101,21 @@ class Discovery:
             "per_module": per_module,
             "to": [to],
             "on_finding": on_finding,
+            "price": price,
         }
-        self._called: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()  # in the order of calls
+        self._called: weakref.WeakKeyDictionary[nn.Module, Lane] = weakref.WeakKeyDictionary()  # in the order of calls
         self._inner: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the parts of those that were called
+        self._optimizers: weakref.WeakKeyDictionary[Optimizer, KnownOptimizer] = weakref.WeakKeyDictionary()
         self._trainings: list[Training] = []
         self._brief: list[Monitor] = []  # of trainings that were over after a few steps
-        self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # of all optimizers so far
-        self._roots: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[nn.Module]]] = weakref.WeakKeyDictionary()
-        self._bare: weakref.WeakKeyDictionary[Optimizer, Tensors] = weakref.WeakKeyDictionary()  # those of no module
         self._by_hand: list[HandTraining] = []
-        self._suspicion: Suspicion | None = None  # backwards that may be a training without an optimizer
-        self._has_stepped = self._is_unfounded = False
-        self._lonely = 0  # backwards where there is an optimizer, but none has ever stepped
+        self._lanes: list[Lane] = []
+        self._here = threading.local()  # has the lane of each thread
+        self._lock = threading.RLock()  # for what threads share; reentrant, since collecting garbage may call us
+        self._never_steps = False  # whether many backwards changed nothing, although there is an optimizer
         self._searches = 0
-        self._feeders, self._schedules = Feeders(), Schedules()
-        self._losses: deque[Tensor] = deque(maxlen=_BACKWARDS)
-        self._before: list[Tensor] = []  # losses from before the step began
-        self._terms: list[Terms] = []  # what they compare
-        self._patience = 0  # for how many more steps modules are noted
-        self._is_broken = False
+        self._feeders, self._schedules = Feeders(lambda feeder: self._lane().draw(feeder)), Schedules()
+        self._is_broken = self._is_looking = False
         self._process = os.getpid()
         self._always = ExitStack()
         self._looking = ExitStack()
@@ -137,33 +156,68 @@ class Discovery:
                 self._forget_monitor(monitor)
         self._trainings, self._by_hand = [], []
 
+    def _lane(self) -> Lane:
+        """The lane of this thread."""
+        lane: Lane | None = getattr(self._here, "lane", None)
+        if lane is None:
+            lane = self._here.lane = Lane()
+            with self._lock:
+                self._lanes = [*(known for known in self._lanes if known.is_alive or self._has_optimizer(known)), lane]
+        return lane
+
+    def _known(self) -> dict[Optimizer, KnownOptimizer]:
+        """All optimizers that are alive, and what is known of them."""
+        with self._lock:
+            return dict(self._optimizers)
+
+    def _modules(self) -> dict[nn.Module, Lane]:
+        """The modules that were called, and where that was first."""
+        with self._lock:
+            return dict(self._called)
+
+    def _has_optimizer(self, lane: Lane) -> bool:
+        return any(known.lane is lane for known in self._known().values())
+
     def _look(self) -> None:
         """Note the modules that are called, from now on."""
-        if not self._patience:
-            self._called.clear()
-            self._inner.clear()
-            self._looking.callback(on_any_call(self._guarded(self._note)).remove)
-        self._patience = _PATIENCE
+        with self._lock:
+            if not self._is_looking:
+                self._is_looking = True
+                self._called.clear()
+                self._inner.clear()
+                self._looking.callback(on_any_call(self._guarded(self._note)).remove)
 
     def _look_no_more(self) -> None:
-        self._patience = 0
-        self._looking.close()
+        with self._lock:
+            self._is_looking = False
+            self._looking.close()
+
+    def _rest(self) -> None:
+        """Look no more, unless it is unclear what some optimizer trains."""
+        with self._lock:
+            if self._is_looking and not any(known.is_unclear for known in self._known().values()):
+                self._look_no_more()
 
     def _made(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         """An optimizer was created: a module that is called from now on may be what it trains."""
-        self._steps[optimizer] = 0
-        self._look()
+        known = KnownOptimizer(self._lane())
+        with self._lock:
+            self._optimizers[optimizer] = known
+            self._look()
 
     def _note(self, module: nn.Module, args: Any) -> None:
         """A module is called; if it is what an optimizer trains, it is watched from now on."""
         if not torch.is_grad_enabled() or module in self._called:
             return
-        self._called[module] = None
-        if module in self._inner or is_transformed() or len(self._brief) >= _FLEETINGS:
-            return
-        self._inner.update(part for part in module.modules() if part is not module)
+        lane = self._lane()
+        with self._lock:
+            if self._called.setdefault(module, lane) is not lane or module in self._inner:  # or in another thread
+                return
+            if is_transformed() or lane.brief >= _FLEETINGS:
+                return
+            self._inner.update(part for part in module.modules() if part is not module)
         optimizer = self._trainer_of(module)
-        if optimizer is None or sum(training.optimizer() is optimizer for training in self._trainings) >= _WATCHED:
+        if optimizer is None or len(self._own(optimizer)) >= _WATCHED:
             return
         before = set(forward_pre_hooks(module))
         self._watch(module, optimizer)
@@ -173,10 +227,10 @@ class Discovery:
 
     def _trainer_of(self, module: nn.Module) -> Optimizer | None:
         """The optimizer that has not stepped yet and holds most of the parameters of an unwatched module."""
-        if any(training.model() is module for training in self._trainings):
+        if any(training.model() is module for training in list(self._trainings)):
             return None
         own = {id(parameter) for parameter in module.parameters()}
-        new = [optimizer for optimizer, steps in self._steps.items() if not steps]
+        new = [optimizer for optimizer, known in self._known().items() if not known.steps]
         shares = {optimizer: len(own & _held(optimizer)) for optimizer in new}
         best = max(shares, key=shares.__getitem__, default=None)
         return best if best is not None and shares[best] else None
@@ -187,116 +241,152 @@ class Discovery:
         several = (tensors,) if isinstance(tensors, Tensor) else tensors
         losses = [tensor for tensor in several if isinstance(tensor, Tensor) and tensor.numel() == 1]
         values = [loss.detach().reshape(()).clone() for loss in losses]
-        self._losses += values
-        for training in self._trainings:
+        lane = self._lane()
+        lane.losses += values
+        concerned = self._concerned(lane, losses)
+        for training in concerned:
             training.notes.backward(losses)
-        self._dissect(losses)
-        if not self._has_stepped:
-            self._suspect(losses, values)
+        self._dissect(lane, losses, concerned)
+        if not lane.has_stepped and all(training.lane is lane for training in concerned):
+            self._suspect(lane, losses, values)
+
+    def _concerned(self, lane: Lane, losses: list[Tensor]) -> list[Training]:
+        """The trainings that a backward belongs to: those of its thread, or else those of the parameters."""
+        if len(self._lanes) == 1 or self._has_optimizer(lane):
+            return [training for training in list(self._trainings) if training.lane is lane]
+        leaves = set(map(id, leaves_of(losses)))
+        if not lane.has_stepped:
+            lane.leaves |= leaves
+        return [training for training in list(self._trainings) if leaves & _held(training.optimizer())]
 
     def never_stepped(self) -> Report | None:
         """The report on a script with an optimizer that never takes a step, and many backwards that change nothing."""
-        if self.watched or self._lonely < _LONELY or not self._is_unfounded:
+        if self.watched or not self._never_steps:
             return None
         rule = next(rule for rule in chosen(["TH503"]) if rule.code == "TH503")
         message = "optimizer.step() is never called: there are backwards and an optimizer, but nothing is trained"
-        model = next((type(module).__name__ for module in self._called), "model")
+        model = next((type(module).__name__ for module in self._modules()), "model")
         return Report((rule.finding(message, cause="loop"),), model=model)
 
-    def _dissect(self, losses: list[Tensor]) -> None:
+    def _dissect(self, lane: Lane, losses: list[Tensor], concerned: list[Training]) -> None:
         """Take the loss apart before its backward frees the graph; not with several trainings, which may share it."""
-        if len(self._steps) == 1 and any(training.notes.looks for training in self._trainings):
-            self._terms += [terms_arriving(loss) for loss in losses]
-
-    def _suspect(self, losses: list[Tensor], values: list[Tensor]) -> None:
-        """A backward begins where no optimizer has ever stepped; the script may train by hand."""
-        if self._steps and self._lonely < _LONELY:  # it accumulates, as far as we know
-            self._lonely += 1
+        if not any(training.notes.looks for training in concerned):
             return
-        if self._suspicion is None and not self._by_hand and not self._is_unfounded:
-            leaves = leaves_of(losses)
-            roots = _largest(_holding(set(map(id, leaves)), self._called))
-            self._suspicion = Suspicion(roots, leaves) if leaves else None
-        elif self._suspicion is not None and self._suspicion.has_changed(lambda: leaves_of(losses)):
-            self._watch_by_hand(self._suspicion, losses)
-        for hand in self._by_hand:
-            hand.backward(losses, values)
-        if self._suspicion is not None:
-            self._suspicion.losses += values
-            if self._suspicion.is_unfounded:
-                self._suspicion, self._is_unfounded = None, True
-                self._look_no_more()
+        if sum(known.lane is lane for known in self._known().values()) == 1:
+            lane.terms += [terms_arriving(loss) for loss in losses]
 
-    def _watch_by_hand(self, suspicion: Suspicion, losses: list[Tensor]) -> None:
+    def _suspect(self, lane: Lane, losses: list[Tensor], values: list[Tensor]) -> None:
+        """A backward begins where no optimizer has ever stepped; the script may train by hand."""
+        mine = [known for known in self._known().values() if known.lane is lane or not known.steps]
+        if mine and lane.lonely < _LONELY:  # it accumulates, as far as we know
+            lane.lonely += 1
+            return
+        hands = [hand for hand in self._by_hand if hand.lane is lane]
+        if lane.suspicion is None and not hands and not lane.is_unfounded:
+            leaves = leaves_of(losses)
+            roots = _largest(_holding(set(map(id, leaves)), self._modules()))
+            lane.suspicion = Suspicion(roots, leaves) if leaves else None
+        elif lane.suspicion is not None and lane.suspicion.has_changed(lambda: leaves_of(losses)):
+            hands = self._watch_by_hand(lane, lane.suspicion, losses)
+        for hand in hands:
+            hand.backward(losses, values)
+        if lane.suspicion is not None:
+            lane.suspicion.losses += values
+            if lane.suspicion.is_unfounded:
+                lane.suspicion, lane.is_unfounded = None, True
+                self._never_steps |= lane.lonely >= _LONELY
+                self._give_up(mine)
+
+    def _give_up(self, optimizers: Iterable[KnownOptimizer]) -> None:
+        """Look for the modules of these optimizers no more."""
+        for known in optimizers:
+            known.patience = 0
+        self._rest()
+
+    def _watch_by_hand(self, lane: Lane, suspicion: Suspicion, losses: list[Tensor]) -> list[HandTraining]:
         """Begin to watch what is trained without an optimizer, in its second step."""
-        self._suspicion = None
-        self._look_no_more()
+        lane.suspicion = None
+        self._give_up(known for known in self._known().values() if known.lane is lane)
         for training in [known for known in self._trainings if known.model() in suspicion.roots]:
             self._drop(training)
+        hands = []
         roots = suspicion.roots or [Tensors(named(leaves_of(losses)))]
         for root, rest in zip(roots, suspicion.rests, strict=True):
             monitor = self._monitor(root, None, 0)
             if monitor is not None:
                 monitor.wait(rest)
-                self._by_hand.append(HandTraining(root, monitor, suspicion, self._guarded))
+                hands.append(HandTraining(root, monitor, suspicion, self._guarded, lane))
+        self._by_hand += hands
+        return hands
 
     def _updated(self, *args: Any, **kwargs: Any) -> None:
         """A GradScaler was updated; losses that are left belong to a step that it skipped."""
-        self._losses.clear()
-        self._terms.clear()
+        self._lane().forget()
 
     def _begun(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An optimizer begins to step; backwards from now on come from its closure, which it may call several times."""
         if is_inside_a_step():  # an optimizer may call the step of its parent class
             return
-        self._before = list(self._losses)
-        self._losses.clear()
-        self._has_stepped = True
-        self._end_by_hand()
-        is_first = not self._steps.setdefault(optimizer, 0)
-        if is_first or not self._own(optimizer):
-            self._meet(optimizer)
+        lane = self._lane()
+        with self._lock:
+            known = self._optimizers.setdefault(optimizer, KnownOptimizer(lane))
+        lane.begin(self._helpers(lane, optimizer, known))
+        known.lane = lane
+        self._end_by_hand(lane)
+        if not known.steps or not self._own(optimizer):
+            self._meet(optimizer, known)
         for training in self._own(optimizer):
+            training.lane = lane
             training.notes.schedules = self._schedules.of(optimizer)
             training.notes.stepping()
+
+    def _helpers(self, lane: Lane, optimizer: Optimizer, known: KnownOptimizer) -> list[Lane]:
+        """The other lanes, without a step of their own, that ran backwards for this optimizer."""
+        others = [other for other in self._lanes if other is not lane and not other.has_stepped and other.losses]
+        held = _held(optimizer) if others else set()
+        return [other for other in others if other is known.lane or other.leaves & held]
 
     def _stepped(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An optimizer has stepped."""
         if is_inside_a_step():
             return
-        self._steps[optimizer] += 1
-        losses = [*self._before, *list(self._losses)[-1:]]
-        self._losses.clear()
-        terms, self._terms = self._terms, []
-        drawn = self._feeders.drawn()
-        for training in self._trainings:
+        lane, optimizers = self._lane(), self._known()
+        optimizers[optimizer].steps += 1
+        losses, terms, drawn = lane.end(self._loading(lane))
+        for training in [training for training in self._trainings if training.lane is lane]:
             training.idle += 1
             if losses and training.optimizer() is not optimizer:
                 training.notes.rival_stepped()
         for training in self._own(optimizer):
             training.step(losses, terms, drawn)
-        self._patience = max(self._patience - 1, 0)
-        if not self._patience or all(known in self._roots for known in self._steps):
-            self._look_no_more()
+        for known in optimizers.values():
+            known.patience -= 1 if known.lane is lane else _ELSEWHERE
+        self._rest()
 
-    def _end_by_hand(self) -> None:
-        for hand in self._by_hand:
+    def _loading(self, lane: Lane) -> list[Lane]:
+        """The lanes that load the batches of this one, if it is the only one that trains."""
+        if len(self._lanes) == 1 or any(training.lane is not lane for training in list(self._trainings)):
+            return []
+        return [other for other in self._lanes if not self._has_optimizer(other)]
+
+    def _end_by_hand(self, lane: Lane) -> None:
+        for hand in [hand for hand in self._by_hand if hand.lane is lane]:
+            self._by_hand.remove(hand)
             hand.close()
             hand.monitor.close()
-        self._by_hand, self._suspicion = [], None
 
     def _own(self, optimizer: Optimizer) -> list[Training]:
-        return [training for training in self._trainings if training.optimizer() is optimizer]
+        return [training for training in list(self._trainings) if training.optimizer() is optimizer]
 
-    def _meet(self, optimizer: Optimizer) -> None:
+    def _meet(self, optimizer: Optimizer, known: KnownOptimizer) -> None:
         """An optimizer is about to step, for the first time or without a monitor."""
-        if len(self._brief) >= _FLEETINGS and self._steps[optimizer] < _FLEETING:
+        if known.lane.brief >= _FLEETINGS and known.steps < _FLEETING:
             return
-        if optimizer not in self._roots:
-            self._find(optimizer)
-        roots = [found for known in self._roots.get(optimizer, ()) if (found := known()) is not None]
+        if known.roots is None:
+            self._find(optimizer, known)
+        roots = [root for reference in known.roots or () if (root := reference()) is not None]
         for root in roots:
-            training = next((training for training in self._trainings if training.model() is root), None)
+            training = next((training for training in list(self._trainings) if training.model() is root), None)
             if training is not None and training.optimizer() is optimizer:
                 continue
             if training is not None and not training.has_begun:  # another one was expected to train it
@@ -310,60 +400,61 @@ class Discovery:
             if roots and not training.has_begun and training.model() not in roots:  # it is a part of one of them
                 self._drop(training)
 
-    def _find(self, optimizer: Optimizer) -> None:
+    def _find(self, optimizer: Optimizer, known: KnownOptimizer) -> None:
         """Find out what an optimizer trains; if that is not clear yet, try again before its next step."""
-        if not self._patience:
+        if not self._is_looking:
+            known.patience = _PATIENCE
             self._look()
             return
         held = _held(optimizer)
-        is_late = self._steps[optimizer] >= _ATTEMPTS
-        roots = _holding(held, self._called) or (_holding(held, _all_modules()) if is_late else [])
-        if not roots and self._steps[optimizer] >= _STALE and not _has_gradient(optimizer):
-            roots = self._untrained()
+        is_late = known.steps >= _ATTEMPTS  # hooks do not see the calls inside a compiled graph
+        roots = _holding(held, self._modules()) or (_holding(held, instances(nn.Module)) if is_late else [])
+        if not roots and known.steps >= _STALE and not _has_gradient(optimizer):
+            roots = self._untrained(known.lane)
         if not roots and (is_late or self._is_bare(optimizer)):
-            roots = [self._stand_in(optimizer)]
+            known.bare = Tensors(named(_parameters(optimizer)))
+            roots = [known.bare]
         if roots:
-            self._roots[optimizer] = [weakref.ref(root) for root in _largest(roots)]
+            known.roots = [weakref.ref(root) for root in _largest(roots)]
 
     def _is_bare(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer trains tensors that are in no module, as far as that is known yet."""
         if not _has_gradient(optimizer):
             return False
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if not any(isinstance(parameter, nn.Parameter) for parameter in held):
+        if not any(isinstance(parameter, nn.Parameter) for parameter in _parameters(optimizer)):
             return True
         self._searches += 1
-        return self._searches <= _SEARCHES and not _holding(_held(optimizer), _all_modules())
+        return self._searches <= _SEARCHES and not _holding(_held(optimizer), instances(nn.Module))
 
-    def _untrained(self) -> list[nn.Module]:
-        """The models that get gradients but are in no optimizer: theirs may be one that has other parameters."""
-        held = {known for optimizer in self._steps for known in _held(optimizer)}
-        models = [root for root in outermost(self._called) if any(p.grad is not None for p in root.parameters())]
+    def _untrained(self, lane: Lane) -> list[nn.Module]:
+        """The models of a lane that get gradients but are in no optimizer: theirs may be one with other parameters."""
+        held = {id_ for optimizer in self._known() for id_ in _held(optimizer)}
+        called = [module for module, where in self._modules().items() if where is lane]
+        models = [root for root in outermost(called) if any(p.grad is not None for p in root.parameters())]
         return [root for root in models if not any(id(parameter) in held for parameter in root.parameters())]
-
-    def _stand_in(self, optimizer: Optimizer) -> nn.Module:
-        """A module that stands for the tensors of an optimizer."""
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self._bare[optimizer] = Tensors(named(held))
-        return self._bare[optimizer]
 
     def _watch(self, root: nn.Module, optimizer: Optimizer, is_late: bool = False) -> None:
         """Begin to watch a model; `is_late` if its forward is over, so that its next step is the first to measure."""
         weak = weakref.proxy(optimizer)  # the training is over when the script drops its optimizer
-        monitor = self._monitor(root, weak, self._steps[optimizer])
+        known = self._known()[optimizer]
+        known.lane = self._lane()
+        monitor = self._monitor(root, weak, known.steps)
         if monitor is None:
-            self._roots[optimizer] = []  # do not try again
+            known.roots = []  # do not try again
             return
         if is_late:
             monitor.wait()
-        training = Training(root, optimizer, monitor, self._guarded)
+        training = Training(root, optimizer, monitor, self._guarded, known.lane)
         training.notes.others = partial(self._held_by_others, training)
+        for other in list(self._trainings):
+            if other.lane is not training.lane:
+                other.notes.disown(list(training.lane.feeders))
         self._trainings.append(training)
 
     def _held_by_others(self, training: Training) -> set[int]:
         """The ids of the parameters that other optimizers have."""
         own = training.optimizer()
-        return {known for optimizer in list(self._steps) if optimizer is not own for known in _held(optimizer)}
+        return {id_ for optimizer in self._known() if optimizer is not own for id_ in _held(optimizer)}
 
     def _monitor(self, root: nn.Module, optimizer: Any, first_step: int) -> Monitor | None:
         name = f"{self._name}-{type(root).__name__}" if self.watched else self._name
@@ -386,16 +477,26 @@ class Discovery:
         if not training.has_begun:
             self._drop(training)
             return
+        if not self._taken(training):
+            return
         training.close()
-        self._trainings.remove(training)
         if training.steps < _FLEETING:
             self._brief.append(training.monitor)
+            training.lane.brief += 1
 
     def _drop(self, training: Training) -> None:
         """Forget a training that never took a step."""
-        training.close()
-        self._trainings.remove(training)
-        self._forget_monitor(training.monitor)
+        if self._taken(training):
+            training.close()
+            self._forget_monitor(training.monitor)
+
+    def _taken(self, training: Training) -> bool:
+        """Take a training off the list; whether it was there. Another thread may have done so."""
+        with self._lock:
+            if training not in self._trainings:
+                return False
+            self._trainings.remove(training)
+            return True
 
     def _forget_monitor(self, monitor: Monitor) -> None:
         self.watched.remove(monitor)
@@ -433,23 +534,22 @@ def outermost(called: Iterable[nn.Module]) -> list[nn.Module]:
     return [module for module in modules if module not in inside]
 
 
-def _held(optimizer: Optimizer) -> set[int]:
+def _parameters(optimizer: Optimizer | None) -> list[Tensor]:
+    return [] if optimizer is None else [known for group in optimizer.param_groups for known in group["params"]]
+
+
+def _held(optimizer: Optimizer | None) -> set[int]:
     """The ids of the parameters that an optimizer has."""
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return set(map(id, _parameters(optimizer)))
 
 
 def _has_gradient(optimizer: Optimizer) -> bool:
-    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+    return any(parameter.grad is not None for parameter in _parameters(optimizer))
 
 
 def _holding(held: set[int], modules: Iterable[nn.Module]) -> list[nn.Module]:
     """The outermost of `modules` that have one of the parameters with the ids in `held`."""
     return [root for root in outermost(modules) if any(id(parameter) in held for parameter in root.parameters())]
-
-
-def _all_modules() -> list[nn.Module]:
-    """All modules in this process, since hooks do not see the calls inside a compiled graph."""
-    return [known for known in gc.get_objects() if issubclass(type(known), nn.Module)]
 
 
 def _largest(roots: list[nn.Module]) -> list[nn.Module]:

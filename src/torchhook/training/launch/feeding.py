@@ -67,15 +67,10 @@ class Feeder:
 class Feeders:
     """All loaders of the script; only what it takes with gradients enabled counts."""
 
-    def __init__(self) -> None:
-        self.recent: dict[Feeder, int] = {}  # those that gave batches since `drawn` was called, and how many
+    def __init__(self, drawn: Callable[[Feeder], None]) -> None:
+        self._drawn = drawn  # is called with each loader that gives a batch, in the thread that takes it
         self._feeders: weakref.WeakKeyDictionary[DataLoader[Any], Feeder] = weakref.WeakKeyDictionary()
         self._iterators: weakref.WeakKeyDictionary[Any, Drawing] = weakref.WeakKeyDictionary()
-
-    def drawn(self) -> dict[Feeder, int]:
-        """How many batches each loader gave since the last call."""
-        recent, self.recent = self.recent, {}
-        return recent
 
     @contextmanager
     def seen(self, guard: Guard) -> Iterator[None]:
@@ -100,7 +95,7 @@ class Feeders:
         if drawing is not None:
             drawing.given += 1
             drawing.feeder.gave(drawing.given, batch)
-            self.recent[drawing.feeder] = self.recent.get(drawing.feeder, 0) + 1
+            self._drawn(drawing.feeder)
 
     def _ended(self, iterator: Any) -> None:
         drawing = self._iterators.get(iterator)

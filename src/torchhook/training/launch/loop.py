@@ -109,6 +109,11 @@ class LoopNotes:
         self._is_stepping = False
         self._dirty, self._calls, self._count, self._row = [], 0, 0, 0
 
+    def disown(self, feeders: Iterable[Feeder]) -> None:
+        """These loaders turned out to feed another training."""
+        for feeder in feeders:
+            self._feeders.pop(feeder, None)
+
     def plan(self, measures: bool) -> None:
         """Decide whether to look at the next step, which may be measured."""
         self.looks = self.steps < FIRST or (measures and self._found["looked"] < _MOST)
@@ -128,7 +133,7 @@ class LoopNotes:
             scheduled=any(schedule.steps for schedule in self.schedules),
             hasty=self._hasty,
             switches=tuple(self._switches),
-            feedings=tuple(feeder.facts() for feeder in self._feeders),
+            feedings=tuple(feeder.facts() for feeder in list(self._feeders)),
             steps=self.steps,
             has_ended=self.has_ended,
             **self._found,

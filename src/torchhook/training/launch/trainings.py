@@ -13,6 +13,7 @@ from torchhook.core.call_wrapper import compiled_among
 from torchhook.core.hooks.registration import Removable, before_call
 from torchhook.rules.loss_graph import merged
 from torchhook.training.launch.feeding import Feeder
+from torchhook.training.launch.lanes import Lane
 from torchhook.training.launch.loop import LoopNotes
 from torchhook.training.launch.patches import Guard
 from torchhook.training.monitor import Monitor, Terms
@@ -23,10 +24,11 @@ _REPLACED = 20  # steps that an optimizer takes alone until it counts as the suc
 class Training:
     """A model, the optimizer that trains it, and the monitor that watches both."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, monitor: Monitor, guard: Guard) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, monitor: Monitor, guard: Guard, lane: Lane) -> None:
         self.model = weakref.ref(model)
         self.optimizer = weakref.ref(optimizer)
         self.monitor = monitor
+        self.lane = lane  # the thread in which the optimizer stepped last
         self.notes = LoopNotes(model, optimizer, [p for group in optimizer.param_groups for p in group["params"]])
         monitor.notes = self.notes
         self.steps = 0  # that the optimizer has taken

@@ -20,7 +20,7 @@ from torchhook.stats.downsample import measured_at, thinned
 from torchhook.stats.reading import Place, Row
 from torchhook.training.runs.groups import Group, settings_of, text
 from torchhook.training.runs.owners import this_process
-from torchhook.training.runs.schema import APPLICATION, VERSION, can_log_ahead, create
+from torchhook.training.runs.schema import APPLICATION, VERSION, can_log_ahead, create, require_tables
 
 _PATIENCE = 1.0  # seconds to wait for other writers and readers
 _AT_ONCE = 50  # steps that are deleted in one transaction, so that its log stays small
@@ -53,6 +53,7 @@ class Database:
         version = self._number("PRAGMA user_version")
         if self._number("PRAGMA application_id") != APPLICATION or version > VERSION:
             raise RunError(f"cannot write to {str(self.file)!r}: another program or a newer torchhook wrote it")
+        require_tables(self._db, self.file)
         pages = self.log_bytes // (2 * self._number("PRAGMA page_size"))
         if self._db.execute("PRAGMA journal_mode").fetchone() != ("wal",):  # it had ended, or there cannot be one
             # A persistent journal shows readers that the run is being written.

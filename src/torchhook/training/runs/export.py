@@ -46,7 +46,10 @@ def export_parquet(run: Run, file: str | os.PathLike[str]) -> int:
 
 
 def export_csv(run: Run, file: str | os.PathLike[str]) -> int:
-    """The same table as CSV, which needs no other library; what is unknown is empty."""
+    """The same table as CSV, which needs no other library; what is null there is empty here.
+
+    Spreadsheets run a text that begins like a formula, so an apostrophe is put before such a name.
+    """
     rows = 0
     losses, rates, known = run.losses, run.rates, run.places
     with _draft(Path(file)) as draft, draft.open("w", newline="", encoding="utf-8") as out:
@@ -58,9 +61,19 @@ def export_csv(run: Run, file: str | os.PathLike[str]) -> int:
             for at, step in enumerate(group.steps):
                 for number, place in enumerate(group.places):
                     values = [values[at][number] for values in (*counts, *numbers)]
-                    writer.writerow([step, *place, known[place].label, *values, losses.get(step), rates.get(step)])
+                    names = map(_no_formula, (*place, known[place].label))
+                    writer.writerow([step, *names, *values, losses.get(step), rates.get(step)])
                     rows += 1
     return rows
+
+
+def _no_formula(name: str) -> str:
+    """A name that no spreadsheet runs.
+
+    >>> _no_formula("fc"), _no_formula("=HYPERLINK(0)")
+    ('fc', "'=HYPERLINK(0)")
+    """
+    return f"'{name}" if name.startswith(("=", "+", "-", "@", "\t", "\r")) else name
 
 
 def _groups(run: Run) -> Iterator[Group]:

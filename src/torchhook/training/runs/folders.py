@@ -8,18 +8,25 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 
 from torchhook.core.errors import RunError
+from torchhook.core.text import warn
+from torchhook.training.runs.location import is_file
+from torchhook.training.runs.owners import is_running
 from torchhook.training.runs.run import Run
-from torchhook.training.runs.schema import FILE, SAMPLES, UNWRITTEN, remove
+from torchhook.training.runs.schema import DRAFT, FILE, SAMPLES, UNWRITTEN, remove
+from torchhook.training.runs.summary import Summary, summarize
 
 LATEST = "latest"
+WHERE = "a training writes its run to 'runs' in the folder where it was started, or to what --to or to= names"
 _UNFIT = re.compile(r"[^\w.-]+", re.ASCII)
 _RANK = re.compile(r"rank\d+")
+_DRAFT = re.compile(rf"(?:{re.escape(DRAFT)}|\.{LATEST}\.)(\d+)(?:\.\d+)?")
 _OURS = re.compile(r"\.?\d{8,}-\d+\.png")
 
 
@@ -53,23 +60,42 @@ def new_folder(root: str | os.PathLike[str], name: str) -> Path:
 
 def find(root: str | os.PathLike[str]) -> list[Path]:
     """The runs in a folder, newest first."""
-    root = Path(root)
-    if not root.is_dir():
-        raise RunError(f"there is no folder {str(root)!r}; pass the folder that the monitor got as to=")
-    return sorted(_runs_below(root), key=lambda folder: (_started(folder), folder.name), reverse=True)
+    return sorted(_runs_below(_folder(root)), key=lambda folder: (_started(folder), folder.name), reverse=True)
 
 
-def latest(path: str | os.PathLike[str]) -> Path:
-    """The run at `path`, or the newest in it if it is a folder of runs."""
+def summaries(root: str | os.PathLike[str]) -> list[Summary]:
+    """The summaries of the runs in a folder, newest first."""
+    return sorted(map(summarize, _runs_below(_folder(root))), key=lambda run: (run.started, run.name), reverse=True)
+
+
+def leftovers(root: str | os.PathLike[str]) -> list[Path]:
+    """The files of runs in a folder that never began: their process was killed while it created them, or the disk was
+    full. Files of a process that may still be at it are not among them.
+    """
+    root = _folder(root)
+    found = [*root.iterdir(), *(file for below in _folders_in(root) for file in _listed(below))]
+    return sorted(file for file in found if _is_left(file))
+
+
+def latest(path: str | os.PathLike[str], tell: Callable[[str], None] = warn) -> Path:
+    """The run at `path`, or the newest in it if it is a folder of runs.
+
+    Runs that cannot be read are passed over, each with a line for `tell`, unless there are no others.
+    """
     path = Path(path)
-    if path.name == FILE or (path / FILE).is_file():
+    if path.name == FILE or is_file(path / FILE):
         return path
     named = path / (path / LATEST).resolve().name
-    if (named / FILE).is_file():  # else there are no links here, or the run is gone
+    if is_file(named / FILE) and not summarize(named).error:  # else there are no links here, or the run is gone
         return named
     found = find(path)
     if not found:
         raise RunError(f"there are no runs in {str(path)!r}; `torchhook run SCRIPT` or a `Monitor` writes one")
+    for folder in found:
+        broken = summarize(folder).error
+        if not broken:
+            return folder
+        tell(f"passed over {str(folder)!r}, which cannot be read: {broken}")
     return found[0]
 
 
@@ -102,18 +128,53 @@ def delete(folder: Path) -> bool:
     for picture in _pictures(folder):
         picture.unlink(missing_ok=True)
     _remove_empty(folder / SAMPLES)
+    for left in filter(_is_left, _listed(folder)):
+        remove(left)
     (folder / UNWRITTEN).unlink(missing_ok=True)
     remove(folder / FILE)
     gone = _remove_empty(folder)
-    latest = folder.parent / LATEST
-    if latest.is_symlink() and not latest.exists():
-        latest.unlink()
+    _unlink_latest(folder.parent)
     return gone
+
+
+def clear(left: Path) -> None:
+    """Delete one of the `leftovers`, and its folder if nothing else is in it."""
+    remove(left)
+    if left.name.startswith(f".{LATEST}."):
+        return
+    _remove_empty(left.parent)
+    _unlink_latest(left.parent.parent)
+
+
+def _folder(root: str | os.PathLike[str]) -> Path:
+    root = Path(root)
+    if not root.is_dir():
+        raise RunError(f"there is no folder {str(root)!r}; {WHERE}")
+    return root
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    return [below for below in folder.iterdir() if not below.is_symlink() and below.is_dir()]
+
+
+def _listed(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:  # it is gone, or belongs to another user
+        return []
+
+
+def _is_left(file: Path) -> bool:
+    """Whether a file is left of a start that did not end: the draft of a run or of a link, or a mark without a run."""
+    if file.name == UNWRITTEN:
+        return not is_file(file.with_name(FILE))
+    process = _DRAFT.fullmatch(file.name)
+    return process is not None and not is_running(int(process[1]))
 
 
 def _runs_below(folder: Path) -> list[Path]:
     """The runs in a folder, except those that are links to elsewhere."""
-    return [below for below in folder.iterdir() if not below.is_symlink() and (below / FILE).is_file()]
+    return [below for below in _folders_in(folder) if is_file(below / FILE)]
 
 
 def _pictures(folder: Path) -> Iterator[Path]:
@@ -130,12 +191,19 @@ def _remove_empty(folder: Path) -> bool:
     return True
 
 
+def _unlink_latest(root: Path) -> None:
+    """Delete the link to the latest run if that is gone."""
+    latest = root / LATEST
+    if latest.is_symlink() and not latest.exists():
+        latest.unlink(missing_ok=True)  # another thread may do the same
+
+
 def _lead_to(folder: Path) -> None:
     """Make `latest` a link to a folder, unless something else has that name."""
     latest = folder.parent / LATEST
     if latest.exists() and not latest.is_symlink():
         return
-    draft = folder.parent / f".{LATEST}.{os.getpid()}"
+    draft = folder.parent / f".{LATEST}.{os.getpid()}.{threading.get_ident()}"
     draft.unlink(missing_ok=True)
     draft.symlink_to(folder.name, target_is_directory=True)
     draft.replace(latest)

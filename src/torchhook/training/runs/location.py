@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import sqlite3
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -12,9 +14,13 @@ from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 from torchhook.core.errors import RunError
-from torchhook.training.runs.schema import APPLICATION, BESIDE, FILE, VERSION
+from torchhook.core.text import in_units
+from torchhook.training.runs.schema import APPLICATION, BESIDE, FILE, VERSION, require_tables
 
-_PATIENCE = 10.0  # seconds
+_PATIENCE = 10.0  # seconds to wait for a writer
+_MOST = 10.0  # seconds that one statement may take
+_OPERATIONS = 10_000  # of SQLite, between two looks at the clock
+_LARGEST = 2**31  # bytes that are copied to recover a run
 
 Result = TypeVar("Result")
 
@@ -22,11 +28,19 @@ Result = TypeVar("Result")
 def located(path: Path) -> Path:
     """The file of the run at `path`, which is its folder or the file itself."""
     file = path if path.name == FILE else path / FILE
-    if not file.is_file():
+    if not is_file(file):
         raise RunError(
             f"there is no run in {str(path)!r} (no {FILE}); `torchhook runs list FOLDER` lists the runs in a folder"
         )
     return file
+
+
+def is_file(path: Path) -> bool:
+    """Whether it is a file that can be looked at: the folder of another user may be closed."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 class Source:
@@ -46,14 +60,16 @@ class Source:
                 return self._once(work)
             except RunError:
                 raise
-            except Exception:
+            except Exception as error:
                 self.close()  # the run may have begun, ended or been replaced since it was opened
+                self._require_time(error)
             try:
                 return self._once(work)
             except RunError:
                 raise
             except Exception as error:  # the file may contain anything
                 self.close()
+                self._require_time(error)
                 raise RunError(
                     f"{str(self.file)!r} is not a run, or is corrupt ({error});"
                     f" `sqlite3 {self.file} .recover` may salvage it"
@@ -69,6 +85,11 @@ class Source:
                 self._copy.cleanup()
                 self._copy = None
 
+    def _require_time(self, error: Exception) -> None:
+        """Raise if the error is that the time was over; trying again would take as long."""
+        if isinstance(error, sqlite3.OperationalError) and str(error) == "interrupted":
+            raise RunError(f"{str(self.file)!r} takes too long to read: more than {_MOST:g} s") from error
+
     def _once(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
         if self._db is not None and self._is_frozen and self._is_written():
             self.close()
@@ -82,6 +103,9 @@ class Source:
                 self._db.execute("ROLLBACK")
 
     def _opened(self) -> sqlite3.Connection:
+        for file in map(self._beside, ("", *BESIDE)):
+            if file.is_symlink():
+                raise RunError(f"{str(self.file)!r} is refused: {file.name!r} is a link, which may lead anywhere")
         # A writer always has a second file next to the first. Without one, SQLite is told not to create any, since it
         # may not even have the permission.
         self._is_frozen = not self._is_written()
@@ -98,14 +122,35 @@ class Source:
 
     def _mended(self) -> sqlite3.Connection:
         """Recover what a crash left behind, in a copy."""
+        files = [file for suffix in ("", *BESIDE) if suffix != "-shm" and (file := self._beside(suffix)).exists()]
+        size = sum(file.stat().st_size for file in files)  # which a file may claim without having it
+        if size > _LARGEST:
+            raise RunError(
+                f"{str(self.file)!r} was not closed, and takes {in_units(size)}, which is too much to recover it in a"
+                f" copy; `sqlite3 {self.file} .tables` recovers it in place"
+            )
         self._copy = TemporaryDirectory(prefix="torchhook-run-")
-        for suffix in ("", *BESIDE):
-            if suffix != "-shm" and (file := self._beside(suffix)).exists():
-                shutil.copyfile(file, Path(self._copy.name, file.name))
+        for file in files:
+            shutil.copyfile(file, Path(self._copy.name, file.name))
         return _connected(Path(self._copy.name, FILE), "mode=rw")
 
     def _beside(self, suffix: str) -> Path:
         return self.file.with_name(FILE + suffix)
+
+
+class _Clock:
+    """Interrupts a statement that takes too long: a file may be made so that reading it never ends."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._end = math.inf
+        db.set_trace_callback(self._start)
+        db.set_progress_handler(self._is_over, _OPERATIONS)
+
+    def _start(self, statement: str) -> None:
+        self._end = time.monotonic() + _MOST
+
+    def _is_over(self) -> bool:
+        return time.monotonic() > self._end
 
 
 def _connected(file: Path, how: str) -> sqlite3.Connection:
@@ -113,6 +158,7 @@ def _connected(file: Path, how: str) -> sqlite3.Connection:
         f"{file.absolute().as_uri()}?{how}", uri=True, timeout=_PATIENCE, isolation_level=None, check_same_thread=False
     )
     try:
+        _Clock(db)
         db.execute("PRAGMA trusted_schema = OFF")  # never call functions that the schema of the file names
         (application,) = db.execute("PRAGMA application_id").fetchone()
         (version,) = db.execute("PRAGMA user_version").fetchone()
@@ -123,6 +169,7 @@ def _connected(file: Path, how: str) -> sqlite3.Connection:
                 f"{str(file)!r} was written by a newer torchhook (version {version} of the tables; this one reads up to"
                 f" {VERSION}); update torchhook to read it"
             )
+        require_tables(db, file)
     except BaseException:
         db.close()
         raise

@@ -25,15 +25,24 @@ def is_gone(owner: Mapping[str, Any]) -> bool:
     pid = owner.get("pid")
     if owner.get("host") != socket.gethostname() or not isinstance(pid, int) or pid <= 0:
         return False
+    return not is_running(pid) or (os.name == "posix" and owner.get("began") != _began(pid))
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process on this machine may have this id.
+
+    >>> is_running(os.getpid()), is_running(2**22 + 1)
+    (True, False)
+    """
     if os.name != "posix":  # elsewhere, signal 0 may end the process
-        return False
+        return True
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
-        return True
-    except (OSError, OverflowError):  # it belongs to another user
         return False
-    return owner.get("began") != _began(pid)
+    except (OSError, OverflowError):  # it belongs to another user
+        return True
+    return True
 
 
 def _began(pid: int) -> str | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 import sqlite3
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +19,10 @@ from torchhook.stats.reading import Place, Row, Snapshot
 from torchhook.training.runs.blobs import unpacked
 from torchhook.training.runs.fields import WIDTH, field_of
 from torchhook.training.runs.groups import Group, row_of
+from torchhook.training.runs.tables import BYTES, MAYBE_NUMBER, NUMBER, TEXT, WHOLE, moment, rows
 
 AT_ONCE = 128  # steps that are unpacked together
+_LAST = 2**63 - 1  # the largest step that SQLite can store
 _STATES = "states CROSS JOIN layouts ON layouts.id = states.layout"  # in this order: there may be many layouts
 
 
@@ -32,22 +34,62 @@ class Series(NamedTuple):
     values: Tensor
 
 
+class Life(NamedTuple):
+    """When a run began and ended, in seconds since 1970, the state that it was last in, and the process that writes."""
+
+    state: str
+    started: float
+    ended: float | None
+    owner: Mapping[str, Any]
+
+
+def life(db: sqlite3.Connection) -> Life:
+    """The life of the run."""
+    query = "SELECT state, started, ended, owner FROM life"
+    ((state, started, ended, owner),) = rows(db, query, (TEXT, NUMBER, MAYBE_NUMBER, TEXT))
+    return Life(state, moment(started), None if ended is None else moment(ended), {**json.loads(owner)})
+
+
+def told(db: sqlite3.Connection, key: str, default: Any) -> Any:
+    """A fact about the whole run, or the default."""
+    found = rows(db, "SELECT value FROM about WHERE key = ?", (TEXT,), (key,))
+    return next((json.loads(value) for (value,) in found), default)
+
+
 def places(db: sqlite3.Connection) -> dict[int, tuple[Place, Row]]:
     """Every place by its id, with a row that has no states."""
-    rows = db.execute("SELECT id, path, port, label, note, stats, failed FROM places ORDER BY id")
-    return {id_: ((path, port), row_of(*facts)) for id_, path, port, *facts in rows}
+    query = "SELECT id, path, port, label, note, stats, failed FROM places ORDER BY id"
+    return {id_: ((path, port), row_of(*facts)) for id_, path, port, *facts in rows(db, query, (WHOLE, *6 * (TEXT,)))}
 
 
 def steps(db: sqlite3.Connection) -> list[int]:
     """The measured steps."""
-    return [step for (step,) in db.execute("SELECT step FROM windows ORDER BY step")]
+    return [step for (step,) in rows(db, "SELECT step FROM windows ORDER BY step", (WHOLE,))]
 
 
 def steps_with(db: sqlite3.Connection, stat: str) -> list[int]:
     """The measured steps in which a statistic was collected."""
     layouts = "SELECT id FROM layouts WHERE stat = ?"
     query = f"SELECT DISTINCT step FROM states WHERE layout IN ({layouts}) ORDER BY step"
-    return [step for (step,) in db.execute(query, (stat,))]
+    return [step for (step,) in rows(db, query, (WHOLE,), (stat,))]
+
+
+def losses(db: sqlite3.Connection, after: int = -_LAST, until: int = _LAST) -> dict[int, float]:
+    """The losses of the steps after `after`, up to `until`."""
+    query = "SELECT step, loss FROM losses WHERE step > ? AND step <= ? ORDER BY step"
+    return {step: number(loss) for step, loss in rows(db, query, (WHOLE, MAYBE_NUMBER), (after, until))}
+
+
+def loss_curve(db: sqlite3.Connection, most: int) -> dict[int, float]:
+    """At most `most` of the losses, evenly spread. Each is looked up: of 200,000, reading all would take long."""
+    ends = "SELECT min(step), max(step) FROM losses HAVING count(*)"
+    query = "SELECT step, loss FROM losses WHERE step >= ? ORDER BY step LIMIT 1"
+    found: dict[int, float] = {}
+    for first, last in rows(db, ends, (WHOLE, WHOLE)):
+        for part in range(most):
+            at = first + (last - first) * part // (most - 1)
+            found.update((step, number(loss)) for step, loss in rows(db, query, (WHOLE, MAYBE_NUMBER), (at,)))
+    return found
 
 
 def chosen(steps: Sequence[int], most: int | None) -> list[int]:
@@ -61,14 +103,14 @@ def chosen(steps: Sequence[int], most: int | None) -> list[int]:
 
 def entry(db: sqlite3.Connection, step: int) -> Entry | None:
     """A measured step, without feature maps and wires; None if it was not measured."""
-    found = db.execute("SELECT time, rate FROM windows WHERE step = ?", (step,)).fetchone()
+    query = "SELECT time, rate FROM windows WHERE step = ?"
+    found = next(rows(db, query, (NUMBER, MAYBE_NUMBER), (step,)), None)
     if found is None:
         return None
     time, rate = found
-    previous = "ifnull((SELECT max(step) FROM windows WHERE step < :step), -1)"
-    query = f"SELECT step, loss FROM losses WHERE step > {previous} AND step <= :step ORDER BY step"
-    losses = {at: number(loss) for at, loss in db.execute(query, {"step": step})}
-    return Entry(step, time, _snapshot(db, step), losses, rate, rates={} if rate is None else {step: rate})
+    ((previous,),) = rows(db, "SELECT ifnull(max(step), -1) FROM windows WHERE step < ?", (WHOLE,), (step,))
+    here = losses(db, previous, step)
+    return Entry(step, time, _snapshot(db, step), here, rate, rates={} if rate is None else {step: rate})
 
 
 def number(value: float | None) -> float:
@@ -79,7 +121,7 @@ def number(value: float | None) -> float:
 def _snapshot(db: sqlite3.Connection, step: int) -> Snapshot:
     states: dict[int, dict[str, list[Callable[[], Tensor]]]] = {}
     query = f"SELECT stat, shape, places, data FROM {_STATES} WHERE step = ?"
-    for stat, shape, ids, data in db.execute(query, (step,)):
+    for stat, shape, ids, data in rows(db, query, (TEXT, TEXT, TEXT, BYTES), (step,)):
         numbers = json.loads(ids)
         found = unpacked([data], len(numbers), json.loads(shape))[0]
         for position, number in enumerate(numbers):
@@ -94,11 +136,12 @@ def groups(db: sqlite3.Connection, steps: Iterable[int], stat: str, port: str | 
     together: dict[int, dict[int, bytes]] = {}  # by layout and step
     query = f"SELECT layout, data FROM {_STATES} WHERE step = ? AND stat = ? AND port = ifnull(?, port)"
     for step in steps:
-        for layout, data in db.execute(query, (step, stat, port)):
+        for layout, data in rows(db, query, (WHOLE, BYTES), (step, stat, port)):
             together.setdefault(layout, {})[step] = data
     found = []
     for layout, blobs in together.items():
-        at, *facts = db.execute("SELECT port, shape, places FROM layouts WHERE id = ?", (layout,)).fetchone()
+        layouts = "SELECT port, shape, places FROM layouts WHERE id = ?"
+        ((at, *facts),) = rows(db, layouts, (TEXT, TEXT, TEXT), (layout,))
         shape, ids = map(json.loads, facts)
         states = unpacked(list(blobs.values()), len(ids), shape)
         found.append(Group(stat, at, [names[number] for number in ids], list(blobs), states))
@@ -109,14 +152,14 @@ def series(db: sqlite3.Connection, field: str, port: str, most: int | None, afte
     """A field of the moments at a port, by path and step."""
     wanted = _at_port((place for place, _ in places(db).values()), port)
     taken = chosen([step for step in steps(db) if after is None or step > after], most)
-    rows = {place: number for number, place in enumerate(wanted)}
+    row_at = {place: number for number, place in enumerate(wanted)}
     columns = {step: number for number, step in enumerate(taken)}
-    values = torch.full((len(rows), len(columns)), math.nan, dtype=torch.float64)
+    values = torch.full((len(row_at), len(columns)), math.nan, dtype=torch.float64)
     for first in range(0, len(taken), AT_ONCE):
         for group in groups(db, taken[first : first + AT_ONCE], Moments.name, port):
-            here = [number for number, place in enumerate(group.places) if place in rows]
+            here = [number for number, place in enumerate(group.places) if place in row_at]
             if here and group.states.shape[2:] == (WIDTH,):
-                row = torch.tensor([rows[group.places[number]] for number in here])
+                row = torch.tensor([row_at[group.places[number]] for number in here])
                 column = torch.tensor([columns[step] for step in group.steps])
                 values[row[:, None], column] = field_of(group.states[:, here], field).T
     return Series(taken, [path for path, _ in wanted], values)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import html
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from torchhook.core.errors import NotRecordedError
+from torchhook.core.cards import boxed, card, text
+from torchhook.core.errors import NotRecordedError, RunError
 from torchhook.core.findings import Finding, Report
 from torchhook.core.text import in_units
 from torchhook.render.to_json import from_json
 from torchhook.render.words import printable
+from torchhook.rules.check import check
 from torchhook.rules.entry import Entry
 from torchhook.rules.history import History
 from torchhook.stats.moments import Moments
@@ -28,9 +29,11 @@ from torchhook.training.runs.location import Source, located
 from torchhook.training.runs.owners import is_gone
 from torchhook.training.runs.queries import AT_ONCE, Series, chosen, number
 from torchhook.training.runs.schema import BESIDE, FILE, SAMPLES, UNWRITTEN
+from torchhook.training.runs.tables import MAYBE_NUMBER, MAYBE_WHOLE, NUMBER, TEXT, WHOLE, moment, rows
 from torchhook.training.runs.why import Why
 
-NO_REPORT = "the run has no report: it was killed, or nothing was checked yet"
+_UNCHECKED = "the run has no report yet: nothing was checked so far"
+_CHECKED_NOW = "the run has no report, so what it recorded was checked now"
 
 
 class Sample(NamedTuple):
@@ -90,18 +93,20 @@ class Run:
     def about(self) -> dict[str, Any]:
         """Names, versions and settings of the training, and how its layers are connected."""
         return self._source.read(
-            lambda db: {key: json.loads(value) for key, value in db.execute("SELECT key, value FROM about")}
+            lambda db: {key: json.loads(value) for key, value in rows(db, "SELECT key, value FROM about", (TEXT, TEXT))}
         )
 
     @property
     def wires(self) -> list[tuple[str, str]]:
         """Pairs of layers whose first feeds the second."""
-        return [(str(source), str(path)) for source, path in self.about.get("wires", ())]
+        return self._source.read(
+            lambda db: [(str(source), str(path)) for source, path in queries.told(db, "wires", ())]
+        )
 
     @property
     def model(self) -> str:
         """The name of the model."""
-        return str(self.about.get("model", "model"))
+        return str(self._source.read(lambda db: queries.told(db, "model", "model")))
 
     @property
     def state(self) -> str:
@@ -111,20 +116,19 @@ class Run:
         on the machine where it was written.
         """
         life = self._life()
-        if life["state"] == "running" and (self.folder / UNWRITTEN).exists():
+        if life.state == "running" and (self.folder / UNWRITTEN).exists():
             return UNWRITTEN
-        return "killed" if life["state"] == "running" and is_gone(json.loads(life["owner"])) else str(life["state"])
+        return "killed" if life.state == "running" and is_gone(life.owner) else life.state
 
     @property
     def started(self) -> float:
         """When it began, in seconds since 1970."""
-        return float(self._life()["started"])
+        return self._life().started
 
     @property
     def ended(self) -> float | None:
         """When it ended; None if it is running, or was killed."""
-        ended = self._life()["ended"]
-        return None if ended is None else float(ended)
+        return self._life().ended
 
     @property
     def places(self) -> dict[Place, Row]:
@@ -134,7 +138,8 @@ class Run:
     @property
     def times(self) -> dict[int, float]:
         """The time of each measured step, in seconds since 1970."""
-        return dict(self._rows("SELECT step, time FROM windows ORDER BY step"))
+        query = "SELECT step, time FROM windows ORDER BY step"
+        return self._source.read(lambda db: {step: moment(time) for step, time in rows(db, query, (WHOLE, NUMBER))})
 
     @property
     def steps(self) -> list[int]:
@@ -148,17 +153,22 @@ class Run:
     @property
     def losses(self) -> dict[int, float]:
         """The losses, by step."""
-        return {step: number(loss) for step, loss in self._rows("SELECT step, loss FROM losses ORDER BY step")}
+        return self._source.read(queries.losses)
 
     def losses_after(self, step: int) -> dict[int, float]:
         """The losses of the steps after `step`."""
-        query = f"SELECT step, loss FROM losses WHERE step > {step:d} ORDER BY step"
-        return {step: number(loss) for step, loss in self._rows(query)}
+        return self._source.read(partial(queries.losses, after=step))
+
+    def loss_curve(self, most: int = 60) -> dict[int, float]:
+        """At most `most` of the losses, evenly spread, including the first and the last; cheap in a long training."""
+        chosen((), most)
+        return self._source.read(partial(queries.loss_curve, most=most))
 
     @property
     def rates(self) -> dict[int, float]:
         """The largest learning rate, by measured step."""
-        return dict(self._rows("SELECT step, rate FROM windows WHERE rate IS NOT NULL ORDER BY step"))
+        query = "SELECT step, rate FROM windows WHERE rate IS NOT NULL ORDER BY step"
+        return dict(self._rows(query, (WHOLE, NUMBER)))
 
     @property
     def findings(self) -> list[Finding]:
@@ -166,7 +176,7 @@ class Run:
         return self._source.read(
             lambda db: [
                 finding
-                for (data,) in db.execute("SELECT data FROM findings ORDER BY seen, rowid")
+                for (data,) in rows(db, "SELECT data FROM findings ORDER BY seen, rowid", (TEXT,))
                 for finding in from_json(data).findings
             ]
         )
@@ -175,37 +185,61 @@ class Run:
     def report(self) -> Report | None:
         """The report as of the last check; None if there was no check yet."""
         report = self._source.read(
-            lambda db: next((from_json(data) for (data,) in db.execute("SELECT data FROM report")), None)
+            lambda db: next((from_json(data) for (data,) in rows(db, "SELECT data FROM report", (TEXT,))), None)
         )
         return report and replace(report, losses=self.losses)
 
+    def judged(self) -> Report:
+        """The report; if there is none because the run was killed, one that is made now from what was measured."""
+        report = self.report
+        if report is not None:
+            return report
+        if self.state == "running":
+            return Report(tuple(self.findings), self.model, losses=self.losses, notes=(_UNCHECKED,))
+        try:
+            report = check(self.history(), model=self.model)
+        except RunError:
+            raise
+        except Exception as error:  # the file may contain anything
+            raise RunError(f"{str(self._source.file)!r} is not a run, or is corrupt ({error})") from error
+        return replace(report, notes=(*report.notes, _CHECKED_NOW))
+
     def why(self, fail_on: str = "error") -> Why:
         """What is wrong, on what evidence, and what to try next: for people (`print` it) and programs (`to_dict`)."""
-        report = self.report or Report(tuple(self.findings), self.model, notes=(NO_REPORT,))
+        report = self.judged()
         folder, steps = str(self.folder), len(self.steps)
         return Why(folder, self.state, self.last_step, steps, report.passing(fail_on), self.lines)
 
     @property
     def lines(self) -> dict[str, str]:
         """The source lines of the calls of layers, by path, in the first measured step."""
-        lines = self.about.get("lines")
-        return {str(path): str(line) for path, line in lines.items()} if isinstance(lines, dict) else {}
+        return self._texts("lines")
+
+    @property
+    def shapes(self) -> dict[str, str]:
+        """The shape of each layer's output, by path, in the first measured step."""
+        return self._texts("shapes")
+
+    @property
+    def containers(self) -> dict[str, str]:
+        """The classes of the modules that contain others, by path."""
+        return self._texts("containers")
 
     @property
     def last_step(self) -> int | None:
         """The last step whose loss or statistics are stored; None if there is none."""
-        query = "SELECT max(step) FROM (SELECT step FROM windows UNION ALL SELECT step FROM losses)"
-        ((step,),) = self._rows(query)
-        return None if step is None else int(step)
+        query = "SELECT (SELECT max(step) FROM windows), (SELECT max(step) FROM losses)"
+        ((measured, known),) = self._rows(query, (MAYBE_WHOLE, MAYBE_WHOLE))
+        return max((step for step in (measured, known) if step is not None), default=None)
 
     @property
     def samples(self) -> list[Sample]:
         """Pictures of feature maps."""
-        rows = self._rows("SELECT step, path, file, low, high FROM samples ORDER BY step, rowid")
+        query = "SELECT step, path, file, low, high FROM samples ORDER BY step, rowid"
         folder = self.folder / SAMPLES
         return [
             Sample(step, path, folder / Path(file).name, number(low), number(high))
-            for step, path, file, low, high in rows
+            for step, path, file, low, high in self._rows(query, (WHOLE, TEXT, TEXT, MAYBE_NUMBER, MAYBE_NUMBER))
         ]
 
     @property
@@ -255,8 +289,7 @@ class Run:
         return f"Run({printable(str(self.folder))!r}: {self._line()})"
 
     def _repr_html_(self) -> str:
-        found = "".join(f"<li>{html.escape(printable(str(finding)))}</li>" for finding in self.findings)
-        return f"<p><b>{html.escape(printable(str(self.folder)))}</b>: {html.escape(self._line())}</p><ul>{found}</ul>"
+        return boxed(f"<p><b>{text(str(self.folder))}</b>: {text(self._line())}</p>{''.join(map(card, self.findings))}")
 
     def _line(self) -> str:
         steps, findings = self.steps, len(self.findings)
@@ -266,13 +299,14 @@ class Run:
             f" {findings} finding{'' if findings == 1 else 's'}, {in_units(self.size)}"
         )
 
-    def _life(self) -> dict[str, Any]:
-        columns = "state", "started", "ended", "owner"
-        query = f"SELECT {', '.join(columns)} FROM life"
-        return self._source.read(lambda db: dict(zip(columns, db.execute(query).fetchone(), strict=True)))
+    def _life(self) -> queries.Life:
+        return self._source.read(queries.life)
 
-    def _rows(self, query: str) -> list[tuple[Any, ...]]:
-        return self._source.read(lambda db: db.execute(query).fetchall())
+    def _texts(self, key: str) -> dict[str, str]:
+        return self._source.read(lambda db: {str(path): str(text) for path, text in queries.told(db, key, {}).items()})
+
+    def _rows(self, query: str, kinds: Sequence[tuple[type, ...]]) -> list[Any]:
+        return self._source.read(lambda db: list(rows(db, query, kinds)))
 
 
 def _size(file: Path) -> int:

@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+from torchhook.core.errors import RunError
 from torchhook.training.runs.owners import this_process
 
 FILE = "run.sqlite"
+DRAFT = f".{FILE}."  # and the id of the process that is creating the file
 SAMPLES = "samples"
 UNWRITTEN = "unwritten"  # a state, and the file that says so where the tables could not
 APPLICATION = 0x74687275  # "thru": identifies the file, in its header
@@ -68,6 +70,19 @@ def can_log_ahead(file: Path) -> bool:
         return True
 
 
+def require_tables(db: sqlite3.Connection, file: Path) -> None:
+    """Raise if the file has anything but plain tables and indexes: views, triggers and columns that are computed would
+    run as programs.
+    """
+    # Only tables and indexes have pages of their own; SQLite itself refuses a view that claims to.
+    for kind, name in db.execute(
+        "SELECT type, name FROM sqlite_master WHERE type NOT IN ('table', 'index') OR ifnull(rootpage, 0) <= 0"
+        " UNION ALL SELECT 'computed column', column.name FROM sqlite_master AS known, pragma_table_xinfo(known.name)"
+        " AS column WHERE known.type = 'table' AND column.hidden"
+    ):
+        raise RunError(f"{str(file)!r} is refused: it has {name!r:.80} ({kind}), and a run consists of plain tables")
+
+
 def remove(file: Path) -> None:
     """Delete a database, and the files that SQLite puts next to it."""
     for suffix in ("", *BESIDE):
@@ -76,7 +91,7 @@ def remove(file: Path) -> None:
 
 @contextmanager
 def _draft(file: Path) -> Iterator[Path]:
-    draft = file.with_name(f".{FILE}.{os.getpid()}")
+    draft = file.with_name(f"{DRAFT}{os.getpid()}")
     try:
         yield draft
     finally:
@@ -84,9 +99,11 @@ def _draft(file: Path) -> Iterator[Path]:
 
 
 def _draw(file: Path, journal: str) -> None:
+    """Write the tables in one script: a statement that were still alive would keep the file open when it is renamed."""
+    owner = json.dumps(this_process()).replace("'", "''")
     with closing(sqlite3.connect(file, isolation_level=None)) as db:
-        db.execute(f"PRAGMA page_size = {_PAGE}")
-        db.execute(f"PRAGMA journal_mode = {journal}")
-        db.executescript(f"BEGIN; PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {VERSION}; {_TABLES}")
-        db.execute("INSERT INTO life VALUES (0, 'running', ?, NULL, ?)", (time.time(), json.dumps(this_process())))
-        db.execute("COMMIT")
+        db.executescript(f"""
+            PRAGMA page_size = {_PAGE}; PRAGMA journal_mode = {journal};
+            BEGIN; PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {VERSION}; {_TABLES}
+            INSERT INTO life VALUES (0, 'running', {time.time()}, NULL, '{owner}'); COMMIT;
+        """)

@@ -100,7 +100,8 @@ class Why:
 
     def _text(self) -> Iterator[str]:
         last = "" if self.last_step is None else f" at step {self.last_step}"
-        yield short(f"{self.report.model}: {counts(self.report)}, in {self.run}, {self.state}{last}")
+        line = f"{self.report.model}: {counts(self.report)}, in {self.run}, {self.state}{last}"
+        yield short(" ".join(line.split()))  # there may be newlines in the name of a folder
         if not self.report.findings:
             yield f"Looked at {scope(self.report).replace(' checked', '')} in {self.measured:,} measured steps."
         else:

@@ -36,7 +36,7 @@ class RunLog(Log):
 
     After a crash of the process, all that was written is there; after one of the machine, all but the last seconds. If
     the disk is full or the folder read-only, what cannot be written is lost with a warning, and later writes are tried.
-    `unwritten` says since which step that is, and why; a run that ends like this has the state ``"unwritten"``.
+    `unwritten` says from which step on, and why; a run that ends like this has the state ``"unwritten"``.
 
     >>> import tempfile
     >>> from torchhook.core.findings import Report
@@ -70,8 +70,8 @@ class RunLog(Log):
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            self._is_open, self.unwritten = False, f"at all: {error}"
-            warn(f"no run is recorded: cannot create {str(self.folder)!r} ({error}); the training goes on")
+            self._is_open, self.unwritten = False, f"at all: {_reason(error)}"
+            warn(f"no run is recorded: cannot create {str(self.folder)!r} ({_reason(error)}); the training goes on")
             return
         with suppress(OSError):
             (self.folder / UNWRITTEN).unlink(missing_ok=True)  # if this run is continued
@@ -90,6 +90,8 @@ class RunLog(Log):
             self._do("how the layers are connected", lambda database: database.tell({"wires": list(entry.wires)}))
         if entry.lines:
             self._do("where the layers are called", lambda database: database.tell({"lines": dict(entry.lines)}))
+        if entry.shapes:
+            self._do("the shapes of the outputs", lambda database: database.tell({"shapes": dict(entry.shapes)}))
         losses = min(_MOST_LOSSES, self._most_bytes // 256)
         self._do(what, lambda database: database.thin(self._most_bytes, losses))
 
@@ -100,6 +102,8 @@ class RunLog(Log):
     def keep(self, report: Report, step: int) -> None:
         """Write the report as of a step; it replaces the previous one."""
         self._do("the report", lambda database: database.keep(report, step))
+        if "watching" in report.about:
+            self._do("the report", lambda database: database.tell({"watching": report.about["watching"]}))
 
     def end(self, report: Report, state: str) -> None:
         """Write the report and the final state, and leave one plain file."""
@@ -121,10 +125,11 @@ class RunLog(Log):
             work(self._opened())
         except (sqlite3.Error, OSError, RunError) as error:
             self._close()
-            self.unwritten = self.unwritten or f"since step {self._step}: {error}"
+            reason = _reason(error)
+            self.unwritten = self.unwritten or f"from step {self._step} on: {reason}"
             self._warn(
                 "lost",
-                f"the run in {str(self.folder)!r} cannot be written ({error}): {what} is lost; the training goes on,"
+                f"the run in {str(self.folder)!r} cannot be written ({reason}): {what} is lost; the training goes on,"
                 " and writing is tried again",
             )
             return False
@@ -178,6 +183,11 @@ class RunLog(Log):
         if kind not in self._warned:
             self._warned.add(kind)
             warn(message)
+
+
+def _reason(error: Exception) -> str:
+    """The error without the path that it is about, which may be what is too long."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 def _extremes(maps: Tensor) -> tuple[float, float]:

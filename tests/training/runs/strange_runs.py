@@ -1,0 +1,185 @@
+"""Runs of strangers: what their folders and files may contain, each made of a good run."""
+
+import os
+import sqlite3
+from contextlib import closing
+
+from run_samples import written
+
+from torchhook import Finding, Report
+from torchhook.training.runs import RunLog
+from torchhook.training.runs.schema import FILE
+
+_ENDLESS = "WITH RECURSIVE c(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM c)"
+_DEEP = "[" * 200_000
+
+
+def good(folder):
+    log = written(RunLog(folder), range(3))
+    found = Finding("TH201", "error", "it is dead", "conv", 1)
+    log.found(found)
+    log.end(Report((found,), "Net"), "ended")
+    return folder
+
+
+def _sql(*statements):
+    def change(folder):
+        with closing(sqlite3.connect(folder / FILE)) as db:
+            for statement in statements:
+                db.execute(statement)
+            db.commit()
+
+    return change
+
+
+def _instead(table, definition):
+    return _sql(f"DROP TABLE {table}", definition)
+
+
+def _cut(size):
+    return lambda folder: os.truncate(folder / FILE, size)
+
+
+def _named(name):
+    return lambda folder: folder.rename(folder.with_name(os.fsdecode(name)))
+
+
+def _log_of_another_file(folder):
+    (folder / f"{FILE}-wal").write_bytes(b"garbage" * 1000)
+
+
+def _hole_to_recover(folder):
+    os.truncate(folder / FILE, 2**40)  # a hole, which takes no room
+    (folder / f"{FILE}-journal").write_bytes(bytes.fromhex("d9d505f920a163d7") + bytes(2000))
+
+
+def _log_is_a_pipe(folder):
+    os.mkfifo(folder / f"{FILE}-wal")
+
+
+def _file_is_a_pipe(folder):
+    (folder / FILE).unlink()
+    os.mkfifo(folder / FILE)
+
+
+def _file_is_a_link(target):
+    def change(folder):
+        (folder / FILE).unlink()
+        (folder / FILE).symlink_to(target)
+
+    return change
+
+
+def _forged(folder):
+    _sql(
+        "DROP TABLE losses",
+        f"CREATE VIEW losses AS {_ENDLESS} SELECT n AS step, 1.0 AS loss FROM c",
+        "PRAGMA writable_schema = ON",
+        "UPDATE sqlite_master SET type = 'table', rootpage = 3 WHERE name = 'losses'",
+    )(folder)
+
+
+REFUSED = {  # such a run is a row that says why
+    "an endless view as losses": _instead(
+        "losses", f"CREATE VIEW losses AS {_ENDLESS} SELECT n AS step, 1.0 AS loss FROM c"
+    ),
+    "an endless view as life": _instead(
+        "life",
+        f"CREATE VIEW life AS {_ENDLESS} SELECT 'ended' AS state, n AS started, n AS ended, '{{}}' AS owner FROM c",
+    ),
+    "a view that claims to be a table": _forged,
+    "a view of another name": _sql("CREATE VIEW more AS SELECT 1"),
+    "a trigger": _sql("CREATE TRIGGER t AFTER INSERT ON losses BEGIN DELETE FROM losses; END"),
+    "a column that is computed": _instead(
+        "losses",
+        "CREATE TABLE losses (step INTEGER PRIMARY KEY, loss REAL AS (length(hex(zeroblob(step)))))",
+    ),
+    "a column that was computed and stored": _sql(
+        "DROP TABLE windows",
+        "CREATE TABLE windows (step INTEGER PRIMARY KEY, time REAL AS (step) STORED, rate REAL)",
+    ),
+    "a virtual table": _sql("CREATE VIRTUAL TABLE more USING fts5(x)"),
+    "a table is missing": _sql("DROP TABLE life"),
+    "another application": _sql("PRAGMA application_id = 1"),
+    "an empty file": _cut(0),
+    "a file cut in its header": _cut(60),
+    "a file cut in its tables": _cut(9000),
+    "a hole of a terabyte to recover": _hole_to_recover,
+    "a file that is a link to a run": lambda folder: _file_is_a_link(folder.with_name("first") / FILE)(folder),
+    "a log that is a link": lambda folder: (folder / f"{FILE}-wal").symlink_to(folder.with_name("first") / FILE),
+    "a life without a row": _sql("DELETE FROM life"),
+    "two lives": _instead(
+        "life",
+        "CREATE TABLE life AS SELECT 'ended' AS state, 1 AS started, 2 AS ended, '{}' AS owner"
+        " UNION ALL SELECT 'failed', 1, 2, '{}'",
+    ),
+    "a start that is text": _sql("UPDATE life SET started = 'yesterday'"),
+    "a start that is missing": _sql("UPDATE life SET started = NULL"),
+    "a start in a year without a calendar": _sql("UPDATE life SET started = 1e300"),
+    "a start that is infinite": _sql("UPDATE life SET started = 9e999"),
+    "a start before 1970": _sql("UPDATE life SET started = -1e15"),
+    "an end that is a blob": _sql("UPDATE life SET ended = x'00'"),
+    "an owner that is missing": _sql("UPDATE life SET owner = NULL"),
+    "an owner that is a list": _sql("UPDATE life SET owner = '[]', state = 'running'"),
+    "an owner that is deep": _sql(f"UPDATE life SET owner = '{_DEEP}', state = 'running'"),
+    "a state that is a number": _sql("UPDATE life SET state = x'ff'"),
+    "a state that is not Unicode": _sql("UPDATE life SET state = CAST(x'ff' AS TEXT)"),
+    "steps that are text": _instead("losses", "CREATE TABLE losses AS SELECT 'two' AS step, 'low' AS loss"),
+    "steps of windows that are text": _instead(
+        "windows", "CREATE TABLE windows AS SELECT 'two' AS step, 1.0 AS time, NULL AS rate"
+    ),
+    "a loss that is text": _sql("UPDATE losses SET loss = 'low'"),
+    "a model that is no JSON": _sql("UPDATE about SET value = '{' WHERE key = 'model'"),
+    "a model that is deep": _sql(f"UPDATE about SET value = '{_DEEP}' WHERE key = 'model'"),
+    "a finding that is no JSON": _sql("UPDATE findings SET data = 'x'"),
+    "a finding that is a number": _sql("UPDATE findings SET data = '5'"),
+    "a finding of an unknown severity": _sql("""UPDATE findings SET data = replace(data, '"error"', '"fatal"')"""),
+    "a finding whose step is text": _sql("""UPDATE findings SET data = replace(data, '"step": 1', '"step": "x"')"""),
+    "a finding whose message is a list": _sql("""UPDATE findings SET data = replace(data, '"it is dead"', '[1]')"""),
+    "a finding whose evidence is a list": _sql(
+        """UPDATE findings SET data = replace(data, '"evidence": {}', '"evidence": []')"""
+    ),
+    "a finding with fields of its own": _sql(
+        """UPDATE findings SET data = replace(data, '"step": 1', '"step": 1, "x": 1')"""
+    ),
+}
+READ = {  # such a run has a row like others
+    "a name that is not Unicode": _named(b"odd\xff\xfe"),
+    "a name with a newline and an escape": _named(b"odd\n\x1b[31mname"),
+    "a name like an option": _named(b"--help"),
+    "a log of another file": _log_of_another_file,
+    "a log that is a pipe": _log_is_a_pipe,
+    "a model that is a table": _sql("""UPDATE about SET value = '{"a": [1]}' WHERE key = 'model'"""),
+    "a model with markup": _sql("""UPDATE about SET value = '"[red]<b>\\u001b[31m\\ud800"' WHERE key = 'model'"""),
+    "wires that are a number": _sql("INSERT INTO about VALUES ('wires', '5')"),
+    "lines that are a number": _sql("INSERT INTO about VALUES ('lines', '5')"),
+    "an owner with an endless id": _sql(f"UPDATE life SET owner = '{{\"pid\": {9**99}}}', state = 'running'"),
+    "a path that is missing": _sql("UPDATE places SET path = NULL WHERE id = 1"),
+    "statistics that are no JSON": _sql("UPDATE places SET stats = '{'"),
+    "statistics that are a list": _sql("UPDATE places SET stats = '[1]'"),
+    "statistics with settings that are text": _sql("""UPDATE places SET stats = '{"moments": "x"}'"""),
+    "a shape below zero": _sql("UPDATE layouts SET shape = '[-1]'"),
+    "a shape that is text": _sql("""UPDATE layouts SET shape = '["x"]'"""),
+    "a shape beyond all memory": _sql("UPDATE layouts SET shape = '[1000000000000]'"),
+    "places that are unknown": _sql("UPDATE layouts SET places = replace(places, '1', '999')"),
+    "states that are text": _sql("UPDATE states SET data = 'x'"),
+    "states that are cut": _sql("UPDATE states SET data = substr(data, 1, 10)"),
+    "a rate that is text": _sql("UPDATE windows SET rate = 'x'"),
+    "the largest step there can be": _sql("INSERT INTO losses VALUES (9223372036854775807, 1.0)"),
+    "a sample without a path": _sql("INSERT INTO samples VALUES (0, NULL, NULL, 0, 0, 0)"),
+    "a report that is no JSON": _sql("UPDATE report SET data = '['"),
+    "no report, and states of another shape": _sql("DELETE FROM report", "UPDATE layouts SET shape = '[3, 4]'"),
+    "no report, and losses of another world": _sql("DELETE FROM report", "UPDATE losses SET loss = 9e999"),
+    "a report of strange types": _sql("""UPDATE report SET data = replace(data, '"checked": []', '"checked": 5')"""),
+    "a report whose notes are numbers": _sql(
+        """UPDATE report SET data = replace(data, '"notes": []', '"notes": [5]')"""
+    ),
+    "a report whose model is a list": _sql(
+        """UPDATE report SET data = replace(data, '"model": "Net"', '"model": []')"""
+    ),
+}
+UNLISTED = {  # such a folder is not a run
+    "a file that is a pipe": _file_is_a_pipe,
+    "a file that is a link to a device": _file_is_a_link("/dev/zero"),
+    "a file that is a link to itself": _file_is_a_link(FILE),
+}

@@ -1,0 +1,116 @@
+"""A run that could not be written, or not to its end, says so; by disks that are really full or read-only."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from torchhook import Monitor
+from torchhook.training.runs.folders import clear, leftovers, summaries
+from torchhook.training.runs.summary import summarize
+
+HERE = Path(__file__).parent
+
+
+@contextmanager
+def disk(folder, *options):
+    """A disk of its own, in memory."""
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", ",".join(options), "tmpfs", folder], capture_output=True)
+    if made.returncode:
+        pytest.skip("mounting a disk is not permitted here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def fill(folder, run):
+    while summarize(run).last_step != 15:
+        time.sleep(0.01)
+    with (folder / "filler").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        while True:
+            file.write(bytes(4096))
+
+
+def trained(root, at_twenty=lambda run: None):
+    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with Monitor(model, optimizer, every=5, price=None, to=root) as monitor:
+        for step in range(40):
+            if step == 20:
+                at_twenty(monitor.run)
+            optimizer.zero_grad()
+            loss = model(torch.ones(4, 8)).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            monitor.step(loss)
+    return monitor
+
+
+def last_line(said):
+    *_, line = said.strip().splitlines()
+    assert line.startswith("torchhook: ") and "dashboard" not in line and "in /" not in line
+    return line
+
+
+def test_a_disk_that_fills_up(tmp_path, capfd):
+    with disk(tmp_path / "disk", "size=1m") as root:
+        with pytest.warns(UserWarning, match=r"cannot be written \(database or disk is full\)"):
+            monitor = trained(root, lambda run: fill(root, run))
+        assert last_line(capfd.readouterr().err).endswith(
+            "; the run could not be written from step 20 on: database or disk is full"
+        )
+        (run,) = summaries(root)
+        assert (run.state, run.last_step, run.error) == ("unwritten", 15, "")
+        assert "run" not in monitor.report.about and str(monitor.run) not in repr(monitor)
+
+
+def test_a_disk_that_is_too_small_for_the_beginning(tmp_path, capfd):
+    with disk(tmp_path / "disk", "size=16k") as root:
+        with pytest.warns(UserWarning, match="the run is lost"):
+            trained(root)
+        assert "the run could not be written from step 0 on: " in last_line(capfd.readouterr().err)
+        (left,) = leftovers(root)
+        assert left.name == "unwritten" and summaries(root) == []
+        clear(left)
+        assert list(root.iterdir()) == []
+
+
+def test_a_disk_that_is_read_only(tmp_path, capfd):
+    with disk(tmp_path / "disk", "size=1m", "ro") as root:
+        with pytest.warns(UserWarning, match="no run is recorded"):
+            trained(root)
+        assert last_line(capfd.readouterr().err).endswith(
+            "; the run could not be written at all: Read-only file system"
+        )
+
+
+@pytest.mark.parametrize("path", ["x" * 300, "/".join(["y" * 200] * 25)])
+def test_a_path_that_is_too_long(tmp_path, capfd, path):
+    with pytest.warns(UserWarning, match="no run is recorded"):
+        monitor = trained(tmp_path / path)
+    assert last_line(capfd.readouterr().err).endswith("; the run could not be written at all: File name too long")
+    assert "run" not in monitor.report.about
+
+
+@pytest.mark.slow
+def test_files_that_may_not_grow(tmp_path):
+    done = subprocess.run(
+        [sys.executable, HERE / "limited_run.py", tmp_path],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=120,
+    )
+    assert done.returncode == 0
+    assert re.search("; the run could not be written from step 20 on: disk I/O error$", last_line(done.stderr))
+    (run,) = summaries(tmp_path)
+    assert (run.state, run.last_step, run.error) == ("unwritten", 15, "")

@@ -1,0 +1,22 @@
+"""What the header of a report says about the process."""
+
+import sys
+
+import pytest
+
+from torchhook.training.process import described, header
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["/env/site-packages/torchhook/__main__.py", "why", "a b"], "torchhook why 'a b'"),
+        (["/opt/env/bin/torchhook", "diagnose", "net:model"], "torchhook diagnose net:model"),
+        (["train.py", "--fast"], "train.py --fast"),
+        (["/srv/torchhook/train.py"], "/srv/torchhook/train.py"),
+        (["-c"], "-c"),
+    ],
+)
+def test_the_command_is_as_it_is_typed(monkeypatch, argv, said):
+    monkeypatch.setattr(sys, "argv", argv)
+    assert header(described())["command"] == said
