@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
 
 from specimens import Blocks, InPlace, hooks_of
 from torchhook import (
@@ -27,6 +28,7 @@ from torchhook import (
     marked,
     skip,
 )
+from torchhook.core.graph_values import boxes
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
@@ -342,6 +344,77 @@ def test_a_graph_break_changes_nothing():
     for path in eager:
         torch.testing.assert_close(acts[path].outputs, eager[path].outputs)
         torch.testing.assert_close(acts[path].grads, eager[path].grads)
+
+
+class Checkpointed(Blocks):
+    def forward(self, x):
+        x = checkpoint(self.blocks[0], self.head(x).repeat(1, 2), use_reentrant=False)
+        return self.head(self.blocks[1](x))
+
+
+def test_values_inside_a_checkpoint_come_once_and_in_order():
+    net, x = Checkpointed(), torch.randn(2, 8)
+    with capture(net, grads=True, on_silent="ignore") as eager:
+        step(net, x)
+    run = torch.compile(net, backend="aot_eager", fullgraph=True)
+    with capture(run, grads=True, on_silent="ignore") as acts:
+        step(run, x)
+    assert acts.order == eager.order and len(eager.order) > 4
+    for path in eager:
+        torch.testing.assert_close(acts[path].outputs, eager[path].outputs)
+        torch.testing.assert_close(acts[path].grads, eager[path].grads)
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_what_is_only_kept_costs_no_op_of_its_own(keep):
+    net, x, graphs = Blocks(), torch.randn(2, 8), []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    run = torch.compile(net, backend=backend, fullgraph=True)
+    with capture(run, keep=keep) as acts:
+        for number in range(4):
+            run(x + number)
+    with capture(net, keep=keep) as eager:
+        for number in range(4):
+            net(x + number)
+    ops = [str(node.target) for graph in graphs for node in graph.graph.nodes if "torchhook" in str(node.target)]
+    assert len(graphs) == 1 and len(ops) <= 2 < len(acts)  # the pass begins and ends
+    for path in eager:
+        torch.testing.assert_close(acts[path].outputs, eager[path].outputs)
+        assert len(acts[path].outputs) >= keep
+
+
+def test_a_graph_that_raises_hands_out_nothing_and_the_next_run_its_own():
+    class Solving(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.head = nn.Identity(), nn.Identity()
+
+        def forward(self, x):
+            return self.head(torch.linalg.cholesky(self.scale(x)))
+
+    run = torch.compile(Solving(), backend="aot_eager", fullgraph=True)
+    with capture(run, keep=3) as acts:
+        run(torch.eye(3))
+        with pytest.raises(torch.linalg.LinAlgError):
+            run(-torch.eye(3))
+        run(4 * torch.eye(3))
+    torch.testing.assert_close(acts["scale"].outputs, [torch.eye(3), 4 * torch.eye(3)])
+    torch.testing.assert_close(acts["head"].outputs, [torch.eye(3), 2 * torch.eye(3)])
+
+
+def test_a_graph_of_a_closed_session_keeps_no_value_alive():
+    net, x = Blocks(), torch.randn(2, 8)
+    run = torch.compile(net, backend="aot_eager", fullgraph=True)
+    with capture(run) as acts:
+        run(x)
+        assert vars(boxes)
+    torch.testing.assert_close(acts["head"].output, net(x))
+    run(x)
+    assert not vars(boxes)
 
 
 @pytest.mark.matrix("torch.compile", "dynamic shapes")

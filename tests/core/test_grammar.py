@@ -93,7 +93,7 @@ def test_lists_of_places():
         select(net, [])
 
 
-def test_progress_is_a_bar_a_function_or_nothing():
+def test_progress_is_a_bar_a_function_or_nothing(monkeypatch):
     told = []
     assert list(track("ab", 2, "letters", lambda *said: told.append(said))) == ["a", "b"]
     assert told == [("letters", 1, 2), ("letters", 2, 2)]
@@ -102,7 +102,8 @@ def test_progress_is_a_bar_a_function_or_nothing():
         def isatty(self):
             return True
 
-    for progress, seen in ((True, True), (False, False)):
+    for progress, wanted, seen in ((True, "", True), (False, "", False), (True, "0", False)):
+        monkeypatch.setenv("TORCHHOOK_PROGRESS", wanted)
         with redirect_stderr(Terminal()) as file:
             list(track("ab", 2, "letters", progress))
         assert ("letters" in file.getvalue()) == seen

@@ -1,5 +1,8 @@
 """Everything that attaches to a model does so at `open` or ``with``, and is gone after `close`."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -143,3 +146,30 @@ def test_diagnostics_and_clipping_can_be_opened_again():
     with diagnostics, clip:
         run(model)
     assert list(diagnostics.features) == ["0"] and clip.clipped > 0
+
+
+def test_a_capture_that_is_let_go_is_freed_without_the_garbage_collector():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    gc.collect()
+    gc.disable()
+    try:
+        with capture(model) as acts:
+            model(torch.ones(1, 2))
+        value, session = weakref.ref(acts["1"].output), weakref.ref(acts.session)
+        del acts
+        assert value() is None
+        assert session() is None
+    finally:
+        gc.enable()
+
+
+def test_a_thread_that_was_about_to_record_when_the_session_ended_does_not_fail():
+    model = net()
+    acts = capture(model, scope="all").open()
+    model(torch.ones(1, 4))
+    hook = acts.session.points[0].hook
+    pass_of_call = acts.session.scope.pass_here  # the session was open when the thread asked whether it is seen
+    acts.close()
+    assert hook(model[0], (), torch.ones(1)) is None
+    pass_of_call().pages[0].put(0, 0, torch.ones(1))
+    assert len(acts["0"].outputs) == 1

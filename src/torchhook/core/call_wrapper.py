@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchhook.core.compiled import fresh, tracing
+from torchhook.core.compiled import begin, end, fresh, tracing
 from torchhook.core.edit import latest_refusal
 from torchhook.core.errors import SessionError, TapError, TorchhookError
 from torchhook.core.hooks.registration import Removable, Sentinel, armed, on_call
@@ -87,8 +87,10 @@ class CallWrapper:
             if begun and is_transformed():
                 raise SessionError(_why_not_here())
             result = call(*args, **kwargs)
-            # The model's own bare `except:` may have swallowed the stop.
-            return None if any(scope.has_stopped() for scope in begun) else result
+            for scope in begun:
+                if scope.has_stopped():  # and the model's own bare `except:` may have swallowed the stop
+                    return None
+            return result
         except StopForward as stop:
             for scope in begun:
                 scope.stopped_by_other |= scope.opener is not stop.session
@@ -117,10 +119,10 @@ class CallWrapper:
     def traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call inside a graph that is being compiled: the graph itself reports when a pass begins and ends."""
         for key in self.keys:
-            torch.ops.torchhook.begin(_some_tensor((args, kwargs)), key, torch.is_grad_enabled())
+            begin(_some_tensor((args, kwargs)), key)
         result = traced_call(self.model, args, kwargs)
         for key in self.keys:
-            torch.ops.torchhook.end(_some_tensor(result), key)
+            end(_some_tensor(result), key)
         return result
 
     @staticmethod

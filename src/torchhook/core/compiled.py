@@ -1,8 +1,9 @@
 """Taps inside the graphs that ``torch.compile`` makes.
 
 A hook that is traced must not touch anything that changes: a list that grows, or a counter, would cause a recompilation
-at every call. So it leaves steps in the graph. An observer becomes an op (see `graph_ops`), an edit is traced like the
-model itself, and a gradient is seen by a hook that leaves such an op in the graph of the backward.
+at every call. So it leaves steps in the graph. A value that is only kept is handed out by the graph (`graph_values`),
+any other observer becomes an op (`graph_ops`), an edit is traced like the model itself, and a gradient is seen by a
+hook that leaves such an op in the graph of the backward.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import count
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +19,20 @@ from torch import Tensor, nn
 import torchhook.core.graph_ops  # noqa: F401 (to define the ops)
 from torchhook.core.container_text import rebuilt, tensors_in
 from torchhook.core.edit import Editing, refused
+from torchhook.core.graph_values import (
+    announce,
+    box_of,
+    boxes,
+    graph_of,
+    in_body,
+    is_announced,
+    next_position,
+    observes,
+)
 from torchhook.core.passes import Pass
 from torchhook.core.sink import UNKNOWN, Act, Receive
 from torchhook.core.torch_internals import DROPOUTS, TESTED, can_order_ops, marked_constant
-from torchhook.core.trees import leaves, put
+from torchhook.core.trees import Address, leaves, put
 
 if TYPE_CHECKING:
     from torchhook.core.hooks.point import Point
@@ -29,14 +40,13 @@ if TYPE_CHECKING:
 tracing = torch.compiler.is_dynamo_compiling
 
 _numbers = count()
-_MOST_TICKETS = 10_000  # forwards that may wait for their backward
 _NO_ORDER = (
     "taps inside compiled graphs need a private part of torch that this version lacks (torchhook was tested with torch"
     f" {TESTED}); tap the uncompiled model"
 )
 
 
-Watch = Callable[[Tensor, Tensor, int, bool, str], Tensor]
+Watch = Callable[[Tensor, Tensor, int, int, bool, str], Tensor]
 
 
 class ObserveStep:
@@ -66,17 +76,14 @@ class ObserveStep:
 
     def traced(self, value: Any) -> Any:
         """Put the op into the graph that is being made; returns the value to continue with."""
-        if not can_order_ops:
-            raise refused(_NO_ORDER)
-        tensors: list[Tensor] = []
-        text = tensors_in(value, tensors)
-        ticket = torch.ops.torchhook.see(text, tensors, *self.address)
+        ticket, position = leave(value, *self.address)
         if not self.wants_gradients or self.watch is None:
             return value
         for number, (address, tensor) in enumerate(list(leaves(value))):
             if tensor.requires_grad:
                 is_apart = self.of_inputs or tensor.is_leaf
-                value = put(value, address, self.watch(tensor, ticket, number, is_apart, self.point.path))
+                watched = self.watch(tensor, ticket, position, number, is_apart, self.point.path)
+                value = put(value, address, watched)
         return value
 
     def run(self, text: str, tensors: list[Tensor]) -> int:
@@ -96,11 +103,19 @@ class ObserveStep:
         receives = received(self.catches, pass_, call, value, UNKNOWN)
         if not receives:
             return -1
-        ticket, tickets = next(_numbers), self.point.scope.tickets
-        tickets[ticket] = self.point, receives, [address for address, _ in leaves(value)]
-        if len(tickets) > _MOST_TICKETS:
-            del tickets[next(iter(tickets))]
-        return ticket
+        return self.point.scope.ticket_for(Receivers(self.point, receives, [address for address, _ in leaves(value)]))
+
+
+class Receivers(NamedTuple):
+    """Who takes the gradients of a value that was seen in a graph."""
+
+    point: Point
+    receives: list[Receive]
+    addresses: list[Address]
+
+    def receive(self, position: int, leaf: int, gradient: Tensor) -> None:
+        """Hand on the gradient of one tensor."""
+        self.point.receive(self.receives, leaf, self.addresses[leaf], gradient)
 
 
 class EditStep:
@@ -153,16 +168,43 @@ def received(catches: list[Act], pass_: Pass, call: int, value: Any, args: tuple
     return [receive for receive in asked if receive is not None]
 
 
-def leave_keeping(value: Any, scope: int, index: int) -> None:
-    """Put an op into the graph that is being made that only keeps `value`."""
+def leave(value: Any, key: int, index: int, observer: int) -> tuple[Tensor, int]:
+    """Let the graph that is being made show `value`; returns the ticket for its gradients, and its position there."""
     if not can_order_ops:
         raise refused(_NO_ORDER)
-    if isinstance(value, Tensor):
-        torch.ops.torchhook.keep(value, scope, index)
-        return
     tensors: list[Tensor] = []
     text = tensors_in(value, tensors)
-    torch.ops.torchhook.see(text, tensors, scope, index, 0)
+    is_plain = len(tensors) > 0 and all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
+    graph = graph_of(key) if is_plain else -1
+    by_op = graph < 0 or in_body()
+    if graph < 0 or (by_op and not is_announced(key, graph)):
+        return torch.ops.torchhook.see(text, tensors, key, index, observer), 0
+    position = next_position(key, graph, index, observer, text, len(tensors))
+    if by_op:
+        return torch.ops.torchhook.fill(tensors, key, graph, position), position
+    box = getattr(boxes, box_of(key, graph))
+    if not is_announced(key, graph):
+        announce(key, graph)
+        box.ticket = torch.ops.torchhook.announce(tensors[0], key, graph)
+    setattr(box, f"value_{position}", tuple(tensor.detach().clone() for tensor in tensors))
+    return box.ticket, position
+
+
+def begin(near: Tensor, key: int) -> None:
+    """Let the graph that is being made say that a pass begins. Edits alone need none."""
+    if not observes(key):
+        return
+    graph = graph_of(key)
+    ticket = torch.ops.torchhook.begin(near, key, graph, torch.is_grad_enabled())
+    if graph >= 0:
+        announce(key, graph)
+        getattr(boxes, box_of(key, graph)).ticket = ticket
+
+
+def end(near: Tensor, key: int) -> None:
+    """Let the graph say that the pass is over."""
+    if observes(key):
+        torch.ops.torchhook.end(near, key)
 
 
 class StepsByName:

@@ -23,6 +23,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+from torchhook.core.errors import FileError
+
 SEVERITIES = ("info", "warning", "error")
 
 
@@ -91,8 +93,8 @@ def _table(file: Path) -> Any:
     """The table ``[tool.torchhook]`` of a pyproject.toml; None if there is none."""
     try:
         tool = tomllib.loads(file.read_text(encoding="utf-8")).get("tool", {})
-    except ValueError as error:
-        raise ValueError(f"{file} is not valid TOML: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise FileError(f"{file} is not valid TOML: {error}") from error
     return tool.get("torchhook") if isinstance(tool, dict) else None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -36,7 +36,7 @@ def tensors_in(value: Any, found: list[Tensor]) -> str:
     return f"('{type(value).__module__}:{type(value).__qualname__}', [{', '.join(items)}])"
 
 
-def rebuilt(text: str, tensors: list[Tensor]) -> Any:
+def rebuilt(text: str, tensors: Sequence[Any]) -> Any:
     """The value whose structure is `text`, with `tensors` in it; everything else in it becomes None.
 
     >>> rebuilt("('builtins:dict', [('a', 0), ('b', None)])", ["tensor"])
@@ -48,7 +48,7 @@ def rebuilt(text: str, tensors: list[Tensor]) -> Any:
 _parsed = cache(ast.literal_eval)  # bounded: there are as many texts as tapped values in graphs
 
 
-def _built(shape: Any, tensors: list[Tensor]) -> Any:
+def _built(shape: Any, tensors: Sequence[Any]) -> Any:
     if shape is None or isinstance(shape, int):
         return None if shape is None else tensors[shape]
     name, fields = shape

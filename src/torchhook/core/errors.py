@@ -10,6 +10,7 @@ TorchhookError
 ├── NonfiniteError (FloatingPointError) a model produced NaN or Inf; the message says where it began
 ├── StopTraining (RuntimeError)     a monitor that was asked to stop a broken training has found one
 ├── RunError (ValueError)           a run on disk does not exist, is broken, or was written by a newer torchhook
+├── FileError (ValueError)          a profile, a saved result or call, or a file of settings is broken, or not one
 ├── HarvestError (ValueError)       a store of activations is missing, broken, not writable, or of another model or data
 └── NotRecordedError (KeyError)     a value was read that was not recorded
 """
@@ -57,6 +58,10 @@ class StopTraining(TorchhookError, RuntimeError):  # noqa: N818 (not an error of
 
 class RunError(TorchhookError, ValueError):
     """A run on disk does not exist, is broken, or was written by a newer torchhook."""
+
+
+class FileError(TorchhookError, ValueError):
+    """A profile, a saved result, a saved call or a file of settings is broken, or is not one at all."""
 
 
 class HarvestError(TorchhookError, ValueError):

@@ -5,13 +5,14 @@ Both are plain data and do not need torch.
 
 from __future__ import annotations
 
-import html
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
+from torchhook.core.cards import boxed, card, text
 from torchhook.core.tabular import frame
 
 SCHEMA = 1
@@ -70,6 +71,7 @@ class Trial:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Trial:
         """The trial that `to_dict` turned into this dictionary."""
+        _require(data, change=str, steps=int)
         losses = {name: float(data[name]) for name in ("without", "repaired")}
         return cls(**{**data, **losses})
 
@@ -147,6 +149,7 @@ class Finding:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Finding:
         """The finding that `to_dict` turned into this dictionary."""
+        _require(data, code=str, message=str, site=str, step=(int, type(None)), evidence=Mapping, hint=str)
         tried = data.get("tried")  # reports from before repairs were tried have none
         parts = {"affected": tuple(map(cls.from_dict, data["affected"])), "tried": tried and Trial.from_dict(tried)}
         return cls(**{**data, **parts})
@@ -239,18 +242,30 @@ class Report:
             raise ValueError(
                 f"cannot read a report of schema {data.get('schema')!r}: this torchhook reads schema {SCHEMA}"
             )
+        span = data.get("span")
+        _require(data, model=str, skipped=Mapping, checked=list, layers=list, notes=list)
         return cls(
             findings=tuple(map(Finding.from_dict, data["findings"])),
             model=data["model"],
             fail_on=Severity(data["fail_on"]),
-            checked=tuple(data["checked"]),
-            skipped=data["skipped"],
-            layers=tuple(data["layers"]),
+            checked=tuple(map(str, data["checked"])),
+            skipped={str(code): str(reason) for code, reason in data["skipped"].items()},
+            layers=tuple(map(dict, data["layers"])),
             losses=dict(data["losses"]),
-            notes=tuple(data["notes"]),
-            span=None if data.get("span") is None else tuple(data["span"]),
-            about=data.get("about", {}),
+            notes=tuple(map(str, data["notes"])),
+            span=None if span is None else (int(span[0]), int(span[1])),
+            about=dict(data.get("about", {})),
         )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the report to a file ending in ``.th``, like any result; `torchhook.render.save` has other formats."""
+        from torchhook.core.result import write
+
+        write(type(self).__name__, self._parts(), path)
+
+    def _parts(self) -> list[Any]:
+        """What pages and files show of it: a report is a part of its own kind."""
+        return [self]
 
     def table(self, kind: str | None = None) -> Any:
         """The findings: a DataFrame if pandas is installed, else a list of dicts; `kind` chooses, as elsewhere."""
@@ -264,8 +279,7 @@ class Report:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        items = "".join(f"<li><pre>{html.escape(_as_text(finding))}</pre></li>" for finding in self.findings)
-        return f"<p><b>{html.escape(self.headline)}</b></p><ul>{items}</ul>"
+        return boxed(f"<p><b>{text(self.headline)}</b></p>{''.join(map(card, self.findings))}")
 
 
 def json_value(value: Any) -> Any:
@@ -276,6 +290,13 @@ def json_value(value: Any) -> Any:
     """
     words = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
     return words[str(value)] if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _require(data: Mapping[str, Any], **kinds: type | tuple[type, ...]) -> None:
+    """Raise if a value is not of its kind: a file may contain anything."""
+    for name, kind in kinds.items():
+        if not isinstance(data[name], kind):
+            raise ValueError(f"{name} must not be {data[name]!r:.80}")
 
 
 def _as_text(finding: Finding) -> str:

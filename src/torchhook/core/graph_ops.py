@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchhook.core.event import copied
+from torchhook.core import graph_values
 from torchhook.core.scope import scopes
 from torchhook.core.torch_internals import keep_in_order
 
@@ -19,38 +19,41 @@ _ops = torch.library.Library("torchhook", "DEF")
 _NOTHING = torch.tensor([-1, -1], device="cpu")
 
 
-def _keep(tensor: Tensor, scope: int, index: int) -> Tensor:
-    known = scopes.get(scope)
-    if known is not None and known.alive:
-        hook: Any = known.points[index].hook
-        hook.point.fired = True
-        known.pass_here().pages[0].put(hook.site, None, copied(tensor))
-    return _NOTHING
-
-
 def _see(text: str, tensors: list[Tensor], scope: int, index: int, number: int) -> Tensor:
     known = scopes.get(scope)
-    if known is None or not known.alive:  # a graph from an earlier session
+    if known is None or not known.alive or not known.when.active:  # a graph from an earlier session, or an idle step
         return _NOTHING
     ticket = known.points[index].observer(number).run(text, tensors)
-    return _NOTHING if ticket < 0 else torch.tensor([scope, ticket], device="cpu")
+    return _ticket(scope, ticket)
 
 
-def _see_gradient(gradient: Tensor, ticket: Tensor, leaf: int) -> Tensor:
+def _fill(tensors: list[Tensor], key: int, graph: int, position: int) -> Tensor:
+    scope = scopes.get(key)
+    return _ticket(key, -1 if scope is None else scope.graphs[graph].take(position, tensors))
+
+
+def _ticket(key: int, number: int) -> Tensor:
+    return _NOTHING if number < 0 else torch.tensor([key, number], device="cpu")
+
+
+def _see_gradient(gradient: Tensor, ticket: Tensor, position: int, leaf: int) -> Tensor:
     key, number = ticket.tolist()
     scope = scopes.get(key)
     if scope is not None and number in scope.tickets:
-        point, receives, addresses = scope.tickets[number]
-        point.receive(receives, leaf, addresses[leaf], gradient)
+        scope.tickets[number].receive(position, leaf, gradient)
     return _NOTHING
 
 
-def _begin(near: Tensor, key: int, grad_enabled: bool) -> Tensor:
+def _begin(near: Tensor, key: int, graph: int, grad_enabled: bool) -> Tensor:
     scope = scopes.get(key)
-    if scope is not None and scope.alive:
+    if scope is not None and scope.alive and scope.when.active:
         with torch.set_grad_enabled(grad_enabled):  # inside an op, autograd is always off
             scope.begin_pass_in_graph()
-    return _NOTHING
+    return _announce(near, key, graph)
+
+
+def _announce(near: Tensor, key: int, graph: int) -> Tensor:
+    return _ticket(key, graph_values.begin(key, graph))
 
 
 def _end(near: Tensor, key: int) -> Tensor:
@@ -76,11 +79,12 @@ def _define(schema: str, run: Any) -> None:
     keep_in_order(f"torchhook::{name}")
 
 
-_define("keep(Tensor tensor, int scope, int index)", _keep)
 _define("see(str text, Tensor[] tensors, int scope, int index, int number)", _see)
-_define("see_gradient(Tensor gradient, Tensor ticket, int leaf)", _see_gradient)
+_define("fill(Tensor[] tensors, int key, int graph, int position)", _fill)
+_define("see_gradient(Tensor gradient, Tensor ticket, int position, int leaf)", _see_gradient)
 # These need no tensor, but inductor has to know the device of the kernels around them.
-_define("begin(Tensor near, int key, bool grad_enabled)", _begin)
+_define("begin(Tensor near, int key, int graph, bool grad_enabled)", _begin)
+_define("announce(Tensor near, int key, int graph)", _announce)
 _define("end(Tensor near, int key)", _end)
 
 # A compiler cannot trace a random generator, and need not trace a pure function of a seed.

@@ -20,6 +20,7 @@ from torchhook.core.errors import SelectionError
 from torchhook.core.hooks.point import Point
 from torchhook.core.selection import Selector
 from torchhook.core.sink import Act
+from torchhook.core.site import Site
 from torchhook.core.tap import Tap
 
 if TYPE_CHECKING:
@@ -125,7 +126,8 @@ class Marks:
                 self.met.add(selector)
                 wanting[tap] = None
         for tap in wanting:
-            point.bind(tap, path, module, tap.port)
+            site = Site(path, tap.port)
+            point.bind(tap, site, tap.binding(tap.port, self.scope)(site, module))
         self.acts[path] = point.mark_act()
         return point
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -49,6 +49,27 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@contextmanager
+def training(model: nn.Module, but: Collection[nn.Module] = ()) -> Iterator[None]:
+    """Put every module into train mode inside the block, except some, and restore each one's mode after it.
+
+    >>> model = nn.Sequential(nn.Linear(1, 1), nn.Dropout()).eval()
+    >>> with training(model, but=[model[1]]):
+    ...     print([module.training for module in model])
+    [True, False]
+    >>> [module.training for module in model]
+    [False, False]
+    """
+    modes = {module: module.training for module in parts(model)}
+    try:
+        for module in modes:
+            module.training = module not in but
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from torchhook.core.snapshot import snapshot
+from torchhook.core.snapshot import Held, snapshot
 
 
 class Page(deque[Any]):
@@ -34,6 +34,8 @@ class Page(deque[Any]):
         for entry in list(self):
             site, call, value = entry if isinstance(entry, tuple) else (entry.site, None, entry.value)
             calls[site] = calls.get(site, -1) + 1
+            if isinstance(value, Held) and not value.came():
+                continue
             yield site, calls[site] if call is None else call, value
 
 
@@ -82,11 +84,9 @@ class Newest:
     """The newest value at a site, itself an entry of a page: memory that was freed just now is the fastest to get."""
 
     __slots__ = ("number", "site", "value")
+    number: int  # of the pass that the value is from, at first `NEVER`
+    site: int
     value: Any
-
-    def __init__(self, site: int) -> None:
-        self.site = site
-        self.number = NEVER  # the number of the pass that the value is from
 
 
 NEVER = -2

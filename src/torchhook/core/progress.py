@@ -1,12 +1,16 @@
-"""Progress of long work: a bar drawn by rich in a terminal, a function of the user's own, or nothing."""
+"""Progress of long work: a bar drawn by rich in a terminal, a function of the user's own, or nothing.
+
+``TORCHHOOK_PROGRESS=0`` turns off the bars, and the lines of `announce`.
+"""
 
 from __future__ import annotations
 
 import io
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import Protocol, TextIO, TypeVar
 
@@ -55,6 +59,14 @@ def track(values: Iterable[_T], total: int | None, what: str, progress: Progress
                 tell(what, number, total)
 
 
+def announce(line: str) -> None:
+    """Print one line on stderr about work that no argument asked for. Where stderr is closed, nothing is said."""
+    if _is_wanted():
+        with suppress(Exception):
+            sys.stderr.write(f"torchhook: {line}\n")
+            sys.stderr.flush()
+
+
 @contextmanager
 def _drawn(first: str, file: TextIO | None) -> Iterator[Tell | None]:
     """A bar in `file`, or None if it is not a terminal or rich is not installed."""
@@ -82,9 +94,13 @@ def _drawn(first: str, file: TextIO | None) -> Iterator[Tell | None]:
 def _file(progress: object) -> TextIO | None:
     """Where to draw the bar; before `progress` was a bool, it was that file, or None."""
     if isinstance(progress, bool):
-        return sys.stderr if progress else None
+        return sys.stderr if progress and _is_wanted() else None
     if progress is not None and not isinstance(progress, io.TextIOBase) and not hasattr(progress, "isatty"):
         raise TypeError(f"progress must be True, False or a function (what, done, total), not {progress!r:.80}")
     message = "progress takes True, False or a function (what, done, total); files and None will go in the next release"
     warnings.warn(message, DeprecationWarning, stacklevel=user_level())
     return progress  # type: ignore[return-value]  # by its isatty
+
+
+def _is_wanted() -> bool:
+    return os.environ.get("TORCHHOOK_PROGRESS") != "0"

@@ -11,10 +11,10 @@ from contextvars import ContextVar
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from torchhook.core.event import recomputing
-from torchhook.core.page import Keeper
+from torchhook.core.page import Keeper, Page
 from torchhook.core.passes import Pass
 from torchhook.core.torch_internals import context_of_backward, is_replica, is_transformed
 from torchhook.core.trees import leaves
@@ -29,6 +29,13 @@ class Switch(Protocol):
     """Says whether a session sees anything at the moment."""
 
     active: bool
+
+
+class Awaiting(Protocol):
+    """Takes the gradients of what a compiled graph has seen: the position of the value, the leaf, the gradient."""
+
+    def receive(self, position: int, leaf: int, gradient: Tensor, /) -> None:
+        """Take the gradient of one tensor."""
 
 
 class AlwaysOn:
@@ -78,6 +85,14 @@ sessions_here: ContextVar[frozenset[Opener]] = ContextVar("torchhook_sessions_he
 """What stands for the sessions that this context has opened."""
 
 
+class Nowhere:
+    """The keeper of a session that has ended, for a thread that was about to record at that moment."""
+
+    def page(self, number: int, outside: bool) -> Page:
+        """A page that no store lists."""
+        return Page(number, outside, listed=False)
+
+
 class ScopeOptions(NamedTuple):
     """What a session is asked to see."""
 
@@ -92,6 +107,7 @@ class Scope:
 
     __slots__ = (
         "current",
+        "graphs",
         "home",
         "keepers",
         "key",
@@ -122,7 +138,8 @@ class Scope:
         self.recompute_pass: Pass | None = None  # has the calls that a checkpoint repeats
         self.why_unseen = ""  # if calls were not seen: in which circumstances they ran
         self.stopped_by_other = False  # whether another session's stop= has ended a pass early
-        self.tickets: dict[int, Any] = {}  # for forwards in compiled graphs: where their gradients go
+        self.tickets: dict[int, Awaiting] = {}  # for forwards in compiled graphs: where their gradients go
+        self.graphs: list[Any] = []  # compiled graphs that hand out their values, by number
         self.key = next(_keys)  # compiled graphs know it by this number
         scopes[self.key] = self
 
@@ -136,8 +153,15 @@ class Scope:
         self.opener.close()
         self.current = self.recompute_pass = None
         self.passes.clear()
+        # The pages have hooks, which have this scope: without them, all is freed without the garbage collector.
+        self.keepers = [Nowhere() for _ in self.keepers]
+        if self.last is not None:
+            self._new_pass(outside=True)
         self.points.clear()
         self.tickets.clear()
+        for graph in self.graphs:
+            graph.close()
+        self.graphs.clear()
         scopes.pop(self.key, None)
 
     def add_point(self, point: Point) -> int:
@@ -147,6 +171,14 @@ class Scope:
             for pass_ in self._known_passes():
                 pass_.call_counts.append(0)
         return len(self.points) - 1
+
+    def ticket_for(self, awaiting: Awaiting) -> int:
+        """The number by which a compiled backward finds what waits for its gradients."""
+        ticket = next(_tickets)
+        self.tickets[ticket] = awaiting
+        if len(self.tickets) > _MOST_TICKETS:
+            del self.tickets[next(iter(self.tickets))]
+        return ticket
 
     def page_position(self, keeper: Keeper) -> int:
         """The position in ``Pass.pages`` of the page that `keeper` begins with every pass."""
@@ -204,8 +236,10 @@ class Scope:
 
     def has_stopped(self) -> bool:
         """Whether the pass that this thread began has seen every site that it had to see."""
+        if not self.stop_sites:
+            return False
         pass_ = self.passes.get(threading.get_ident())  # None if the session was closed meanwhile
-        return self.stop_sites > 0 and pass_ is not None and pass_.stop_sites_left == 0
+        return pass_ is not None and pass_.stop_sites_left == 0
 
     def pass_of_call(self, module: nn.Module) -> Pass | None:
         """The pass that a call of `module` belongs to, or None if this session does not see it."""
@@ -292,3 +326,5 @@ scopes: dict[int, Scope] = {}
 """Those of the open sessions, by key."""
 
 _keys = count()
+_tickets = count()
+_MOST_TICKETS = 10_000  # forwards that may wait for their backward

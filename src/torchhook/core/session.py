@@ -17,14 +17,16 @@ from torchhook.core.call_wrapper import CallWrapper, CompiledPart, compiled_amon
 from torchhook.core.edit import Edit
 from torchhook.core.errors import SelectionError, SessionError
 from torchhook.core.fastpaths import Detours
-from torchhook.core.hooks.point import Point, install, on_parameter
+from torchhook.core.hooks.point import Point, install, on_parameter, parameter_of
+from torchhook.core.hooks.registration import registering, taken_out
 from torchhook.core.lifetime import Attaching
 from torchhook.core.marks import Marks
 from torchhook.core.scope import Scope, ScopeOptions, Switch
 from torchhook.core.selection import Selector, along, find, plain, require_module, spellings, unwrapped, walk
 from torchhook.core.shards import agree_on_the_whole, is_sharded, shards_of_gathered
 from torchhook.core.silent import OnSilent, report_silent, require_hookable, silent_sites
-from torchhook.core.site import Site
+from torchhook.core.sink import Bind
+from torchhook.core.site import Port, Site
 from torchhook.core.tap import Tap
 from torchhook.core.torch_internals import is_dynamo_loaded
 
@@ -106,6 +108,7 @@ class Session(Attaching):
         self._shared = scope == "all"
         self._compiled: list[nn.Module] = []  # parts with taps inside
         self._undo: list[Callable[[], None]] = []
+        self._put_back: Callable[[], None] | None = None  # while it is paused
         self._above: list[nn.Module] = []  # the modules above a site that was found without walking the model
         self._past: dict[Site, type] = {}  # sites of taps that were removed
         self._points: dict[int, Point] = {}  # by id of the module or parameter
@@ -159,6 +162,24 @@ class Session(Attaching):
                 self.silent = silent_sites(self)
             finally:
                 self._release()
+
+    def pause(self) -> None:
+        """Take the hooks out of the model until `resume`. Taps that are part of a compiled graph stay in it."""
+        if self.state != "open" or self._put_back or self._compiled or any(map(Point.is_traced, self.points)):
+            return
+        with registering:
+            self._put_back = taken_out(handle for point in self.points for handle in point.handles)
+        for step in self._undo:
+            step()
+        self._undo.clear()
+
+    def resume(self) -> None:
+        """Undo `pause`."""
+        if self.state == "open" and self._put_back:
+            with registering:
+                self._put_back()
+            self._put_back = None
+            self._undo.append(follow_passes(self.model, self.scope))
 
     def unseen(self) -> dict[Site, str]:
         """The sites that saw nothing so far, each with the likely reason."""
@@ -233,10 +254,11 @@ class Session(Attaching):
         self._shards = shards_of_gathered(self.model)
         for tap in taps:
             bind = self._bind_parameters if tap.port in ("param", "param_grad") else self._bind
+            acts = {port: tap.binding(port, self.scope) for port in tap.ports}
             seen: dict[int, str] = {}
             points = self._points_of[tap] = []
             for path, module in self._selected(tap):
-                points += bind(tap, path, module, seen)
+                points += bind(tap, acts, path, module, seen)
             if tap.port == "param" and not points:
                 raise SelectionError(f"no module that {Selector.of(tap.selector).label} selects has parameters")
             touched.update(dict.fromkeys(points))
@@ -294,7 +316,9 @@ class Session(Attaching):
             self._modules = dict(walk(self.model, wrappers=self._wrappers))
         return self._modules
 
-    def _bind(self, tap: Tap, path: str, module: nn.Module, seen: dict[int, str]) -> Sequence[Point]:
+    def _bind(
+        self, tap: Tap, acts: dict[Port, Bind], path: str, module: nn.Module, seen: dict[int, str]
+    ) -> Sequence[Point]:
         """Bind `tap` to `module`, unless it was already `seen` under another name."""
         if id(module) in seen:
             self.aliases[path] = seen[id(module)]
@@ -303,27 +327,30 @@ class Session(Attaching):
         if tap.edits:
             assert isinstance(tap.action, Edit)
             path, module, port = tap.action.moved(path, module, tap.port, self.model)
-            point = self._point(path, module)
-            point.bind(tap, path, module, port)
-        else:
-            point = self._point(path, module)
-            for port in tap.ports:
-                point.bind(tap, path, module, port)
+            acts = {port: acts[tap.port]}
+        point = self._point(path, module)
+        for port, act_at in acts.items():
+            site = Site(path, port)
+            point.bind(tap, site, act_at(site, module))
         return (point,)
 
-    def _bind_parameters(self, tap: Tap, path: str, module: nn.Module, seen: dict[int, str]) -> Sequence[Point]:
+    def _bind_parameters(
+        self, tap: Tap, acts: dict[Port, Bind], path: str, module: nn.Module, seen: dict[int, str]
+    ) -> Sequence[Point]:
         """Bind `tap` to the parameters in `module`, except those already `seen` under another name."""
         points: list[Point] = []
         for below, name, parameter in self._parameters_in(path, module, seen):
             if tap.port == "param_grad" and not parameter.requires_grad:
                 continue
+            site = Site(below, tap.port)
+            act = acts[tap.port](site, module)
             if tap.port == "param":  # read when the module is called
                 points.append(self._point(path, module))
                 shard = parameter if is_sharded(parameter) and not self.full else None
-                points[-1].bind(tap, below, module, tap.port, on_parameter(module, name, shard))
+                act = on_parameter(act, parameter_of(module, name, shard))
             else:
                 points.append(self._point(below, parameter))
-                points[-1].bind(tap, below, module, tap.port)
+            points[-1].bind(tap, site, act)
         return points
 
     def _parameters_in(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from torchhook.core.errors import TapError
 from torchhook.core.event import Event, copied, recomputing
-from torchhook.core.page import Keep, Keeper
+from torchhook.core.page import Keeper
 from torchhook.core.passes import Pass
 from torchhook.core.scope import Scope
 from torchhook.core.shown import Shown
@@ -30,6 +31,9 @@ Act = Callable[[Pass, int, Any, "tuple[Any, ...]"], Any]
 
 For the gradient ports it is called in the forward, with the value whose gradient is wanted, and returns the `Receive`
 for that call, or None if the gradient is not wanted this time."""
+
+Bind = Callable[[Site, nn.Module], Act]
+"""Makes the act of a tap at one site, which belongs to a module."""
 
 
 class Unknown(tuple[Any, ...]):
@@ -72,8 +76,8 @@ class Sink(Shown, ABC):
         """
         return True
 
-    def shortcut(self, tap: Tap, site: Site, scope: Scope) -> Keep | None:
-        """An act that does the same without events. Only recording has one: it is as cheap as making the event."""
+    def shortcut(self, tap: Tap, port: Port, scope: Scope) -> Bind | None:
+        """Makes acts that do the same without events. Only recording has them: it is as cheap as making the event."""
         return None
 
 
@@ -97,11 +101,13 @@ def require_none(returned: Any, event: Event) -> None:
         )
 
 
-def observing(sink: Sink, tap: Tap, site: Site, module: nn.Module, scope: Scope) -> Act:
+def observing(sink: Sink, tap: Tap, port: Port, scope: Scope) -> Bind:
+    """Makes the acts that hand every value at a site with this `port` to `sink`."""
+    return sink.shortcut(tap, port, scope) or partial(_observing, sink, tap, scope)
+
+
+def _observing(sink: Sink, tap: Tap, scope: Scope, site: Site, module: nn.Module) -> Act:
     """The act that hands every value at the site to `sink` as an `Event`."""
-    shortcut = sink.shortcut(tap, site, scope)
-    if shortcut is not None:
-        return shortcut
     keeper = sink.keeper
     position = None if keeper is None else scope.page_position(keeper)
     transform = None if tap.transform is None else tap.transformed

@@ -71,6 +71,10 @@ class Held(ABC):
     def peek(self) -> Any:
         """What is held now: its shapes and sizes are right, its numbers may not be."""
 
+    def came(self) -> bool:
+        """Whether there is a value: a compiled graph that raised has promised values that never come."""
+        return True
+
 
 class Alias(Held):
     """A value kept by reference; reading it raises if a tensor in it was overwritten since."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from torchhook.core.cards import boxed, text
 from torchhook.core.text import html_table, table
 
 _SCREEN = 24  # rows
@@ -44,9 +44,10 @@ class Tabular:
 
     def _repr_html_(self) -> str:
         header, rows = self._printed()
-        title = f"<p>{html.escape(self._title())}</p>" if self._title() else ""
-        below = "".join(f"<p>{html.escape(line)}</p>" for line in (*_more(rows), *self._foot()))
-        return f"{title}{self._picture()}{html_table(header, self._window(rows)) if rows else ''}{below}"
+        title = f"<p>{text(self._title())}</p>" if self._title() else ""
+        below = "".join(f"<p>{text(line)}</p>" for line in (*_more(rows), *self._foot()))
+        shown = html_table(header, self._window(rows)) if rows else ""
+        return boxed(f"{title}{self._picture()}{shown}{below}")
 
     def _records(self) -> list[dict[str, Any]]:
         """One dict per row."""

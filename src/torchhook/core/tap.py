@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from torch import nn
@@ -21,7 +21,7 @@ from torchhook.core.passes import Pass
 from torchhook.core.scope import Scope
 from torchhook.core.selection import Query, Selector
 from torchhook.core.shown import Shown, maker
-from torchhook.core.sink import Act, Sink, observing
+from torchhook.core.sink import Act, Bind, Sink, observing
 from torchhook.core.site import GRADIENT_PORTS, PORTS, Port, Site
 from torchhook.core.torch_style import observer
 
@@ -78,15 +78,11 @@ class Tap(Shown):
         ports = () if self.edits else self.sink.ports  # raises if the action takes other arguments
         object.__setattr__(self, "ports", ports or (self.port,))
 
-    def bind(self, site: Site, module: nn.Module, scope: Scope) -> Act:
-        """The act of this tap at one site."""
-        if self.edits:
-            assert isinstance(self.action, Edit)
-            editing = Editing(self.action, site, module)
-            act: Act = GradientEditing(editing) if site.port in GRADIENT_PORTS else editing
-        else:
-            act = observing(self.sink, self, site, module, scope)
-        return act if self.when is None else _scheduled(act, self.when)
+    def binding(self, port: Port, scope: Scope) -> Bind:
+        """Makes the acts of this tap at sites with this `port`. A model has many sites: what they share is in here."""
+        action, when = self.action, self.when
+        bind: Bind = partial(_editing, action) if isinstance(action, Edit) else observing(self.sink, self, port, scope)
+        return bind if when is None else lambda site, module: _scheduled(bind(site, module), when)
 
     @cached_property
     def sink(self) -> Sink:
@@ -157,6 +153,11 @@ def require_count(value: Any, argument: str) -> None:
         raise TypeError(f"{argument} must be a whole number, not {value!r}")
     if value < 1:
         raise ValueError(f"{argument} must be at least 1, not {value}")
+
+
+def _editing(edit: Edit, site: Site, module: nn.Module) -> Act:
+    editing = Editing(edit, site, module)
+    return GradientEditing(editing) if site.port in GRADIENT_PORTS else editing
 
 
 def _scheduled(act: Act, when: Schedule) -> Act:

@@ -11,6 +11,19 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
+# Control characters (escape sequences change a terminal's colours, XML forbids most), marks that change the text
+# direction, lone surrogates, and two code points that are not characters.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
+
+
+def printable(text: str) -> str:
+    """`text` without characters that would harm a page, a terminal or an XML file.
+
+    >>> printable("fc" + chr(27) + "[31m")
+    'fc[31m'
+    """
+    return _UNPRINTABLE.sub("", text)
+
 
 def in_units(size: float) -> str:
     """A number of bytes with its unit.
@@ -82,7 +95,8 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in row) + "</tr>"
 
     body = "".join(line("td", row) for row in rows)
-    return f"<table><thead>{line('th', header)}</thead><tbody>{body}</tbody></table>"
+    table = f"<table><thead>{line('th', header)}</thead><tbody>{body}</tbody></table>"
+    return f'<div class="scroll">{table}</div>'
 
 
 def warn(message: str) -> None:

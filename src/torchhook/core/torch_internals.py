@@ -400,6 +400,28 @@ def marked_constant(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+_TRANSLATOR = "torch._dynamo.symbolic_convert.InstructionTranslator.current_tx"
+_WITHOUT_TRACES = "compiled graphs keep each value by an op, not as a further result"
+_knows_traces = _late(_TRANSLATOR, _WITHOUT_TRACES)
+
+
+def graph_under_trace() -> Any:
+    """What the compiler makes a graph in; None if that is unknown, or cannot have further results, as for export."""
+    if not _knows_traces:
+        return None
+    try:
+        output = sys.modules["torch._dynamo.symbolic_convert"].InstructionTranslator.current_tx().output
+        return None if output.export or not output.is_root_tracer else output
+    except (AttributeError, KeyError):
+        FALLBACKS[_TRANSLATOR] = _WITHOUT_TRACES
+        return None
+
+
+def in_body_under_trace() -> bool:
+    """Whether the compiler is inside the body of an op, such as that of a checkpoint."""
+    return not graph_under_trace().is_root_tracer()
+
+
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 WRAPPER_NAMES = frozenset(
     name for name in _WRAPPERS if _late(f"module.{name}", "paths inside such a wrapper contain its private name")

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchhook.core.compiled import followed, leave_keeping, received, returned, tracing
+from torchhook.core.compiled import followed, leave, received, returned, tracing
 from torchhook.core.hooks.gradients import InputViews
 from torchhook.core.hooks.registration import inert_copy
-from torchhook.core.page import Keep, Newest
+from torchhook.core.page import NEVER, Keep, Newest
 from torchhook.core.passes import Pass
 from torchhook.core.scope import Scope
 from torchhook.core.sink import Act
@@ -83,24 +83,30 @@ class KeepHook(Newest, Hook):
     pass replaces the one before.
     """
 
-    __slots__ = ("point", "scope")
+    __slots__ = ("index", "scope")
     ports = ("output",)
 
     def __init__(self, point: Point, act: Keep) -> None:
-        super().__init__(act.site)
-        self.point = point
+        self.site = act.site
+        self.number = NEVER
+        self.index = point.index
         self.scope = point.scope
+
+    @property
+    def point(self) -> Point:  # type: ignore[override]  # not kept: what the page keeps must not lead back to it
+        """The point that this hook is of, while the session is open."""
+        return self.scope.points[self.index]
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if tracing():
-            leave_keeping(output, self.scope.key, self.point.index)
+            leave(output, self.scope.key, self.index, 0)
             return
         scope = self.scope
         pass_ = scope.current
         if pass_ is None or _thread() != scope.home:
             pass_ = scope.pass_of_call(module)
             if pass_ is not None:
-                self.point.fired = True
+                self.number = pass_.number
                 pass_.pages[0].put(self.site, None, snapshot(output))
             return
         try:

@@ -71,14 +71,8 @@ class Point(Defaults):
         self.handles: tuple[Removable, ...] = ()
         self.hook: Hook | None = None  # the one after the forward
 
-    def bind(
-        self, tap: Tap, path: str, module: nn.Module, port: Port, parameter: Callable[[], Tensor] | None = None
-    ) -> None:
-        """Let `tap` act here, on the `port` of `path`; for a parameter of `module`, `parameter` returns it."""
-        site = Site(path, port)
-        act = tap.bind(site, module, self.scope)
-        if parameter is not None:
-            act = _on_parameter(act, parameter)
+    def bind(self, tap: Tap, site: Site, act: Act) -> None:
+        """Let `tap` do `act` at `site`, which is here."""
         self.bound += ((tap, site, act),)
 
     def places(self) -> dict[Site, type]:
@@ -101,8 +95,8 @@ class Point(Defaults):
             self.remove()
         target = self.target
         if not isinstance(target, nn.Module):
-            on_parameter = ParamGradHook(self, chained(self._acts("param_grad")))
-            self.handles = (target.register_post_accumulate_grad_hook(on_parameter),)
+            on_gradient = ParamGradHook(self, chained(self._acts("param_grad")))
+            self.handles = (target.register_post_accumulate_grad_hook(on_gradient),)
             return
         act = self.bound[0][2]
         hook: Any
@@ -120,10 +114,17 @@ class Point(Defaults):
         for handle in self.handles:
             handle.remove()
         self.handles = ()
+        self.hook = None  # which has this point: it must not need the garbage collector to let go of its module
+        if self.observers:
+            self.observers = ()
         if self.steps:
             for name in self.steps:
                 forget(name)
             self.steps = {}
+
+    def is_traced(self) -> bool:
+        """Whether a compiled graph has the steps of this point."""
+        return any(name in traced_names for name in self.steps)
 
     def mark_act(self) -> Act | None:
         """For a mark, which is an identity: the acts on its input, then those on its output."""
@@ -292,7 +293,7 @@ def _as_input(act: Act) -> Act:
     return lambda pass_, call, value, args: act(pass_, call, Arguments((value,), {}), args)
 
 
-def on_parameter(module: nn.Module, name: str, shard: nn.Parameter | None) -> Callable[[], Tensor]:
+def parameter_of(module: nn.Module, name: str, shard: nn.Parameter | None) -> Callable[[], Tensor]:
     """A function that looks a parameter up when its module is called, since it may have been replaced.
 
     While FSDP computes, the gathered parameter is in its place; if a `shard` is wanted, that is returned instead.
@@ -303,7 +304,9 @@ def on_parameter(module: nn.Module, name: str, shard: nn.Parameter | None) -> Ca
     return lambda: found if is_sharded(found := get(module)) else shard
 
 
-def _on_parameter(act: Act, parameter: Callable[[], Tensor]) -> Act:
+def on_parameter(act: Act, parameter: Callable[[], Tensor]) -> Act:
+    """The act with a parameter as its value: what `parameter` returns."""
+
     def see(pass_: Pass, call: int, value: Any, args: tuple[Any, ...]) -> Any:
         return act(pass_, call, parameter(), args)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any, Protocol
 
@@ -21,6 +21,18 @@ class Removable(Protocol):
 
     def remove(self) -> None:
         """Remove the hook."""
+
+
+def taken_out(handles: Iterable[Any]) -> Callable[[], None]:
+    """Take hooks out of their places, which then are as fast as without; returns a function that puts them back."""
+    places = [(handle.hooks_dict_ref(), handle.id) for handle in handles]
+    taken = [(hooks, number, hooks.pop(number)) for hooks, number in places if hooks and number in hooks]
+
+    def put_back() -> None:
+        for hooks, number, hook in taken:
+            hooks[number] = hook
+
+    return put_back
 
 
 def inert_copy() -> tuple[Any, ...]:

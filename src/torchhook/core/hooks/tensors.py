@@ -73,7 +73,7 @@ def _catch_if_overwritten(view: Tensor, hook: Hook, path: str) -> None:
         source.hook(hook, path, when=lambda: version_of(alias) != version)
 
 
-def _watched(tensor: Tensor, ticket: Tensor, number: int, is_apart: bool, path: str) -> Tensor:
+def _watched(tensor: Tensor, ticket: Tensor, position: int, number: int, is_apart: bool, path: str) -> Tensor:
     """In a compiled graph: the tensor to continue with, whose gradient is reported by an op.
 
     The compiler runs this when it differentiates the graph. So the hook sees the gradient of the whole tensor, even if
@@ -81,11 +81,11 @@ def _watched(tensor: Tensor, ticket: Tensor, number: int, is_apart: bool, path: 
     """
 
     def report(gradient: Tensor) -> None:
-        torch.ops.torchhook.see_gradient(gradient, ticket, number)
+        torch.ops.torchhook.see_gradient(gradient, ticket, position, number)
 
     tensor = apart(tensor) if is_apart else tensor
     hook_gradient(tensor, report, path)
     return tensor
 
 
-watched: Callable[[Tensor, Tensor, int, bool, str], Tensor] = torch.compiler.allow_in_graph(_watched)
+watched: Callable[[Tensor, Tensor, int, int, bool, str], Tensor] = torch.compiler.allow_in_graph(_watched)
