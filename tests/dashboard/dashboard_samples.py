@@ -73,7 +73,7 @@ def trained(root, name, is_dead=False, steps=40):
     if is_dead:
         nn.init.constant_(model.conv.bias, -10)
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
-    with Monitor(model, optimizer, every=1, to=[root], name=name) as monitor:
+    with Monitor(model, optimizer, every=1, price=None, to=[root], name=name) as monitor:
         for _ in range(steps):
             labels = torch.randint(0, 4, (16,))
             images = torch.randn(16, 1, 8, 8) + labels.view(-1, 1, 1, 1)

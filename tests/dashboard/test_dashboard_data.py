@@ -1,5 +1,6 @@
 """What the dashboard reads of runs: which there are, and sheets that grow with them."""
 
+import math
 import tempfile
 from pathlib import Path
 from unittest import mock
@@ -31,9 +32,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_a_folder_shows_its_runs_and_one_alone_itself(tmp_path):
     for name in ("first", "second"):
         ended(tmp_path / name)
-    assert sorted(Library(tmp_path).names()) == ["first", "second"]
+    assert sorted(Library(tmp_path).files()) == ["first", "second"]
     for alone in (Library(tmp_path / "first"), Library(tmp_path / "first" / FILE)):
-        assert alone.names() == ["first"] and alone.book("first").run.model == "Net"
+        assert list(alone.files()) == ["first"] and alone.book("first").run.model == "Net"
         with pytest.raises(RunError, match="there is no run 'second'"):
             alone.book("second")
 
@@ -41,8 +42,8 @@ def test_a_folder_shows_its_runs_and_one_alone_itself(tmp_path):
 def test_a_link_to_a_run_leads_to_it_when_it_is_given_by_hand(tmp_path):
     ended(tmp_path / "net")
     (tmp_path / "latest").symlink_to("net")
-    assert Library(tmp_path / "latest").names() == ["net"]
-    assert Library(tmp_path).names() == ["net"]  # but is none of its own
+    assert list(Library(tmp_path / "latest").files()) == ["net"]
+    assert list(Library(tmp_path).files()) == ["net"]  # but is none of its own
 
 
 @pytest.mark.parametrize(
@@ -59,15 +60,15 @@ def test_names_lead_nowhere_else(tmp_path, name):
 
 
 def test_a_folder_that_is_not_there_is_told(tmp_path):
-    with pytest.raises(RunError, match="there is no folder"):
+    with pytest.raises(RunError, match="cannot list the folder .*No such file"):
         Library(tmp_path / "none")
 
 
 def test_an_empty_folder_is_fine_and_runs_come_later(tmp_path):
     library = Library(tmp_path)
-    assert library.names() == []
+    assert library.files() == {}
     ended(tmp_path / "net")
-    assert library.names() == ["net"] and library.book("net") is library.book("net")
+    assert list(library.files()) == ["net"] and library.book("net") is library.book("net")
 
 
 def test_broken_runs_are_told_of_and_hide_no_others(tmp_path):
@@ -75,7 +76,7 @@ def test_broken_runs_are_told_of_and_hide_no_others(tmp_path):
     newer(tmp_path / "newer")
     ended(tmp_path / "net")
     library = Library(tmp_path)
-    assert sorted(library.names()) == ["garbage", "net", "newer"]
+    assert sorted(library.files()) == ["garbage", "net", "newer"]
     for name, words in (("garbage", "broken"), ("newer", "newer torchhook")):
         with pytest.raises(RunError, match=words):
             library.book(name)
@@ -137,6 +138,23 @@ def test_numbers_are_those_of_the_run(tmp_path):
 def test_what_is_not_finite_is_a_gap(tmp_path):
     written(tmp_path, range(2), scale=float("inf"))
     assert Book(tmp_path).sheet("std", "output").rows == [[None, None]] * 2
+
+
+def test_rows_tell_what_is_not_finite_from_what_was_not_measured(tmp_path):
+    log = written(tmp_path, range(2), sites=("conv",))
+    append(log, [2], sites=("conv", "late"), scale=float("inf"))
+    book = Book(tmp_path)
+    rows = book.rows(book.sheet("std", "output"))
+    assert [row[1] for row in rows[:2]] == [None] * 2 and all(map(math.isnan, rows[2])) and rows[0][0] > 0
+    assert [str(row) for row in book.rows(book.sheet("std", "output"), 2)] == ["[nan, nan]"]
+
+
+def test_units_are_those_of_the_layer(tmp_path):
+    log = written(tmp_path, range(0, 4, 2), stats=("moments", "channels"), sites=("fc",))
+    append(log, [4], sites=("fc",))  # without
+    units = Book(tmp_path).units("fc")
+    assert list(units) == [0, 2] and Book(tmp_path).units("nowhere") == {}
+    assert units[0].abs_mean.shape == units[2].abs_mean.shape != (0,)
 
 
 def test_new_layers_make_another_edition(tmp_path):

@@ -237,3 +237,62 @@ def test_a_picture_that_is_gone_is_not_found(another):
 def test_pictures_of_runs_with_odd_names_are_served(another):
     (another / "net").rename(another / "a b&c")
     assert client_of(another).get(f"/run/a%20b%26c/samples/{PICTURE}").status_code == 200
+
+
+CALLBACK = {
+    "output": "..page.children...where.children..",
+    "outputs": [{"id": "page", "property": "children"}, {"id": "where", "property": "children"}],
+    "inputs": [
+        {"id": "url", "property": "pathname", "value": "/run/net"},
+        {"id": "url", "property": "search", "value": ""},
+    ],
+    "changedPropIds": ["url.pathname"],
+}
+
+
+def called(client, **headers):
+    return client.post("/_dash-update-component", json=CALLBACK, headers={"Host": "localhost:8787", **headers})
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "https://evil.example"},
+        {"Origin": "http://localhost:9999"},  # another server on this machine
+        {"Origin": "http://localhost:8787.evil.example"},
+        {"Origin": "null"},  # a page in a sandbox, or a file
+        {"Origin": ""},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site", "Origin": "http://localhost:9999"},
+        {"Sec-Fetch-Site": "cross-site", "Origin": "http://localhost:8787"},
+    ],
+)
+def test_callbacks_of_other_pages_are_refused(client, root, headers):
+    answer = called(client, **headers)
+    assert (answer.status_code, answer.data) == (403, b"Requests of other pages are refused.")
+    with_token = client_of(root, "right")
+    with_token.get("/?token=right", headers={"Host": "localhost:8787"})
+    assert called(with_token, **headers).status_code == 403
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},  # a program
+        {"Origin": "http://localhost:8787"},
+        {"Sec-Fetch-Site": "same-origin", "Origin": "http://localhost:8787"},
+        {"Sec-Fetch-Site": "same-origin", "Origin": "https://hub.example"},  # a proxy that changes the host
+        {"Sec-Fetch-Site": "none"},
+    ],
+)
+def test_callbacks_of_its_own_pages_are_answered(client, headers):
+    answer = called(client, **headers)
+    assert answer.status_code == 200 and b"page" in answer.data
+
+
+def test_callbacks_on_another_machine_are_those_of_the_host_that_was_asked(root):
+    client, here = client_of(root, "right"), "http://gpu-7.example:8787"
+    client.get("/?token=right", base_url=here)
+    for origin, status in ((here, 200), ("http://gpu-7.example", 403), ("http://a.example", 403)):
+        answer = client.post("/_dash-update-component", json=CALLBACK, headers={"Origin": origin}, base_url=here)
+        assert answer.status_code == status

@@ -132,7 +132,20 @@ def test_results_of_other_verbs_are_shown():
         torchhook.explain.grad_cam(convolution, torch.randn(2, 1, 6, 6), sites="0"),
     ):
         page = page_of(result)
-        assert result._repr_html_() in page and f"<h1>{type(result).__name__}</h1>" in page
+        shown = result._repr_html_() if isinstance(result, torchhook.explain.Heat) else result._title()
+        assert shown in page and f"<h1>{type(result).__name__}</h1>" in page
+
+
+def test_a_result_is_shown_in_the_notebook_itself_and_a_saved_one_is_served(tmp_path):
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).eval(), torch.randn(8, 4)
+    result = torchhook.compare.cka(model, None, x.split(4), progress=False)
+    path, frame = shown(result)
+    page = html.unescape(frame.split('srcdoc="')[1].split('"></iframe>')[0])
+    assert page == path.read_text(encoding="utf-8") == torchhook.render.html(result) and "plot-similarity" in page
+    result.save(tmp_path / "cka.th")
+    _, frame = shown(tmp_path / "cka.th")
+    with urllib.request.urlopen(address_in(frame)) as answer:
+        assert answer.status == 200
 
 
 def test_what_a_hook_manager_and_diagnostics_have_is_shown():

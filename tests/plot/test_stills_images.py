@@ -15,7 +15,7 @@ from specimens import resnet18
 from torchhook.plot import attention, cam, feature_maps
 from torchhook.plot.mosaic import Mosaic
 from torchhook.plot.style import colours
-from torchhook.render.palette import GREY, VERMILLION, YELLOW
+from torchhook.render.palette import GREY, NONFINITE, ZERO
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WHITE, DARK, BRIGHT = (
@@ -82,7 +82,7 @@ def test_each_map_has_its_own_scale_which_an_outlier_does_not_stretch(least):
     assert len(np.unique(with_outlier.reshape(-1, 4), axis=0)) > 50
 
 
-@pytest.mark.parametrize("value", [0.0, 3.0, -3.0, 1e300, -1e300, 5e-324])
+@pytest.mark.parametrize("value", [3.0, -3.0, 1e300, -1e300, 5e-324])
 def test_a_constant_map_is_grey_and_says_its_value(value):
     others = np.stack([np.full((4, 4), value), np.arange(16.0).reshape(4, 4)])
     figure = feature_maps(others)
@@ -91,12 +91,19 @@ def test_a_constant_map_is_grey_and_says_its_value(value):
     assert channel_captions(figure) == [f"0: all {value:.2g}", "1"]
 
 
+def test_a_dead_channel_is_loud():
+    figure = feature_maps(torch.stack([torch.zeros(4, 4), torch.rand(4, 4)]))
+    dead, other = channels(figure, 2, 4, 4)
+    assert (dead == bad(ZERO)).all() and not (other == bad(ZERO)).all(-1).any()
+    assert channel_captions(figure) == ["0: all 0", "1"]
+
+
 def test_of_a_constant_map_what_is_not_finite_is_still_seen():
     maps = torch.zeros(1, 4, 4)
     maps[0, 0, 0] = math.nan
     figure = feature_maps(maps)
     (tile,) = channels(figure, 1, 4, 4)
-    assert (tile[0, 0] == bad(VERMILLION)).all() and (tile[1:] == bad(GREY)).all()
+    assert (tile[0, 0] == bad(NONFINITE)).all() and (tile[1:] == bad(ZERO)).all()
     assert channel_captions(figure) == ["0: 1 not finite"]
 
 
@@ -104,13 +111,13 @@ def test_a_map_of_one_pixel_is_not_called_constant():
     assert channel_captions(feature_maps(torch.rand(3, 1, 1))) == ["0", "1", "2"]
 
 
-@pytest.mark.parametrize(("sign", "colour"), [(1, VERMILLION), (-1, YELLOW)])
-def test_what_is_not_finite_is_seen_and_counted(sign, colour):
+@pytest.mark.parametrize("sign", [1, -1])
+def test_what_is_not_finite_is_seen_and_counted(sign):
     maps = torch.rand(2, 8, 8) * sign
     maps[1, 0, 0], maps[1, 3, 4], maps[1, 7, 7] = math.nan, math.inf, -math.inf
     figure = feature_maps(maps)
     _, tile = channels(figure, 2, 8, 8)
-    found = (tile == bad(colour)).all(-1)
+    found = (tile == bad(NONFINITE)).all(-1)
     assert found.sum() == 3 and found[0, 0] and found[3, 4] and found[7, 7]
     assert channel_captions(figure) == ["0", "1: 3 not finite"]
 
@@ -124,7 +131,7 @@ def test_one_broken_pixel_of_a_large_map_is_not_thinned_away():
     maps = torch.rand(1, 500, 300)
     maps[0, 333, 222] = math.nan
     pixels = feature_maps(maps).axes[0].images[0].get_array()
-    assert max(pixels.shape) < 150 and (pixels == bad(VERMILLION)).all(-1).sum() == 1
+    assert max(pixels.shape) < 150 and (pixels == bad(NONFINITE)).all(-1).sum() == 1
 
 
 def test_nothing_is_drawn_between_maps():
@@ -207,7 +214,7 @@ def test_heads_share_a_scale():
 def test_scores_before_the_softmax_may_be_masked():
     scores = torch.randn(1, 4, 4).masked_fill(torch.ones(4, 4).triu(1) > 0, -math.inf)
     (tile,) = tiles(attention(scores), 1, 4, 4)
-    assert ((tile == bad(YELLOW)).all(-1) == np.triu(np.ones((4, 4)), 1)).all()
+    assert ((tile == bad(NONFINITE)).all(-1) == np.triu(np.ones((4, 4)), 1)).all()
 
 
 def test_long_sequences_keep_what_is_largest():

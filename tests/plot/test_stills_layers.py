@@ -13,7 +13,9 @@ from torch import nn
 import torchhook
 from torchhook import NotRecordedError, Report, Run
 from torchhook.plot import distributions, gradient_flow, layer_heatmap
-from torchhook.render.palette import GREY
+from torchhook.plot.style import ODD
+from torchhook.rules.entry import Entry
+from torchhook.rules.history import settled
 from torchhook.training.runs import RunLog
 from torchhook.training.runs.queries import Series
 from training.runs import run_samples
@@ -207,19 +209,57 @@ def test_distributions_of_a_run_are_those_of_the_last_window_that_has_them(run):
 
 
 def test_a_series_is_drawn_by_layer_and_step():
-    values = torch.tensor([[1.0, 2.0, 3.0], [0.5, math.nan, 1.5]])
+    values = torch.tensor([[0.1, 0.2, 0.3], [0.5, math.nan, 0.9]])
     figure = layer_heatmap(Series([0, 10, 100], ["conv", ""], values), "zero_fraction")
-    (mesh,) = figure.axes[0].collections
-    assert mesh.get_array().filled(-1).tolist() == [[1, 2, 3], [0.5, -1, 1.5]]
+    mesh, _ = figure.axes[0].collections
+    assert mesh.get_array().filled(-1).flatten().tolist() == pytest.approx([0.1, 0.2, 0.3, 0.5, -1, 0.9])
     assert rows(figure) == ["conv", "the model"] and figure.axes[0].yaxis_inverted()
     assert mesh.get_coordinates()[0, :, 0].tolist() == [-5, 5, 55, 145]  # steps have the room that they took
-    assert tuple(mesh.cmap.get_bad()) == pytest.approx(to_rgba(GREY)) and png(figure)
-    assert figure.axes[1].get_ylabel() == "zero_fraction"
+    assert marked(figure) == {"not measured": [(5.0, 50.0, 1)]} and png(figure)
+    assert figure.axes[1].get_ylabel() == "share of zeros"
+
+
+def marked(figure):
+    """The marked cells of a heat map, by meaning: where they begin, how wide they are, and in which row."""
+    names, found = {to_rgba(colour): meaning for meaning, (colour, _) in ODD.items()}, {}
+    for bars in figure.axes[0].collections[1:]:
+        meaning = names[tuple(bars.get_facecolor()[0])] if len(bars.get_facecolor()) else "negative"
+        for path in bars.get_paths():
+            (left, top), (right, bottom) = path.vertices.min(0), path.vertices.max(0)
+            found.setdefault(meaning, []).append((left, right - left, round((top + bottom) / 2)))
+    return found
+
+
+def test_zero_and_dead_are_loud_in_colour_and_in_grey_and_never_a_gap():
+    values = torch.tensor([[1.0, 2.0, 3.0], [1.0, 0.0, 0.0], [math.inf, 1.0, math.nan]])
+    figure = layer_heatmap(Series([0, 1, 2], ["a", "b", "c"], values))
+    wanted = {"zero": [(0.5, 2.0, 1)], "not finite": [(-0.5, 1.0, 2)], "not measured": [(1.5, 1.0, 2)]}
+    assert marked(figure) == wanted and legend(figure) == list(wanted)
+    assert [bars.get_hatch() for bars in figure.axes[0].collections[1:]] == [ODD[meaning][1] for meaning in wanted]
+    assert figure.axes[0].collections[0].norm.vmin == 0, "zeros do not stretch the scale"
+
+
+def test_zeros_that_mean_health_are_not_loud_and_dead_layers_are():
+    shares = layer_heatmap(Series([0, 1], ["a", "b"], torch.tensor([[0.0, 0.5], [1.0, 1.0]])), "zero_fraction")
+    assert marked(shares) == {"zero": [(-0.5, 2.0, 1)]}
+    assert marked(layer_heatmap(Series([0, 1], ["a"], torch.tensor([[0.0, 5.0]])), "nonfinite")) == {}
+    means = layer_heatmap(Series([0, 1, 2], ["a"], torch.tensor([[-1.0, 0.0, 1.0]])), "mean")
+    assert marked(means) == {"negative": [(-0.5, 1.0, 0)]}, "the sign shows in grey, too"
+
+
+def test_a_layer_of_a_run_with_nan_is_loud(tmp_path):
+    values = {"fine": torch.randn(8), "odd": torch.tensor([1.0, 2.0, math.nan])}
+    log = RunLog(tmp_path)
+    log.begin({"model": "Net"})
+    log.write(Entry(0, 0.0, settled(reading_of(*values.items()))))
+    with Run(tmp_path) as run:
+        assert marked(layer_heatmap(run)) == {"not finite": [(-0.5, 1.0, 1)]}
+        assert marked(layer_heatmap(run, "nonfinite")) == {}
 
 
 def test_a_run_is_drawn_by_layer_and_step(run):
     figure = layer_heatmap(run, "mean", port="param")
-    (mesh,) = figure.axes[0].collections
+    mesh = figure.axes[0].collections[0]
     wanted = run.series("mean", port="param")
     assert (
         torch.tensor(mesh.get_array().filled(math.nan)).nan_to_num(-1).tolist() == wanted.values.nan_to_num(-1).tolist()
@@ -231,12 +271,12 @@ def test_a_run_is_drawn_by_layer_and_step(run):
 
 def test_the_scale_of_colours_fits_the_values():
     def norm(values):
-        (mesh,) = layer_heatmap(Series(list(range(len(values))), ["a"], torch.tensor([values]))).axes[0].collections
-        assert not mesh.get_array().mask.any() and not mesh.norm(mesh.get_array()).mask.any()
+        mesh, *_ = layer_heatmap(Series(list(range(len(values))), ["a"], torch.tensor([values]))).axes[0].collections
+        assert not mesh.get_array().mask.any()
         return mesh.norm
 
     assert norm([0.0, 1.0, 2.0]).vmin == 0
-    assert isinstance(norm([0.0, 1e-5, 1.0]), LogNorm)  # and a zero has a colour
+    assert isinstance(norm([0.0, 1e-5, 1.0]), LogNorm)
     assert norm([-1.0, 2.0]).vmin == -2
     assert isinstance(norm([-1e-5, 1e-5, 1e-5, 1e3]), SymLogNorm)
     assert norm([0.0, 0.0]).vmax > 0 and norm([5.0]).vmax == 5

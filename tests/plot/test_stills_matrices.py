@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from IPython.core.formatters import DisplayFormatter
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from still_samples import HOSTILE, chain, legend, png, rows
@@ -20,6 +21,7 @@ from torchhook import Site, plot
 from torchhook.edits.sweep import Sweep, SweepRow
 from torchhook.plot import similarity, sweep
 from torchhook.plot.style import label
+from torchhook.render.palette import NONFINITE, UNMEASURED
 from torchhook.training.runs.queries import Series
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -122,6 +124,36 @@ def test_refuses_what_is_no_sweep():
         sweep([{"path": "a"}])
     with pytest.raises(ValueError, match="table is empty"):
         sweep(Sweep([], 0.0, None))
+
+
+def test_a_sweep_of_positions_is_drawn_as_site_by_position():
+    shares = {"a": (0.1, -0.9, 0.4), "b": (math.nan, 0.2)}
+    made = [SweepRow(Site(path), 1.0, 0.5, one, at) for path, some in shares.items() for at, one in enumerate(some)]
+    figure = sweep(Sweep(made, 0.5, 2.5), tokens=["the", "cat", "sat"])
+    ax, bar = figure.axes
+    painted = ax.images[0].to_rgba(ax.images[0].get_array())
+    assert rows(figure) == ["a", "b"] and painted.shape[:2] == (2, 3) and png(figure)
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["the", "cat", "sat"]
+    assert bar.get_ylabel() == "recovered share" and bar.get_ylim() == pytest.approx((-0.9, 0.9))
+    assert painted[0, 1, 2] > painted[0, 1, 0] and painted[0, 2, 0] > painted[0, 2, 2]  # blue below zero, red above
+    assert legend(figure) == ["not finite", "not measured", "negative"]
+    broken, missing, _ = ax.collections
+    assert to_hex(broken.get_facecolor()[0]) == NONFINITE and broken.get_paths()[0].vertices.min(0).tolist() == [
+        -0.5,
+        0.5,
+    ]
+    assert to_hex(missing.get_facecolor()[0]) == UNMEASURED and missing.get_paths()[0].vertices.min(0).tolist() == [
+        1.5,
+        0.5,
+    ]
+
+
+def test_names_of_positions_must_fit():
+    one = SweepRow(Site("a"), 1.0, 0.5, None, 0)
+    with pytest.raises(ValueError, match="tokens must have 1 names, one per position, not 2"):
+        sweep([one], tokens=["a", "b"])
+    with pytest.raises(ValueError, match="tokens names positions, but the sweep has none"):
+        sweep([one._replace(position=None)], tokens=["a"])
 
 
 DRAWN = {

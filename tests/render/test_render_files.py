@@ -23,9 +23,9 @@ def test_the_suffix_says_the_format(tmp_path, suffix, start):
 
 
 def test_another_suffix_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"'report.pdf': the suffix must be one of \.html, \.json, \.md, \.xml"):
+    with pytest.raises(ValueError, match=r"'report.pdf': the suffix must be one of \.html, \.json, \.md, \.xml, \.th"):
         render.save(Report(), tmp_path / "report.pdf")
-    with pytest.raises(ValueError, match="'report.xml': only .json can be read back"):
+    with pytest.raises(ValueError, match="'report.xml': only .th and .json can be read back"):
         render.load(tmp_path / "report.xml")
 
 

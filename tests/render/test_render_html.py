@@ -88,6 +88,12 @@ def test_plots_of_layers_say_which_steps_they_are_of():
     assert "measured steps" not in render.html(report_samples.healthy())
 
 
+def test_skipped_rules_are_folded():
+    page = render.html(report_samples.sick())
+    folded = page.partition("<h3>Skipped</h3><details><summary>3 rules</summary>")[2].partition("</details>")[0]
+    assert "no validation loss was given" in folded and page.count("no validation loss was given") == 1
+
+
 def test_severity_is_said_in_words():
     page = render.html(report_samples.sick())
     assert '<span class="pill error">error</span>' in page and '<span class="pill verdict failed">failed</span>' in page

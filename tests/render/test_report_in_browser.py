@@ -145,3 +145,17 @@ def test_a_large_report_opens_quickly(browse, slowdown):
     assert count(chrome, "#layers tbody tr") == 1000
     assert count(chrome, "#plot-updates svg.main-svg")
     assert time.monotonic() - start < 5 * slowdown
+
+
+@pytest.mark.parametrize("name", ["sick", "large"])
+def test_paper_has_all_of_it_and_nothing_is_cut(browse, name):
+    chrome = browse(name, (720, 1000))  # about the width of a sheet between its margins
+    chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    assert width(chrome) <= 720
+    script = """return [...document.querySelectorAll('.scroll')].every(
+        box => box.scrollHeight <= box.clientHeight + 1 && box.scrollWidth <= box.clientWidth + 1)"""
+    assert chrome.execute_script(script), "a table is cut"
+    assert chrome.execute_script("return getComputedStyle(document.querySelector('nav')).display") == "none"
+    folded = chrome.find_elements("css selector", "details li")
+    assert all(item.size["height"] > 0 for item in folded), "what is folded cannot be opened on paper"
+    assert len(folded) == (5 if name == "sick" else 0)

@@ -71,9 +71,13 @@ def test_names_are_no_markup():
     assert "<" not in figure.layout.xaxis.ticktext[0]
 
 
-def test_many_layers_have_no_names_below():
+def test_of_many_layers_some_have_names_below():
     figure = gradient_flow(report_samples.large())
-    assert figure.layout.xaxis.ticktext is None and len(figure.data[0].y) == 500
+    axis, points = figure.layout.xaxis, figure.data[0]
+    assert len(points.y) == 500 and 20 <= len(axis.ticktext) <= 30
+    named = dict(zip(axis.tickvals, axis.ticktext, strict=True))
+    told = dict(zip(points.x, points.text, strict=True))
+    assert all(name.lstrip("…") in told[number] for number, name in named.items())
 
 
 def test_findings_are_marked_on_the_curve():
@@ -82,7 +86,7 @@ def test_findings_are_marked_on_the_curve():
         Finding("TH2", "error", "", "b", step=2),
         Finding("TH3", "info", ""),
     )
-    curve, crosses, marks = loss_curve(Report(found, losses={0: 3.0, 1: math.nan, 2: 2.0, 3: 1.0})).data
+    curve, crosses, marks, _ = loss_curve(Report(found, losses={0: 3.0, 1: math.nan, 2: 2.0, 3: 1.0})).data
     assert curve.x == (0, 2, 3)
     assert crosses.x == (1,) and crosses.y == (3.0,)
     assert marks.x == (2,) and marks.y == (2.0,) and marks.text == ("TH1 a<br>TH2 b",)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, unquote
+from urllib.parse import parse_qs, unquote_to_bytes
 
-from dash import Dash, Input, Output, dcc, html, set_props
+from dash import ClientsideFunction, Dash, Input, Output, dcc, html, set_props
 from dash.development.base_component import Component
 from flask import Response, send_file
 
-from torchhook.core.errors import RunError
+from torchhook.core.errors import TorchhookError
 from torchhook.dashboard.guard import Guard
 from torchhook.dashboard.library import Library
-from torchhook.dashboard.pages import compare, flow, graph, layer, layers, overview, runs
-from torchhook.dashboard.parts import PAGES, address
+from torchhook.dashboard.pages import compare, flow, graph, layer, layers, overview, results, runs
+from torchhook.dashboard.parts import PAGES, address, waiting
 from torchhook.render.figures.style import SCRIPT
 from torchhook.render.to_html import STYLE
 from torchhook.render.words import printable
@@ -33,7 +34,7 @@ _INDEX = """<!doctype html>
 <script>let plotlyLoaded; window.Plotly = new Promise((loaded) => { plotlyLoaded = loaded; });</script>
 {%css%}
 </head>
-<body class="dashboard">
+<body class="dashboard KIND">
 {%app_entry%}
 <footer>{%config%}{%scripts%}{%renderer%}</footer>
 </body>
@@ -43,6 +44,7 @@ _INDEX = """<!doctype html>
 
 def create_app(library: Library, guard: Guard | None = None) -> Dash:
     """The application for a library of runs."""
+    kind = "folder" if library.only is None and library.only_result is None else "one"
     app = Dash(
         __name__,
         title="torchhook",
@@ -50,14 +52,18 @@ def create_app(library: Library, guard: Guard | None = None) -> Dash:
         serve_locally=True,
         assets_folder=str(Path(__file__).with_name("assets")),
         suppress_callback_exceptions=True,  # most components of callbacks exist on one page only
-        index_string=_INDEX.replace("STYLE", STYLE.read_text(encoding="utf-8")),
+        index_string=_INDEX.replace("STYLE", STYLE.read_text(encoding="utf-8")).replace("KIND", kind),
         add_log_handler=False,
         on_error=_show_error,
         meta_tags=[{"name": "viewport", "content": "width=device-width, initial-scale=1"}],
     )
     app.layout = _frame
+    plain = app.interpolate_index
+    app.interpolate_index = lambda **parts: plain(**parts | {"scripts": _without_graph(parts["scripts"])})
     (guard or Guard()).protect(app.server, library)
     app.server.add_url_rule("/plotly.js", view_func=_plotly)  # see assets/dashboard.js
+    drawn = ClientsideFunction("torchhook", "tree")
+    app.clientside_callback(drawn, Output("tree", "className"), Input("tree-shown", "data"))
     for page in _PAGES:
         page.register(app, library)
 
@@ -68,9 +74,17 @@ def create_app(library: Library, guard: Guard | None = None) -> Dash:
         Input("url", "search"),
     )
     def _(pathname: str | None, search: str | None) -> Any:
-        return _routed(library, pathname or "/", parse_qs((search or "").lstrip("?")))
+        return _routed(library, pathname or "/", parse_qs((search or "").lstrip("?"), errors="surrogateescape"))
 
     return app
+
+
+def _without_graph(scripts: str) -> str:
+    """The scripts of all pages, with that of the graph in a template, for the one page that needs it to execute."""
+    lines = scripts.splitlines()
+    late = [line for line in lines if "suites/dash_cytoscape/" in line]
+    now = "\n".join(line for line in lines if line not in late)
+    return f'{now}<template id="later">{"".join(late)}</template>'
 
 
 def _plotly() -> Response:
@@ -79,9 +93,10 @@ def _plotly() -> Response:
 
 def _show_error(error: Exception) -> None:
     """Show the error instead of the page: the run is broken, newer or deleted, or there is a bug."""
-    if not isinstance(error, RunError):
+    is_ours = isinstance(error, TorchhookError)
+    if not is_ours:
         traceback.print_exception(error)
-    message = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
+    message = str(error) if is_ours else f"{type(error).__name__}: {error}"
     set_props("page", {"children": html.P(printable(message), role="alert")})
     set_props("where", {"children": html.H1("Cannot show this page")})
 
@@ -91,20 +106,24 @@ def _frame() -> Component:
         [
             dcc.Location(id="url", refresh="callback-nav"),
             html.Header([html.P(dcc.Link("torchhook", href="/"), className="quiet"), html.Div(id="where")]),
-            html.Main(id="page"),
+            waiting(html.Main(id="page"), target_components={"page": "children"}),
         ]
     )
 
 
 def _routed(library: Library, pathname: str, query: dict[str, list[str]]) -> tuple[Component, Component]:
     """The page at a URL, and its header."""
-    parts = [unquote(part) for part in pathname.strip("/").split("/")]
+    parts = [os.fsdecode(unquote_to_bytes(part)) for part in pathname.strip("/").split("/")]
+    if parts == [""] and library.only_result is not None:
+        parts = ["result", library.only_result]
     if parts == [""]:
         if library.only is None:
-            return runs.page(library), html.H1("Runs")
+            return html.Div([runs.page(library), results.listed(library)]), html.H1("Runs")
         parts = ["run", library.only.name]
     if parts == ["compare"]:
         return compare.page(library, query.get("run", [])), html.H1("Comparison")
+    if parts[0] == "result" and len(parts) == 2:
+        return results.page(library, parts[1])
     if parts[0] != "run" or len(parts) not in (2, 3):
         return html.P(f"There is no page {printable(pathname)!r}.", role="alert"), html.H1("Not found")
     book, name = library.book(parts[1]), parts[2] if len(parts) == 3 else ""
@@ -116,7 +135,7 @@ def _routed(library: Library, pathname: str, query: dict[str, list[str]]) -> tup
     elif name == "layer":
         page = layer.page(book, first.get("path", ""))
     elif name == "flow":
-        page = flow.page(book)
+        page = flow.page(book, int(first["step"]) if first.get("step", "").isdecimal() else None)
     elif name == "graph":
         page = graph.page(book)
     else:

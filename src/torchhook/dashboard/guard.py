@@ -52,6 +52,8 @@ class Guard:
             return send_file(picture, mimetype="image/png", max_age=3600)
 
     def _check(self) -> Any:
+        if request.method not in ("GET", "HEAD", "OPTIONS") and not _is_own():
+            return "Requests of other pages are refused.", 403
         if self.token is None:
             name = request.host.rpartition(":")[0] if re.search(r":\d+$", request.host) else request.host
             return None if name in HERE else ("This page is only available on this machine; see --host.", 403)
@@ -67,6 +69,18 @@ class Guard:
             if hmac.compare_digest(known.encode(), self.token.encode())
             else ("This page requires a token: open the address that torchhook dashboard printed.", 403)
         )
+
+
+def _is_own() -> bool:
+    """Whether a request comes from a page of this server, or from a program, which a page cannot control.
+
+    The browser says so. An older one, or one that sees no secure address, names the page's origin instead: that must
+    be the host that was asked. (Behind a proxy, that may have another name than here.)
+    """
+    site, origin = request.headers.get("Sec-Fetch-Site"), request.headers.get("Origin")
+    if site is not None:
+        return site in ("same-origin", "none")
+    return origin is None or origin.partition("://")[2] == request.host
 
 
 def _cookie() -> str:

@@ -25,7 +25,8 @@ def show(what: Any, optimizer: Any = None, *, height: int = 800, **options: Any)
     """Show what you have: below the cell of a notebook, otherwise in a browser; its address is printed.
 
     Given a model, start a `Monitor` on it, with `options` as for `Monitor`, and return the monitor, whose run is shown
-    live. Given a monitor, a run or a folder of runs, show that, live while this process runs, and return it.
+    live. Given a monitor, a run, a saved result (``.th``) or a folder of these, show that, live while this process
+    runs, and return it.
 
         monitor = torchhook.dashboard.show(model, optimizer, every=10)
         for x, y in loader:
@@ -34,7 +35,7 @@ def show(what: Any, optimizer: Any = None, *, height: int = 800, **options: Any)
 
     Given anything else, write one page that needs nothing else, show it, and return its path. It takes a capture or a
     layer of it, a dict of names and arrays, the result of `measure` or a snapshot, a report, a `HookManager`, a
-    `ModelDiagnostics`, and results of `torchhook.compare`, `explain` and `sweep`.
+    `ModelDiagnostics`, and the results of `diff`, `sweep`, `torchhook.compare` and `explain`.
 
         with torchhook.capture(model) as acts:
             model(x)

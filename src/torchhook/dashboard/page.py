@@ -6,7 +6,6 @@ import math
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from io import BytesIO
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +15,7 @@ from torchhook.captures.pictures import png
 from torchhook.captures.result import Calls, Capture
 from torchhook.core.errors import NotRecordedError
 from torchhook.core.findings import Report
+from torchhook.core.result import Result
 from torchhook.core.text import shape_of
 from torchhook.core.trees import leaves
 from torchhook.plot.arrays import finite, numbers
@@ -47,7 +47,7 @@ def page_of(what: Any) -> str:
     >>> "<h2>Feature maps</h2>" in page, "<code>conv</code>" in page
     (True, True)
     """
-    if isinstance(what, Report):
+    if isinstance(what, (Report, Result)):
         return html(what)
     if isinstance(what, (Stats, Snapshot)):
         return _of_stats(what.snapshot() if isinstance(what, Stats) else what)
@@ -90,18 +90,7 @@ def _of_stats(snapshot: Snapshot) -> str:
 
 def _of_result(what: Any) -> str:
     table = f'<div class="scroll" role="region" aria-label="Table" tabindex="0">{what._repr_html_()}</div>'
-    return _page(type(what).__name__, "", {"Figure": _figure(what), "Table": table})
-
-
-def _figure(what: Any) -> str:
-    """What a result draws of itself, if it does."""
-    if not hasattr(what, "figure"):
-        return ""
-    try:
-        drawn = _png(what.figure())
-    except ImportError:  # there is no matplotlib
-        return ""
-    return f'<p class="card"><img class="drawn" alt="" src="{_source(drawn)}"></p>'
+    return _page(type(what).__name__, "", {"Table": table})
 
 
 def _page(title: str, note: str, parts: Mapping[str, str]) -> str:
@@ -159,12 +148,6 @@ def _rows(values: Tensor) -> Sequence[Sequence[float | None]]:
         [value if math.isfinite(value) else None for value in row]
         for row in finite(values)[::stride, ::stride].tolist()
     ]
-
-
-def _png(figure: Any) -> bytes:
-    file = BytesIO()
-    figure.savefig(file, format="png", dpi=110)
-    return file.getvalue()
 
 
 def _source(data: bytes) -> str:

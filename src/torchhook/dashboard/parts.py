@@ -1,7 +1,8 @@
-"""Parts of pages: links, pills, cards of findings, graphs that keep their state when they are updated."""
+"""Parts of pages: links, pills, cards of findings, the tree of modules, graphs that keep their state when updated."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -10,21 +11,25 @@ from dash import dcc, html
 from dash.development.base_component import Component
 
 from torchhook.core.findings import Finding, Severity
+from torchhook.dashboard.folding import above
+from torchhook.dashboard.sheets import Book, worst_in
 from torchhook.render.words import printable
 from torchhook.training.runs import Run
 
+_OPEN = 2  # levels of the tree of modules that are open
 EVERY = 1000  # milliseconds between two updates
 _STATES = {"running": "info", "interrupted": "info", "ended": "passed"}  # others are errors
 PAGES = {"": "Overview", "layers": "Layers", "flow": "Gradient flow", "graph": "Model"}
 
 
-def address(run: str, page: str = "", **query: str) -> str:
-    """The URL of a page of a run.
+def address(run: str, page: str = "", *, kind: str = "run", **query: str) -> str:
+    """The URL of a page of a run, or of a saved result if that is the `kind`.
 
     >>> address("net-1", "layer", path="a/b <c>")
     '/run/net-1/layer?path=a%2Fb+%3Cc%3E'
     """
-    place = "/".join(["/run", quote(run, safe=""), *([page] if page else [])])
+    name = quote(os.fsencode(run), safe="")  # a name may be any bytes
+    place = "/".join([f"/{kind}", name, *([page] if page else [])])
     return f"{place}?{urlencode(query)}" if query else place
 
 
@@ -49,7 +54,7 @@ def state_of(run: Run) -> tuple[str, str]:
 def card(run: str, finding: Finding, layers: Iterable[str], cause: Finding | None = None) -> Component:
     """A finding with a link to its layer, and to the layer of its `cause` if there is one."""
     layers = list(layers)
-    at = _layer_of(finding.site, layers)
+    at = layer_of(finding.site, layers)
     where = html.Code(printable(finding.site) or "the model")
     step = "" if finding.step is None else f"step {finding.step:,}"
     module = f"({printable(finding.module)})" if finding.module else ""
@@ -78,18 +83,24 @@ def _advice(run: str, finding: Finding, layers: list[str], cause: Finding | None
 
 
 def _caused_by(run: str, cause: Finding, layers: list[str]) -> list[Any]:
-    at = _layer_of(cause.site, layers)
-    place = printable(cause.site) or "the model"
-    return [f"Caused by {cause.code} at ", place if at is None else layer_link(run, at), ": fix that first."]
+    at = layer_of(cause.site, layers)
+    place = html.Span(printable(cause.site) or "the model") if at is None else layer_link(run, at)
+    module = f" ({printable(cause.module)})" if cause.module else ""
+    return [f"Caused by {cause.code} at ", place, f"{module}: fix that first."]
 
 
 def graph(id_: str, figure: Any, label: str) -> Component:
     """A figure that can be updated. `label` is its caption, and its description for screen readers."""
     config = {"displaylogo": False, "displayModeBar": False, "responsive": True}
-    picture = dcc.Graph(id=id_, figure=figure, config=config, className="graph")
+    picture = waiting(dcc.Graph(id=id_, figure=figure, config=config, className="graph"))
     return html.Figure(
         [picture, html.Figcaption(label, id=f"{id_}-caption", className="quiet")], role="group", **{"aria-label": label}
     )
+
+
+def waiting(child: Component, **options: Any) -> Component:
+    """A part with a spinner on top of it while the server makes a new one, if that takes a while."""
+    return dcc.Loading(child, delay_show=300, overlay_style={"visibility": "visible", "opacity": 0.6}, **options)
 
 
 def tick(id_: str, every: int = EVERY) -> Component:
@@ -109,7 +120,42 @@ def choice(id_: str, label: str, options: Iterable[str], value: str) -> Componen
     return html.Label([html.Span(label, id=first), chooser], className="choice")
 
 
-def _layer_of(site: str, layers: list[str]) -> str | None:
+def slider(id_: str, name: str, high: float, value: float, step: float = 1, text: str = "") -> Component:
+    """A slider from 0 to `high`, under its name or a text."""
+    bar = dcc.Slider(0, high, step, value=value, id=id_, marks=None, updatemode="drag", allow_direct_input=False)
+    return html.Label([html.Span(text or name, id=f"{id_}-text"), bar], className="choice slider", title=name)
+
+
+def layer_of(site: str, layers: Iterable[str]) -> str | None:
     """The layer of a site: the site itself, or the module that owns the parameter."""
     owner = site.rpartition(".")[0]
     return site if site in layers else owner if owner in layers else None
+
+
+def tree(book: Book) -> Component:
+    """The tree of modules. The browser makes it of plain data: thousands of components would make every update slow."""
+    return html.Div([dcc.Store(id="tree-shown", data=tree_data(book)), html.Div(id="tree", className="tree")])
+
+
+def tree_data(book: Book) -> list[Any]:
+    """The modules, each with what is in it: folded by block, except on top and where something was found."""
+    run, layers, health, shapes = book.run, book.layers(), book.health(), book.run.shapes
+    facts = {path: f"{kind} → {shapes[path]}" if path in shapes else kind for path, kind in layers.items()}
+    facts = run.containers | facts
+    opened = {block for finding in run.findings for block in above(finding.site)}
+    inside: dict[str, list[Any]] = {"": []}
+    for path in (part for layer in layers for part in (*above(layer), layer)):
+        if path in inside:
+            continue
+        inside[path] = []
+        inside[path.rpartition(".")[0]].append(
+            {
+                "name": printable(path) or "the model",
+                "fact": printable(facts.get(path, "")),
+                "worst": worst_in(path, health),
+                "open": path.count(".") < _OPEN or path in opened,
+                "href": address(book.name, "layer", path=path) if path in layers else None,
+                "inside": inside[path],
+            }
+        )
+    return inside[""]

@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -17,6 +18,8 @@ from torchhook.dashboard.guard import Guard
 from torchhook.dashboard.library import Library
 from torchhook.dashboard.pages import flow, layers, overview
 
+_QUIET = 0.3  # seconds without a request, after which there is time to read ahead
+
 
 class Server:
     """Serves runs until it is closed. Port 0 picks a free port."""
@@ -26,7 +29,9 @@ class Server:
     ) -> None:
         guard, library = Guard.for_host(host, token), Library(path)
         app = create_app(library, guard)
-        threading.Thread(target=_read_ahead, args=(library,), name="torchhook-ahead", daemon=True).start()
+        app.server.before_request(self._note)
+        self._note()
+        threading.Thread(target=self._read_ahead, args=(library,), name="torchhook-ahead", daemon=True).start()
         logging.getLogger("werkzeug").setLevel(logging.ERROR)  # no line per request
         try:
             self._server: Any = make_server(host, port, app.server, threaded=True)
@@ -44,10 +49,13 @@ class Server:
         """Make `serve` return."""
         self._server.shutdown()
 
+    def _note(self) -> None:
+        self._asked = time.monotonic()
 
-def _read_ahead(library: Library) -> None:
-    """Make pages of the newest run while the browser starts: importing plotly and reading a long run take a while."""
-    for name in library.names()[:1]:
+    def _read_ahead(self, library: Library) -> None:
+        """Make pages of the newest run while nothing is asked for: importing plotly and reading a run take a while."""
         for page in (overview, layers, flow):
+            while time.monotonic() < self._asked + _QUIET:
+                time.sleep(0.1)
             with suppress(Exception):  # the page will show what is wrong with the run
-                page.page(library.book(name))
+                page.page(library.book(next(iter(library.files()))))

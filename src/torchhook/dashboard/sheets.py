@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from torchhook.core.findings import Finding, Severity
-from torchhook.stats import Histogram
+from torchhook.stats import Channels, Histogram
+from torchhook.stats.channels import Units
 from torchhook.stats.downsample import spread, thinned
 from torchhook.stats.histogram import Bins
 from torchhook.training.runs import Run
@@ -24,6 +25,7 @@ from torchhook.training.runs.schema import FILE
 WIDE = 240  # steps to draw; beyond twice as many, older ones are thinned out
 LOSSES = 2000
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
+_UNITS = 8  # steps of which the units are read
 _HISTOGRAMS = 32  # steps of which the histograms are read
 
 
@@ -115,6 +117,7 @@ class Book:
         self.lock = threading.RLock()  # callbacks come from several threads
         self._sheets: dict[tuple[str, str], Sheet] = {}
         self._curve = Curve(self.run)
+        self._units: dict[tuple[str, int], list[Units]] = {}
         self._quantiles: dict[int, dict[tuple[str, str], list[float]]] = {}
 
     def is_there(self) -> bool:
@@ -158,7 +161,7 @@ class Book:
     def stamp(self) -> list[Any]:
         """A value that changes when there is something new."""
         steps = self.run.steps
-        return [len(steps), steps[-1] if steps else None, len(self.run.findings), self.run.state]
+        return [len(steps), steps[-1] if steps else None, len(self.layers()), len(self.run.findings), self.run.state]
 
     def health(self) -> dict[str, Severity]:
         """The worst severity found at each site."""
@@ -188,12 +191,44 @@ class Book:
             }
         return list(found), list(found.values())
 
+    def rows(self, sheet: Sheet, first: int = 0, last: int | None = None) -> list[list[float | None]]:
+        """The rows of a sheet from position `first` to before `last`, with NaN where some values were not finite."""
+        rows = _rows(sheet.series.values.T[first:last])
+        places = {step: number for number, step in enumerate(sheet.steps[first:last])}
+        counts = self.sheet("nonfinite", sheet.port)
+        for path, column in (counts.series.values > 0).nonzero().tolist():
+            row = places.get(counts.steps[column])
+            if row is not None and path < len(rows[row]):
+                rows[row][path] = math.nan
+        return rows
+
+    def line(self, field: str, port: str, path: str) -> tuple[list[int], list[float | None]]:
+        """The steps, and a statistic of one layer at each, with NaN where some values were not finite."""
+        sheet, counts = self.sheet(field, port), self.sheet("nonfinite", port)
+        broken = {step for step, count in zip(counts.steps, counts.line(path), strict=False) if count}
+        values = zip(sheet.steps, sheet.line(path), strict=False)
+        return sheet.steps, [math.nan if step in broken else value for step, value in values]
+
+    def units(self, layer: str) -> dict[int, Units]:
+        """The statistics of a layer's units, at some of the steps at which they were measured."""
+        with self.lock:
+            steps = spread(self.run.steps_with(Channels.name), _UNITS)
+            for step in steps:
+                if (layer, step) not in self._units:
+                    row = self.run.window(step).rows.get((layer, "output"))
+                    states = row.states.get(Channels.name, ()) if row else ()
+                    self._units[layer, step] = [Channels().compute(state()) for state in states]
+            return {step: found[0] for step in steps if (found := self._units[layer, step])}
+
     def _read_quantiles(self) -> None:
-        for step in spread(self.run.steps_with(Histogram.name), _HISTOGRAMS):
-            if step not in self._quantiles:
-                rows = self.run.window(step).rows.items()
-                states = {place: row.states[Histogram.name][0]() for place, row in rows if Histogram.name in row.states}
-                self._quantiles[step] = {place: _quantiles(state) for place, state in states.items()}
+        """Read the steps that are shown; others, from before the run was longer, are forgotten."""
+        steps = spread(self.run.steps_with(Histogram.name), _HISTOGRAMS)
+        self._quantiles = {step: self._quantiles.get(step) or self._quantiles_at(step) for step in steps}
+
+    def _quantiles_at(self, step: int) -> dict[tuple[str, str], list[float]]:
+        rows = self.run.window(step).rows.items()
+        states = {place: row.states[Histogram.name][0]() for place, row in rows if Histogram.name in row.states}
+        return {place: _quantiles(state) for place, state in states.items()}
 
 
 def worst_in(path: str, health: Mapping[str, Severity]) -> str:

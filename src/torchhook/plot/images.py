@@ -15,6 +15,7 @@ from torchhook.plot.arrays import ARRAY, finite, numbers, reach, share_below
 from torchhook.plot.given import Layer, first_sample, maps_of
 from torchhook.plot.mosaic import Mosaic
 from torchhook.plot.style import SMALL, colour_bar, colour_scale, colours, label, new_figure, page, place, thinned
+from torchhook.render.palette import GREY, ZERO
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,9 +30,9 @@ def feature_maps(x: Any, *, most: int = 32, ax: Axes | None = None) -> Figure:
     """The channels of a layer's output side by side, and before them their mean.
 
     Each map has its own scale, which ignores outliers. If any value is negative, zero is white, negative values are
-    blue and positive ones red; otherwise the lowest value is darkest. A constant map, as of a dead channel, is grey,
-    with its value beside the channel number. Values that are not finite have a colour of their own, and the caption
-    says how many there are.
+    blue and positive ones red; otherwise the lowest value is darkest. A map of zeros, as of a dead channel, is loud,
+    any other constant map is grey, with its value beside the channel number. Values that are not finite have a colour
+    of their own, and the caption says how many there are.
 
     Args:
         x: ``[C, H, W]``, or ``[N, C, H, W]``, of which the first sample is drawn; one layer of a capture,
@@ -117,7 +118,8 @@ def _draw_maps(layer: Layer, most: int, ax: Axes | None, columns: int | None = N
         f": {count} not finite" if count else f": all {flat[number]:.2g}" if number in flat else ""
         for number, count in enumerate(broken)
     ]
-    mosaic.draw(ax, colours(signed), [f"{name}{remark}" for name, remark in zip(names, remarks, strict=True)], flat)
+    captions = [f"{name}{remark}" for name, remark in zip(names, remarks, strict=True)]
+    mosaic.draw(ax, colours(signed), captions, {number: GREY if value else ZERO for number, value in flat.items()})
     ax.set_title(_title(layer, len(channels), "channels"), fontsize=SMALL)
     ax.set_xlabel(f"{maps.shape[1]} × {maps.shape[2]} positions, each map on its own scale", fontsize=SMALL)
     return figure

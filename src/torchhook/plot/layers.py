@@ -19,13 +19,14 @@ from torchhook.plot.style import (
     colour_bar,
     colours,
     legend_above,
+    mark_cells,
     mark_odd,
     name_layers,
     place,
     quiet,
     rows_page,
 )
-from torchhook.render.palette import BLUE, GREY, ORANGE
+from torchhook.render.palette import BLUE, ORANGE
 from torchhook.rules.check import layers_of
 from torchhook.stats.reading import Snapshot
 from torchhook.stats.result import Stats
@@ -38,6 +39,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _WIDE = 100.0  # ratio of the largest to the smallest value from which the scale is logarithmic
+
+_COUNTS = ("nonfinite", "nan", "posinf", "neginf", "count")
+_WITH_ZERO = ("mean", "min", "max", "skewness", "zero_fraction", *_COUNTS)  # whose zeros do not mean: nothing flows
+_TITLES = {
+    "std": "standard deviation",
+    "l2": "L2 norm",
+    "abs_mean": "mean of absolute values",
+    "zero_fraction": "share of zeros",
+    "nonfinite": "values that are not finite",
+}
 
 Sizes = list[tuple[str, float]]
 """Pairs of layer and gradient size; a layer may occur more than once."""
@@ -68,9 +79,9 @@ def gradient_flow(stats: Stats | Snapshot | Report | Run, *, ax: Axes | None = N
     style = {"marker": "s", "color": ORANGE, "markersize": size - 1, "linewidth": 0}
     _points(ax, rows, parameters, label=f"parameter gradient ({kind})", **style)
     both = outputs + parameters
-    mark_odd(ax, [rows[layer] for layer, value in both if value == 0], "<", 0.0, "zero")
-    mark_odd(ax, [rows[layer] for layer, value in both if not math.isfinite(value)], "x", 1.0, "not finite")
-    ax.set_xlabel("gradient size")
+    mark_odd(ax, [rows[layer] for layer, value in both if value == 0], "zero")
+    mark_odd(ax, [rows[layer] for layer, value in both if not math.isfinite(value)], "not finite")
+    ax.set_xlabel(f"gradient size (RMS of outputs, {kind} of parameters)")
     quiet(ax)
     legend_above(ax)
     return figure
@@ -79,8 +90,9 @@ def gradient_flow(stats: Stats | Snapshot | Report | Run, *, ax: Axes | None = N
 def layer_heatmap(run: Run | Series, stat: str = "std", port: str = "output", *, ax: Axes | None = None) -> Figure:
     """One statistic of every layer (rows) at every step (columns), as colours.
 
-    The scale is symmetric around zero if any value is negative, otherwise it starts at zero; it is logarithmic if the
-    values are far apart, and ignores outliers. Grey means that nothing was measured, or nothing finite.
+    The scale is symmetric around zero if any value is negative, and negative cells are hatched; otherwise it starts at
+    zero. It is logarithmic if the values are far apart, and ignores outliers. Layers through which only zeros flow,
+    values that are not finite, and steps without a measurement have colours and hatches of their own.
 
     Args:
         run: A run, or a `Series` such as ``run.series("std", port="param")``, for which `stat` is only the title.
@@ -93,16 +105,18 @@ def layer_heatmap(run: Run | Series, stat: str = "std", port: str = "output", *,
     """
     steps, paths, values = _series(run, stat, port)
     figure, ax = place(ax, *rows_page(len(paths)))
-    norm = _norm(values)
-    colour = colours(signed=norm.vmin < 0).with_extremes(bad=GREY)
-    if norm.vmin > 0:  # zeros have no logarithm, but must not be grey
-        values = values.clamp(min=norm.vmin)
+    known, signed = finite(values), bool((values < 0).any())
+    dead = 1 if stat == "zero_fraction" else math.nan if signed or stat in _WITH_ZERO else 0
+    is_zero = values == dead
+    norm = _norm(known.masked_fill(is_zero, math.nan), is_linear=stat in _WITH_ZERO)
     edges = _edges(steps), [row - 0.5 for row in range(len(paths) + 1)]
-    drawn = ax.pcolormesh(*edges, values.numpy(), norm=norm, cmap=colour, rasterized=True)
+    drawn = ax.pcolormesh(*edges, known.numpy(), norm=norm, cmap=colours(signed), rasterized=True)
     name_layers(ax, paths)
+    odd = {"zero": is_zero, "not finite": values.isinf(), "not measured": values.isnan(), "negative": values < 0}
+    mark_cells(ax, odd, edges[0])
     ax.set_xlabel("step", fontsize=SMALL)
     ax.tick_params(axis="x", labelsize=SMALL)
-    colour_bar(ax, drawn, stat)
+    colour_bar(ax, drawn, _TITLES.get(stat, stat))
     return figure
 
 
@@ -152,27 +166,31 @@ def _series(run: Any, stat: str, port: str) -> Series:
     if isinstance(run, Run):
         require_field(stat, "stat")
         snapshot_of(run, port)  # raises if nothing was measured there
+        broken = run.series("nonfinite", port).values > 0
         run = run.series(stat, port)
+        if stat not in _COUNTS:  # a number of the finite values alone would hide the others
+            run = run._replace(values=run.values.masked_fill(broken, math.inf))
     if not isinstance(run, Series):
         raise TypeError(f"run must be a Run or a Series of one, not {run!r:.80}")
-    values = finite(numbers(run.values, "values"))
+    values = numbers(run.values, "values")
     if tuple(values.shape) != (len(run.paths), len(run.steps)):
         found = f"{list(values.shape)} for {len(run.paths)} paths and {len(run.steps)} steps"
         raise ValueError(f"the values of a Series must be paths × steps, not of shape {found}")
     if values.isnan().all():
-        raise NotRecordedError(f"there is no {stat} to draw: no step has a finite value")
+        raise NotRecordedError(f"there is no {stat} to draw: no step has a value")
     return Series(run.steps, run.paths, values)
 
 
-def _norm(values: Tensor) -> Any:
-    """The scale from values to colours."""
+def _norm(values: Tensor, is_linear: bool) -> Any:
+    """The scale from values to colours; by powers of ten if they are far apart, unless all of it `is_linear`."""
     colors, most = require("matplotlib.colors", "plot"), reach(values)
     sizes = values[values != 0].abs()
     if bool((values < 0).any()):
         usual, ends = share_below(sizes, 0.5), {"vmin": -most, "vmax": most}
         return colors.SymLogNorm(usual, **ends) if most > _WIDE * usual else colors.Normalize(**ends)
     least = share_below(sizes, 0.01)
-    return colors.LogNorm(least, most) if most > _WIDE * least > 0 else colors.Normalize(0.0, most)
+    is_wide = most > _WIDE * least > 0 and not is_linear
+    return colors.LogNorm(least, most, clip=True) if is_wide else colors.Normalize(0.0, most)
 
 
 def _edges(steps: Sequence[int]) -> list[float]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchhook.plot.arrays import ARRAY, finite, numbers, share_below
-from torchhook.plot.style import SMALL, colour_bar, colours, inches, name_columns, name_rows, page, place
+from torchhook.plot.style import SMALL, colour_bar, colours, inches, mark_cells, name_columns, name_rows, page, place
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,12 +36,13 @@ def similarity(
     >>> [text.get_text() for text in figure.axes[0].texts]
     ['1.00', '0.20', '0.20', '1.00']
     """
-    row_title = column_title = ""
+    row_title, column_title = "row", "column"
     if _is_likeness(matrix):
         rows, columns, unit = rows or matrix.rows, columns or matrix.columns, unit or matrix.by
         row_title, column_title = ("layer", "layer") if matrix.itself else ("layer of a", "layer of b")
         matrix = matrix.matrix
-    found = finite(numbers(matrix, "matrix", f"{ARRAY}, or what torchhook.compare.cka returned"))
+    given = numbers(matrix, "matrix", f"{ARRAY}, or what torchhook.compare.cka returned")
+    found = finite(given)
     if found.dim() != 2 or not found.numel():
         raise ValueError(f"matrix must be rows × columns, not of shape {list(found.shape)}: pass a single matrix")
     high, wide = found.shape
@@ -55,8 +56,11 @@ def similarity(
     ax.set_ylabel(row_title, fontsize=SMALL)
     ax.set_xlabel(column_title, fontsize=SMALL)
     across, along = inches(ax)
+    odd = {"not finite": ~given.isfinite(), "negative": found < 0}
     if max(found.shape) <= _NUMBERED and min(across / wide, along / high) >= _CELL:
         _write_numbers(ax, drawn)
+        odd.pop("negative")  # the numbers say so
+    mark_cells(ax, odd, [column - 0.5 for column in range(wide + 1)])
     colour_bar(ax, drawn, unit)
     return figure
 

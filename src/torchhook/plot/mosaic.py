@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from torchhook.core.optional import require
 from torchhook.plot.style import SMALL, inches
-from torchhook.render.palette import GREY
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,19 +57,22 @@ class Mosaic(NamedTuple):
         row, column = divmod(number, self.columns)
         return row * (height + self.above) + self.above, column * (width + self.beside)
 
-    def draw(self, ax: Axes, colour: Callable[..., Any], captions: Sequence[str], flat: Collection[int] = ()) -> None:
-        """Draw each tile with its caption; `colour` maps values to colours, finite values of `flat` tiles are grey."""
-        grey = torch.zeros(self.shape, dtype=torch.bool)
+    def draw(
+        self, ax: Axes, colour: Callable[..., Any], captions: Sequence[str], flat: Mapping[int, str] | None = None
+    ) -> None:
+        """Draw each tile with its caption; `colour` maps values to colours, `flat` tiles have one of their own."""
         values, empty = torch.zeros(self.shape, dtype=torch.float64), torch.ones(self.shape, dtype=torch.bool)
+        to_rgba = require("matplotlib.colors", "plot").to_rgba
         height, width = self.tiles.shape[1:]
         for number, tile in enumerate(self.tiles):
             top, left = self.corner(number)
             values[top : top + height, left : left + width] = tile
             empty[top : top + height, left : left + width] = False
-            if number in flat:
-                grey[top : top + height, left : left + width] = tile.isfinite()
         pixels = colour(values.numpy(), bytes=True)
-        pixels[grey.numpy()] = [round(255 * part) for part in require("matplotlib.colors", "plot").to_rgba(GREY)]
+        for number, own in (flat or {}).items():
+            top, left = self.corner(number)
+            tile = pixels[top : top + height, left : left + width]
+            tile[self.tiles[number].isfinite().numpy()] = [round(255 * part) for part in to_rgba(own)]
         pixels[empty.numpy(), 3] = 0
         ax.imshow(pixels, interpolation="nearest")
         ax.set(xticks=[], yticks=[])

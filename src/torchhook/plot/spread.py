@@ -19,7 +19,7 @@ from torchhook.plot.style import (
     quiet,
     rows_page,
 )
-from torchhook.render.palette import BLUE, ORANGE
+from torchhook.render.palette import BLUE, ZERO
 from torchhook.stats.histogram import Bins
 from torchhook.stats.reading import Reading, Snapshot
 from torchhook.stats.result import Stats
@@ -79,7 +79,7 @@ def distributions(
     name_layers(ax, list(found), classes_of(stats))
     _set_scale(ax, [layer for layer in layers if len(layer.bins.counts)])
     _KINDS[kind](ax, layers)
-    mark_odd(ax, [row for row, layer in enumerate(layers) if layer.broken], "x", 1.0, "some not finite")
+    mark_odd(ax, [row for row, layer in enumerate(layers) if layer.broken], "some not finite")
     ax.set_xlabel(f"{port} value")
     quiet(ax)
     legend_above(ax)
@@ -116,7 +116,7 @@ def _boxes(ax: Axes, layers: Sequence[_Distribution]) -> None:
     widths = [end - start for start, end in zip(left, right, strict=True)]
     ax.barh(rows, widths, left=left, height=0.6, color=BLUE, alpha=0.5, label="25 % to 75 %")
     halves = [row - 0.3 for row in rows], [row + 0.3 for row in rows]
-    ax.vlines(middle, *halves, color=ORANGE, linewidth=1.5, label="median")
+    ax.vlines(middle, *halves, color=ax.spines["left"].get_edgecolor(), linewidth=1.5, label="median")
 
 
 def _ridges(ax: Axes, layers: Sequence[_Distribution]) -> None:
@@ -128,7 +128,9 @@ def _ridges(ax: Axes, layers: Sequence[_Distribution]) -> None:
     zeros = {row: share for row, layer in enumerate(layers) if (share := _share_of_zeros(layer.bins))}
     if zeros:
         tops = [row - share for row, share in zeros.items()]
-        ax.vlines([0.0] * len(zeros), list(zeros), tops, color=ORANGE, linewidth=4 * edge or 1, label="share of zeros")
+        lines = [0.0] * len(zeros), list(zeros), tops
+        ax.vlines(*lines, color=ax.get_facecolor(), linewidth=10 * edge or 2)  # a gap, which shows in grey, too
+        ax.vlines(*lines, color=ZERO, linewidth=6 * edge or 1, label="share of zeros")
     ax.set_ylim(len(layers) - 0.7, -_OVERLAP - 0.1)
 
 

@@ -6,18 +6,28 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from torchhook.core.optional import require
 from torchhook.plot.arrays import share_below
-from torchhook.render.palette import DIVERGING, GREY, SEQUENTIAL, VERMILLION, YELLOW
+from torchhook.render.palette import DIVERGING, GREY, NONFINITE, QUIET, SEQUENTIAL, UNMEASURED, ZERO
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
 
+ODD: dict[str, tuple[str, str]] = {
+    "zero": (ZERO, "xxxx"),
+    "not finite": (NONFINITE, "////"),
+    "not measured": (UNMEASURED, "...."),
+    "negative": ("none", "\\\\\\"),
+}
+"""The colour and the hatches of cells without a colour on the scale, and of those whose sign grey paper hides."""
+
 SMALL = 8  # points: names, and text beside a plot
+_HATCHED = 4000  # cells of a heat map up to which there is room for hatches
 _LONGEST = 32  # characters of a name
 _PITCH = 0.16  # inches from one name to the next
 _NARROW = 4.0  # inches: narrower plots have one legend entry per line
@@ -75,10 +85,32 @@ def rows_page(rows: int) -> tuple[float, float]:
 
 
 def colours(signed: bool) -> Colormap:
-    """Blue to red through white for numbers of both signs, otherwise viridis; NaN stands out in both."""
-    name, bad = (DIVERGING, YELLOW) if signed else (SEQUENTIAL, VERMILLION)
-    found: Colormap = require("matplotlib", "plot").colormaps[name].with_extremes(bad=bad)
+    """Blue to red through white for numbers of both signs, otherwise viridis; what is not finite stands out in both."""
+    name = DIVERGING if signed else SEQUENTIAL
+    found: Colormap = require("matplotlib", "plot").colormaps[name].with_extremes(bad=NONFINITE)
     return found
+
+
+def mark_cells(ax: Axes, cells: Mapping[str, Tensor], edges: Sequence[float]) -> None:
+    """Mark cells of a heat map, by what they are in `ODD`: in a colour and hatched, so that it shows in grey, too.
+
+    `edges` are those of the columns. Neighbours in a row are drawn as one.
+    """
+    for meaning, chosen in cells.items():
+        colour, hatch = ODD[meaning]
+        is_hatched = chosen.numel() <= _HATCHED
+        if colour == "none" and not is_hatched:
+            continue
+        edge = GREY if colour == "none" else ax.get_facecolor()
+        style: dict[str, Any] = {"facecolor": colour, "edgecolor": edge, "linewidth": 0}
+        style["hatch"] = hatch if is_hatched else None
+        names = iter([meaning])  # for the legend, once
+        ends = F.pad(chosen.int(), (1, 1)).diff()  # 1 where a stretch begins, -1 after its end
+        for row in chosen.any(1).nonzero().flatten().tolist():
+            first, last = ((ends[row] == end).nonzero().flatten().tolist() for end in (1, -1))
+            spans = [(edges[start], edges[end] - edges[start]) for start, end in zip(first, last, strict=True)]
+            ax.broken_barh(spans, (row - 0.5, 1.0), label=next(names, None), rasterized=True, **style)
+    legend_above(ax)
 
 
 def colour_scale(values: Tensor) -> Any:
@@ -119,7 +151,7 @@ def name_layers(ax: Axes, paths: Sequence[str], classes: Mapping[str, str] | Non
     ax.set_ylabel("layer", fontsize=SMALL)
     for row in thinned(len(paths), inches(ax)[1]) if classes else ():
         name, across = label((classes or {}).get(paths[row], "")), ax.get_yaxis_transform()
-        ax.text(1.02, row, name, transform=across, color=GREY, fontsize=SMALL, va="center", clip_on=False)
+        ax.text(1.02, row, name, transform=across, color=QUIET, fontsize=SMALL, va="center", clip_on=False)
 
 
 def name_columns(ax: Axes, names: Sequence[object]) -> None:
@@ -152,11 +184,12 @@ def quiet(ax: Axes) -> None:
     ax.xaxis.label.set_fontsize(SMALL)
 
 
-def mark_odd(ax: Axes, rows: Sequence[int], marker: str, where: float, meaning: str) -> None:
-    """Mark rows whose value has no place on the axis, at its left end (0) or at its right end (1)."""
+def mark_odd(ax: Axes, rows: Sequence[int], meaning: str) -> None:
+    """Mark rows whose value has no place on the axis: a zero at its left end, what is not finite at its right end."""
+    marker, where, colour = ("<", 0.0, ZERO) if meaning == "zero" else ("x", 1.0, NONFINITE)
     if rows:
         ends, across = [where] * len(rows), ax.get_yaxis_transform()
-        ax.scatter(ends, rows, s=28, color=VERMILLION, marker=marker, label=meaning, transform=across, clip_on=False)
+        ax.scatter(ends, rows, s=28, color=colour, marker=marker, label=meaning, transform=across, clip_on=False)
 
 
 def legend_above(ax: Axes) -> None:

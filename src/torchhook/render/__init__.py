@@ -1,8 +1,9 @@
 """Reports as HTML, JSON, JUnit XML, Markdown and terminal output, one function per format.
 
-`save` picks the format by the suffix of the file. Only JSON can be read back, by `load`.
+`save` picks the format by the suffix of the file, and takes other results, too. `load` reads JSON and results back.
 """
 
+from torchhook.core.result import Saved
 from torchhook.render.files import load, save
 from torchhook.render.to_html import html
 from torchhook.render.to_json import json
@@ -10,4 +11,4 @@ from torchhook.render.to_junit import junit
 from torchhook.render.to_markdown import markdown
 from torchhook.render.to_terminal import terminal
 
-__all__ = ["html", "json", "junit", "load", "markdown", "save", "terminal"]
+__all__ = ["Saved", "html", "json", "junit", "load", "markdown", "save", "terminal"]

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from torchhook.core.cards import pill, text
 from torchhook.core.findings import Report, Severity
+from torchhook.core.parts import Bars, Matrix, Part, Picture, Sentence, Table
+from torchhook.core.result import Result
 from torchhook.render.cards import cards
 from torchhook.render.figures import activations, gradient_flow, loss_curve, updates
+from torchhook.render.figures.results import caption, drawn
 from torchhook.render.figures.style import SCRIPT
-from torchhook.render.tables import tables
-from torchhook.render.tags import pill, text
+from torchhook.render.tables import listed, tables
 from torchhook.render.words import by_reason, counts, header, scope, span, verdict
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; base-uri 'none'"
@@ -30,28 +33,71 @@ PLOTS = {
 }
 
 
-def html(report: Report) -> str:
-    """A report as one HTML page, including its style sheet, its plots and the script that draws them.
+_SECTIONS: dict[type, str] = {
+    Sentence: "Remarks",
+    Report: "Findings",
+    Picture: "Figure",
+    Bars: "Figure",
+    Matrix: "Figure",
+}
+
+
+def html(result: Report | Result) -> str:
+    """A report or another result as one HTML page, including its style sheet, its plots and the script that draws them.
 
     >>> page = html(Report(model="<Net>"))
     >>> "<h1>&lt;Net&gt;</h1>" in page, "Nothing found" in page, "https:" in page
     (True, True, False)
     """
-    parts = {"Findings": cards(report), "Plots": plots(report), "Layers": tables(report), "Checks": _checks(report)}
-    return document(report.headline, _title(report), parts, verdict(report))
+    if isinstance(result, Report):
+        parts = {
+            "Findings": cards(result),
+            "Plots": plots(result),
+            "Layers": tables(result),
+            "Checks": _checks(result),
+        }
+        return document(result.headline, _title(result), parts, verdict(result))
+    kind, title = result._kind(), result._title()
+    header = f'<p class="quiet">torchhook</p><h1>{text(kind)}</h1><p>{text(title)}</p>'
+    return document(f"{kind}: {title}", header, _by_title(result._parts()), "plain", needs_script=True)
 
 
-def document(title: str, header: str, parts: Mapping[str, str], kind: str) -> str:
+def _by_title(parts: Sequence[Part]) -> dict[str, str]:
+    """Parts of a result as HTML, by title; the first sentence, which is the title of the page, is left out."""
+    found: dict[str, str] = {}
+    for part in parts[1:]:
+        section = part.title if isinstance(part, Table) else _SECTIONS[type(part)]
+        found[section] = found.get(section, "") + _part(part)
+    return found
+
+
+def _part(part: Part) -> str:
+    if isinstance(part, Sentence):
+        return f"<p>{text(part.text)}</p>"
+    if isinstance(part, Report):
+        return cards(part)
+    if isinstance(part, Table):
+        return listed(part)
+    if isinstance(part, Picture):
+        return f'<p class="card"><img class="drawn" alt="{text(part.title)}" src="{part.address()}"></p>'
+    return plot(part.title, drawn(part), caption(part))
+
+
+def document(title: str, header: str, parts: Mapping[str, str], kind: str, needs_script: bool = False) -> str:
     """A page with a section for each part that is not empty; `kind` is the class of its body.
+
+    `needs_script` adds the script that draws figures, if a part does not have it already.
 
     >>> page = document("Net", "<h1>Net</h1>", {"Plots": "", "Layers": "<p>two</p>"}, "passed")
     >>> '<section id="layers"><h2>Layers</h2>' in page, "Plots" in page
     (True, False)
     """
-    filled = {name: (name.lower().replace(" ", "-"), body) for name, body in parts.items() if body}
+    filled = {name: (_anchor(name), body) for name, body in parts.items() if body}
     sections = "\n".join(
-        f'<section id="{anchor}"><h2>{name}</h2>\n{body}</section>' for name, (anchor, body) in filled.items()
+        f'<section id="{anchor}"><h2>{text(name)}</h2>\n{body}</section>' for name, (anchor, body) in filled.items()
     )
+    links = "".join(f'<a href="#{anchor}">{text(name)}</a>' for name, (anchor, _) in filled.items())
+    script = _script() if needs_script else ""
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -63,11 +109,12 @@ def document(title: str, header: str, parts: Mapping[str, str], kind: str) -> st
 <link rel="icon" href="data:,">
 <style>
 {STYLE.read_text(encoding="utf-8")}</style>
+{script}
 </head>
 <body class="{kind}">
 <header>
 {header}
-<nav aria-label="Sections">{"".join(f'<a href="#{anchor}">{name}</a>' for name, (anchor, _) in filled.items())}</nav>
+<nav aria-label="Sections">{links}</nav>
 </header>
 <main>
 {sections}
@@ -104,7 +151,7 @@ def plots(report: Report, more: Mapping[str, tuple[Any, str]] | None = None) -> 
         for name, (figure, caption) in (drawn | dict(more or {})).items()
         if figure is not None
     ]
-    return f"<script>{SCRIPT.read_text(encoding='utf-8')}</script>\n{''.join(figures)}" if figures else ""
+    return f"{_script()}\n{''.join(figures)}" if figures else ""
 
 
 def plot(name: str, figure: Any, caption: str, beside: str = "") -> str:
@@ -116,6 +163,10 @@ def plot(name: str, figure: Any, caption: str, beside: str = "") -> str:
         body = f'<div class="pair">{beside}{body}</div>'
     title = f'<figcaption><h3>{text(name)}</h3><p class="quiet">{text(caption)}</p></figcaption>'
     return f'<figure class="card">{title}{body}</figure>\n'
+
+
+def _script() -> str:
+    return f"<script>{SCRIPT.read_text(encoding='utf-8')}</script>"
 
 
 def _anchor(name: str) -> str:
@@ -134,7 +185,7 @@ def _checks(report: Report) -> str:
     notes = "".join(f"<li>{text(note)}</li>" for note in report.notes)
     lists = {
         "Checked": checked and f'<ul class="codes">{checked}</ul>',
-        "Skipped": skipped and f"<dl>{skipped}</dl>",
+        "Skipped": skipped and f"<details><summary>{len(report.skipped)} rules</summary><dl>{skipped}</dl></details>",
         "Notes": notes and f"<ul>{notes}</ul>",
     }
     return "".join(f"<h3>{name}</h3>{body}" for name, body in lists.items() if body)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from torchhook.core.findings import Report
+from torchhook.core.untrusted import json_of
 from torchhook.render.words import spelled
 
 _NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -43,7 +44,7 @@ def from_json(text: str) -> Report:
     >>> from_json(json(Report(model="Net", losses={0: math.inf}))).losses
     {0: inf}
     """
-    report = Report.from_dict(codec.loads(text))
+    report = Report.from_dict(json_of(text))
     layers = ({key: v if key in _WORDS else _revived(v) for key, v in layer.items()} for layer in report.layers)
     return replace(report, layers=tuple(layers), losses=_revived(report.losses))
 

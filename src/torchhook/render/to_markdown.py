@@ -19,8 +19,8 @@ T = TypeVar("T")
 _SPECIAL = re.compile(r"([\\`*_\[\]|~$#@])")
 
 
-def markdown(report: Report) -> str:
-    """A report as Markdown.
+def markdown(report: Report, *, verbose: bool = False) -> str:
+    """A report as Markdown; with `verbose`, it also says which rules were skipped, and why.
 
     >>> print(markdown(Report((Finding("TH201", "error", "61 % never fire", site="relu", hint="Warm up."),), "Net")))
     ## ❌ Net: 1 error
@@ -38,7 +38,7 @@ def markdown(report: Report) -> str:
         escaped(scope(report)),
         _table(report),
         _fit(_folded, [finding for finding in report.findings if finding.affected], FOLDED),
-        _notes(report),
+        _notes(report, verbose),
     ]
     return "\n\n".join(filter(None, blocks)) + "\n"
 
@@ -77,9 +77,10 @@ def _folded(finding: Finding) -> str:
     return "\n".join(["<details>", summary, "", *others, *([_more(rest)] if rest else []), "", "</details>", ""])
 
 
-def _notes(report: Report) -> str:
-    skipped = [f"Skipped {', '.join(codes)}: {reason}" for reason, codes in by_reason(report.skipped).items()]
-    return _fit(lambda note: f"- {escaped(note)}", [*skipped, *report.notes], REST)
+def _notes(report: Report, verbose: bool) -> str:
+    skipped = by_reason(report.skipped).items() if verbose else ()
+    lines = [f"Skipped {', '.join(codes)}: {reason}" for reason, codes in skipped]
+    return _fit(lambda note: f"- {escaped(note)}", [*lines, *report.notes], REST)
 
 
 def _fit(render: Callable[[T], str], items: Sequence[T], room: int) -> str:

@@ -3,24 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from torchhook.core.findings import Finding, Report
-
-# Control characters (escape sequences change a terminal's colours, XML forbids most), marks that change the text
-# direction, lone surrogates, and two code points that are not characters.
-_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
-
-
-def printable(text: str) -> str:
-    """`text` without characters that would harm a page, a terminal or an XML file.
-
-    >>> printable("fc" + chr(27) + "[31m")
-    'fc[31m'
-    """
-    return _UNPRINTABLE.sub("", text)
+from torchhook.core.text import printable as printable
 
 
 def spelled(number: float) -> str:
@@ -75,13 +62,14 @@ def counts(report: Report) -> str:
 
 
 def scope(report: Report) -> str:
-    """How many rules were checked, and how many were skipped.
+    """How many rules, or contracts, were checked, and how many were skipped.
 
     >>> scope(Report(checked=("TH101",), skipped={"TH301": "no optimizer"}))
     '1 rule checked, 1 skipped'
     """
     checked, skipped = len(report.checked), len(report.skipped)
-    text = f"{checked} rule{'' if checked == 1 else 's'} checked"
+    noun = "contract" if any(code.startswith("TV") for code in (*report.checked, *report.skipped)) else "rule"
+    text = f"{checked} {noun}{'' if checked == 1 else 's'} checked"
     return f"{text}, {skipped} skipped" if skipped else text
 
 
@@ -105,7 +93,7 @@ def header(report: Report) -> list[str]:
     about = report.about
     versions = about.get("versions")
     named = [f"{name} {version}" for name, version in versions.items()] if isinstance(versions, Mapping) else []
-    first = [str(about[name]) for name in ("run", "started", "device") if about.get(name)]
+    first = [str(about[name]) for name in ("run", "started", "device", "watching") if about.get(name)]
     lines = [", ".join(first), ", ".join(named), f"$ {about['command']}" if about.get("command") else ""]
     return [short(line) for line in lines if line]
 

@@ -1,4 +1,4 @@
-"""The gradient flow page: the gradient norm of each layer at a chosen step."""
+"""The gradient flow page: the gradient norm of each layer at a chosen step, first at the step of the worst finding."""
 
 from __future__ import annotations
 
@@ -8,29 +8,27 @@ from dash import Dash, Input, Output, State, dcc, html, no_update
 from dash.development.base_component import Component
 
 from torchhook.dashboard.library import Library
-from torchhook.dashboard.parts import graph, tick
+from torchhook.dashboard.parts import graph, slider, tick
 from torchhook.dashboard.sheets import Book
 from torchhook.render.figures import layer_lines
 
 _PORTS = {"grad_output": "Norm of each layer's output gradient", "param_grad": "Norm of each parameter's gradient"}
+_CAPTION = "in execution order, on a log scale. Triangles mark zeros, crosses what is not finite."
 
 
-def page(book: Book) -> Component:
-    """The page at the last step."""
+def page(book: Book, step: int | None = None) -> Component:
+    """The page at a step, by default that of the worst finding, or the last one."""
     steps = book.sheet("l2", "grad_output").steps
-    last = max(0, len(steps) - 1)
-    slider = dcc.Slider(0, last, 1, value=last, id="flow-step", marks=None, updatemode="drag", allow_direct_input=False)
+    wanted = _faulty(book) if step is None else step
+    numbers = range(len(steps)) or [0]
+    number = numbers[-1] if wanted is None else min(numbers, key=lambda at: abs(steps[at] - wanted) if steps else 0)
     return html.Div(
         [
             tick("flow-tick"),
             dcc.Store(id="flow-shown", data={"run": book.name, "steps": steps}),
-            html.Label([html.Span(_step_text(steps, last), id="flow-step-text"), slider], className="choice slider"),
+            slider("flow-step", "step", numbers[-1], number, text=_step_text(book, steps, number)),
             *[
-                graph(
-                    f"flow-{port}",
-                    figure(book, port, last),
-                    f"{name}, in execution order, on a log scale. A triangle marks a zero.",
-                )
+                graph(f"flow-{port}", figure(book, port, number), f"{name}, {_CAPTION}")
                 for port, name in _PORTS.items()
             ],
         ]
@@ -49,7 +47,7 @@ def register(app: Dash, library: Library) -> None:
     )
     def _(number: int, shown: dict[str, Any]) -> Any:
         book = library.book(shown["run"])
-        return *[figure(book, port, number) for port in _PORTS], _step_text(shown["steps"], number)
+        return *[figure(book, port, number) for port in _PORTS], _step_text(book, shown["steps"], number)
 
     @app.callback(
         Output("flow-step", "max"),
@@ -72,8 +70,20 @@ def register(app: Dash, library: Library) -> None:
 def figure(book: Book, port: str, number: int) -> Any:
     """The gradient norms at the step at position `number` of the slider."""
     sheet = book.sheet("l2", port)
-    return layer_lines({port: (sheet.paths, sheet.row(min(number, len(sheet.steps) - 1)))}, "gradient norm")
+    at = min(number, len(sheet.steps) - 1)
+    rows = book.rows(sheet, at, at + 1) if sheet.steps else [[]]
+    return layer_lines({port: (sheet.paths, rows[0])}, "gradient norm")
 
 
-def _step_text(steps: list[int], number: int) -> str:
-    return f"step {steps[min(number, len(steps) - 1)]:,}" if steps else "nothing measured yet"
+def _faulty(book: Book) -> int | None:
+    """The step of the worst finding, the first of several; None if no finding has a step."""
+    found = [finding for finding in book.run.findings if finding.step is not None and finding.severity > "info"]
+    return min(found, key=lambda finding: (-finding.severity.rank, finding.step)).step if found else None
+
+
+def _step_text(book: Book, steps: list[int], number: int) -> str:
+    if not steps:
+        return "nothing measured yet"
+    step = steps[min(number, len(steps) - 1)]
+    codes = dict.fromkeys(finding.code for finding in book.run.findings if finding.step == step)
+    return f"step {step:,}" + (f", where {', '.join(codes)} was found" if codes else "")

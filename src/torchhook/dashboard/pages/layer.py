@@ -1,4 +1,4 @@
-"""The page of one layer: its output, gradients, updates and feature maps over the training."""
+"""The page of one layer: its output, units, gradients, updates and feature maps over the training."""
 
 from __future__ import annotations
 
@@ -8,13 +8,22 @@ from dash import Dash, Input, Output, State, dcc, html, no_update
 from dash.development.base_component import Component
 
 from torchhook.dashboard.library import Library
-from torchhook.dashboard.parts import address, card, graph, section, tick
+from torchhook.dashboard.parts import address, card, graph, section, slider, tick
 from torchhook.dashboard.sheets import Book
-from torchhook.render.figures import curves, quantile_bands, update_curves
+from torchhook.render.figures import curves, distributions, layer_lines, update_curves
 from torchhook.render.words import printable
+from torchhook.training.runs.run import Sample
 
-_PICTURES = 6
-_FIGURES = ("layer-output", "layer-zeros", "layer-gradients", "layer-updates", "layer-bands")
+Line = tuple[list[int], list[float | None]]
+
+_FIGURES = {
+    "output": ("Output", "Standard deviation and mean absolute value of the output, by step."),
+    "zeros": ("Zeros and dead units", "Share of zeros in the output, and of units that are never above zero, by step."),
+    "bands": ("Distribution", "Boxes from 25 % to 75 % of the output, whiskers from 1 % to 99 %, where measured."),
+    "units": ("Units by activity", "Mean absolute value of each unit, the most active first. Triangles mark zeros."),
+    "gradients": ("Gradients", "Gradient norms by step. Triangles mark zeros, crosses what is not finite."),
+    "updates": ("Updates", "Size of each update relative to its parameter. Healthy: 1e-5 to 3e-2 (shaded)."),
+}
 
 
 def page(book: Book, path: str) -> Component:
@@ -22,40 +31,21 @@ def page(book: Book, path: str) -> Component:
     kind = book.layers().get(path)
     if kind is None:
         return html.P(f"Nothing was measured at {printable(path)!r} in this run.")
-    output, zeros, gradients, updates, bands = _figures(book, path)
+    plots = [
+        section(title, graph(f"layer-{name}", figure, caption))
+        for (name, (title, caption)), figure in zip(_FIGURES.items(), _figures(book, path), strict=True)
+    ]
+    shape = book.run.shapes.get(path)
+    fact = printable(f"{kind} → {shape}" if shape else kind)
     return html.Div(
         [
             tick("layer-tick"),
             dcc.Store(id="layer-shown", data={"run": book.name, "path": path, "stamp": book.stamp()}),
-            html.H2([html.Code(printable(path)), " ", html.Span(printable(kind), className="quiet")]),
+            html.H2([html.Code(printable(path)), " ", html.Span(fact, className="quiet")]),
             _neighbours(book, path),
             html.Div(_cards(book, path), id="layer-findings"),
-            html.Div(
-                [
-                    section(
-                        "Output",
-                        graph(
-                            "layer-output", output, "Standard deviation and mean absolute value of the output, by step."
-                        ),
-                    ),
-                    section("Zeros", graph("layer-zeros", zeros, "Share of zeros in the output, by step.")),
-                    section(
-                        "Distribution",
-                        graph("layer-bands", bands, "Quantiles of the output, at the steps that have histograms."),
-                    ),
-                    section("Gradients", graph("layer-gradients", gradients, "Gradient norms by step.")),
-                    section(
-                        "Updates",
-                        graph(
-                            "layer-updates",
-                            updates,
-                            "Size of each update relative to its parameter, by step. Healthy: 1e-5 to 3e-2 (shaded).",
-                        ),
-                    ),
-                ],
-                className="columns",
-            ),
-            section("Feature maps", html.Div(_pictures(book, path), id="layer-pictures", className="pictures")),
+            html.Div(plots, className="columns"),
+            section("Feature maps", *_maps(book, path)),
         ]
     )
 
@@ -64,9 +54,9 @@ def register(app: Dash, library: Library) -> None:
     """Redraw everything when there is something new; for one layer that is cheap."""
 
     @app.callback(
-        *[Output(name, "figure") for name in _FIGURES],
+        *[Output(f"layer-{name}", "figure") for name in _FIGURES],
         Output("layer-findings", "children"),
-        Output("layer-pictures", "children"),
+        Output("layer-map-step", "max"),
         Output("layer-shown", "data"),
         Input("layer-tick", "n_intervals"),
         State("layer-shown", "data"),
@@ -77,45 +67,69 @@ def register(app: Dash, library: Library) -> None:
         stamp = book.stamp()
         if stamp == shown["stamp"]:
             return (no_update,) * (len(_FIGURES) + 3)
-        return *_figures(book, path), _cards(book, path), _pictures(book, path), {**shown, "stamp": stamp}
+        last = max(0, len(_samples(book, path)) - 1)
+        return *_figures(book, path), _cards(book, path), last, {**shown, "stamp": stamp}
+
+    @app.callback(
+        Output("layer-pictures", "children"),
+        Input("layer-map-step", "value"),
+        Input("layer-map-step", "max"),
+        State("layer-shown", "data"),
+        prevent_initial_call=True,
+    )
+    def _(number: int, _: int, shown: dict[str, Any]) -> Any:
+        return _picture(library.book(shown["run"]), shown["path"], number)
 
 
 def _figures(book: Book, path: str) -> tuple[Any, ...]:
-    def line(field: str, port: str, at: str = path) -> tuple[list[int], list[float | None]]:
-        sheet = book.sheet(field, port)
-        return sheet.steps, sheet.line(at)
-
     parameters = book.parameters(path)
-    gradients = {"output gradient": line("l2", "grad_output")} | {
-        name: line("l2", "param_grad", name) for name in parameters
+    gradients = {"output gradient": book.line("l2", "grad_output", path)} | {
+        name: book.line("l2", "param_grad", name) for name in parameters
     }
-    ratios = {name: line("mean", "update_ratio", name) for name in parameters}
-    steps, quantiles = book.quantiles(path)
+    units = book.units(path)
+    dead = [float((one.active_fraction == 0).double().mean()) for one in units.values()]
+    shares: dict[str, Line] = {
+        "zeros": book.line("zero_fraction", "output", path),
+        "dead units": (list(units), [*dead]),
+    }
     return (
-        curves({"std": line("std", "output"), "mean absolute value": line("abs_mean", "output")}, "output"),
-        curves({"zeros": line("zero_fraction", "output")}, "share of zeros", log=False).update_yaxes(
-            range=[-0.02, 1.02]
+        curves(
+            {
+                name: book.line(field, "output", path)
+                for field, name in (("std", "std"), ("abs_mean", "mean absolute value"))
+            },
+            "output",
         ),
-        curves(_some(gradients), "gradient norm"),
-        update_curves(_some(ratios)),
-        quantile_bands(steps, quantiles),
+        curves(shares, "share", log=False).update_yaxes(range=[-0.02, 1.02]),
+        distributions(*book.quantiles(path)),
+        _activity(book, path),
+        curves(gradients, "gradient norm"),
+        update_curves({name: book.line("mean", "update_ratio", name) for name in parameters}),
     )
 
 
-def _some(named: dict[str, tuple[list[int], list[float | None]]]) -> dict[str, tuple[list[int], list[float | None]]]:
-    return {name: (steps, values) for name, (steps, values) in named.items() if values}
+def _activity(book: Book, path: str) -> Any:
+    """The units by their activity at the last step with units, and that at the first one."""
+    units = book.units(path)
+    if not units:
+        return layer_lines({}, "")
+    first, *_, last = *units, list(units)[-1]
+    order = units[last].abs_mean.nan_to_num().argsort(descending=True).tolist()
+    names = [f"unit {number}" for number in order]
+    lines = {f"step {step:,}": (names, units[step].abs_mean[order].tolist()) for step in dict.fromkeys((last, first))}
+    return layer_lines(lines, "mean absolute value")
 
 
 def _neighbours(book: Book, path: str) -> Component:
     layers = list(book.layers())
     number = layers.index(path)
-    before = [dcc.Link("← previous layer", href=address(book.name, "layer", path=layers[number - 1]))] if number else []
-    after = (
-        [dcc.Link("next layer →", href=address(book.name, "layer", path=layers[number + 1]))]
-        if number + 1 < len(layers)
-        else []
-    )
-    return html.P([*before, *after], className="tags")
+    near = {"← previous layer": number - 1, "next layer →": number + 1}
+    links = [
+        dcc.Link(f"{text} ({printable(layers[at])})", href=address(book.name, "layer", path=layers[at]))
+        for text, at in near.items()
+        if 0 <= at < len(layers)
+    ]
+    return html.P(links, className="tags")
 
 
 def _cards(book: Book, path: str) -> list[Component]:
@@ -123,19 +137,25 @@ def _cards(book: Book, path: str) -> list[Component]:
     return [card(book.name, found, layers, book.cause_of(found)) for found in book.findings_at(path)]
 
 
-def _pictures(book: Book, path: str) -> Any:
-    samples = [sample for sample in book.run.samples if sample.path == path][-_PICTURES:]
+def _maps(book: Book, path: str) -> list[Component]:
+    """The newest picture, and a slider through all; without pictures, the slider waits for the first one."""
+    samples = _samples(book, path)
+    last = max(0, len(samples) - 1)
+    return [
+        html.Div(slider("layer-map-step", "step", last, last), hidden=not samples),
+        html.Div(_picture(book, path, last), id="layer-pictures", className="pictures"),
+    ]
+
+
+def _samples(book: Book, path: str) -> list[Sample]:
+    return [sample for sample in book.run.samples if sample.path == path]
+
+
+def _picture(book: Book, path: str, number: int) -> Component:
+    samples = _samples(book, path)
     if not samples:
         return html.P("No feature maps of this layer: they are kept only for some convolutions.", className="quiet")
-    return [
-        html.Figure(
-            [
-                html.Img(
-                    src=f"{address(book.name, 'samples')}/{sample.file.name}",
-                    alt=f"Feature maps of {printable(path)} at step {sample.step}",
-                ),
-                html.Figcaption(f"step {sample.step:,}, from {sample.low:.3g} to {sample.high:.3g}", className="quiet"),
-            ]
-        )
-        for sample in samples
-    ]
+    sample = samples[min(number, len(samples) - 1)]
+    source, text = f"{address(book.name, 'samples')}/{sample.file.name}", f"step {sample.step:,}"
+    caption = html.Figcaption(f"{text}, from {sample.low:.3g} to {sample.high:.3g}", className="quiet")
+    return html.Figure([html.Img(src=source, alt=f"Feature maps of {printable(path)} at {text}"), caption])

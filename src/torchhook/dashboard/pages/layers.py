@@ -8,9 +8,9 @@ from dash import Dash, Input, Output, Patch, State, dcc, html, no_update
 from dash.development.base_component import Component
 
 from torchhook.dashboard.library import Library
-from torchhook.dashboard.parts import address, choice, graph, layer_link, tick
-from torchhook.dashboard.sheets import Book, Sheet
-from torchhook.render.figures import heatmap, heatmap_rows, layer_name
+from torchhook.dashboard.parts import address, choice, graph, tick, tree
+from torchhook.dashboard.sheets import Book
+from torchhook.render.figures import heatmap, heatmap_rows, layer_name, step_range
 from torchhook.training.runs.fields import NAMES
 
 # Keep the choices in the URL, so that it can be shared, without reloading the page.
@@ -27,7 +27,6 @@ def page(book: Book, stat: str = "std", port: str = "output") -> Component:
     """The page in its current state."""
     ports = book.ports() or ["output"]
     figure, caption, shown = _drawn(book, stat, port if port in ports else ports[0])
-    links = html.Ul([html.Li(layer_link(book.name, path)) for path in book.layers()], className="many")
     choices = [
         choice("layers-port", "measured at", ports, shown["port"]),
         choice("layers-stat", "statistic", NAMES, shown["stat"]),
@@ -39,7 +38,7 @@ def page(book: Book, stat: str = "std", port: str = "output") -> Component:
             dcc.Store(id="layers-address"),
             html.Div(choices, className="choices"),
             graph("layers-heat", figure, caption),
-            html.Details([html.Summary("All layers"), links], open=len(links.children) <= 30),
+            html.Details([html.Summary("All layers"), tree(book)], open=True),
         ]
     )
 
@@ -55,15 +54,19 @@ def register(app: Dash, library: Library) -> None:
         prevent_initial_call=True,
     )
     def _(_: int, shown: dict[str, Any]) -> Any:
-        sheet = library.book(shown["run"]).sheet(shown["stat"], shown["port"])
+        book = library.book(shown["run"])
+        sheet = book.sheet(shown["stat"], shown["port"])
         if sheet.edition == shown["edition"] and len(sheet.steps) == shown["rows"]:
             return no_update, no_update
         now = {**shown, "edition": sheet.edition, "rows": len(sheet.steps)}
-        if sheet.edition != shown["edition"]:
-            return _heatmap(sheet), now
+        late = book.rows(sheet, shown["rows"])
+        drawn = heatmap_rows(sheet.field, late)
+        if sheet.edition != shown["edition"] or any(None in row for row in drawn):  # what is odd is drawn with the rest
+            return heatmap(sheet.field, sheet.steps, sheet.paths, book.rows(sheet)), now
         figure = Patch()
         figure["data"][0]["x"].extend(sheet.steps[shown["rows"] :])
-        figure["data"][0]["z"].extend(heatmap_rows(sheet.field, sheet.rows_from(shown["rows"])))
+        figure["data"][0]["z"].extend(drawn)
+        figure["layout"]["xaxis"]["range"] = step_range(sheet.steps)
         return figure, now
 
     @app.callback(
@@ -102,10 +105,6 @@ def _drawn(book: Book, stat: str, port: str) -> tuple[Any, str, dict[str, Any]]:
     """The figure, its caption, and what the page remembers about it."""
     stat = "mean" if port.endswith(_NUMBERS) else stat if stat in NAMES else "std"
     sheet = book.sheet(stat, port)
-    caption = f"{stat} of every {port}: layers in execution order, by step. Gaps are zeros or were not measured."
+    caption = f"{stat} of every {port}: layers in execution order, by step. Click one to open it."
     shown = {"run": book.name, "stat": stat, "port": port, "edition": sheet.edition, "rows": len(sheet.steps)}
-    return _heatmap(sheet), caption, shown
-
-
-def _heatmap(sheet: Sheet) -> Any:
-    return heatmap(sheet.field, sheet.steps, sheet.paths, sheet.rows)
+    return heatmap(sheet.field, sheet.steps, sheet.paths, book.rows(sheet)), caption, shown

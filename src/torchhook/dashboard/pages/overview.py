@@ -1,136 +1,234 @@
-"""The overview page of a run: its loss, its findings, and the health of each layer."""
+"""The overview page of a run: what is wrong, the loss, the findings, and the health of each layer over time."""
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
 from dash import Dash, Input, Output, Patch, State, dcc, html, no_update
 from dash.development.base_component import Component
 
-from torchhook.core.findings import Report, Severity
+from torchhook.core.findings import Report
 from torchhook.dashboard.library import Library
-from torchhook.dashboard.parts import card, graph, layer_link, pill, section, state_of, tick
-from torchhook.dashboard.sheets import Book, Curve, worst_in
-from torchhook.render.figures import loss_curve, not_measured
-from torchhook.render.words import printable
+from torchhook.dashboard.parts import (
+    address,
+    card,
+    graph,
+    layer_of,
+    pill,
+    section,
+    slider,
+    state_of,
+    tick,
+    tree,
+    tree_data,
+)
+from torchhook.dashboard.sheets import Book, Curve
+from torchhook.render.figures import Stretch, health_map, layer_name, loss_curve, not_measured, smoothed
+from torchhook.render.figures.curves import FAINT
+from torchhook.render.palette import SEVERITY
+from torchhook.render.words import counts, printable
+from torchhook.stats.downsample import spread
+
+_SMOOTHING, _RATES = 0.6, 500
+_GROWN = 1.02  # times as many steps are worth another picture of the health
+_CONSEQUENCE = 0.45  # opacity of what another finding explains
 
 
 def page(book: Book) -> Component:
-    """The page in its current state."""
-    curve = book.curve()
-    figure = _loss(book, curve)
-    shown = {"run": book.name, "stamp": book.stamp(), "edition": curve.edition, "points": len(curve.steps)}
+    """The page in its current state: what is seen first; `_rest` comes in a second answer."""
+    curve, stamp = book.curve(), book.stamp()
+    points = {"edition": curve.edition, "points": len(curve.steps)}
+    caption = "Loss and learning rate by step. Diamonds are findings: click one to open its layer."
+    losses = graph("overview-loss", _loss(book, curve, _SMOOTHING), caption)
+    smoothing = slider("overview-smoothing", "smoothing", 0.99, _SMOOTHING, 0.01)
+    found = html.Div(_findings(book), id="overview-findings", tabIndex=0)
     return html.Div(
         [
-            tick("overview-tick"),
-            dcc.Store(id="overview-shown", data=shown),
-            html.Div(_facts(book), id="overview-facts"),
-            html.Div(
-                [
-                    section(
-                        "Loss", graph("overview-loss", figure, "Loss by step. Dotted lines and diamonds mark findings.")
-                    ),
-                    section("Findings", html.Div(_findings(book), id="overview-findings", **{"aria-live": "polite"})),
-                ],
-                className="columns",
-            ),
-            section(
-                "Layers",
-                html.Div(_tree(book), id="overview-tree"),
-                note="In execution order. Click a layer to open it.",
-            ),
+            dcc.Store(id="overview-shown", data={"run": book.name, "stamp": stamp, "health": stamp[0], **points}),
+            html.Div(_facts(book), id="overview-facts", **{"aria-live": "polite"}),
+            html.Div([section("Loss", losses, smoothing), section("Findings", found)], className="columns"),
+            html.Div(id="overview-rest"),
+            section("Layers", tree(book), note="Class and shape of the output."),
         ]
     )
 
 
+def _rest(book: Book) -> list[Component]:
+    caption = "What was found at each layer, from which step on; pale: explained by another finding."
+    return [
+        tick("overview-tick"),
+        section("Health over time", graph("overview-health", _health(book), caption)),
+    ]
+
+
 def register(app: Dash, library: Library) -> None:
-    """Keep the page up to date."""
+    """Keep the page up to date; follow clicks and the slider."""
+
+    @app.callback(Output("overview-rest", "children"), Input("overview-shown", "id"), State("overview-shown", "data"))
+    def _(_: str, shown: dict[str, Any]) -> Any:
+        return _rest(library.book(shown["run"]))
 
     @app.callback(
         Output("overview-loss", "figure"),
         Output("overview-facts", "children"),
         Output("overview-findings", "children"),
-        Output("overview-tree", "children"),
+        Output("overview-health", "figure"),
+        Output("tree-shown", "data"),
         Output("overview-shown", "data"),
         Input("overview-tick", "n_intervals"),
         State("overview-shown", "data"),
+        State("overview-smoothing", "value"),
         prevent_initial_call=True,
     )
-    def _(_: int, shown: dict[str, Any]) -> Any:
+    def _(_: int, shown: dict[str, Any], smoothing: float) -> Any:
         book = library.book(shown["run"])
-        stamp, curve = book.stamp(), book.curve()
-        if stamp == shown["stamp"] and len(curve.steps) == shown["points"]:
-            return (no_update,) * 5
-        found = stamp[2] != shown["stamp"][2]
-        is_first = all(value is None for value in curve.values[: shown["points"]])
-        if found or is_first or curve.edition != shown["edition"]:
-            figure: Any = _loss(book, curve)
+        stamp, curve, points = book.stamp(), book.curve(), shown["points"]
+        if stamp == shown["stamp"] and len(curve.steps) == points:
+            return (no_update,) * 6
+        found, late = stamp[3] != shown["stamp"][3], curve.values[points:]
+        is_first = all(value is None for value in curve.values[:points])
+        if found or is_first or None in late or curve.edition != shown["edition"]:
+            figure: Any = _loss(book, curve, smoothing)
         else:
-            figure = Patch()
-            figure["data"][0]["x"].extend(curve.steps[shown["points"] :])
-            figure["data"][0]["y"].extend(curve.values[shown["points"] :])
+            figure = _smooth(book, curve, smoothing)
+            figure["data"][0]["x"].extend(curve.steps[points:])
+            figure["data"][0]["y"].extend(late)
         now = {**shown, "stamp": stamp, "edition": curve.edition, "points": len(curve.steps)}
-        is_new_model = not shown["stamp"][0] and stamp[0]
-        tree = _tree(book) if found or is_new_model else no_update
-        return figure, _facts(book), _findings(book) if found else no_update, tree, now
+        has_new_layers = stamp[2] != shown["stamp"][2]
+        grown = stamp[0] > _GROWN * shown["health"]
+        if found or grown:
+            now["health"] = stamp[0]
+        health = _health(book) if found or grown else no_update
+        listed = tree_data(book) if found or has_new_layers else no_update
+        return figure, _facts(book), _findings(book) if found else no_update, health, listed, now
+
+    @app.callback(
+        Output("overview-loss", "figure", allow_duplicate=True),
+        Input("overview-smoothing", "value"),
+        State("overview-shown", "data"),
+        prevent_initial_call=True,
+    )
+    def _(smoothing: float, shown: dict[str, Any]) -> Any:
+        book = library.book(shown["run"])
+        curve = book.curve()
+        return _smooth(book, curve, smoothing) if any(value is not None for value in curve.values) else no_update
+
+    @app.callback(
+        Output("url", "href", allow_duplicate=True),
+        Input("overview-loss", "clickData"),
+        State("overview-shown", "data"),
+        prevent_initial_call=True,
+    )
+    def _(click: dict[str, Any] | None, shown: dict[str, Any]) -> Any:
+        book = library.book(shown["run"])
+        step = click["points"][0]["x"] if click else None
+        found = [finding for finding in _worst_first(book) if finding.step == step is not None]
+        if not found:
+            return no_update
+        path = layer_of(found[0].site, book.layers())
+        return address(book.name, "flow", step=str(step)) if path is None else address(book.name, "layer", path=path)
+
+    @app.callback(
+        Output("url", "href", allow_duplicate=True),
+        Input("overview-health", "clickData"),
+        State("overview-shown", "data"),
+        prevent_initial_call=True,
+    )
+    def _(click: dict[str, Any] | None, shown: dict[str, Any]) -> Any:
+        drawn = click["points"][0].get("y") if click else None
+        path = next((path for path in library.book(shown["run"]).layers() if layer_name(path) == drawn), None)
+        return no_update if path is None else address(shown["run"], "layer", path=path)
 
 
-def _loss(book: Book, curve: Curve) -> Any:
-    losses = {step: loss for step, loss in zip(curve.steps, curve.values, strict=True) if loss is not None}
-    return loss_curve(Report(tuple(book.run.findings), losses=losses)) or not_measured()
+def _loss(book: Book, curve: Curve, smoothing: float) -> Any:
+    losses = {s: math.nan if loss is None else loss for s, loss in zip(curve.steps, curve.values, strict=True)}
+    report = Report(tuple(book.run.findings), losses=losses)
+    return loss_curve(report, _rates(book), smoothing) or not_measured()
+
+
+def _smooth(book: Book, curve: Curve, smoothing: float) -> Any:
+    """A patch of the loss: its running mean, and the learning rates so far."""
+    finite = [(step, loss) for step, loss in zip(curve.steps, curve.values, strict=True) if loss is not None]
+    patch, rates = Patch(), _rates(book)
+    patch["data"][0]["opacity"] = FAINT if smoothing else 1
+    patch["data"][3]["x"] = [step for step, _ in finite]
+    patch["data"][3]["y"] = smoothed([loss for _, loss in finite], smoothing) if smoothing else []
+    if rates:
+        patch["data"][4]["x"], patch["data"][4]["y"] = list(rates), list(rates.values())
+    return patch
+
+
+def _rates(book: Book) -> dict[int, float]:
+    rates = book.run.rates
+    return {step: rates[step] for step in dict.fromkeys([*spread(list(rates), _RATES), *list(rates)[-1:]])}
+
+
+def _health(book: Book) -> Any:
+    run, layers = book.run, list(book.layers())
+    if not run.steps or not layers:
+        return not_measured()
+    first, last = run.steps[0], max(run.last_step or 0, run.steps[-1]) + 1
+    found: dict[tuple[str, str], Stretch] = {}  # of several findings of one severity at a layer, the first
+    for root in run.findings:
+        for finding in (root, *root.affected):
+            path, start = layer_of(finding.site, layers), first if finding.step is None else finding.step
+            if path is not None:
+                text = f"{finding.code} from step {start:,}: {printable(finding.message)}"
+                bar = Stretch(path, start, last, text, 1.0 if finding is root else _CONSEQUENCE)
+                known = found.get((str(finding.severity), path), bar)
+                found[str(finding.severity), path] = min(known, bar, key=lambda bar: (-bar.opacity, bar.start))
+    return health_map(
+        layers, (first, last), {name: [bar for (at, _), bar in found.items() if at == name] for name in SEVERITY}
+    )
 
 
 def _facts(book: Book) -> list[Component]:
     run, steps = book.run, book.run.steps
     started = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started))
     progress = f"measured up to step {steps[-1]:,}" if steps else "nothing measured yet"
+    named = {"optimizer": "optimizer {}", "every": "measured every {} steps"}
     settings = ", ".join(
-        f"{name} {printable(str(run.about[name]))}" for name in ("optimizer", "every") if run.about.get(name)
+        text.format(printable(str(run.about[name]))) for name, text in named.items() if run.about.get(name)
     )
+    watching = run.about.get("watching")
     return [
+        _verdict(book),
         html.P([pill(*state_of(run)), html.B(progress), html.Span(f"started {started}")], className="tags"),
-        html.P([printable(run.model), f"; {settings}" if settings else ""], className="quiet"),
+        html.P(
+            [
+                printable(run.model),
+                f"; {settings}" if settings else "",
+                f"; {printable(str(watching))}" if watching else "",
+            ],
+            className="quiet",
+        ),
     ]
 
 
+def _verdict(book: Book) -> Component:
+    """What is wrong, in one sentence, or that nothing is."""
+    found, steps = _worst_first(book), len(book.run.steps)
+    if not found:
+        text = f"Nothing is wrong, as far as {steps:,} measured steps show." if steps else "Nothing was measured yet."
+        return html.P(text, className="said passed" if steps else "said")
+    first, path = found[0], layer_of(found[0].site, book.layers())
+    said: list[Any] = ["" if first.severity > "info" else "Nothing is wrong; "]
+    said.append(f"{counts(Report(tuple(found)))}: {printable(first.message)}")
+    if path is not None:
+        said += [", at ", dcc.Link(printable(first.place), href=address(book.name, "layer", path=path))]
+    elif first.site:
+        said.append(f", at {printable(first.place)}")
+    return html.P([*said, "."], className=f"said {first.severity}")
+
+
+def _worst_first(book: Book) -> list[Any]:
+    return sorted(book.run.findings, key=lambda finding: -finding.severity.rank)
+
+
 def _findings(book: Book) -> list[Component]:
-    found = sorted(book.run.findings, key=lambda finding: -finding.severity.rank)
-    layers = book.layers()
+    found, layers = _worst_first(book), book.layers()
     if not found:
         return [html.P("Nothing found so far.", className="quiet")]
     return [card(book.name, finding, layers) for finding in found[:50]]
-
-
-def _tree(book: Book) -> Component:
-    """The tree of modules, expanded where something was found."""
-    nested: dict[str, Any] = {}
-    for path in book.layers():
-        inside = nested
-        for part in path.split("."):
-            inside = inside.setdefault(part, {})
-    return html.Ul(_branches(book.name, nested, "", book.layers(), book.health()), className="tree")
-
-
-def _branches(
-    run: str, nested: dict[str, Any], above: str, layers: dict[str, str], health: dict[str, Severity]
-) -> list[Component]:
-    branches = []
-    for name, inside in nested.items():
-        path = f"{above}.{name}" if above else name
-        worst = worst_in(path, health)
-        dot = html.Span(
-            className=f"dot {worst or 'healthy'}",
-            title=worst or "nothing found",
-            role="img",
-            **{"aria-label": worst or "healthy"},
-        )
-        if inside:
-            below = html.Ul(_branches(run, inside, path, layers, health))
-            branches.append(
-                html.Li(html.Details([html.Summary([dot, printable(name)]), below], open=bool(worst) or above == ""))
-            )
-        else:
-            kind = html.Span(printable(layers.get(path, "")), className="quiet")
-            branches.append(html.Li([dot, layer_link(run, path), " ", kind]))
-    return branches

@@ -4,15 +4,18 @@ Figures of a report are None if the report has nothing to show in them. plotly i
 drawn: ``pip install "torchhook[plot]"``.
 """
 
-from torchhook.render.figures.curves import curves, loss_curve, loss_curves, quantile_bands, update_curves
-from torchhook.render.figures.heatmap import heatmap, heatmap_rows
+from torchhook.render.figures.curves import curves, distributions, loss_curve, loss_curves, smoothed, update_curves
+from torchhook.render.figures.heatmap import Stretch, health_map, heatmap, heatmap_rows, step_range
 from torchhook.render.figures.layers import activations, gradient_flow, layer_lines, updates
 from torchhook.render.figures.style import layer_name, not_measured
 
 __all__ = [
+    "Stretch",
     "activations",
     "curves",
+    "distributions",
     "gradient_flow",
+    "health_map",
     "heatmap",
     "heatmap_rows",
     "layer_lines",
@@ -20,7 +23,8 @@ __all__ = [
     "loss_curve",
     "loss_curves",
     "not_measured",
-    "quantile_bands",
+    "smoothed",
+    "step_range",
     "update_curves",
     "updates",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
@@ -9,10 +10,12 @@ from typing import Any
 
 from torchhook.core.findings import Finding, Report
 from torchhook.render.figures.layers import HEALTHY_UPDATES
-from torchhook.render.figures.style import LEGEND, is_number, label, new_figure, not_measured, quiet
-from torchhook.render.palette import BLUE, GREEN, LINES, SEVERITY, VERMILLION
+from torchhook.render.figures.style import LEGEND, ODD, is_number, label, new_figure, not_measured, odd_kind, quiet
+from torchhook.render.palette import BLUE, GREEN, LINES, NONFINITE, SEVERITY
 
 POINTS = 2000  # more than a screen is wide, few enough to draw at once
+FEW = 30  # points that are marked each: between them, nothing was measured
+FAINT = 0.35  # opacity of the loss behind its running mean
 MARKED = 12  # steps with a vertical line
 
 Point = tuple[int, float]
@@ -20,22 +23,60 @@ Curves = Mapping[str, tuple[Sequence[int], Sequence[float | None]]]
 """Steps and values by the name of the curve."""
 
 
-def loss_curve(report: Report) -> Any:
+def loss_curve(report: Report, rates: Mapping[int, float] | None = None, smoothing: float = 0.0) -> Any:
     """The loss by step. Findings are diamonds on the curve; crosses above it are losses that are not finite.
 
-    >>> loss_curve(Report(losses={0: 2.3, 1: 1.9})).data[0].y
-    (2.3, 1.9)
+    With `smoothing` above 0, the loss is faint behind its running mean. `rates` are drawn below it, on the same steps.
+
+    >>> curve, *_, means, rates = loss_curve(Report(losses={0: 2.0, 1: 1.0}), {0: 0.1}, smoothing=0.5).data
+    >>> curve.y, means.y, rates.y
+    ((2.0, 1.0), (2.0, 1.333), (0.1,))
     """
     points = sorted((step, loss) for step, loss in report.losses.items() if loss is not None)
     if not points:
         return None
     finite = [point for point in points if is_number(point[1])]
     broken = [point for point in points if not is_number(point[1])]
-    figure = new_figure()
-    _draw_curve(figure, _thinned(finite))
+    shares = {"row_heights": [0.78, 0.22], "vertical_spacing": 0.06} if rates else {}
+    figure = new_figure(2 if rates else 1, shared_xaxes=True, **shares)
+    _draw_curve(figure, _thinned(finite), opacity=FAINT if smoothing else 1.0)
     _draw_crosses(figure, broken[:POINTS], top=max((loss for _, loss in finite), default=1.0))
-    _mark_findings(figure, report, finite)
-    return _with_axes(figure, "loss", log=_is_wide([loss for _, loss in finite]), height=320)
+    _mark_findings(figure, report, finite or broken)
+    figure.add_scatter(
+        x=[step for step, _ in finite],
+        y=smoothed([loss for _, loss in finite], smoothing) if smoothing else [],
+        mode="lines",
+        line={"color": BLUE, "width": 2},
+        hoverinfo="skip",
+    )
+    if rates:
+        line = {"color": GREEN, "width": 1.5, "shape": "hv"}
+        below = {"hovertemplate": "step %{x}: %{y:.3g}<extra></extra>", "row": 2, "col": 1}
+        figure.add_scatter(x=list(rates), y=list(rates.values()), mode="lines", line=line, **below)
+    _with_axes(figure, "loss", log=_is_wide([loss for _, loss in finite]), height=420 if rates else 320)
+    if rates:
+        figure.update_xaxes(title_text="", row=1).update_yaxes(
+            title_text="learning rate", type="linear", nticks=3, tickformat=".2g", rangemode="tozero", row=2
+        )
+    return figure
+
+
+def smoothed(values: Sequence[float], weight: float) -> list[float]:
+    """The running mean in which each value counts `weight` times as much as the next one.
+
+    On a log scale, it is the mean of logarithms: otherwise one high value would hide those after it.
+
+    >>> smoothed([2.0, 1.0, 1.0], 0.5), smoothed([1e4, 1.0], 0.5)
+    ([2.0, 1.333, 1.143], [10000.0, 21.54])
+    """
+    is_wide = _is_wide(values)
+    total = share = 0.0
+    means = []
+    for value in map(math.log, values) if is_wide else values:
+        total, share = weight * total + (1 - weight) * value, weight * share + 1 - weight
+        mean = math.exp(total / share) if is_wide else total / share
+        means.append(float(f"{mean:.4g}"))
+    return means
 
 
 def loss_curves(by_run: Curves) -> Any:
@@ -53,47 +94,69 @@ def update_curves(by_parameter: Curves) -> Any:
 
 
 def curves(by_name: Curves, title: str, log: bool = True) -> Any:
-    """One line per name; a log scale leaves out what is not positive.
+    """One line per name. None was not measured; a zero on a log scale is a triangle, what is not finite a cross.
 
-    >>> curves({"fc.weight": ([0, 10], [0.5, 0.0])}, "gradient norm").data[0].y
-    (0.5, None)
+    >>> line, zeros = curves({"fc.weight": ([0, 10, 20], [0.5, None, 0.0])}, "gradient norm").data
+    >>> line.y, zeros.x, zeros.marker.symbol
+    ((0.5, None), (20,), 'triangle-down')
     """
-    if not any(values for _, values in by_name.values()):
+    known = {
+        name: [(step, value) for step, value in zip(*columns, strict=False) if value is not None]
+        for name, columns in by_name.items()
+    }
+    if not any(known.values()):
         return not_measured()
-    log = log and any(value and value > 0 for _, values in by_name.values() for value in values)
     figure = new_figure()
-    for number, (name, (steps, values)) in enumerate(by_name.items()):
+    for number, (name, points) in enumerate(known.items()):
         figure.add_scatter(
-            x=list(steps),
-            y=[value if value is not None and value > 0 else None for value in values] if log else list(values),
+            x=[step for step, _ in points],
+            y=[None if odd_kind(value, log) else value for _, value in points],
             name=label(name),
-            mode="lines+markers" if len(steps) < 3 else "lines",
-            connectgaps=True,
+            mode="lines+markers" if len(points) < FEW else "lines",
             line={"color": LINES[number % len(LINES)], "width": 1.5},
             hovertemplate="step %{x}: %{y:.4g}",
         )
-    return _with_axes(figure, title, log, height=300).update_layout(showlegend=len(by_name) > 1, legend=LEGEND)
+    placed = [value for points in known.values() for _, value in points if not odd_kind(value, log)]
+    log = log and bool(placed)
+    low, high = (min(placed, default=0.0), max(placed, default=1.0))
+    heights = {"zero": low * (low / high) ** 0.08 / 1.5 if log else 0.0, "not finite": high}
+    for kind, symbol in (("zero", "triangle-down"), ("not finite", "x")):
+        odd = [(step, name) for name, points in known.items() for step, value in points if odd_kind(value) == kind]
+        if odd and (kind != "zero" or log or not placed):
+            figure.add_scatter(
+                x=[step for step, _ in odd],
+                y=[heights[kind]] * len(odd),
+                name=kind,
+                text=[label(name) for _, name in odd],
+                mode="markers",
+                marker={"color": ODD[kind], "symbol": symbol, "size": 8},
+                hovertemplate=f"step %{{x}}: %{{text}} is {kind}<extra></extra>",
+            )
+    return _with_axes(figure, title, log, height=300).update_layout(showlegend=len(figure.data) > 1, legend=LEGEND)
 
 
-def quantile_bands(steps: Sequence[int], quantiles: Sequence[Sequence[float]]) -> Any:
-    """The median by step, inside bands of 50 %, 90 % and 98 % of the values; a step has seven quantiles."""
+def distributions(steps: Sequence[int], quantiles: Sequence[Sequence[float]]) -> Any:
+    """A box from 25 % to 75 % of the values with whiskers from 1 % to 99 %, for each step at which they were measured.
+
+    Steps are side by side, however far apart: what happened between them is not known. A step has seven quantiles.
+
+    >>> distributions([0, 500], [[0, 1, 2, 3, 4, 5, 6]] * 2).data[0].median
+    (3, 3)
+    """
     if not steps:
         return not_measured()
-    figure = new_figure()
-    columns = list(zip(*quantiles, strict=True))
-    for low, high, name in ((0, 6, "98 %"), (1, 5, "90 %"), (2, 4, "50 %")):
-        shared = {"x": list(steps), "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip"}
-        figure.add_scatter(y=list(columns[low]), showlegend=False, **shared)
-        figure.add_scatter(y=list(columns[high]), name=name, fill="tonexty", fillcolor="rgba(0,114,178,.22)", **shared)
-    figure.add_scatter(
-        x=list(steps),
-        y=list(columns[3]),
-        name="median",
-        mode="lines+markers",
+    low, _, left, middle, right, _, high = (list(column) for column in zip(*quantiles, strict=True))
+    figure = new_figure().add_box(
+        x=[f"{step:,}" for step in steps],
+        lowerfence=low,
+        q1=left,
+        median=middle,
+        q3=right,
+        upperfence=high,
         line={"color": BLUE, "width": 1.5},
-        hovertemplate="step %{x}: median %{y:.4g}<extra></extra>",
+        hoverinfo="y",
     )
-    return _with_axes(figure, "value", log=False, height=300).update_layout(showlegend=True, legend=LEGEND)
+    return _with_axes(figure, "value", log=False, height=300).update_xaxes(type="category")
 
 
 def _with_axes(figure: Any, title: str, log: bool, height: int) -> Any:
@@ -102,12 +165,12 @@ def _with_axes(figure: Any, title: str, log: bool, height: int) -> Any:
     return quiet(figure, height)
 
 
-def _draw_curve(figure: Any, points: list[Point]) -> None:
+def _draw_curve(figure: Any, points: list[Point], opacity: float) -> None:
     figure.add_scatter(
         x=[step for step, _ in points],
         y=[loss for _, loss in points],
         mode="lines" if len(points) > 1 else "lines+markers",
-        connectgaps=True,
+        opacity=opacity,
         line={"color": BLUE, "width": 1.5},
         hovertemplate="step %{x}: %{y:.4g}<extra></extra>",
     )
@@ -118,28 +181,32 @@ def _draw_crosses(figure: Any, points: list[Point], top: float) -> None:
         x=[step for step, _ in points],
         y=[top] * len(points),
         mode="markers",
-        marker={"color": VERMILLION, "symbol": "x", "size": 7},
+        marker={"color": NONFINITE, "symbol": "x", "size": 7},
         text=[f"step {step}: {loss}" for step, loss in points],
         hovertemplate="%{text}<extra></extra>",
     )
 
 
-def _mark_findings(figure: Any, report: Report, finite: list[Point]) -> None:
+def _mark_findings(figure: Any, report: Report, points: list[Point]) -> None:
     """A diamond at each step with findings, in the colour of the worst one, and a vertical line."""
     steps = _by_step(report.findings)
-    if not steps or not finite:
-        return
     colours = [SEVERITY[max(finding.severity for finding in found)] for found in steps.values()]
     for step, colour in list(zip(steps, colours, strict=True))[:MARKED]:
-        figure.add_vline(step, line={"color": colour, "width": 1, "dash": "dot"}, opacity=0.6)
+        figure.add_vline(step, line={"color": colour, "width": 1, "dash": "dot"}, opacity=0.6, row=1, col=1)
     figure.add_scatter(
         x=list(steps),
-        y=[finite[min(bisect_left(finite, (step,)), len(finite) - 1)][1] for step in steps],
+        y=[_height_at(step, points) for step in steps],
         mode="markers",
         marker={"color": colours, "symbol": "diamond", "size": 10},
         text=[_hover_text(found) for found in steps.values()],
         hovertemplate="step %{x}<br>%{text}<extra></extra>",
     )
+
+
+def _height_at(step: int, points: list[Point]) -> float:
+    """The height of the curve at a step, or at the next one that it has; 1 if it is not finite anywhere."""
+    height = points[min(bisect_left(points, (step,)), len(points) - 1)][1]
+    return height if is_number(height) else 1.0
 
 
 def _by_step(findings: Iterable[Finding]) -> dict[int, list[Finding]]:

@@ -1,27 +1,41 @@
-"""One statistic of every layer at every step, as colours."""
+"""Layers × steps as colours: one statistic of every layer, or what was found there."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from itertools import chain, groupby, pairwise
+from typing import Any, NamedTuple
 
-from torchhook.render.figures.style import layer_name, new_figure, quiet
-from torchhook.render.palette import DIVERGING, SEQUENTIAL
+from torchhook.render.figures.style import LEGEND, ODD, label, layer_name, new_figure, odd_kind, quiet
+from torchhook.render.palette import DIVERGING, SEQUENTIAL, SEVERITY, UNMEASURED
 
 _SIGNED = ("mean", "min", "max", "skewness")
+_CENTRED = (*_SIGNED, "ratio")  # of two runs, where 1 is in the middle
 _LINEAR = (*_SIGNED, "zero_fraction", "nonfinite", "nan", "posinf", "neginf", "count")  # others go on a log scale
-_ROW, _LEAST, _MOST = 14, 320, 1400  # pixels: height of a row, least and greatest height of the figure
+_ROW, _AROUND = 14, 90  # pixels: height of a row, and of what is above and below all rows
 _LONGEST = 28  # characters of a name beside the axis
+_HEALTHY = "rgba(0,158,115,.25)"
 
 Rows = Sequence[Sequence[float | None]]
 
 
-def heatmap(field: str, steps: Sequence[int], paths: Sequence[str], rows: Rows) -> Any:
-    """Layers × steps. Each row of the data is a step, so that a live page can append new ones.
+class Stretch(NamedTuple):
+    """Some steps of a layer, drawn as one bar; `text` is shown when the mouse is on it."""
 
-    >>> heatmap("std", [0, 10], ["conv", "fc"], [[1.0, 0.1], [10.0, 0.0]]).data[0].z
-    ([0.0, -1.0], [1.0, None])
+    path: str
+    start: float
+    end: float
+    text: str
+    opacity: float = 1.0
+
+
+def heatmap(field: str, steps: Sequence[int], paths: Sequence[str], rows: Rows) -> Any:
+    """One statistic; None was not measured. Each row of the data is a step, so that a live page can append new ones.
+
+    >>> values, zeros, *_ = heatmap("std", [0, 10], ["conv", "fc"], [[1.0, 0.1], [10.0, 0.0]]).data
+    >>> values.z, zeros.name, zeros.y, zeros.base, zeros.x
+    (([0.0, -1.0], [1.0, None]), 'zero', ('fc',), (5.0,), (10.0,))
     """
     name = field if field in _LINEAR else f"log₁₀ {field}"
     figure = new_figure().add_heatmap(
@@ -29,29 +43,102 @@ def heatmap(field: str, steps: Sequence[int], paths: Sequence[str], rows: Rows) 
         y=[layer_name(path) for path in paths],
         z=heatmap_rows(field, rows),
         transpose=True,
-        colorscale=DIVERGING if field in _SIGNED else SEQUENTIAL,
-        zmid=0 if field in _SIGNED else None,
+        hoverongaps=False,
+        colorscale=DIVERGING if field in _CENTRED else SEQUENTIAL,
+        zmid=0 if field in _CENTRED else None,
         colorbar={"title": {"text": name, "side": "right"}, "thickness": 12, "outlinewidth": 0},
         hovertemplate=f"%{{y}}<br>step %{{x}}<br>{name} %{{z}}<extra></extra>",
     )
-    figure.update_xaxes(title_text="step")
-    quiet(figure, height=min(_MOST, max(_LEAST, 90 + _ROW * len(paths))))
-    most = (_MOST - 90) // _ROW
-    named = paths[:: -(-len(paths) // most) or 1]
+    figure.add_traces(_odd_bars(field, steps, paths, rows))
+    figure.update_layout(plot_bgcolor=UNMEASURED)
+    return _by_layer(figure, paths, step_range(steps), least=320, most=1400)
+
+
+def heatmap_rows(field: str, rows: Rows) -> list[list[float | None]]:
+    """What is drawn of `rows`: the values themselves, or their decimal logarithms; None where there is none."""
+    return [[_height(value, field not in _LINEAR) for value in row] for row in rows]
+
+
+def _odd_bars(field: str, steps: Sequence[int], paths: Sequence[str], rows: Rows) -> list[dict[str, Any]]:
+    """What has no colour on the scale of a heat map, as its further traces; they have names for the legend."""
+    found: dict[str, list[Stretch]] = {"zero": [], "not finite": []}
+    edges = _edges(steps)
+    for path, values in zip(paths, zip(*rows, strict=True), strict=False):
+        kinds = [odd_kind(value, field not in _LINEAR) for value in values]
+        for kind, some in groupby(range(len(kinds)), key=kinds.__getitem__):
+            if kind in found:
+                first, last = (numbers := list(some))[0], numbers[-1]
+                text = f"{kind} at step {steps[first]:,}" + (f" to {steps[last]:,}" if last > first else "")
+                found[kind].append(Stretch(path, edges[first], edges[last + 1], text))
+    missing = any(value is None for row in rows for value in row)
+    unmeasured = {**_bars("not measured", UNMEASURED, ()), "x": [None], "showlegend": missing}  # it is the background
+    return [*(_bars(kind, ODD[kind], stretches) for kind, stretches in found.items()), unmeasured]
+
+
+def health_map(paths: Sequence[str], steps: tuple[int, int], found: Mapping[str, Sequence[Stretch]]) -> Any:
+    """What was found at each layer, from which step on, by severity; the rest is in the colour of health.
+
+    >>> figure = health_map(["conv", "fc"], (0, 90), {"error": [Stretch("fc", 40, 90, "TH201")]})
+    >>> figure.data[-1].name, figure.data[-1].base, figure.data[-1].x
+    ('error', (40,), (50,))
+    """
+    first, last = steps
+    begins: dict[str, float] = dict.fromkeys(paths, last)
+    for stretch in chain.from_iterable(found.values()):
+        begins[stretch.path] = min(begins[stretch.path], stretch.start)
+    healthy = [Stretch(path, first, begin, "nothing found") for path, begin in begins.items()]
+    figure = new_figure()
+    figure.add_traces([_bars("nothing found", _HEALTHY, healthy)])
+    figure.add_traces([_bars(severity, colour, found.get(severity, ())) for severity, colour in SEVERITY.items()])
+    return _by_layer(figure, paths, steps, least=120, most=460 if any(found.values()) else 220)
+
+
+def step_range(steps: Sequence[int]) -> list[float]:
+    """The ends of an axis on which each step has its width."""
+    return [_edges(steps)[0], _edges(steps)[-1]] if steps else [0.0, 1.0]
+
+
+def _edges(steps: Sequence[int]) -> list[float]:
+    """The borders between steps, and those around all."""
+    between = [(one + other) / 2 for one, other in pairwise(steps)]
+    around = (2 * steps[0] - between[0], 2 * steps[-1] - between[-1]) if between else (steps[0] - 0.5, steps[0] + 0.5)
+    return [around[0], *between, around[1]]
+
+
+def _height(value: float | None, log: bool) -> float | None:
+    if value is None or odd_kind(value, log):
+        return None
+    return float(f"{math.log10(value):.4g}") if log else value
+
+
+def _bars(name: str, colour: str, stretches: Sequence[Stretch]) -> dict[str, Any]:
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": name,
+        "y": [layer_name(stretch.path) for stretch in stretches],
+        "base": [stretch.start for stretch in stretches],
+        "x": [stretch.end - stretch.start for stretch in stretches],
+        "width": 1,
+        "marker": {"color": colour, "opacity": [stretch.opacity for stretch in stretches], "line": {"width": 0}},
+        "hovertext": [label(stretch.text) for stretch in stretches],
+        "hovertemplate": "%{y}<br>%{hovertext}<extra></extra>",
+        "showlegend": bool(stretches),
+    }
+
+
+def _by_layer(figure: Any, paths: Sequence[str], steps: Sequence[float], least: int, most: int) -> Any:
+    """The axes: layers from top to bottom, with as many names as fit, and steps."""
+    height = min(most, max(least, _AROUND + _ROW * len(paths)))
+    quiet(figure, height).update_layout(showlegend=True, legend=LEGEND, barmode="overlay")
+    figure.update_xaxes(title_text="step", range=list(steps))
+    named = paths[:: -(-len(paths) * _ROW // (height - _AROUND)) or 1]
     return figure.update_yaxes(
         autorange="reversed",
         showgrid=False,
         type="category",
+        categoryarray=[layer_name(path) for path in paths],
         tickmode="array",
         tickvals=[layer_name(path) for path in named],
         ticktext=[layer_name(path, _LONGEST) for path in named],
     )
-
-
-def heatmap_rows(field: str, rows: Rows) -> list[list[float | None]]:
-    """What is drawn of `rows`: the values themselves, or their decimal logarithms where there are any."""
-    return [list(row) if field in _LINEAR else [_log(value) for value in row] for row in rows]
-
-
-def _log(value: float | None) -> float | None:
-    return float(f"{math.log10(value):.4g}") if value is not None and value > 0 else None

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 from torchhook.core.findings import Report
 from torchhook.render.figures.style import LEGEND, is_number, label, layer_name, new_figure, not_measured, quiet
-from torchhook.render.palette import GREEN, LINES, VERMILLION
+from torchhook.render.palette import GREEN, LINES, NONFINITE, VERMILLION, ZERO
 
 HEALTHY_UPDATES = (1e-5, 3e-2)
 """The size of a healthy update, relative to its parameter."""
 
-NAMED = 30  # more layers than this are numbered below the axis; their names are in the hover text
+NAMED = 30  # names below the axis; of more layers, some are named, and all in the hover text
 
 
 class LayerValue(NamedTuple):
@@ -135,8 +135,7 @@ def _stacked(*panels: Panel) -> Any:
 
 def _room_below(panel: Panel) -> float:
     """The room that the vertical names below a panel need, as a share of the figure."""
-    names = panel.places if len(panel.places) <= NAMED else [""]
-    return 0.14 + 0.008 * min(max(map(len, names)), panel.longest)
+    return 0.14 + 0.008 * min(max(map(len, panel.places)), panel.longest)
 
 
 def _draw(figure: Any, row: int, panel: Panel) -> None:
@@ -177,7 +176,7 @@ def _odd_ones(panel: Panel, line: Sequence[LayerValue]) -> dict[str, Any]:
         "y": [bottom if is_zero else top for is_zero in zero],
         "mode": "markers",
         "cliponaxis": False,
-        "marker": {"color": VERMILLION, "size": 8},
+        "marker": {"color": [ZERO if is_zero else NONFINITE for is_zero in zero], "size": 8},
         "marker_symbol": ["triangle-down" if is_zero else "x" for is_zero in zero],
         "text": list(map(_hover_text, odd)),
         "hovertemplate": "%{text}<extra></extra>",
@@ -194,10 +193,9 @@ def _scale(panel: Panel) -> dict[str, Any]:
 
 
 def _ticks(panel: Panel) -> dict[str, Any]:
-    if len(panel.places) > NAMED:
-        return {"nticks": 8}
-    names = [layer_name(site, panel.longest) for site in panel.places]
-    return {"tickvals": list(panel.places.values()), "ticktext": names, "autotickangles": [0, -90]}
+    named = list(panel.places)[:: math.ceil(len(panel.places) / NAMED)]
+    names = [layer_name(site, panel.longest) for site in named]
+    return {"tickvals": [panel.places[site] for site in named], "ticktext": names, "autotickangles": [0, -90]}
 
 
 def _hover_text(layer: LayerValue) -> str:

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from torchhook.core.optional import require
-from torchhook.render.palette import GREY
+from torchhook.render.palette import BLACK, GREY, NONFINITE, SEQUENTIAL, UNMEASURED, WHITE, ZERO
+
+ODD = {"zero": ZERO, "not finite": NONFINITE, "not measured": UNMEASURED}
+"""Values without a place on a scale, by their name in the legend; `odd_kind` says which a value is."""
 
 LEGEND = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}  # above the plot
 
@@ -59,6 +62,40 @@ def is_number(value: Any) -> bool:
     (True, False, False)
     """
     return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def odd_kind(value: float | None, log: bool = True) -> str | None:
+    """The name in `ODD` of a value that has no place on the axis; None if it has one.
+
+    >>> odd_kind(0.0), odd_kind(0.0, log=False), odd_kind(math.nan), odd_kind(None)
+    ('zero', None, 'not finite', 'not measured')
+    """
+    if value is None:
+        return "not measured"
+    if not math.isfinite(value):
+        return "not finite"
+    return "zero" if log and value <= 0 else None
+
+
+def shade(share: float) -> str:
+    """A colour of the sequential scale, from 0 to 1.
+
+    >>> shade(0.0), shade(1.0)
+    ('rgb(68, 1, 84)', 'rgb(253, 231, 37)')
+    """
+    colours = require("plotly.colors", "plot", "a figure").sample_colorscale(SEQUENTIAL, share)
+    return str(colours[0])
+
+
+def ink_on(fill: str) -> str:
+    """Black or white, whichever can be read on a colour.
+
+    >>> ink_on("rgb(240, 228, 66)") == BLACK, ink_on("rgb(68, 1, 84)") == WHITE
+    (True, True)
+    """
+    parts = [int(fill[at : at + 2], 16) for at in (1, 3, 5)] if fill[0] == "#" else map(int, fill[4:-1].split(","))
+    light = sum(weight * (part / 255) ** 2.2 for weight, part in zip((0.2126, 0.7152, 0.0722), parts, strict=True))
+    return BLACK if light > 0.18 else WHITE
 
 
 def quiet(figure: Any, height: int) -> Any:
