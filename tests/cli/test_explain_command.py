@@ -141,5 +141,122 @@ def test_what_all_channels_have_in_common_needs_no_class(command, folder):
 
 
 def test_a_call_of_several(command, folder):
-    done = run(command, "looking:Bright", "cat.jpg", "--layer", "see", "--call", "1", "--size", "8")
+    done = run(command, "looking:Bright", "cat.jpg", "--layer", "see", "--call", "1", "--size", "8", "--target", "1")
     assert done.code == 0 and "of 'see' (call 1 of 2)" in done.out and (folder / "cam.png").exists()
+
+
+# --- weights from a file
+
+
+TRAINED = """
+import torch
+from torch import nn
+
+def net():
+    return nn.Sequential(nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+                         nn.Linear(64, 5))
+
+def dark():
+    model = net()
+    nn.init.zeros_(model[5].weight)
+    return model
+"""
+
+
+@pytest.fixture
+def trained(folder, monkeypatch):
+    """The state of a model that has learned something."""
+    (folder / "trained.py").write_text(TRAINED)
+    monkeypatch.syspath_prepend(folder)
+    from trained import net
+
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        x = torch.randn(8, 3, 16, 16)
+        loss = torch.nn.functional.cross_entropy(model(x), torch.randint(5, (8,)))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def drawn(command, *args):
+    return run(command, "trained:net", "cat.jpg", "--size", "32", "--target", "1", *args)
+
+
+def test_untrained_weights_are_said_in_one_line(command, trained):
+    done = drawn(command)
+    assert done.code == 0 and done.err.count("\n") == 1 and done.err.startswith("torchhook: warning: the weights of")
+    assert "look untrained" in done.err and "--weights FILE" in done.err
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "plain", "checkpoint", "model", "parallel", "compiled in lightning"])
+def test_weights_of_a_file_are_used(command, folder, trained, kind):
+    from safetensors.torch import save_file
+
+    if kind == "safetensors":
+        save_file(trained, file := folder / "net.safetensors")
+    else:
+        inside = {
+            "plain": trained,
+            "checkpoint": {"epoch": 3, "state_dict": trained, "optimizer": {"lr": 0.1}},
+            "model": {"model": trained, "args": [1, 2]},
+            "parallel": {f"module.{key}": value for key, value in trained.items()},
+            "compiled in lightning": {"state_dict": {f"model._orig_mod.{k}": v for k, v in trained.items()}},
+        }[kind]
+        torch.save(inside, file := folder / "net.pt")
+    done = drawn(command, "--weights", str(file))
+    assert (done.code, done.err) == (0, "")
+
+
+def test_the_map_is_that_of_the_loaded_model(command, folder, trained, monkeypatch):
+    torch.save(trained, folder / "net.pt")
+    made = []
+    monkeypatch.setattr("torchhook.explain.grad_cam", lambda net, *rest, **options: made.append(net))
+    drawn(command, "--weights", "net.pt")
+    assert all(made[0].state_dict()[key].equal(value) for key, value in trained.items())
+
+
+def test_what_does_not_fit_is_said_in_one_line(command, folder, trained):
+    odd = {key: value for key, value in trained.items() if key != "0.bias"} | {"head.weight": torch.ones(3)}
+    odd["5.weight"] = torch.ones(7, 64)
+    torch.save(odd, folder / "odd.pt")
+    done = drawn(command, "--weights", "odd.pt")
+    assert done.code == 0 and done.err == (
+        "torchhook: --weights: 7 of 9 tensors loaded; 1 missing (0.bias), 1 of another shape (5.weight), 1 unexpected"
+        " (head.weight)\n"
+    )
+
+
+class Hostile:
+    def __reduce__(self):
+        return open, ("was_here", "w")
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "why"),
+    [
+        ("evil.pt", lambda file: torch.save({"state_dict": Hostile()}, file), "could run code"),
+        ("old.pt", lambda file: torch.save(Hostile(), file, _use_new_zipfile_serialization=False), "could run code"),
+        ("raw.pkl", lambda file: file.write_bytes(__import__("pickle").dumps(Hostile())), "is refused"),
+        ("whole.pt", lambda file: torch.save(torch.nn.Linear(2, 2), file), "save model.state_dict()"),
+        ("short.safetensors", lambda file: file.write_bytes(b"\xff" * 9), "cannot read"),
+        ("empty.pt", lambda file: file.write_bytes(b""), "cannot read"),
+        ("number.pt", lambda file: torch.save({"epoch": 3}, file), "has no state dict"),
+        ("other.pt", lambda file: torch.save({"a": torch.ones(2)}, file), "none of the 1 tensors"),
+        ("nowhere.pt", lambda file: None, "there is no file"),
+    ],
+)
+def test_a_hostile_or_broken_file_of_weights_is_refused(command, folder, trained, name, write, why):
+    write(folder / name)
+    done = drawn(command, "--weights", name)
+    assert done.code == 2 and why in done.said and "Traceback" not in done.err
+    assert not (folder / "was_here").exists() and not (folder / "cam.png").exists()
+
+
+@pytest.mark.parametrize("method", ["grad_cam", "ablation_cam"])
+def test_an_empty_map_is_a_warning_and_no_picture(command, folder, trained, method):
+    done = run(command, "trained:dark", "cat.jpg", "--size", "32", "--target", "1", "--method", method)
+    assert done.code == 2 and "torchhook: warning: " in done.err and "there is nothing on its map" in done.err
+    assert "no image was written" in done.err and not (folder / "cam.png").exists()

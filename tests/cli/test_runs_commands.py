@@ -146,3 +146,17 @@ def test_help_is_quick_and_fits(command, in_python, name):
         lines = f"import sys; from torchhook.cli import main; sys.argv = ['torchhook', *{arguments!r}]\n"
         lines += "try: main()\nexcept SystemExit as ended: print(ended.code, 'torch' in sys.modules)"
         assert in_python(lines).out.splitlines()[-1] == "0 False"
+
+
+def test_what_a_killed_start_left_is_listed_and_pruned(command, root):
+    run = run_in(root, "Net")
+    (root / "odd\n\x1b[31m").mkdir()
+    (root / "odd\n\x1b[31m" / ".run.sqlite.4194999").touch()
+    (root / "odd\n\x1b[31m" / ".run.sqlite.4194999-wal").touch()
+    listed = command("runs", "list")
+    assert listed.out.splitlines()[2].startswith("odd [31m/.run.sqlite.4194999 ") and "\x1b" not in listed.out
+    assert "never began" in listed.out and "torchhook runs prune removes it" in listed.out
+    said = command("runs", "prune", "--keep", "1")
+    assert said.out == "would remove: runs/odd [31m/.run.sqlite.4194999\nNothing was removed yet: add --yes.\n"
+    assert command("runs", "prune", "--keep", "1", "--yes").out == "removed: runs/odd [31m/.run.sqlite.4194999\n"
+    assert {path.name for path in root.iterdir()} == {run.name, "latest"}

@@ -116,8 +116,26 @@ def test_the_newest_run_with_and_without_a_link(command, root):
         assert "the run has no report" in done.out
         (root / "latest").unlink(missing_ok=True)
     (new / FILE).write_text("no database")
-    broken = command("why")
+    passed = command("why")
+    assert passed.code == 1 and passed.out.startswith("Old: 1 error")
+    assert passed.err.startswith(f"torchhook: passed over 'runs/{new.name}', which cannot be read: 'run.sqlite' is not")
+    broken = command("why", new)
     assert broken.code == 2 and "is not a run, or is corrupt" in broken.said
+
+
+def test_a_run_that_was_killed_before_its_first_check_is_checked_now(command, root, monkeypatch):
+    log = RunLog(new_folder(root, "Net"))
+    log.begin({"model": "Net"})
+    for step in range(3):
+        reduce = Reduce("moments")
+        reduce.cell(Site("fc"), nn.Linear(1, 1)).update(torch.tensor([1.0, torch.nan if step == 2 else 2.0]))
+        log.write(Entry(step, time.time(), reduce.snapshot()))
+    assert "nothing was checked so far" in command("why").out
+    monkeypatch.setattr("torchhook.training.runs.run.is_gone", lambda owner: True)
+    done = command("why")
+    assert done.code == 1 and "killed at step 2" in done.out and "error TH101  fc (Linear), step 2" in done.out
+    assert "what it recorded was checked now" in done.out
+    assert "TH101" in command("runs", "show", log.folder).out
 
 
 def test_many_long_findings_fit_a_screen(command, root):

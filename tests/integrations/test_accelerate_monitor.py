@@ -80,7 +80,7 @@ def trained(accelerator, changed=unchanged, epochs=2, **options):
 def by_hand(accumulate, context):
     model, optimizer, loader = parts()
     kept = Kept()
-    with Monitor(model, optimizer, every=2, to=[kept]) as monitor:
+    with Monitor(model, optimizer, every=2, price=None, to=[kept]) as monitor:
         for _ in range(2):
             batches = list(loader)
             for first in range(0, len(batches), accumulate):
@@ -106,7 +106,7 @@ def same_weights(one, other):
 def test_what_is_recorded_is_what_a_loop_by_hand_records(accumulate, precision):
     kept = Kept()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate, mixed_precision=precision)
-    model, monitor, _ = trained(accelerator, every=2, to=[kept])
+    model, monitor, _ = trained(accelerator, every=2, price=None, to=[kept])
     expected, twin = by_hand(accumulate, torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"))
     assert same_weights(model, twin)
     assert len(kept.losses) == (20 if accumulate == 1 else 8)
@@ -121,7 +121,7 @@ def test_a_loop_that_tells_of_real_steps_alone_is_as_good():
     kept = Kept()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
     model, optimizer, loader = accelerator.prepare(*parts())
-    with monitored(accelerator, model, optimizer, every=1, to=[kept], first_step=7) as monitor:
+    with monitored(accelerator, model, optimizer, every=1, price=None, to=[kept], first_step=7) as monitor:
         for x, y in loader:
             with accelerator.accumulate(model):
                 loss = F.cross_entropy(model(x), y)

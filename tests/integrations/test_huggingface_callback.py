@@ -121,7 +121,7 @@ SETTINGS = {
 def test_the_loss_of_each_step_is_what_the_trainer_logs(setting, tmp_path):
     kind, options = SETTINGS[setting]
     kept = Kept()
-    there = trainer(tmp_path, TorchhookCallback(2, to=[kept]), model=made(kind), **options)
+    there = trainer(tmp_path, TorchhookCallback(2, price=None, to=[kept]), model=made(kind), **options)
     there.train()
     assert len(kept.losses) == there.state.global_step in (8, 22)
     assert kept.losses == pytest.approx(logged(there), rel=1e-6)
@@ -136,13 +136,13 @@ def test_what_is_recorded_is_what_a_loop_by_hand_records(tmp_path):
     kept, by_hand = Kept(), Kept()
     there, twin = (
         trainer(tmp_path, *callbacks, model=made(dropout=0.0), kind=InOrder, num_train_epochs=1)
-        for callbacks in ([TorchhookCallback(2, to=[kept])], [])
+        for callbacks in ([TorchhookCallback(2, price=None, to=[kept])], [])
     )
     there.train()
     batches = [collated(there.train_dataset[first : first + 2]) for first in range(0, 22, 2)]
     model = twin.model.train()
     twin.create_optimizer_and_scheduler(len(batches))
-    with Monitor(model, twin.optimizer, every=2, to=[by_hand], first_step=1) as monitor:
+    with Monitor(model, twin.optimizer, every=2, price=None, to=[by_hand], first_step=1) as monitor:
         for batch in batches:
             loss = model(**batch, num_items_in_batch=(batch["labels"] != -100).sum()).loss
             loss.backward()
@@ -160,7 +160,9 @@ def test_what_is_recorded_is_what_a_loop_by_hand_records(tmp_path):
 def test_an_evaluation_in_between_is_no_part_of_it(tmp_path):
     kept, other = Kept(), Kept()
     for log, seed in ((kept, 2), (other, 3)):
-        there = trainer(tmp_path, TorchhookCallback(2, to=[log]), eval_strategy="steps", eval_steps=1, max_steps=6)
+        there = trainer(
+            tmp_path, TorchhookCallback(2, price=None, to=[log]), eval_strategy="steps", eval_steps=1, max_steps=6
+        )
         there.eval_dataset = texts(4, seed, longest=15)
         there.train()
         assert sum("eval_loss" in row for row in there.state.log_history) == 6
@@ -170,7 +172,7 @@ def test_an_evaluation_in_between_is_no_part_of_it(tmp_path):
 def test_the_training_is_the_same_to_the_bit_and_nothing_is_left(tmp_path):
     alone, watched = made(), made()
     trainer(tmp_path, model=alone, gradient_accumulation_steps=2).train()
-    there = trainer(tmp_path, TorchhookCallback(1, to=[]), model=watched, gradient_accumulation_steps=2)
+    there = trainer(tmp_path, TorchhookCallback(1, price=None, to=[]), model=watched, gradient_accumulation_steps=2)
     there.train()
     assert same_weights(alone, watched)
     assert hooks_of(watched) == hooks_of(alone)
@@ -188,7 +190,7 @@ class OwnLoss(Trainer):
 @pytest.mark.parametrize("options", [{"label_smoothing_factor": 0.1}, {"kind": OwnLoss}], ids=["smoothed", "own"])
 def test_a_loss_that_the_model_did_not_return_is_known_by_the_log(options, tmp_path):
     kept = Kept()
-    there = trainer(tmp_path, TorchhookCallback(2, to=[kept]), **options)
+    there = trainer(tmp_path, TorchhookCallback(2, price=None, to=[kept]), **options)
     there.train()
     said = logged(there)
     assert kept.losses == {step + 1: said[step] for step in range(1, 22)}
@@ -224,7 +226,7 @@ def test_an_error_stops_the_trainer_as_it_stops_early(tmp_path):
 
 
 def test_otherwise_a_finding_stops_nothing(tmp_path, recwarn, capfd):
-    callback = TorchhookCallback(2, to=[])
+    callback = TorchhookCallback(2, price=None, to=[])
     there = trainer(tmp_path, callback, model=made(Breaks))
     there.train()
     assert there.state.global_step == 22 and not callback.report.ok
@@ -246,7 +248,7 @@ def test_at_the_end_of_a_block_a_training_that_raised_is_closed(end, tmp_path):
     model = made(Breaks)
     before = hooks_of(model)
     model.raises = error()
-    with pytest.raises(error), TorchhookCallback(2, to=[tmp_path]) as callback:
+    with pytest.raises(error), TorchhookCallback(2, price=None, to=[tmp_path]) as callback:
         trainer(tmp_path, callback, model=model).train()
     with Run(callback.run) as run:
         assert run.state == state and list(run.losses) == list(range(1, 11))
@@ -257,7 +259,7 @@ def test_at_the_end_of_a_block_a_training_that_raised_is_closed(end, tmp_path):
 
 
 def test_the_next_training_closes_one_that_raised(tmp_path):
-    model, callback = made(Breaks), TorchhookCallback(2, to=[tmp_path])
+    model, callback = made(Breaks), TorchhookCallback(2, price=None, to=[tmp_path])
     model.raises = ValueError()
     there = trainer(tmp_path, callback, model=model)
     with pytest.raises(ValueError):
@@ -278,11 +280,11 @@ def test_the_next_training_closes_one_that_raised(tmp_path):
 @pytest.mark.slow
 def test_a_checkpoint_has_nothing_of_it_and_steps_go_on_where_it_was_made(tmp_path):
     whole, rest = Kept(), Kept()
-    trainer(tmp_path, TorchhookCallback(2, to=[whole]), save_strategy="steps", save_steps=8).train()
+    trainer(tmp_path, TorchhookCallback(2, price=None, to=[whole]), save_strategy="steps", save_steps=8).train()
     folder = tmp_path / "out" / "checkpoint-8"
     state = json.loads((folder / "trainer_state.json").read_text())
     assert not any("Torchhook" in name for name in state["stateful_callbacks"])
-    callback, numbers = TorchhookCallback(2, to=[rest]), []
+    callback, numbers = TorchhookCallback(2, price=None, to=[rest]), []
     asking = TrainerCallback()
     asking.on_step_begin = lambda *args, **kwargs: numbers.append(callback.monitor.steps)  # the number of the next step
     trainer(tmp_path, callback, asking).train(resume_from_checkpoint=str(folder))

@@ -113,7 +113,7 @@ def by_hand(accumulate=1, context=nullcontext, scaler=None, every=2, epochs=2):
     module, kept = made(), Kept()
     optimizer = module.configure_optimizers()
     scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
-    with Monitor(module, optimizer, every=every, to=[kept]) as monitor:
+    with Monitor(module, optimizer, every=every, price=None, to=[kept]) as monitor:
         for _ in range(epochs):
             batches = list(loader())
             for first in range(0, len(batches), accumulate):
@@ -166,7 +166,7 @@ SETTINGS = {
 def test_what_is_recorded_is_what_a_loop_by_hand_records(kind, setting):
     options, same = SETTINGS[setting]
     kept, module = Kept(), made(kind)
-    callback = TorchhookCallback(2, to=[kept])
+    callback = TorchhookCallback(2, price=None, to=[kept])
     fit(module, callback, validate=True, val_check_interval=5, **options)
     expected, twin = by_hand(**same)
     same_numbers(kept, expected)
@@ -177,7 +177,7 @@ def test_what_is_recorded_is_what_a_loop_by_hand_records(kind, setting):
 def test_a_loss_is_told_as_it_was_before_it_was_scaled():
     kept = Kept()
     precision = MixedPrecision("16-mixed", "cpu", quickly_growing())
-    fit(made(), TorchhookCallback(2, to=[kept]), plugins=[precision], accumulate_grad_batches=2)
+    fit(made(), TorchhookCallback(2, price=None, to=[kept]), plugins=[precision], accumulate_grad_batches=2)
     expected, _ = by_hand(accumulate=2, context=half_scaled, scaler=quickly_growing())
     assert precision.scaler.get_scale() > 2**11
     assert kept.losses == pytest.approx(expected.losses, rel=1e-3)
@@ -186,7 +186,7 @@ def test_a_loss_is_told_as_it_was_before_it_was_scaled():
 def test_the_training_is_the_same_to_the_bit_and_nothing_is_left():
     alone, watched = made(), made()
     fit(alone, validate=True)
-    there = fit(watched, TorchhookCallback(1, to=[]), validate=True)
+    there = fit(watched, TorchhookCallback(1, price=None, to=[]), validate=True)
     assert same_weights(alone, watched)
     assert hooks_of(watched) == hooks_of(alone)
     (optimizer,) = there.optimizers
@@ -196,7 +196,7 @@ def test_the_training_is_the_same_to_the_bit_and_nothing_is_left():
 
 
 def test_the_run_is_in_a_folder_and_a_second_fit_has_another(tmp_path):
-    callback = TorchhookCallback(4, to=[tmp_path], name="first", ignore=["TH6"])
+    callback = TorchhookCallback(4, price=None, to=[tmp_path], name="first", ignore=["TH6"])
     assert callback.report is None and callback.run is None
     module = made()
     fit(module, callback)
@@ -235,7 +235,7 @@ def test_an_error_stops_the_trainer_as_it_stops_early():
 
 
 def test_otherwise_a_finding_stops_nothing(recwarn, capfd):
-    callback = TorchhookCallback(2, to=[])
+    callback = TorchhookCallback(2, price=None, to=[])
     there = fit(made(Breaks), callback)
     assert there.global_step == 32 and not callback.report.ok
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("torchhook: ")]
@@ -254,7 +254,7 @@ ENDS = {"failed": ValueError("no"), "interrupted": KeyboardInterrupt(), "interru
 
 @pytest.mark.parametrize("end", ENDS)
 def test_a_fit_that_raises_is_closed(end, tmp_path):
-    module, callback = made(Breaks), TorchhookCallback(2, to=[tmp_path])
+    module, callback = made(Breaks), TorchhookCallback(2, price=None, to=[tmp_path])
     module.raises = ENDS[end]
     before = hooks_of(module.net)
     handler = signal.getsignal(signal.SIGINT)
@@ -271,10 +271,12 @@ def test_a_fit_that_raises_is_closed(end, tmp_path):
 
 def test_a_checkpoint_has_nothing_of_it_and_steps_go_on_where_it_was_made(tmp_path):
     whole, rest = Kept(), Kept()
-    fit(made(), TorchhookCallback(2, to=[whole]), ModelCheckpoint(tmp_path, every_n_epochs=1, save_top_k=-1))
+    fit(
+        made(), TorchhookCallback(2, price=None, to=[whole]), ModelCheckpoint(tmp_path, every_n_epochs=1, save_top_k=-1)
+    )
     (file,) = tmp_path.glob("*step=16*")
     assert not any("Torchhook" in key for key in torch.load(file, weights_only=False)["callbacks"])
-    callback, numbers = TorchhookCallback(2, to=[rest]), []
+    callback, numbers = TorchhookCallback(2, price=None, to=[rest]), []
     module = made()
     module.on_before_backward = lambda loss: numbers.append(callback.monitor.steps)  # the number of the next step
     trainer(callback).fit(module, loader(), ckpt_path=file)
@@ -303,7 +305,7 @@ class Two(Net):
 
 def test_of_several_optimizers_the_largest_is_watched(tmp_path):
     module, kept = made(Two), Kept()
-    callback = TorchhookCallback(2, to=[kept, tmp_path])
+    callback = TorchhookCallback(2, price=None, to=[kept, tmp_path])
     with torch.no_grad():
         x, y = next(iter(loader()))
         expected = F.cross_entropy(module.other(x), y) + F.cross_entropy(module.net(x), y)
@@ -326,13 +328,13 @@ def test_of_an_optimizer_with_several_tries_the_last_loss_counts():
     module = made(Newton)
     step = module.training_step
     module.training_step = lambda batch, batch_idx: told.append(step(batch, batch_idx)) or told[-1]
-    fit(module, TorchhookCallback(1, to=[kept]), max_steps=1)
+    fit(module, TorchhookCallback(1, price=None, to=[kept]), max_steps=1)
     assert len(told) > 2 and kept.losses == {0: told[-1].item()}
 
 
 def test_a_compiled_module_is_trained_and_watched_all_the_same(nothing_compiled):
     kept, module = Kept(), made()
-    fit(torch.compile(module, backend="eager"), TorchhookCallback(2, to=[kept]), max_epochs=1)
+    fit(torch.compile(module, backend="eager"), TorchhookCallback(2, price=None, to=[kept]), max_epochs=1)
     expected, twin = by_hand(epochs=1)
     assert same_weights(module, twin) and kept.losses == pytest.approx(expected.losses)
     for name in ("grad_norm", "grad_norm/net.0.weight", "update_ratio/net.2.weight"):
@@ -356,7 +358,7 @@ class Curves(Logger):
 
 def test_numbers_go_to_the_loggers_if_they_are_asked_for():
     kept, curves = Kept(), Curves()
-    callback = TorchhookCallback(4, to=[kept], layers="net.2*")
+    callback = TorchhookCallback(4, price=None, to=[kept], layers="net.2*")
     fit(made(), callback, logger=curves)
     rows = {step: row for step, row in curves.rows.items() if "torchhook/grad_norm" in row}
     assert set(range(0, 32, 4)) <= set(rows) and curves.threads == {threading.main_thread()}
@@ -365,7 +367,7 @@ def test_numbers_go_to_the_loggers_if_they_are_asked_for():
     assert row["torchhook/loss"] == kept.losses[4] and not any("net.0" in name for name in row)
     for layers, names in (((), {"torchhook/loss", "torchhook/grad_norm", "torchhook/learning_rate"}), (None, set())):
         curves = Curves()
-        fit(made(), TorchhookCallback(4, to=[], layers=layers), logger=curves, max_steps=8)
+        fit(made(), TorchhookCallback(4, price=None, to=[], layers=layers), logger=curves, max_steps=8)
         assert {name for row in curves.rows.values() for name in row if "torchhook" in name} == names
 
 
@@ -382,7 +384,7 @@ def test_the_other_package_takes_it_too(monkeypatch):
     kept = Kept()
     options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     there = pytorch_lightning.Trainer(
-        max_epochs=2, enable_checkpointing=False, callbacks=[TorchhookCallback(2, to=[kept])], **options
+        max_epochs=2, enable_checkpointing=False, callbacks=[TorchhookCallback(2, price=None, to=[kept])], **options
     )
     there.fit(Other(), loader())
     assert kept.losses == pytest.approx(by_hand()[0].losses)

@@ -64,17 +64,11 @@ def database(tmp_path_factory):
 
 
 @pytest.fixture(params=["server", "database"])
-def client(request, monkeypatch, tmp_path):
+def client(request, monkeypatch, tmp_path, own_mlflow):
     """The default client, of which no run is active before and after."""
-    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-    monkeypatch.delenv("MLFLOW_EXPERIMENT_ID", raising=False)
     monkeypatch.chdir(tmp_path)  # the database has its artifacts in the working folder
-    monkeypatch.setattr(mlflow.tracking.fluent, "_active_experiment_id", None)  # another test may have chosen one
-    before = mlflow.get_tracking_uri()
     mlflow.set_tracking_uri(request.getfixturevalue(request.param))
-    yield MlflowClient()
-    assert mlflow.active_run() is None
-    mlflow.set_tracking_uri(before)
+    return MlflowClient()
 
 
 def written(log, *entries, findings=(), state="ended"):
@@ -135,7 +129,7 @@ def test_without_a_run_it_has_its_own_and_ends_that(client, state, status):
 def test_its_own_run_is_in_the_experiment_of_the_user(client, monkeypatch):
     wanted = mlflow.set_experiment(f"mine {time.time()}").experiment_id
     assert client.get_run(written(MLflow()).run_id).info.experiment_id == wanted
-    monkeypatch.delenv("MLFLOW_EXPERIMENT_ID")
+    monkeypatch.delenv("MLFLOW_EXPERIMENT_ID")  # which mlflow has set
     monkeypatch.setattr(mlflow.tracking.fluent, "_active_experiment_id", None)
     other = client.create_experiment(f"other {time.time()}")
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", client.get_experiment(other).name)

@@ -207,3 +207,24 @@ def test_a_session_that_does_not_use_it_does_not_import_torch(pytester):
     pytester.makepyfile("import sys\ndef test_it(request):\n    assert 'torch' not in sys.modules\n")
     done = pytester.runpytest_subprocess("-p", "no:hypothesispytest")
     done.assert_outcomes(passed=1)
+
+
+def test_a_broken_contract_fails_its_test(pytester):
+    pytester.makepyfile(
+        BATCHES
+        + """
+class Centred(nn.Module):
+    def forward(self, x):
+        return x - x.mean(0)
+
+def test_talking(model_verify):
+    model_verify(nn.Sequential(nn.Linear(8, 8), Centred()), X[0], contracts=["independent"])
+
+def test_unused(model_verify):
+    report = model_verify(nn.ModuleDict({"a": net()})["a"], BATCHES[0], F.cross_entropy, ["independent", "used"])
+    assert report.ok and report.checked == ("TV102", "TV108")
+"""
+    )
+    result = pytester.runpytest_inprocess("-p", "no:randomly", "-p", "no:cacheprovider")
+    result.assert_outcomes(failed=1, passed=1)
+    result.stdout.fnmatch_lines(["*TV102 at 1 (Centred)*"])

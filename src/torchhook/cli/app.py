@@ -8,7 +8,21 @@ import typer
 from typer.main import get_command
 
 from torchhook import __version__
-from torchhook.cli import dashboard, diagnose, diff, doctor, explain, harvest, replay, rules, run, runs, why
+from torchhook.cli import (
+    dashboard,
+    diagnose,
+    diff,
+    doctor,
+    explain,
+    harvest,
+    mcp,
+    replay,
+    rules,
+    run,
+    runs,
+    verify,
+    why,
+)
 
 app = typer.Typer(
     name="torchhook",
@@ -21,7 +35,9 @@ app.command("run", context_settings=run.PARSING)(run.run)
 app.command("why")(why.why)
 app.add_typer(runs.app, name="runs")
 app.command("dashboard")(dashboard.dashboard)
+app.command("mcp")(mcp.mcp)
 app.command("diagnose")(diagnose.diagnose)
+app.command("verify")(verify.verify)
 app.command("rules")(rules.rules)
 app.command("replay")(replay.replay)
 app.command("diff")(diff.diff)

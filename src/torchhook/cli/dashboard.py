@@ -1,11 +1,13 @@
-"""``torchhook dashboard``: runs in the browser, live."""
+"""``torchhook dashboard``: runs in the browser, live, and saved results."""
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import webbrowser
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,7 +15,9 @@ from torchhook.core.optional import require
 
 
 def dashboard(
-    path: Annotated[Path, typer.Argument(metavar="RUN | FOLDER", help="A run, or a folder of runs.")] = Path("runs"),
+    path: Annotated[
+        Path, typer.Argument(metavar="RUN | RESULT | FOLDER", help="A run, a saved result, or a folder of these.")
+    ] = Path("runs"),
     port: Annotated[
         int, typer.Option(metavar="N", min=0, max=65535, help="Port to listen on; 0 picks a free one.")
     ] = 8787,
@@ -26,9 +30,9 @@ def dashboard(
     ] = None,
     is_opened: Annotated[bool, typer.Option("--open", help="Open the browser.")] = False,
 ) -> None:
-    """Show runs in the browser, live while they are written.
+    """Show runs in the browser, live while they are written, and results saved as .th.
 
-    The dashboard reads runs from disk and makes no network requests.
+    The dashboard reads them from disk and makes no network requests.
     It prints its address; press Ctrl-C to stop it.
 
     [bold]torchhook dashboard runs/latest --open[/]
@@ -36,6 +40,8 @@ def dashboard(
     require("dash", "dashboard", "the dashboard")
     from torchhook.dashboard.server import Server
 
+    # Where a parent ignores it, or as the first process of a container, the signal would have no effect.
+    signal.signal(signal.SIGTERM, _end)
     server = Server(path, host, port, token)
     typer.echo(server.address)
     if is_opened:
@@ -44,3 +50,7 @@ def dashboard(
         server.serve()
     except KeyboardInterrupt:
         typer.echo(err=True)
+
+
+def _end(number: int, frame: Any) -> None:
+    os._exit(128 + number)  # taking down the interpreter may take seconds, and nothing here is written

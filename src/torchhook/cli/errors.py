@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,17 @@ def errors_reported() -> Iterator[None]:
         else:
             print(f"torchhook: {in_words(error)}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+@contextmanager
+def warnings_in_words() -> Iterator[None]:
+    """Print each warning as one line on stderr: no line of the user's code caused it."""
+    with warnings.catch_warnings(record=True) as said:
+        try:
+            yield
+        finally:
+            for one in said:
+                print(f"torchhook: warning: {one.message}", file=sys.stderr)
 
 
 def in_words(error: Exception) -> str:

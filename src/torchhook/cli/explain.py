@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from torchhook.cli.errors import warnings_in_words
 from torchhook.cli.loaders import model_of, wrong
 from torchhook.cli.options import Model
+from torchhook.cli.weights import load_weights
 from torchhook.core.optional import require
 from torchhook.core.progress import progress_bar
 
@@ -43,6 +45,13 @@ def explain(
     target: Annotated[
         int | None, typer.Option(metavar="CLASS", help="Index of the class to explain; by default the predicted class.")
     ] = None,
+    weights: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Trained weights: safetensors, or a state dict (also inside a checkpoint). Never runs code from it.",
+        ),
+    ] = None,
     layer: Annotated[
         str | None,
         typer.Option(metavar="PATH", help="Path of a module; by default the last one before a final pooling."),
@@ -68,7 +77,7 @@ def explain(
 
     MODEL is package.module:name; modules in the current folder work, too.
 
-    [bold]torchhook explain torchvision.models:resnet18 cat.jpg --out cam.png
+    [bold]torchhook explain torchvision.models:resnet18 cat.jpg --weights resnet18.pth
     torchhook explain net:pretrained cat.jpg --method hires_cam --target 282[/]
     """
     _require_drawable(out)
@@ -76,18 +85,23 @@ def explain(
     if not all(spread):
         raise wrong("--std", "colours are divided by it, so it must not be 0")
     picture = _read(image)
-    with progress_bar("loading", True):
+    with warnings_in_words(), progress_bar("loading", True):
         import torch
 
         from torchhook import explain as methods
 
-        net = model_of(model) if device is None else model_of(model).to(device)
+        net = model_of(model)
+        if weights is not None:
+            load_weights(net, weights)
+        net = net if device is None else net.to(device)
         shown = _square(picture, size)
         x = (shown - torch.tensor(centre).view(3, 1, 1)) / torch.tensor(spread).view(3, 1, 1)
         like = next((parameter for parameter in net.parameters() if parameter.is_floating_point()), x)
         batch = x[None].to(like.device, like.dtype)
         _require_classes(net, batch, method)
         heat = getattr(methods, method.value)(net, batch, target, layer, call=call)
+    if not heat.maps.any():
+        raise ValueError("the map is zero everywhere, so no image was written; choose another --layer or --target")
     heat.positive().normalized().overlay(shown).savefig(out, dpi=150)
     typer.echo(heat)
     typer.echo(f"written: {out}")

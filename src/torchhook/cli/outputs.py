@@ -48,10 +48,13 @@ def deliver(report: Report, form: Format, paths: Iterable[Path], verbose: bool =
         for path in paths:
             typer.echo(f"written: {path}")
     else:
-        typer.echo(_FORMS[form](report).encode(errors="replace"), nl=False)
+        typer.echo(_printed(report, form, verbose).encode(errors="replace"), nl=False)
     if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
         with Path(summary).open("a", encoding="utf-8", errors="replace") as file:
-            file.write(render.markdown(report) + "\n")
+            file.write(render.markdown(report, verbose=verbose) + "\n")
 
 
-_FORMS = {Format.JSON: render.json, Format.JUNIT: render.junit, Format.MARKDOWN: render.markdown}
+def _printed(report: Report, form: Format, verbose: bool) -> str:
+    if form == Format.MARKDOWN:
+        return render.markdown(report, verbose=verbose)
+    return render.json(report) if form == Format.JSON else render.junit(report)

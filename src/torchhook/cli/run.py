@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from torchhook.training.monitor import Monitor
 
 PARSING = {"allow_interspersed_args": False}  # arguments after the script belong to it
+_FEW = 3  # models, each of which gets a whole report
 _UNUSABLE = (ImportError, OSError, TorchhookError, ValueError)  # errors that the user can fix
 
 
@@ -40,7 +42,17 @@ def run(
     ],
     args: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="The arguments of the script.")] = None,
     is_module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as for python -m.")] = False,
-    every: Annotated[int, typer.Option(metavar="N", min=1, rich_help_panel=RULES, help="Measure one step in N.")] = 10,
+    every: Annotated[
+        int, typer.Option(metavar="N", min=1, rich_help_panel=RULES, help="Measure one step in N, at the most.")
+    ] = 10,
+    price: Annotated[
+        str,
+        typer.Option(
+            metavar="SHARE",
+            rich_help_panel=RULES,
+            help="The share of the time that watching may cost, such as 2%; 'off' measures one step in N.",
+        ),
+    ] = "2%",
     select: Select = None,
     ignore: Ignore = None,
     stop: Annotated[
@@ -72,6 +84,7 @@ def run(
     target = Script(script, tuple(args or ()), is_module)
     watching = {
         "every": every,
+        "price": _share(price),
         "rules": config.select,
         "ignore": config.ignore,
         "per_module": config.per_module,
@@ -175,8 +188,9 @@ class Launch:
         yield f"{monitor.ending}\n"
 
     def _told(self, report: Report, number: int) -> Iterator[str]:
-        """A report, and the files it is written to."""
-        yield f"\n{_printed(report, self.verbose)}"
+        """A report, and the files it is written to. Among many models, one without findings has only its line."""
+        if report.findings or self.verbose or self.discovery is None or len(self.discovery.watched) <= _FEW:
+            yield f"\n{_printed(report, self.verbose)}"
         for path in self.reports:
             file = path if number == 1 else path.with_stem(f"{path.stem}-{number}")
             render.save(report, file)
@@ -185,6 +199,24 @@ class Launch:
     def _shown(self, path: Path) -> str:
         """A path relative to where the command was started, if it is below that."""
         return str(path.relative_to(self.here) if path.is_relative_to(self.here) else path)
+
+
+def _share(price: str) -> float | None:
+    """The share that ``--price`` names.
+
+    >>> _share("2%"), _share("0.5 %"), _share("0.02"), _share("off")
+    (0.02, 0.005, 0.02, None)
+    """
+    if price == "off":
+        return None
+    number, percent, rest = price.partition("%")
+    try:
+        share = float(number) / (100 if percent else 1)
+    except ValueError:
+        share = math.nan
+    if not 0 < share < 1 or rest:
+        raise typer.BadParameter(f"{price!r} is not a share such as 2% or 0.02, nor 'off'", param_hint="--price")
+    return share
 
 
 class _Refusal(SystemExit):

@@ -18,6 +18,7 @@ from torchhook.cli.outputs import Format, deliver, require_writable
 
 if TYPE_CHECKING:
     from torchhook.training.runs import Run
+    from torchhook.training.runs.summary import Summary
 
 app = typer.Typer(no_args_is_help=True, help="List, show, export and prune the runs that trainings wrote.")
 
@@ -27,17 +28,17 @@ _Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run; 
 
 @app.command("list")
 def list_(folder: _Folder = Path("runs")) -> None:
-    """List the runs in a folder, newest first.
+    """List the runs in a folder, newest first. One that cannot be read says why.
 
     [bold]torchhook runs list[/]
     """
-    from torchhook.training.runs.folders import find
+    from torchhook.training.runs.folders import leftovers, summaries
 
-    rows = [_line(found) for found in find(folder)]
+    rows = [*map(_line, summaries(folder)), *(_left(file.relative_to(folder)) for file in leftovers(folder))]
     if not rows:
         typer.echo(f"There are no runs in {folder}.")
         return
-    _print(["run", "model", "state", "started", "last step", "findings", "size"], rows)
+    _print(["run", "model", "state", "started", "last step", "findings", "size", ""], rows)
 
 
 @app.command()
@@ -52,18 +53,11 @@ def show(
     [bold]torchhook runs show runs/latest[/]
     [bold]torchhook runs show runs/latest --report report.html[/]
     """
-    from torchhook.core.findings import Report
     from torchhook.training.runs import Run
-    from torchhook.training.runs.run import NO_REPORT
 
     require_writable(reports or ())
     with Run(run) as opened:
-        report = opened.report or Report(
-            tuple(opened.findings),
-            opened.model,
-            losses=opened.losses,
-            notes=(NO_REPORT,),
-        )
+        report = opened.judged()
         if form == Format.TEXT:
             typer.echo(_summary(opened))
     deliver(report, form, reports or (), verbose)
@@ -107,14 +101,14 @@ def prune(
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Remove them; without it, only say which.")] = False,
 ) -> None:
-    """Remove old runs, but none that is being written.
+    """Remove old runs, but none that is being written, and what is left of starts that failed.
 
     Other files in their folders are left in place.
 
     [bold]torchhook runs prune --keep 10[/]
     [bold]torchhook runs prune --older-than 30 --yes[/]
     """
-    from torchhook.training.runs.folders import delete, prunable
+    from torchhook.training.runs.folders import clear, delete, leftovers, prunable
 
     if keep is None and older_than is None:
         raise wrong("--keep", "say which runs to keep: --keep N, --older-than DAYS, or both")
@@ -126,24 +120,26 @@ def prune(
             typer.echo(f"removed: {_printable(found)}")
         else:
             typer.echo(f"removed, except for files that do not belong to the run: {_printable(found)}")
-    if not gone:
+    left = leftovers(folder)
+    for file in left:
+        if yes:
+            clear(file)
+        typer.echo(f"{'removed' if yes else 'would remove'}: {_printable(file)}")
+    if not gone and not left:
         typer.echo("There is nothing to remove.")
     elif not yes:
         typer.echo("Nothing was removed yet: add --yes.")
 
 
-def _line(folder: Path) -> list[str | int]:
-    from torchhook.core.errors import RunError
+def _line(run: Summary) -> list[str | int]:
     from torchhook.core.text import in_units
-    from torchhook.training.runs import Run
 
-    try:
-        with Run(folder) as run:
-            last = run.last_step or 0
-            found = len(run.findings)
-            return [folder.name, run.model, run.state, _date(run.started), last, found, in_units(run.size)]
-    except RunError:
-        return [folder.name, "", "unreadable", "", 0, 0, ""]
+    size = "" if run.error else in_units(run.size)
+    return [run.name, run.model, run.state, _date(run.started), run.last_step or 0, run.findings, size, run.error]
+
+
+def _left(file: Path) -> list[str | int]:
+    return [str(file), "", "never began", "", 0, 0, "", "left by a start that failed; torchhook runs prune removes it"]
 
 
 def _summary(run: Run) -> str:

@@ -13,7 +13,7 @@ from torchhook.core.config import Config
 
 def why(
     path: Annotated[
-        Path, typer.Argument(metavar="RUN | FOLDER", help="A run, or a folder of runs: the newest one is taken.")
+        Path, typer.Argument(metavar="RUN | FOLDER", help="A run, or a folder of runs: the newest readable one.")
     ] = Path("runs"),
     fail_on: FailOn = None,
     is_json: Annotated[
@@ -30,11 +30,12 @@ def why(
     torchhook why runs/latest --json[/]
     """
     from torchhook.render.to_json import as_json
+    from torchhook.render.words import short
     from torchhook.training.runs import Run
     from torchhook.training.runs.folders import latest
 
     config = Config.find(Path.cwd()).overruled(fail_on=fail_on)
-    with Run(latest(path)) as run:
+    with Run(latest(path, lambda line: typer.echo(f"torchhook: {short(line)}", err=True))) as run:
         answer = run.why(config.fail_on)
     typer.echo(as_json(answer.to_dict()) if is_json else f"{answer}\n", nl=False)
     raise typer.Exit(answer.exit_code)

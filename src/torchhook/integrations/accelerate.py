@@ -45,7 +45,7 @@ def monitored(
     A step is an optimizer step; its loss is the mean over the accumulated batches.
 
     Args:
-        every, rules, to: As for `Monitor`, and so are `options`: `ignore`, `per_module`, `name`, `max_bytes`.
+        every, rules, to: As for `Monitor`, and so are `options`: `ignore`, `per_module`, `name`, `max_bytes`, `price`.
         on_finding: As for `Monitor`, except that ``"stop"`` sets the accelerator's trigger, for `check_trigger`.
         layers: Globs of the layers whose statistics also go to the accelerator's trackers, as
             ``torchhook/<statistic>/<layer>``; ``()`` logs only those of the whole model, None logs nothing.

@@ -38,13 +38,13 @@ class TorchhookCallback(require("transformers", "huggingface", "TorchhookCallbac
     one step late.
 
     A Trainer does not notify callbacks when it fails: the run is marked as failed, and the hooks are removed, when
-    `train` is called next. Use the callback as a context manager to do both at the end of the block:
+    `train` is called next or Python exits. Use the callback as a context manager to do both at the end of the block:
 
         with TorchhookCallback() as callback:
             Trainer(model, args, callbacks=[callback], ...).train()
 
     Args:
-        every, rules, to: As for `Monitor`, and so are `options`: `ignore`, `per_module`, `name`, `max_bytes`.
+        every, rules, to: As for `Monitor`, and so are `options`: `ignore`, `per_module`, `name`, `max_bytes`, `price`.
         on_finding: As for `Monitor`, except that ``"stop"`` makes the Trainer stop early, on all processes.
     """
 

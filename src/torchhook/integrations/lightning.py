@@ -41,7 +41,7 @@ class TorchhookCallback(require(f"{_package()}.callbacks", "lightning", "Torchho
     updates of the one with the most parameters are watched.
 
     Args:
-        every, rules, to: As for `Monitor`, and so are `options`: `ignore`, `per_module`, `name`, `max_bytes`.
+        every, rules, to: As for `Monitor`, and so are `options`: `ignore`, `per_module`, `name`, `max_bytes`, `price`.
         on_finding: As for `Monitor`, except that ``"stop"`` makes the Trainer stop early, on all processes.
         layers: Globs of the layers whose statistics also go to the Trainer's loggers, as
             ``torchhook/<statistic>/<layer>``; ``()`` logs only those of the whole model, None logs nothing.

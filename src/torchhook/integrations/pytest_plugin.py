@@ -1,7 +1,9 @@
-"""A pytest plugin with the fixture `model_check`, which fails a test if something is wrong with a model.
+"""A pytest plugin with two fixtures: `model_check` fails a test if `diagnose` finds something, `model_verify` if a
+contract is broken.
 
-    def test_model(model_check):
+    def test_model(model_check, model_verify):
         model_check(Net(), (torch.randn(32, 8), torch.randint(2, (32,))), F.cross_entropy)
+        model_verify(Net(), torch.randn(4, 8))
 
 pytest loads this file in every project, so it imports torch only when the fixture is used.
 """
@@ -24,7 +26,8 @@ _SECTION = "torchhook"
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option of this plugin."""
     group = parser.getgroup("torchhook", "model checks by torchhook")
-    group.addoption("--torchhook-fail-on", choices=SEVERITIES, help="the severity from which model_check fails a test")
+    said = "the severity from which model_check and model_verify fail a test"
+    group.addoption("--torchhook-fail-on", choices=SEVERITIES, help=said)
 
 
 @pytest.fixture
@@ -35,11 +38,7 @@ def model_check(request: pytest.FixtureRequest) -> Callable[..., Report]:
     default; ``try_repairs=False`` saves the time to try repairs of what is found. Settings come from
     ``[tool.torchhook]`` in pyproject.toml.
     """
-    try:
-        fail_on = request.config.getoption("--torchhook-fail-on")
-        config = Config.find(request.config.rootpath).overruled(fail_on=fail_on)
-    except ValueError as error:
-        pytest.fail(str(error), pytrace=False)
+    config = _config(request)
 
     def check(
         model: Any, batch: Any, loss: Any = None, optimizer: Any = None, steps: int = 20, **options: Any
@@ -48,14 +47,46 @@ def model_check(request: pytest.FixtureRequest) -> Callable[..., Report]:
         from torchhook.rules.diagnose import diagnose
 
         report = diagnose(model, batch, loss, optimizer, steps, **{**config.arguments(), **options})
-        request.node.user_properties.append(("torchhook", report.headline))  # for --junitxml
-        if not report.ok:
-            pytest.fail(_as_text(report), pytrace=False)
-        if report.findings:  # sections are sent with the results, also by the workers of pytest-xdist
-            request.node.add_report_section("call", _SECTION, _as_text(report))
-        return report
+        return _passed(report, request)
 
     return check
+
+
+@pytest.fixture
+def model_verify(request: pytest.FixtureRequest) -> Callable[..., Report]:
+    """Verify a model: ``model_verify(model, batch)`` returns a `Report`, or fails the test if a contract is broken.
+
+    The other arguments are those of `torchhook.verify`; ``fail-on`` comes from ``[tool.torchhook]`` in pyproject.toml.
+    """
+    config = _config(request)
+
+    def verify(model: Any, batch: Any, loss: Any = None, contracts: Any = None, **options: Any) -> Report:
+        __tracebackhide__ = True
+        from torchhook.rules.verify import verify
+
+        options.setdefault("fail_on", config.fail_on)
+        return _passed(verify(model, batch, loss, contracts, **options), request)
+
+    return verify
+
+
+def _config(request: pytest.FixtureRequest) -> Config:
+    try:
+        fail_on = request.config.getoption("--torchhook-fail-on")
+        return Config.find(request.config.rootpath).overruled(fail_on=fail_on)
+    except ValueError as error:
+        pytest.fail(str(error), pytrace=False)
+
+
+def _passed(report: Report, request: pytest.FixtureRequest) -> Report:
+    """The report, if it is ok; otherwise the test fails."""
+    __tracebackhide__ = True
+    request.node.user_properties.append(("torchhook", report.headline))  # for --junitxml
+    if not report.ok:
+        pytest.fail(_as_text(report), pytrace=False)
+    if report.findings:  # sections are sent with the results, also by the workers of pytest-xdist
+        request.node.add_report_section("call", _SECTION, _as_text(report))
+    return report
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
