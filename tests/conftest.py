@@ -82,6 +82,21 @@ def slowdown():
 
 
 @pytest.fixture
+def own_mlflow(monkeypatch):
+    """MLflow without a store, an experiment and a run that others chose; what is chosen here ends with the test."""
+    import mlflow
+
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_ID", "MLFLOW_EXPERIMENT_NAME"):
+        monkeypatch.setenv(name, "")  # so that it is taken away afterwards: mlflow sets some of them itself
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.setattr(mlflow.tracking._tracking_service.utils, "_tracking_uri", None)
+    monkeypatch.setattr(mlflow.tracking.fluent, "_active_experiment_id", None)
+    yield mlflow
+    assert mlflow.active_run() is None
+
+
+@pytest.fixture
 def nothing_compiled():
     """Graphs of other tests neither help nor count, and none are left."""
     from torch._dynamo.utils import counters

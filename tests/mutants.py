@@ -308,8 +308,8 @@ MUTANTS = [
     ),
     Mutant(
         "render/figures/curves.py",
-        "y=[finite[min(bisect_left(finite, (step,)), len(finite) - 1)][1] for step in steps],",
-        "y=[finite[0][1] for step in steps],",
+        "height = points[min(bisect_left(points, (step,)), len(points) - 1)][1]",
+        "height = points[0][1]",
         "render/test_report_plots.py::test_findings_are_marked_on_the_curve",
     ),
     Mutant(
@@ -590,7 +590,7 @@ MUTANTS = [
     ),
     Mutant(
         "activations/collector.py",
-        "stored = stored.clone()",
+        "stored = lazily_copied(stored) if whole else stored.clone()",
         "pass",
         "activations/test_harvest_whole.py::test_what_a_later_layer_overwrites_is_kept_as_it_flowed",
     ),
@@ -626,10 +626,10 @@ MUTANTS = [
         "dashboard/test_dashboard_guard.py::test_beyond_this_machine_a_token_is_made",
     ),
     Mutant(
-        "dashboard/graph_layout.py",
-        "if all(high <= first or last <= low for first, last in lanes[number]):",
-        "if all(high <= first or last <= high for first, last in lanes[number]):",
-        "dashboard/test_lanes.py::test_wires_in_one_lane_do_not_meet",
+        "dashboard/folding.py",
+        "skips = [source for source in earlier if reached >> place[source] & 1]",
+        "skips = earlier",
+        "dashboard/test_model_folding.py::test_branches_all_stay",
     ),
     # integrations: other tools
     Mutant(
@@ -689,8 +689,33 @@ MUTANTS = [
     ),
     Mutant(
         "cli/runs.py",
-        "last = run.last_step or 0",
-        "last = max(run.steps, default=0)",
+        "return [run.name, run.model, run.state, _date(run.started), run.last_step or 0, run.findings, size, run.error]",
+        "return [run.name, run.model, run.state, _date(run.started), len(run.losses), run.findings, size, run.error]",
         "cli/test_runs_commands.py::test_lists_the_runs_on_a_line_each",
+    ),
+    # contracts
+    Mutant(
+        "rules/contracts/pairings.py",
+        "cuts += [Cut(0, stop, count), Cut(0, stop, length, inside=False)]",
+        "cuts += [Cut(0, length, count)]",
+        "rules/contracts/test_pairings.py::test_positions_that_are_flattened_are_taken_apart",
+    ),
+    Mutant(
+        "rules/contracts/positions.py",
+        "return torch.full(sizes, int(not mask.real)).to(x)",
+        "return torch.full(sizes, int(mask.real)).to(x)",
+        "rules/contracts/test_planted.py::test_nothing_is_said_of_its_healthy_twin[bert_averages_padding]",
+    ),
+    Mutant(
+        "rules/contracts/caching.py",
+        "start = 0 if mask is not None and name == mask.name else begin",
+        "start = begin",
+        "rules/contracts/test_pairings.py::test_a_mask_covers_the_cache",
+    ),
+    Mutant(
+        "captures/agreement/free_runs.py",
+        "suspects = [one for one in suspects if not agreed.intersection(_around(one.location))]",
+        "suspects = list(suspects)",
+        "rules/contracts/test_planted.py::test_what_is_planted_is_found_at_its_module[mixtral_shares_its_tokens]",
     ),
 ]

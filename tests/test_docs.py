@@ -139,6 +139,8 @@ RUN = [page for page in PAGES if any(map(ours, fences(page))) and not page.name.
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
 def test_the_snippets_of_a_page_run_and_print_what_it_shows(page, request, tmp_path, monkeypatch, one_thread):
     monkeypatch.chdir(tmp_path)
+    if "mlflow" in before(page):
+        request.getfixturevalue("own_mlflow")
     for fence, printed in run(page, request.getfixturevalue):
         shown, real = without_digits(fence.code), without_digits(printed)
         if ["..."] in shown:  # the page shows only the ends of a table
@@ -320,3 +322,18 @@ def test_the_page_of_hard_places_has_every_claim_and_none_fails():
     for test in listed.values():
         file, name = test.split("::")
         assert f"def {name}(" in (ROOT / file).read_text(), test
+
+
+def test_every_attack_on_the_page_about_security_has_its_test():
+    rows = re.findall(r"^\| (.+?) \| .+? \| `(tests/[\w/]+\.py)::(test_\w+)` \|$", _SECURITY, re.M)
+    assert len(rows) >= 25 and len({attack for attack, _, _ in rows}) == len({*rows}) == len(rows)
+    assert len(rows) == sum("`tests/" in line for line in _SECURITY.splitlines())  # none escapes the pattern
+    missing = [f"{file}::{name}" for _, file, name in rows if not _has_test(ROOT / file, name)]
+    assert not missing
+
+
+def _has_test(file, name):
+    return file.is_file() and re.search(rf"^def {name}\(", file.read_text(), re.M) is not None
+
+
+_SECURITY = (ROOT / "docs/security.md").read_text()

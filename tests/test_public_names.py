@@ -11,17 +11,21 @@ import pytest
 import torchhook
 
 NAMES = """
-Activations BudgetError Calls Capture Channels Covariance Difference Edit Entry Event FeatureExtractor Finding
-HarvestError Histogram HookInfo HookManager Log ModelDiagnostics Moments Monitor Need NonfiniteError
+Activations BudgetError Calls Capture Channels Covariance Difference Edit Entry Event FeatureExtractor FileError
+Finding HarvestError Histogram HookInfo HookManager Log ModelDiagnostics Moments Monitor Need NonfiniteError
 NotRecordedError OverwrittenError Profile Quantiles Reading Record Reduce Report Ring Rule Run RunError
 SelectionError Selector Session SessionError Severity SilentError Sink Site Snapshot Stat Stats StopTraining Store
 Sweep Tap TapError TopK TorchhookError Trial Why arm capture catch_nonfinite check clip_gradients count_parameters
 detach diagnose diff edit every first format_parameter_count get_layerwise_parameter_count glob harvest hooks mark
-marked measure model_summary of_type overhead regex sample select skip sweep trace
+marked measure model_summary of_type overhead regex sample select skip sweep trace verify
 """
 
 PACKAGES = {
     "compare": "Leakage Likeness Shift Shifts Spreads cka datasets inputs leakage models shift",
+    "contracts": (
+        "Agreement Breach Case Contract Note Skip Variant accumulation cached causal deterministic equivariant "
+        "independent modes padding shapes used"
+    ),
     "dashboard": "show",
     "distributed": "merge",
     "edits": "Edit ablate add apply clamp noise patch replace scale zero",
@@ -33,7 +37,7 @@ PACKAGES = {
     "origins": "Catch Origin Range origin_of replay",
     "plot": "attention cam distributions feature_maps gradient_flow layer_heatmap similarity sweep",
     "prune": "Importance Plan Pruned apply importance plan sensitivity",
-    "render": "html json junit load markdown save terminal",
+    "render": "Saved html json junit load markdown save terminal",
     "rules": "History Need RULES Rule chosen register",
     "stats": (
         "Attention Bins Channels Covariance Focus Headroom Histogram Largest Moments Quantiles Saturation Spread "
@@ -45,13 +49,14 @@ INTEGRATIONS = {
     "accelerate": "monitored",
     "huggingface": "TorchhookCallback",
     "lightning": "TorchhookCallback",
+    "mcp": "server",
     "mlflow": "MLflow",
     "tensorboard": "TensorBoard",
     "wandb": "WandB",
 }
 """What one imports by hand, each from the file of its tool."""
 
-COMMANDS = "dashboard diagnose diff doctor explain harvest replay rules run runs why"
+COMMANDS = "dashboard diagnose diff doctor explain harvest mcp replay rules run runs verify why"
 
 
 def test_the_names_at_the_top():
@@ -76,7 +81,8 @@ def test_the_names_of_a_package(package):
 def test_the_names_of_integrations():
     files = Path(torchhook.__file__).with_name("integrations").glob("*.py")
     found = {file.stem: " ".join(_defined(file)) for file in files}
-    assert {name: found[name] for name in found if name not in ("__init__", "common", "pytest_plugin")} == INTEGRATIONS
+    others = "__init__", "agents", "answers", "common", "pytest_plugin"
+    assert {name: found[name] for name in found if name not in others} == INTEGRATIONS
 
 
 def test_the_commands():

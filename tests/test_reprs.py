@@ -113,7 +113,7 @@ def test_a_monitor_its_entries_and_its_logs(tmp_path):
 
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with th.Monitor(model, optimizer, every=1, to=[tmp_path, log := Keeping()]) as monitor:
+    with th.Monitor(model, optimizer, every=1, price=None, to=[tmp_path, log := Keeping()]) as monitor:
         for _ in range(3):
             loss = model(X).square().mean()
             optimizer.zero_grad()

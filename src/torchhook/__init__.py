@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchhook import compare as compare
+    from torchhook import contracts as contracts
     from torchhook import dashboard as dashboard
     from torchhook import distributed as distributed
     from torchhook import edits as edits
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from torchhook.core.edit import Edit
     from torchhook.core.errors import (
         BudgetError,
+        FileError,
         HarvestError,
         NonfiniteError,
         NotRecordedError,
@@ -68,6 +70,7 @@ if TYPE_CHECKING:
     from torchhook.rules.origin.catch import catch_nonfinite
     from torchhook.rules.profile import Profile
     from torchhook.rules.rule import Need, Rule
+    from torchhook.rules.verify import verify
     from torchhook.stats import Channels, Covariance, Histogram, Moments, Quantiles, Stat, TopK
     from torchhook.stats.measure import measure
     from torchhook.stats.reading import Reading, Snapshot
@@ -93,6 +96,7 @@ _NAMES = {
     "Entry": "training.logs",
     "Event": "core.event",
     "FeatureExtractor": "captures.feature_extractor",
+    "FileError": "core.errors",
     "Finding": "core.findings",
     "HarvestError": "core.errors",
     "Histogram": "stats",
@@ -165,9 +169,22 @@ _NAMES = {
     "skip": "edits.edit_model",
     "sweep": "edits.sweep",
     "trace": "captures.trace",
+    "verify": "rules.verify",
 }
 
-_PACKAGES = ("compare", "dashboard", "distributed", "edits", "explain", "origins", "plot", "prune", "render", "rules")
+_PACKAGES = (
+    "compare",
+    "contracts",
+    "dashboard",
+    "distributed",
+    "edits",
+    "explain",
+    "origins",
+    "plot",
+    "prune",
+    "render",
+    "rules",
+)
 
 __all__ = [
     "Activations",
@@ -181,6 +198,7 @@ __all__ = [
     "Entry",
     "Event",
     "FeatureExtractor",
+    "FileError",
     "Finding",
     "HarvestError",
     "Histogram",
@@ -253,6 +271,7 @@ __all__ = [
     "skip",
     "sweep",
     "trace",
+    "verify",
 ]
 
 

@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from specimens import hooks_of
 from torchhook import BudgetError, HarvestError, SelectionError, SilentError, harvest
-from torchhook.activations import store_files, writer
+from torchhook.activations import store_files, worker, writer
+from torchhook.activations.fingerprints import batch_fingerprint
 from torchhook.activations.store import Activations
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -130,7 +131,9 @@ def test_a_full_disk(tmp_path, kind):
 
 def test_what_the_disk_cannot_hold_is_refused_before_it_starts(tmp_path):
     with pytest.raises(
-        HarvestError, match=r"not enough disk space for .*: about .* to write, judging by the first batch, but .* free"
+        HarvestError,
+        match=r"not enough disk space for .*: about .* to write, judging by the first batch, but .* free"
+        r" on disk, 64.0 MiB of them in reserve;",
     ):
         run(tmp_path / "out", Numbers(10**15))
     assert len(run(tmp_path / "out", Numbers(10))) == 10  # and nothing was left in the way
@@ -230,12 +233,29 @@ def test_something_else_is_refused_on_going_on(tmp_path, changed, said):
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
-def test_data_that_changed_in_the_middle_are_noticed_where_it_goes_on(tmp_path):
+@pytest.mark.parametrize("commit_seconds", [0.0, 1000.0])
+def test_data_that_changed_in_the_middle_are_noticed_where_it_goes_on(tmp_path, commit_seconds):
     with pytest.raises(KeyboardInterrupt):
-        harvested(tmp_path, Texts(batches=8, unlucky=(), stops=6), shard_bytes=1000000)
+        harvested(tmp_path, Texts(batches=8, unlucky=(), stops=6), shard_bytes=1000000, commit_seconds=commit_seconds)
     with pytest.raises(HarvestError, match="the data changed: batch 5 differs from when it was harvested"):
         harvested(tmp_path, Texts(batches=8, unlucky=(16,)), shard_bytes=1000000)
     assert len(harvested(tmp_path, Texts(batches=8, unlucky=()), shard_bytes=1000000)) == 24
+
+
+def test_only_batches_that_end_a_commit_are_fingerprinted_while_they_are_harvested(tmp_path, monkeypatch):
+    found = []
+
+    def counted(data):
+        found.append(int(data[0]))
+        return batch_fingerprint(data)
+
+    monkeypatch.setattr(worker, "batch_fingerprint", counted)
+    data = torch.arange(40.0).view(-1, 1)
+    run(tmp_path / "shards", data, batch_size=4, shard_bytes=3 * 4 * 2 * 4, commit_seconds=1000)
+    assert found == [8, 20, 32, 36], "the last batches of four shards, whose checksums a resumed harvest would compare"
+    found.clear()
+    run(tmp_path / "often", data, batch_size=4, shard_bytes=1000, commit_seconds=0)
+    assert found == [*range(0, 40, 4), 36], "each batch, and the last one again at the end"
 
 
 def test_data_that_can_be_read_once(tmp_path):
@@ -289,8 +309,8 @@ def test_no_more_than_the_budget_is_on_its_way(tmp_path, monkeypatch):
         threading.Event().wait(0.002)
         released(self, harvested)
 
-    def watched(self, harvested):
-        put(self, harvested)
+    def watched(self, *given):
+        put(self, *given)
         most.append(self._bytes)
 
     monkeypatch.setattr(writer.WriterThread, "_release", slow)

@@ -18,9 +18,12 @@ from stores import Shard
 from torch.utils.data import DataLoader
 
 from torchhook import harvest
-from torchhook.activations import store_files
+from torchhook.activations import batches as in_order
+from torchhook.activations import mapped, store_files
+from torchhook.activations.mapped import RowFile
 from torchhook.activations.store import Activations
 from torchhook.activations.store_files import Journal, last_commit
+from torchhook.captures.appendable import PAGE
 from torchhook.core.errors import HarvestError, NotRecordedError
 from torchhook.stats.moments import Moments
 
@@ -588,3 +591,39 @@ except Exception as error:
 
 def mappings(folder):
     return sum(str(folder) in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system has no such advice")
+def test_the_system_reads_ahead_of_batches_in_order(tmp_path, monkeypatch):
+    rows = [60, 50, 7]
+    stores.write(tmp_path, stores.plain(rows, sites=("fc",)))
+    monkeypatch.setattr(in_order, "_WINDOW", 1)
+    monkeypatch.setattr(in_order, "_AHEAD", 0)
+    asked = []
+    monkeypatch.setattr(RowFile, "expect", lambda part, start, stop: asked.append((part.path.stem, start, stop)))
+    loop = iter(Activations.open(tmp_path)["fc"].batches(25))
+    assert len(next(loop)) == 25
+    list(loop)
+    assert asked == [
+        ("00000", 0, 25),
+        ("00000", 25, 50),
+        ("00000", 50, 60),
+        ("00001", 0, 15),
+        ("00001", 15, 40),
+        ("00001", 40, 50),
+        ("00002", 0, 7),
+    ], "each row once, in order"
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system has no such advice")
+def test_advice_covers_the_rows_in_steps_and_never_raises(tmp_path, monkeypatch):
+    stores.write(tmp_path, stores.plain([100], sites=("fc",)))
+    part = Activations.open(tmp_path)["fc"].parts[0]
+    asked = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, start, size, advice: asked.append((start, size, advice)))
+    monkeypatch.setattr(mapped, "_READAHEAD", 2 * part.row_bytes)
+    part.expect(10, 15)
+    first, step = PAGE + 10 * part.row_bytes, 2 * part.row_bytes
+    assert asked == [(first + n * step, step, os.POSIX_FADV_WILLNEED) for n in range(3)]
+    part.path.unlink()
+    part.expect(10, 15)

@@ -230,6 +230,6 @@ def test_the_estimate_counts_reading(tmp_path, capsys):
 
     harvest(nn.Linear(3, 2), Slow(), "", tmp_path / "acts", batch_size=2)
     told = capsys.readouterr().err
-    assert "8 samples to go" in told
+    assert "8 samples to go" in told and " free on disk, 64.0 MiB of them in reserve\n" in told
     milliseconds = float(told.split("in about ")[1].split(" ms")[0])
     assert milliseconds > 300

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchhook.compare.accumulators import Alignments, LayerFeatures, PairMoments, exact_width, in_full
+from torchhook.compare.accumulators import Alignments, LayerFeatures, PairMoments, Products, exact_width, in_full
 from torchhook.compare.features import LayerCall
 from torchhook.compare.measures import DEBIASED_CKA, MEASURES, likeness, moments, u_centred, unbiased
 
@@ -155,14 +155,34 @@ def test_groups_give_an_unbiased_estimate_of_hsic():
 
 def test_groups_wait_for_one_another_and_the_last_ones_count():
     layer = LayerFeatures(LayerCall("x", 0), torch.randn(3, 5))
-    assert layer.grams(torch.randn(3, 5)) == []  # too few
-    assert [gram.numel() for gram in layer.grams(torch.randn(40, 5))] == [43**2]
-    assert [gram.numel() for gram in layer.grams(torch.randn(600, 5))] == [200**2] * 3
-    assert layer.grams(torch.randn(7, 5)) == []
-    assert [gram.numel() for gram in layer.last_grams()] == [7**2]
-    assert layer.last_grams() == []
-    layer.grams(torch.randn(3, 5))
-    assert layer.last_grams() == []  # three make no estimate, and no NaN either
+    assert not layer.groups(torch.randn(3, 5))  # too few
+    assert [len(group) for group in layer.groups(torch.randn(40, 5))] == [43]
+    assert [len(group) for group in layer.groups(torch.randn(600, 5))] == [200] * 3
+    assert not layer.groups(torch.randn(7, 5))
+    assert [len(group) for group in layer.last_groups()] == [7]
+    assert not layer.last_groups()
+    layer.groups(torch.randn(3, 5))
+    assert not layer.last_groups()  # three make no estimate, and no NaN either
+
+
+def test_products_are_those_of_every_layer_however_they_are_held(monkeypatch):
+    """Of equal and unlike shapes, in several groups, with samples that wait, and also if few or none fit the buffer."""
+    widths, dtypes = [5, 5, 7, 7, 300, 5], [torch.float32] * 4 + [torch.float64, torch.bfloat16]
+    rows = [torch.randn(300, width).add(100).to(dtype) for width, dtype in zip(widths, dtypes, strict=True)]
+    for held in (2**26, 20_000, 0):
+        monkeypatch.setattr("torchhook.compare.accumulators._HELD", held)
+        layers, products = [LayerFeatures(LayerCall("x", 0), x) for x in rows], Products()
+        for _ in range(2):  # the buffer is used again
+            for layer, x in zip(layers, rows, strict=True):
+                products.add(layer, layer.groups(x))
+            grams = products.settle()
+            for x, found in zip(rows, grams, strict=True):
+                parts = [part.double() - part.double().mean(0) for part in x.tensor_split(2)]
+                for part, gram in zip(parts, found, strict=True):
+                    torch.testing.assert_close(gram.double(), part @ part.T, rtol=1e-4, atol=1e-4 * part.shape[1])
+        assert [len(found) for found in products.settle()] == []
+        for layer, x in zip(layers, rows, strict=True):
+            torch.testing.assert_close(layer.origin, x[:150].double().mean(0), rtol=1e-5, atol=0)
 
 
 def test_alignments_weigh_groups_by_their_pairs():

@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+import torchhook
 from specimens import hooks_of, resnet18
 from torchhook import SelectionError, capture, edit, edits, sweep
+from torchhook.edits.wrapped import PositionEdit, Wrapped
 
 
 class Net(nn.Module):
@@ -153,3 +155,128 @@ def test_what_a_person_sees():
         sweep(net, torch.randn(1, 6), "blocks.*", None, logit)
     with pytest.raises(SelectionError):
         sweep(net, torch.randn(1, 6), "nope", edits.zero, logit)
+
+
+# --- each position alone
+
+
+class Mixing(nn.Module):
+    """Layers that mix positions, so that the effects of single ones do not add up."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(20, 8)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(3))
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x[:, -1])
+
+
+def gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=3, n_head=2, vocab_size=20, n_positions=16)).eval()
+
+
+def last_logit(out):
+    return (out.logits[:, -1, 3] - out.logits[:, -1, 5]).mean()
+
+
+POSITIONS = {
+    "gpt2": (gpt2, "transformer.h.*", last_logit),
+    "gpt2 mlp": (gpt2, "transformer.h.*.mlp", last_logit),
+    "by hand": (lambda: Mixing().eval(), "layers.*", logit),
+}
+
+
+def first_tensor(value):
+    return value if isinstance(value, torch.Tensor) else value[0]
+
+
+def patched_by_hand(model, path, position, clean, corrupt, metric):
+    """Raw hooks: the clean value of one position goes into the run on the other input."""
+    kept, module = [], model.get_submodule(path)
+
+    def put(_, __, output):
+        new = first_tensor(output).clone()
+        new[:, position] = kept[0][:, position]
+        return new if isinstance(output, torch.Tensor) else (new, *output[1:])
+
+    handle = module.register_forward_hook(lambda _, __, output: kept.append(first_tensor(output).clone()))
+    model(clean)
+    handle.remove()
+    handle = module.register_forward_hook(put)
+    value = metric(model(corrupt)).item()
+    handle.remove()
+    return value
+
+
+@pytest.mark.parametrize("batch", [None, 1])
+@pytest.mark.parametrize("kind", POSITIONS)
+def test_each_position_alone_is_what_raw_hooks_patch(kind, batch):
+    make, sites, metric = POSITIONS[kind]
+    model, clean, corrupt = make(), torch.randint(20, (2, 5)), torch.randint(20, (2, 5))
+    found = sweep(model, corrupt, sites, None, metric, source=clean, positions=True, batch=batch, progress=False)
+    assert [(row.site.path, row.position) for row in found] == [
+        (path, position) for path in torchhook.select(model, sites) for position in range(5)
+    ]
+    with torch.no_grad():
+        for row in found:
+            by_hand = patched_by_hand(model, row.site.path, row.position, clean, corrupt, metric)
+            assert row.value == pytest.approx(by_hand, abs=1e-5)
+            assert row.change == pytest.approx(by_hand - found.baseline, abs=1e-5)
+    assert len({round(row.value, 6) for row in found}) > 5
+
+
+@pytest.mark.parametrize("kind", POSITIONS)
+def test_all_positions_at_once_are_the_whole_site(kind):
+    make, sites, metric = POSITIONS[kind]
+    model, clean, corrupt = make(), torch.randint(20, (2, 5)), torch.randint(20, (2, 5))
+    whole = sweep(model, corrupt, sites, None, metric, source=clean, progress=False)
+    each = sweep(
+        model,
+        corrupt,
+        sites,
+        lambda values: EveryPosition(edits.patch(values), 5),
+        metric,
+        source=clean,
+        progress=False,
+    )
+    assert [row.value for row in each] == pytest.approx([row.value for row in whole], abs=1e-5)
+    one = sweep(model, corrupt[:, :1], sites, None, metric, source=clean[:, :1], positions=True, progress=False)
+    alike = sweep(model, corrupt[:, :1], sites, None, metric, source=clean[:, :1], progress=False)
+    assert [row.value for row in one] == pytest.approx([row.value for row in alike], abs=1e-6)
+
+
+class EveryPosition(Wrapped):
+    """The edits of single positions one after the other."""
+
+    def __init__(self, edit, count):
+        super().__init__(edit)
+        self.count = count
+
+    def change(self, x, call):
+        for position in range(self.count):
+            x = PositionEdit(self.edit, position).change(x, call)
+        return x
+
+
+def test_other_edits_act_on_single_positions_too():
+    model, ids = Mixing().eval(), torch.randint(20, (2, 4))
+    found = sweep(model, ids, ["embed", "layers.0"], edits.zero, logit, positions=True, progress=False)
+    with edit(model, {"embed": edits.replace(0.0, where=(slice(None), 2))}), torch.no_grad():
+        assert found[2].value == pytest.approx(logit(model(ids)).item(), abs=1e-5)
+    assert found[2].site.path == "embed" and found[2].position == 2 and found[2].recovered is None
+    assert str(found).startswith("Sweep over 2 sites × 4 positions: without an edit")
+    assert found.table("list")[2]["position"] == 2 and "<th>position" in found._repr_html_()
+    assert "position" not in sweep(model, ids, "embed", edits.zero, logit, progress=False).table("list")[0]
+
+
+def test_a_value_without_positions_is_refused_by_name():
+    model, ids = Mixing().eval(), torch.randint(20, (2, 4))
+    with pytest.raises(ValueError, match="samples × positions × features, but the output of 'head' is 2×2; leave"):
+        sweep(model, ids, "head", edits.zero, logit, positions=True, progress=False)

@@ -151,6 +151,27 @@ def test_eigen_cam_tells_components_apart_that_are_nearly_as_strong():
     assert torch.allclose(found.double().abs(), component.abs(), atol=1e-6)
 
 
+@pytest.mark.parametrize("channels", [9, 40])
+def test_a_sample_that_has_no_component_leaves_the_others_alone(channels):
+    values = torch.randn(5, channels, 4, 4)
+    values[1] = 3.0
+    values[2] = torch.nan
+    values[3] = torch.eye(16)[:channels].repeat(-(-channels // 16), 1)[:channels].view(channels, 4, 4)  # all as strong
+    model = nn.Sequential(nn.Identity(), nn.Flatten())
+    maps = eigen_cam(model, values, sites="0").maps
+    for sample in (0, 4):
+        assert torch.allclose(maps[sample], eigen_cam(model, values[sample : sample + 1], sites="0").maps[0])
+    assert not maps[1].any() and maps[2].isnan().all() and maps[3].norm() > 0.9
+
+
+def test_eigen_cam_scales_with_the_values():
+    values = torch.randn(2, 9, 4, 4, dtype=torch.float64)
+    model = nn.Sequential(nn.Identity(), nn.Flatten())
+    maps = eigen_cam(model, values, sites="0").maps
+    for scale in (1e-30, 1e30):
+        assert torch.allclose(eigen_cam(model, scale * values, sites="0").maps / scale, maps)
+
+
 def test_eigen_cam_has_the_same_sign_for_the_same_picture(x):
     model = Net().eval()
     one = eigen_cam(model, x, sites="relu2").maps

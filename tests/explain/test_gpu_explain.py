@@ -57,7 +57,8 @@ def test_a_map_of_a_layer_waits_for_nothing_but_what_it_tells(method):
             call(model, x, classes, "4")
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert len([one for one in waits if "synchronizing" in str(one.message)]) <= 2  # the classes, there and back
+    said = [one for one in waits if "synchronizing" in str(one.message)]
+    assert len(said) <= 2  # a weight, and whether maps are empty
 
 
 def test_attention_in_half_precision_is_that_of_the_fused_kernel():

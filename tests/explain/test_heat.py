@@ -63,7 +63,7 @@ def test_without_matplotlib_it_still_shows_what_it_is(monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)  # those that nobody has imported yet
     shown = heat(torch.randn(1, 5, 5))
     assert (
-        shown._repr_png_() is None and shown._repr_html_() == "<p>grad_cam of &#x27;layer4&#x27;: 1×5×5, target 0</p>"
+        shown._repr_png_() is None and "<p>grad_cam of &#x27;layer4&#x27;: 1×5×5, target 0</p>" in shown._repr_html_()
     )
     with pytest.raises(ImportError, match=r"torchhook\[plot\]"):
         shown.overlay(torch.rand(3, 6, 8))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from dataclasses import replace
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from torch import nn
 
 from specimens import hooks_of
-from torchhook import Report, Rule, Severity, check, measure, stats
+from torchhook import Report, Rule, Severity, check, diagnose, measure, stats
 from torchhook.rules import RULES, History, chosen, register
+from torchhook.rules.check import layers_of
 from torchhook.rules.history import joined
 from torchhook.rules.kinds import kind_of
 from torchhook.rules.watch import Watch
@@ -94,6 +96,19 @@ def test_the_numbers_by_place_are_of_the_later_half():
     for step in range(0, 35, 5):
         history.add(step, snapshot)
     assert check(history, ["TH1"]).span == (15, 30)
+
+
+def test_the_layers_are_those_of_the_step_at_which_something_went_wrong():
+    history, model = History(), nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    for step, scale in enumerate([1.0, 10.0, math.nan, 0.0, 0.0, 0.0]):
+        with measure(model) as seen:
+            model(torch.ones(2, 4) * scale)
+        history.add(step, joined([seen.snapshot()]))
+    report = check(history, ["TH1"])
+    assert report.findings[0].step == 2 and report.span == (2, 2)
+    expected = layers_of(history.windows[2].snapshot)
+    assert str(report.layers) == str(expected)  # NaN is not equal to itself
+    assert check(history, ["TH601"]).span == (3, 5)
 
 
 def test_statistics_under_way_can_be_checked_and_go_on():
@@ -279,6 +294,31 @@ def test_a_report_has_the_layers_in_execution_order_and_goes_through_json():
     size = seen["2", "grad_output"]
     assert report.layers[2]["grad_norm"] == pytest.approx(size.l2 / size.count**0.5)
     assert Report.from_dict(report.to_dict()) == report
+
+
+def test_a_parameter_is_shown_with_the_class_of_its_module():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Threshold(math.inf, -math.inf), nn.Linear(8, 2))
+    report = diagnose(model, torch.randn(8, 4), progress=False)
+    found = [one for finding in report.findings for one in (finding, *finding.affected)]
+    assert "2.weight (Linear)" in {one.place for one in found}
+
+
+def test_a_module_that_is_never_called_is_shown_with_its_class():
+    model = nn.ModuleDict({"used": nn.Linear(4, 2), "spare": nn.Conv2d(1, 1, 3)})
+    model.forward = lambda x: model["used"](x)
+    batches = [(torch.randn(8, 4), torch.randn(8, 2)) for _ in range(4)]
+    report = diagnose(model, batches, loss=nn.functional.mse_loss, steps=8, progress=False, try_repairs=False)
+    found = [one for top in report.findings for one in (top, *top.affected)]
+    assert "spare (Conv2d)" in {one.place for one in found}
+
+
+def test_the_table_of_parameters_has_the_classes_of_their_modules():
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    batches = [(torch.randn(8, 4), torch.randint(2, (8,))) for _ in range(4)]
+    report = diagnose(model, batches, loss=nn.functional.cross_entropy, steps=4, progress=False, try_repairs=False)
+    assert {layer["site"]: layer["module"] for layer in report.layers if layer["kind"] == "parameter"} == {
+        f"{layer}.{name}": "Linear" for layer in (0, 2) for name in ("weight", "bias")
+    }
 
 
 # --- rules of one's own

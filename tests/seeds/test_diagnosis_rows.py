@@ -1,4 +1,4 @@
-"""The rows of diagnosis: C20, C21, C22, C39, C43, B04, B10, B11, B12, B13."""
+"""The rows of diagnosis: C20, C21, C22, C39, C43, B04, B10, B11, B12, B13, B14."""
 
 import inspect
 import json
@@ -18,7 +18,18 @@ from torch import nn
 from architectures import transformers_models
 from real.scoring import NAMES, Case, outcome, program, warnings_of
 from specimens import hooks_of, resnet18
-from torchhook import ModelDiagnostics, Profile, Trial, catch_nonfinite, check, diagnose, measure, origins, render
+from torchhook import (
+    ModelDiagnostics,
+    Profile,
+    Trial,
+    catch_nonfinite,
+    check,
+    diagnose,
+    measure,
+    origins,
+    render,
+    verify,
+)
 from torchhook.cli import main
 from torchhook.core.errors import NonfiniteError
 from zoo import FAULTS, HEALTHY
@@ -415,3 +426,43 @@ def batches():
     scales = torch.logspace(0, 3, 8)
     return [(500 + x * scales, (x.sum(1) > 0).long()) for x in torch.randn(16, 64, 8)]
 """
+
+
+class Leaky(nn.Module):
+    """Attention over samples × positions × features, with a fault that no loss shows."""
+
+    def __init__(self, fault):
+        super().__init__()
+        self.mix, self.fault = nn.Linear(8, 8), fault
+
+    def forward(self, x, padding_mask):
+        scores = self.mix(x) @ x.mT
+        if self.fault != "padding":
+            scores = scores.masked_fill(padding_mask[:, None], -1e9)
+        if self.fault not in ("future", "padding"):  # behind a causal mask, padding would not be seen
+            scores = scores.masked_fill(torch.ones(x.shape[1], x.shape[1]).triu(1).bool(), -1e9)
+        mixed = scores.softmax(-1) @ x
+        return mixed - mixed.mean(0) if self.fault == "samples" else mixed
+
+
+class Reader(nn.Module):
+    def __init__(self, fault=""):
+        super().__init__()
+        self.embed, self.first, self.second = nn.Embedding(20, 8), Leaky(""), Leaky(fault)
+        self.head = nn.Linear(8, 20)
+
+    def forward(self, ids, padding_mask=None):
+        mask = torch.zeros(ids.shape, dtype=torch.bool) if padding_mask is None else padding_mask
+        return self.head(self.second(self.first(self.embed(ids), mask), mask))
+
+
+@pytest.mark.parametrize(
+    ("fault", "contract"), [("samples", "independent"), ("padding", "padding"), ("future", "causal"), ("", "")]
+)
+def test_b14_the_contract_that_a_model_breaks_and_the_first_module_that_breaks_it(fault, contract):
+    wanted = [contract, "deterministic", "shapes"] if fault else ["independent", "padding", "causal"]
+    report = verify(Reader(fault), torch.randint(20, (3, 9)), contracts=wanted, progress=False)
+    assert [(found.evidence["contract"], found.site) for found in report.findings] == [(contract, "second")] * bool(
+        fault
+    )
+    assert report.ok == (not fault)

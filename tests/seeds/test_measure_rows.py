@@ -1,9 +1,11 @@
-"""The rows of statistics: C17, C25, B02."""
+"""The rows of statistics and of what they cost: C17, C25, B02, B17."""
 
 import copy
 import gc
 import math
 import pickle
+import re
+import time
 from collections import Counter, defaultdict
 
 import numpy as np
@@ -14,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from specimens import hooks_of, resnet18
-from torchhook import Histogram, Stat, capture, measure
+from torchhook import Histogram, Monitor, Stat, capture, measure
 
 
 def test_c17_statistics_by_layer():
@@ -165,3 +167,32 @@ def test_b02_every_activation_gradient_weight_and_update_of_a_training():
             assert said["near_zero"] == pytest.approx((values.abs() < 1e-3).double().mean().item(), abs=1e-3)
         if port == "param_grad":
             assert stats[path, "step_grad"].l2 == pytest.approx(said.l2, rel=1e-6)
+
+
+def in_seconds(model, steps, price=None):
+    """The processor time of some steps of a training, which is watched if there is a price."""
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    monitor = None if price is None else Monitor(model, optimizer, every=1, to=[], price=price)
+    x, begun = torch.randn(64, 64), time.process_time()
+    for _ in range(steps):
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if monitor is not None:
+            monitor.step(loss)
+    return time.process_time() - begun, monitor
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_b17_watching_costs_what_was_asked_for():
+    """Steps of half a millisecond, each of which would be measured: without a price, several times as long."""
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+    in_seconds(model, 100)
+    plain, _ = in_seconds(model, 4000)
+    watched, monitor = in_seconds(model, 4000, price=0.02)
+    monitor.close()
+    assert watched - plain < 0.02 * plain + 1.0  # a short training may overdraw it by a second
+    assert watched < 1.5 * plain
+    assert re.fullmatch(r"measured 1 step in [\d,]+ to stay under 2 %", monitor.report.about["watching"])
+    assert len(monitor.report.losses) == 4000

@@ -241,7 +241,7 @@ def test_c33_a_lightning_trainer_is_watched(tmp_path):
     y = (x.sum(1) > 0).long()
     losses, means, norms = trained_by_hand(copy.deepcopy(module.net), x.split(4), y.split(4))
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=4)
-    callback = TorchhookCallback(every=1, to=[tmp_path])
+    callback = TorchhookCallback(every=1, price=None, to=[tmp_path])
     quiet = {
         "logger": False,
         "enable_checkpointing": False,
@@ -288,7 +288,7 @@ def test_c34_a_training_and_feature_maps_in_mlflow(tmp_path, monkeypatch):
     y = (x.sum(1) > 0).long()
     losses, means, norms = trained_by_hand(copy.deepcopy(net), x.split(4), y.split(4))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with th.Monitor(net, optimizer, every=1, to=[MLflow(run_id, client)]) as monitor:
+    with th.Monitor(net, optimizer, every=1, price=None, to=[MLflow(run_id, client)]) as monitor:
         for some, targets in zip(x.split(4), y.split(4), strict=True):
             loss = F.cross_entropy(net(some), targets)
             optimizer.zero_grad()

@@ -1,7 +1,9 @@
 """The rows of trainings in TensorBoard, of whole scripts, of whole data sets, and of `why`: C15, B03, B09, B18."""
 
+import asyncio
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -29,7 +31,7 @@ def trained(model, log, steps=3):
     """Train for some steps, watched; returns the losses and the model as it was in the last step."""
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     losses, last = [], {}
-    with Monitor(model, optimizer, every=1, to=[log]) as monitor:
+    with Monitor(model, optimizer, every=1, price=None, to=[log]) as monitor:
         for _ in range(steps):
             last = {name: value.clone() for name, value in model.state_dict().items()}
             loss = F.cross_entropy(model(X), Y)
@@ -133,10 +135,10 @@ class Net(nn.Module):
         return self.last(hidden)
 
 
-def test_b18_why_a_training_fails_for_people_and_programs(tmp_path):
+def test_b18_why_a_training_fails_for_people_programs_and_agents(tmp_path):
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with Monitor(model, optimizer, every=1, to=tmp_path) as monitor:
+    with Monitor(model, optimizer, every=1, price=None, to=tmp_path) as monitor:
         for _ in range(20):
             x = torch.randn(64, 8)
             loss = F.cross_entropy(model(x), (x[:, 0] > 0).long())
@@ -154,6 +156,19 @@ def test_b18_why_a_training_fails_for_people_and_programs(tmp_path):
     assert dead["line"].endswith("hidden = self.relu(self.first(x))") and __file__ in dead["line"]
     assert dead["module"] == "ReLU" and dead["cause"] and dead["evidence"]
     assert " ".join(dead["next"].split()) in " ".join(text.stdout.split())
+    assert asyncio.run(told(tmp_path, "why"))["findings"] == said["findings"]
+    layers = asyncio.run(told(tmp_path, "layers", layers="relu"))["layers"]
+    assert [(row["path"], row["module"], row["zero_fraction"]) for row in layers] == [("relu", "ReLU", 1)]
+
+
+async def told(folder, tool, **arguments):
+    """What an agent is told that starts the server and calls a tool."""
+    from mcp import Client, StdioServerParameters, stdio_client
+
+    words = ["-m", "torchhook", "mcp", str(folder)]
+    process = StdioServerParameters(command=sys.executable, args=words, env=dict(os.environ))
+    async with Client(stdio_client(process)) as client:
+        return (await client.call_tool(tool, arguments)).structured_content
 
 
 class Impatient(nn.Module):

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from torchhook.activations.mapped import ShardRows, Span, as_plain, spanned, starts_of
+from torchhook.activations.mapped import ShardRows, Span, as_plain, expect, spanned, starts_of
 from torchhook.core.tap import require_count
 
 _T = TypeVar("_T", covariant=True)
 _WINDOW = 4 * 2**20  # bytes mapped at a time, so that memory of rows already read can be released
+_AHEAD = 16 * 2**20  # bytes that the system reads beyond those: it would not know that the next map follows the last
 _ROWS = 64  # at least, in a block: row by row, reading takes about ten times as long
 _BYTES = 256 * 1024  # at least, in a block of small rows
 _MIXED = 64  # blocks at least in a buffer, for large rows
@@ -84,14 +85,20 @@ class Batches(IterableDataset[_T]):
         starts, size = starts_of(self._lengths), self._size
         rows, ends = starts[-1], starts[1:]
         window, start = max(1, _WINDOW // (size * self._width)) * size, 0
-        while start < rows:
-            inside = (ends[bisect_right(ends, start)] - start) // size * size  # rows of whole batches within one file
-            stop = min(rows, start + (min(window, inside) or size))
-            spans = [spanned(parts, starts, start, stop) for parts in self._columns]
-            for at in range(start, stop, size):
-                if at // size % share.workers == share.worker:
-                    yield [span[at - start : at - start + size] for span in spans]
-            start = stop
+        expected = 0
+        with ThreadPoolExecutor(1) as pool:
+            while start < rows:
+                until = min(rows, start + window + _AHEAD // self._width)
+                for parts in self._columns:
+                    pool.submit(expect, parts, starts, expected, until)
+                expected = until
+                inside = (ends[bisect_right(ends, start)] - start) // size * size  # rows of whole batches in one file
+                stop = min(rows, start + (min(window, inside) or size))
+                spans = [spanned(parts, starts, start, stop) for parts in self._columns]
+                for at in range(start, stop, size):
+                    if at // size % share.workers == share.worker:
+                        yield [span[at - start : at - start + size] for span in spans]
+                start = stop
 
 
 class Blocks(NamedTuple):

@@ -25,7 +25,7 @@ from torchhook.core.session import Session
 from torchhook.core.silent import OnSilent
 from torchhook.core.sink import Sink
 from torchhook.core.site import Site
-from torchhook.core.snapshot import Held
+from torchhook.core.snapshot import Held, lazily_copied
 from torchhook.core.tap import Tap
 from torchhook.core.text import shape_of
 from torchhook.core.transfer import Transfer, sent_home
@@ -149,7 +149,8 @@ class Collector(Sink):
         assert self._sent is not None
         if name in self._sent:
             raise HarvestError(f"{name!r} names both a site and an entry in keep=; rename the entry")
-        self._sent[name] = self._send(rows_of(value, self._samples, self._positions, name, kept=True), None)
+        mine = value.clone()  # the user may write to the batch through numpy, which no copy on write notices
+        self._sent[name] = self._send(rows_of(mine, self._samples, self._positions, name, kept=True), None)
 
     def _arguments(self, data: Any) -> Any:
         """The batch without the entries that the model does not take: those only to be kept, and our padding mask."""
@@ -164,8 +165,9 @@ class Collector(Sink):
         given = rows.values
         dtype = dtype if dtype is not None and given.is_floating_point() else given.dtype
         stored = given.to(dtype).contiguous()
-        if stored.data_ptr() == given.data_ptr() or stored.untyped_storage().nbytes() > stored.nbytes:
-            stored = stored.clone()  # the model may overwrite it, and a view would keep all of its storage
+        if stored is given:  # the model may overwrite it, and a view would keep all of its storage
+            whole = stored.device == _CPU and stored.untyped_storage().nbytes() == stored.nbytes
+            stored = lazily_copied(stored) if whole else stored.clone()
         pending = self._fetch(stored)
         return SentRows(
             values=pending.read if isinstance(pending, Held) else lambda: pending,

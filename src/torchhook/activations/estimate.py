@@ -23,7 +23,7 @@ from torchhook.core.text import in_units
 from torchhook.core.trees import nbytes
 from torchhook.stats.moments import Moments
 
-_SPARE = 64 * 2**20  # bytes of the disk, for headers, journals and other programs
+_SPARE = 64 * 2**20  # bytes of the disk that a harvest leaves for headers, journals and other programs
 
 
 class Probe(NamedTuple):
@@ -72,12 +72,12 @@ class Estimate(NamedTuple):
     def __str__(self) -> str:
         each = f"{in_units(self.probe.nbytes)} and {_time(self.probe.seconds)} per batch of {self.probe.samples}"
         if self.nbytes is None or self.seconds is None:
-            return f"{each}; number of samples unknown; {in_units(self.free)} free on disk"
+            return f"{each}; number of samples unknown; {_disk(self.free)}"
         if not self.samples:
             return "already complete"
         return (
             f"{self.samples:,} samples to go: {in_units(self.nbytes)} in about {_time(self.seconds)} ({each});"
-            f" {in_units(self.free)} free on disk"
+            f" {_disk(self.free)}"
         )
 
 
@@ -90,8 +90,8 @@ def estimate(found: Probe, left: int | None, out: Path, workers: int) -> Estimat
     if nbytes + _SPARE > free:
         raise HarvestError(
             f"not enough disk space for {str(out)!r}: about {in_units(nbytes)} to write, judging by the first batch,"
-            f" but {in_units(free)} free; free some space, or pass fewer sites, a smaller dtype, or a transform= that"
-            " keeps less"
+            f" but {_disk(free)}; free some space, or pass fewer sites, a smaller dtype, or a transform= that keeps"
+            " less"
         )
     return Estimate(left, nbytes, left / found.samples * found.seconds / workers, free, found)
 
@@ -100,6 +100,10 @@ def free_disk(out: Path) -> int:
     """Free bytes on the disk where `out` is or will be."""
     existing = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
     return shutil.disk_usage(existing).free
+
+
+def _disk(free: int) -> str:
+    return f"{in_units(free)} free on disk, {in_units(_SPARE)} of them in reserve"
 
 
 def _wait_for(batch: HarvestedBatch) -> None:

@@ -6,10 +6,13 @@ Maps are private: writing to a mapped tensor changes neither the file nor any ot
 from __future__ import annotations
 
 import ctypes
+import math
+import os
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from io import FileIO
@@ -29,6 +32,7 @@ _RANDOM = 1  # MADV_RANDOM on every system
 _THREADS = 8  # each may wait for the disk, which serves several requests at a time
 _PIECE = 1 << 15  # values: for more, torch would start threads of its own in each of ours
 _SLOW = 1e-3  # seconds: copying a piece that is in memory takes a tenth of it
+_READAHEAD = 128 * 1024  # bytes: of more at a time, Linux may read only these
 _PLAIN = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHECK_BYTES = 8 * 2**20  # bytes per piece of a checksum
 _UNREADABLE = -1  # never a checksum
@@ -59,6 +63,11 @@ class RowFile:
     done: bool = False  # whether the file is complete
 
     def __post_init__(self) -> None:
+        if self.rows * math.prod(max(size, 1) for size in self.shape) * self.dtype.itemsize >= 2**63:
+            raise HarvestError(
+                f"{str(self.path)!r} cannot have {self.rows} rows of shape {self.shape}: its journal or the"
+                " manifest is broken"
+            )
         if not self.nbytes:
             return
         try:
@@ -106,6 +115,13 @@ class RowFile:
                     raise HarvestError(f"{str(self.path)!r} became shorter while it was read")
                 memory = memory[count:]
 
+    def expect(self, start: int, stop: int) -> None:
+        """Have the system read these rows from the disk; where that is not possible, reading them is only slower."""
+        if hasattr(os, "posix_fadvise") and start < stop:
+            with suppress(OSError), FileIO(self.path) as file:  # a file that cannot be read says so when its rows are
+                for at in range(PAGE + start * self.row_bytes, PAGE + stop * self.row_bytes, _READAHEAD):
+                    os.posix_fadvise(file.fileno(), at, _READAHEAD, os.POSIX_FADV_WILLNEED)
+
     def mapped(self, start: int, stop: int) -> Tensor:
         """Consecutive rows in a map of their own, which is released with the last tensor that uses it."""
         if start == stop or not self.row_bytes:
@@ -151,6 +167,9 @@ class RepeatedRows:
     def row_bytes(self) -> int:
         """The size of one row."""
         return self.part.row_bytes
+
+    def expect(self, start: int, stop: int) -> None:
+        """Nothing: a sample has a single row in the file."""
 
     def span(self, start: int, stop: int) -> Tensor:
         """Consecutive rows."""
@@ -235,6 +254,12 @@ def spanned(parts: Sequence[ShardRows], starts: Sequence[int], start: int, stop:
     """Consecutive rows, at least one: a view if they are in one part, a copy if in several."""
     found = [parts[span.part].span(span.start, span.stop) for span in spans(starts, start, stop)]
     return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def expect(parts: Sequence[ShardRows], starts: Sequence[int], start: int, stop: int) -> None:
+    """Have the system read consecutive rows from the disk."""
+    for span in spans(starts, start, stop):
+        parts[span.part].expect(span.start, span.stop)
 
 
 def gathered(parts: Sequence[RowFile], starts: Sequence[int], rows: Tensor, empty: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ whose writer was killed, has what was committed when it was opened.
 
 from __future__ import annotations
 
-import html
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from torchhook.activations.batches import Batches
 from torchhook.activations.column import Column, SampleIds
 from torchhook.activations.mapped import RowFile, ShardRows, check
 from torchhook.activations.store_files import Commit, Manifest, RowFormat, SiteCommit, last_commit
+from torchhook.core.cards import boxed, text
 from torchhook.core.errors import HarvestError, NotRecordedError
 from torchhook.core.optional import require
 from torchhook.core.progress import Progress
@@ -207,7 +207,7 @@ class Activations:
         return f"{self._title()}\n{table(_HEADER, self._rows())}"
 
     def _repr_html_(self) -> str:
-        return f"<p>{html.escape(self._title())}</p>{html_table(_HEADER, self._rows())}"
+        return boxed(f"<p>{text(self._title())}</p>{html_table(_HEADER, self._rows())}")
 
     def _column(self, site: str) -> Column:
         kind = self.manifest.sites[site]

@@ -24,13 +24,17 @@ from urllib.parse import quote
 import torch
 from torch import Tensor
 
+from torchhook.captures.appendable import code_of
 from torchhook.core.errors import HarvestError
+from torchhook.core.untrusted import built, json_in, json_of
+from torchhook.stats.kernels.plain import FIELDS
 from torchhook.stats.moments import Moments
 
 MANIFEST = "manifest.json"
 FORMAT = 1
 _ROOT = "@"  # never part of a quoted name
 _LONGEST = 200  # characters; file systems allow 255 bytes
+_COUNTS = ("count", "nan", "posinf", "neginf", "zeros")
 _ROUNDING = 1e-3  # of a standard deviation
 _RESUMED = {  # what must not change before a harvest is resumed, and what an error calls it
     "model": "the model",
@@ -131,23 +135,28 @@ class Manifest:
         """The manifest in `out`; raises a `HarvestError` if there is none, or if a newer torchhook wrote it."""
         path = out / MANIFEST
         try:
-            fields: dict[str, Any] = json.loads(path.read_text())
-            if fields["format"] > FORMAT:
-                raise HarvestError(
-                    f"{str(out)!r} was written by torchhook {fields['torchhook']}, in a newer format than this version"
-                    " can read; update torchhook"
-                )
-            fields["sites"] = {
-                site: RowFormat(**{**kind, "shape": tuple(kind["shape"])}) for site, kind in fields["sites"].items()
-            }
-            fields["first_batch"] = {site: (mean, std) for site, (mean, std) in fields["first_batch"].items()}
-            return cls(**{**fields, "keep": tuple(fields["keep"])})
+            found = json_in(path)
+            number = found.get("format") if isinstance(found, dict) else None
+            if isinstance(number, int) and number > FORMAT:
+                writer = str(found.get("torchhook"))
+            else:
+                return built(cls, found)._required()
         except FileNotFoundError:
             raise HarvestError(f"no activations in {str(out)!r}: it has no {MANIFEST}") from None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            if isinstance(error, HarvestError):
-                raise
+        except (ValueError, OSError) as error:
             raise HarvestError(f"{str(path)!r} is not a torchhook manifest: {error}") from error
+        raise HarvestError(
+            f"{str(out)!r} was written by torchhook {writer:.40}, in a newer format than this version can read; update"
+            " torchhook"
+        )
+
+    def _required(self) -> Manifest:
+        """Itself, if its sites can be read; else raises a ValueError."""
+        for kind in self.sites.values():
+            code_of(kind.torch_dtype)
+        if not self.first_batch.keys() <= self.sites.keys():
+            raise ValueError("first_batch names sites that sites does not have")
+        return self
 
     def write(self, out: Path) -> None:
         """Write it to `out` atomically."""
@@ -197,6 +206,15 @@ class SiteCommit:
         """The moments as a tensor, to merge with others; None if there are none."""
         return torch.tensor([float.fromhex(x) for x in self.moments], dtype=torch.float64) if self.moments else None
 
+    def require_possible(self) -> None:
+        """Raise a ValueError if the moments cannot be those of any values."""
+        try:
+            row = dict(zip(FIELDS, [float.fromhex(x) for x in self.moments], strict=True)) if self.moments else {}
+        except (ValueError, OverflowError) as error:
+            raise ValueError(f"moments: {error}") from None
+        if not all(0 <= row.get(name, 0) < 2**53 for name in _COUNTS) or row.get("m2", 0) < 0:
+            raise ValueError("moments: no values have these")
+
     @staticmethod
     def encoded(state: Tensor | None) -> tuple[str, ...]:
         """Moments as they are written to the journal."""
@@ -218,12 +236,10 @@ class Commit:
     @classmethod
     def of(cls, line: str) -> Commit:
         """The commit in a line of a journal."""
-        fields: dict[str, Any] = json.loads(line)
-        fields["sites"] = {
-            site: SiteCommit(**{**kept, "moments": tuple(kept["moments"])}) for site, kept in fields["sites"].items()
-        }
-        fields["skipped"] = {int(sample): reason for sample, reason in fields["skipped"].items()}
-        return cls(**fields)
+        found = built(cls, json_of(line))
+        for kept in found.sites.values():
+            kept.require_possible()
+        return found
 
     def line(self) -> str:
         """The commit as a line of a journal.
@@ -241,7 +257,7 @@ def last_commit(path: Path) -> Commit | None:
         return Commit.of(lines[-1].decode()) if lines else None
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, OSError) as error:
         raise HarvestError(
             f"{str(path)!r} is not a torchhook journal: {error}; delete it and call harvest again, which writes its"
             " shard again"

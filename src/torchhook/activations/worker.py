@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,22 +45,22 @@ def work(job: Job, model: nn.Module, reads: Iterable[ReadBatch], on_written: OnW
         WriterThread(job.out, job.manifest, job.max_bytes, job.commit_seconds, on_written) as writer,
     ):
         for read in reads:
-            writer.put(harvest_batch(collector, read, job.skips))
+            writer.put(harvest_batch(collector, read, job.skips), partial(batch_fingerprint, read.data))
 
 
 def harvest_batch(collector: Collector, read: ReadBatch, skips: bool) -> HarvestedBatch:
     """Run one batch; with `skips`, leave out the samples on which the model raises."""
-    ids, skipped, checksum = read.ids, dict(read.unread), batch_fingerprint(read.data)
+    ids, skipped = read.ids, dict(read.unread)
     if not ids:
-        return HarvestedBatch(read.number, [], skipped, checksum)
+        return HarvestedBatch(read.number, [], skipped)
     try:
-        return HarvestedBatch(read.number, [Piece(ids, collector.collect(read.data, len(ids)))], skipped, checksum)
+        return HarvestedBatch(read.number, [Piece(ids, collector.collect(read.data, len(ids)))], skipped)
     except Exception as error:
         if not skips or isinstance(error, torch.AcceleratorError):  # the device is unusable after that
             raise _with_samples(error, read) from error
     singles = [_single_piece(collector, read, number) for number in range(len(ids))]
     skipped |= {sample: found for sample, found in zip(ids, singles, strict=True) if isinstance(found, str)}
-    return HarvestedBatch(read.number, [found for found in singles if isinstance(found, Piece)], skipped, checksum)
+    return HarvestedBatch(read.number, [found for found in singles if isinstance(found, Piece)], skipped)
 
 
 def _single_piece(collector: Collector, read: ReadBatch, number: int) -> Piece | str:

@@ -71,7 +71,6 @@ class HarvestedBatch:
     number: int
     pieces: Sequence[Piece]
     skipped: Mapping[int, str]  # id → reason
-    input_crc32: int
 
     @property
     def amount(self) -> Amount:
@@ -159,7 +158,7 @@ class ShardWriter:
             last = valid_commit(out, manifest, shard, self._journal.commit)
             self.batches = last.batches
             self.skipped = dict(last.skipped)
-            self._input_crc32 = last.input_crc32
+            self.input_crc32 = last.input_crc32
             self._samples = AppendableTensor(
                 store_files.samples_path(out, shard), "samples", torch.int64, (), pool, last.samples, last.samples_crc32
             )
@@ -188,17 +187,16 @@ class ShardWriter:
             for name, site in self._sites.items():
                 site.add(piece.sites[name], len(piece.ids))
         self.skipped.update(harvested.skipped)
-        self._input_crc32 = harvested.input_crc32
         self.batches += 1
 
     def commit(self, done: bool = False) -> None:
-        """Make everything appended so far durable."""
+        """Make everything appended so far durable; `input_crc32` must be that of the last batch."""
         for file in self._files:  # before the journal: a shard that is marked as done is not opened again
             file.commit()
             file.flush()
         kept = {name: site.kept() for name, site in self._sites.items()}
         commit = Commit(
-            self.batches, self._samples.rows, self._samples.crc32, self._input_crc32, kept, dict(self.skipped), done
+            self.batches, self._samples.rows, self._samples.crc32, self.input_crc32, kept, dict(self.skipped), done
         )
         if done:
             self._journal.end(commit)
@@ -253,12 +251,16 @@ def _described(shape: tuple[int, ...], dtype: torch.dtype, ragged: bool) -> str:
 OnWritten = Callable[[Amount], None]
 """Called after each batch with the amount that was written."""
 
+Fingerprint = Callable[[], int]
+"""Computes the fingerprint of the data of a batch."""
+
 
 class WriterThread:
     """Writes batches in the order in which they are put, in a thread of its own.
 
     `put` waits while more than `max_bytes` are in the queue. An error in the thread is raised by the next `put`, or on
-    exit. If the block raises, the batches put so far are still written and committed.
+    exit. If the block raises, the batches put so far are still written and committed. A commit needs the fingerprint of
+    its last batch, which takes about as long as writing it: those of other batches are not computed.
     """
 
     def __init__(
@@ -269,7 +271,9 @@ class WriterThread:
         self._max_bytes = max_bytes
         self._commit_seconds = commit_seconds
         self._on_written = on_written
-        self._queue: deque[HarvestedBatch | None] = deque()
+        self._queue: deque[tuple[HarvestedBatch, int | None] | None] = deque()  # a fingerprint asks for a commit
+        self._last: Fingerprint | None = None  # of the last batch; it holds the data, those of all would need memory
+        self._committed = time.monotonic()
         self._bytes = 0
         self._changed = threading.Condition()
         self._error: BaseException | None = None
@@ -280,14 +284,17 @@ class WriterThread:
         self._thread.start()
         return self
 
-    def put(self, harvested: HarvestedBatch) -> None:
+    def put(self, harvested: HarvestedBatch, fingerprint: Fingerprint) -> None:
         """Queue a batch, waiting until there is room for it."""
         size = harvested.amount.nbytes
         require_budget(harvested, self._max_bytes)
         with self._changed:
             self._changed.wait_for(lambda: self._error is not None or self._has_room(size))
             self._raise()
-            self._queue.append(harvested)
+        input_crc32 = fingerprint() if self._ends_commit(harvested.number) else None
+        with self._changed:
+            self._last = fingerprint
+            self._queue.append((harvested, input_crc32))
             self._bytes += size
             self._changed.notify_all()
 
@@ -301,6 +308,13 @@ class WriterThread:
         self._thread.join()
         if kind is None:
             self._raise()
+
+    def _ends_commit(self, number: int) -> bool:
+        """Whether to commit after this batch: it is the last of its shard, or the last commit was long ago."""
+        now = time.monotonic()
+        ends = now - self._committed >= self._commit_seconds or not (number + 1) % self._manifest.batches_per_shard
+        self._committed = now if ends else self._committed
+        return ends
 
     def _has_room(self, size: int) -> bool:
         """Whether the queue has room for a batch and for the next one, which is being computed meanwhile."""
@@ -330,20 +344,22 @@ class WriterThread:
     def _write(self, checksums: ThreadPoolExecutor, endings: ThreadPoolExecutor) -> None:
         writer: ShardWriter | None = None
         ending: Future[None] | None = None
-        committed = time.monotonic()
         try:
-            while (harvested := self._next()) is not None:
+            while (queued := self._next()) is not None:
+                harvested, input_crc32 = queued
                 shard = harvested.number // self._manifest.batches_per_shard
                 if writer is None or writer.shard != shard:
                     # one shard is flushed to disk while the next one is written
                     ending, writer = _ended(ending, writer, endings), None
                     writer = ShardWriter(self._out, self._manifest, shard, checksums)
-                    committed = time.monotonic()
                 writer.add(harvested)
                 self._release(harvested)
-                if time.monotonic() - committed >= self._commit_seconds:
-                    writer.commit()
-                    committed = time.monotonic()
+                if input_crc32 is not None:
+                    writer.input_crc32 = input_crc32
+                    if writer.batches < self._manifest.batches_per_shard:  # a whole one is committed when it ends
+                        writer.commit()
+            if writer is not None and self._last is not None:
+                writer.input_crc32 = self._last()
             if self._whole:
                 ending, writer = _ended(ending, writer, endings), None
             elif writer is not None:
@@ -354,7 +370,7 @@ class WriterThread:
             if writer is not None:
                 writer.close()
 
-    def _next(self) -> HarvestedBatch | None:
+    def _next(self) -> tuple[HarvestedBatch, int | None] | None:
         with self._changed:
             self._changed.wait_for(lambda: bool(self._queue))
             return self._queue.popleft()

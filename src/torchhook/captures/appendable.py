@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from torchhook.core.errors import HarvestError
+from torchhook.core.torch_internals import storage_address
 
 PAGE = 4096
 _WRITE = 256 * 1024  # bytes: larger writes are slower, and their times vary
@@ -129,7 +130,7 @@ def code_of(dtype: torch.dtype) -> str:
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, which must outlive the view.
+    """The memory of a contiguous CPU tensor, which must outlive the view; do not write to that of a copy on write.
 
     >>> numbers = torch.tensor([1, 2], dtype=torch.int16)
     >>> bytes(as_bytes(numbers))
@@ -138,4 +139,5 @@ def as_bytes(tensor: Tensor) -> memoryview:
     assert tensor.is_contiguous() and tensor.device.type == "cpu"
     if not tensor.numel():
         return memoryview(b"")
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+    address = storage_address(tensor) + int(tensor.storage_offset()) * tensor.itemsize
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(address)).cast("B")

@@ -18,12 +18,13 @@ from torch import Tensor
 from torchhook.captures.store import Store, StoredValue
 from torchhook.core.errors import BudgetError
 from torchhook.core.event import Event, copied
+from torchhook.core.kept_gradients import KeepGradient, KeptGradients
 from torchhook.core.page import Keep, OutsidePage, Page
 from torchhook.core.scope import Scope
 from torchhook.core.shards import whole
-from torchhook.core.sink import Sink
-from torchhook.core.site import Site
-from torchhook.core.snapshot import Alias, Held, cloned, frozen, peek, read, weight
+from torchhook.core.sink import Bind, Sink
+from torchhook.core.site import Port, Site
+from torchhook.core.snapshot import Alias, cloned, frozen, weight
 from torchhook.core.tap import Tap, require_count
 from torchhook.core.text import in_units
 from torchhook.core.transfer import Transfer, free_memory
@@ -152,37 +153,6 @@ class Ring(Store):
         )
 
 
-class Gradients(Held):
-    """The gradients of one recorded value, filled in leaf by leaf; None where no gradient came."""
-
-    __slots__ = ("__weakref__", "finish", "found", "shape")
-
-    def __init__(self, value: Any, finish: Callable[[Any], Any] | None = None) -> None:
-        self.found: list[Any] = []
-        self.shape = mapped(self._slot, value, others=False)
-        self.finish = finish  # a transform of the whole value, which is complete only when it is read
-
-    def _slot(self, _: Tensor) -> Slot:
-        self.found.append(None)
-        return Slot(len(self.found) - 1)
-
-    def peek(self) -> Any:
-        return mapped(lambda slot: peek(self.found[slot.number]), self.shape, kind=Slot)
-
-    def read(self) -> Any:
-        value = mapped(lambda slot: read(self.found[slot.number]), self.shape, kind=Slot)
-        return value if self.finish is None else self.finish(value)
-
-
-class Slot:
-    """The place of a tensor in a container."""
-
-    __slots__ = ("number",)
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
 class Record(Sink):
     """Writes the values at its sites into a store, as they flowed.
 
@@ -231,18 +201,21 @@ class Record(Sink):
         """The store begins a page with every pass."""
         return self.store
 
-    def shortcut(self, tap: Tap, site: Site, scope: Scope) -> Keep | None:
-        """The act that keeps an output as it is, for a store whose only limit is the number of passes."""
+    def shortcut(self, tap: Tap, port: Port, scope: Scope) -> Bind | None:
+        """Makes acts that keep outputs or their gradients, for a store whose only limit is the number of passes."""
         if self.copy == "reference" and tap.transform is not None:
             raise ValueError("copy='reference' keeps the tensor itself; leave out transform=")
-        if not self.plain or site.port != "output" or tap.transform is not None:
+        if not self.plain or port not in ("output", "grad_output") or tap.transform is not None:
             return None
-        return Keep(scope.page_position(self.store), self.store.site_number(site), newest=self.store.max_passes == 1)
+        page, number_of, newest = scope.page_position(self.store), self.store.site_number, self.store.max_passes == 1
+        if port == "grad_output":
+            return lambda site, module: KeepGradient(page, number_of(site))
+        return lambda site, module: Keep(page, number_of(site), newest)
 
     def expect(self, event: Event) -> Any:
         """Reserve the place of a gradient, in execution order."""
         is_nested = not isinstance(event.live, Tensor)
-        gradients = Gradients(event.live, event.transform if is_nested else None)
+        gradients = KeptGradients.of(event.live, event.transform if is_nested else None)
         self.store.put(event.page, self.store.site_number(event.site), event.call, gradients)
         return weakref.ref(gradients)  # an autograd graph that lives on must not keep dropped ones alive
 

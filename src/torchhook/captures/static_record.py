@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchhook.captures.record import Gradients
 from torchhook.captures.store import Store
 from torchhook.core.errors import TapError
 from torchhook.core.event import Event
+from torchhook.core.kept_gradients import KeptGradients
 from torchhook.core.sink import Sink
 from torchhook.core.site import Site
 from torchhook.core.trees import Arguments, leaves, mapped
@@ -37,9 +37,9 @@ class StaticRecord(Sink):
         """The store begins a page with every pass."""
         return self.store
 
-    def expect(self, event: Event) -> Gradients:
+    def expect(self, event: Event) -> KeptGradients:
         """Reserve the place of a gradient, in execution order."""
-        gradients = Gradients(event.live)
+        gradients = KeptGradients.of(event.live)
         self.store.put(event.page, self.store.site_number(event.site), event.call, gradients)
         return gradients
 

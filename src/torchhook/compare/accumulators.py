@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torchhook.compare.measures import u_centred, widened
 
 GROUP_LEAST, GROUP_MOST = 32, 256  # samples in a group
 LEAST = 4  # samples that an unbiased estimate needs at least
+_HELD = 2**26  # bytes of features that wait to be multiplied together
 _ROWS = 256  # samples to collect first: adding to large moments costs as much for one as for many
 
 
@@ -64,28 +65,80 @@ class LayerFeatures:
             self._origin = x.mean(0)
         return x - self._origin
 
-    def grams(self, x: Tensor, last: bool = False) -> list[Tensor]:
-        """The inner products of samples, group by group; too few samples for a group wait for the next batch."""
+    def groups(self, x: Tensor, last: bool = False) -> Sequence[Tensor]:
+        """The samples in groups; too few for a group wait for the next batch."""
         if self._rest is not None:
             x = torch.cat([self._rest, x])
         self._rest = None
         if len(x) < GROUP_LEAST and not last:
             self._rest = x.clone()
-            return []
-        groups = x.tensor_split(-(-len(x) // GROUP_MOST)) if len(x) >= LEAST else ()
-        return [self._gram(group.to(_computed(x.dtype))) for group in groups]
+            return ()
+        if len(x) <= GROUP_MOST:
+            return (x,) if len(x) >= LEAST else ()
+        return x.tensor_split(-(-len(x) // GROUP_MOST))
 
-    def _gram(self, group: Tensor) -> Tensor:
-        mean = group.mean(0)
+    def last_groups(self) -> Sequence[Tensor]:
+        """The same for samples still waiting after the last batch; fewer than four are dropped."""
+        return () if self._rest is None else self.groups(self._rest[:0], last=True)
+
+    def begin(self, mean: Tensor) -> None:
+        """Make the mean of a group the origin, if it is the first."""
         if self._origin is None:
             self._origin = mean
-        group = group - mean
-        with in_full(group.device):
-            return group @ group.T
 
-    def last_grams(self) -> list[Tensor]:
-        """The same for samples still waiting after the last batch; fewer than four are dropped."""
-        return [] if self._rest is None else self.grams(self._rest[:0], last=True)
+
+class Products:
+    """The inner products of samples, of layers as they come: those of the same shape are multiplied together.
+
+    Until then their groups wait in one buffer, relative to their means: a device is called once for all of them, and
+    a processor does not lose its cache to a product within every layer of a model.
+    """
+
+    def __init__(self) -> None:
+        self.grams: list[list[Tensor]] = []  # by layer, then by group
+        self._buffer: Tensor | None = None
+        self._taken = 0
+        self._waiting: list[tuple[Tensor, list[Tensor]]] = []
+
+    def add(self, layer: LayerFeatures, groups: Sequence[Tensor]) -> None:
+        """Add the next layer."""
+        self.grams.append([])
+        for x in groups:
+            mean = x.mean(0, dtype=_computed(x.dtype))
+            layer.begin(mean)
+            self._waiting.append((torch.sub(x, mean, out=self._room(x.shape, mean)), self.grams[-1]))
+
+    def settle(self) -> list[list[Tensor]]:
+        """The inner products of all layers since the last call."""
+        self._multiply()
+        grams, self.grams = self.grams, []
+        return grams
+
+    def _room(self, shape: torch.Size, like: Tensor) -> Tensor:
+        """An uninitialized tensor, next to the one before if it fits into the buffer."""
+        size, most = shape.numel(), _HELD // like.itemsize
+        buffer = self._buffer
+        if buffer is None or (buffer.dtype, buffer.device) != (like.dtype, like.device):
+            self._multiply()
+            buffer = self._buffer = like.new_empty(most)
+        if self._taken + size > most:
+            self._multiply()
+        if size > most:
+            return like.new_empty(shape)
+        self._taken += size
+        return buffer[self._taken - size : self._taken].view(shape)
+
+    def _multiply(self) -> None:
+        for (count, width), alike in groupby(self._waiting, lambda one: one[0].shape):
+            centred, grams = zip(*alike, strict=True)
+            first = centred[0]
+            together = first.as_strided((len(centred), count, width), (count * width, width, 1))
+            with in_full(first.device):
+                products = together @ together.mT
+            for found, gram in zip(grams, products.unbind(), strict=True):
+                found.append(gram)
+        self._waiting.clear()
+        self._taken = 0
 
 
 class PairMoments:
@@ -150,8 +203,8 @@ class Alignments:
             x, y = (u_centred(gram).flatten(1) for gram in grams)
             self.cross += x @ y.T
             for side, (centred, gram) in enumerate(zip((x, y), grams, strict=True)):
-                self.own[side] += centred.square().sum(1)
-                self.raw[side] += gram.square().sum((1, 2))
+                self.own[side] += _square(centred)
+                self.raw[side] += _square(gram.flatten(1))
             self.samples += grams[0].shape[-1]
 
     def _stacked(self, layers: Sequence[Sequence[Tensor]]) -> Iterator[Tensor]:
@@ -191,6 +244,12 @@ def in_full(device: torch.device) -> Iterator[None]:
 def _computed(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which features of another dtype are multiplied."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _square(x: Tensor) -> Tensor:
+    """The sum of squares of every row, in float64 and without a copy of `x`."""
+    norms: Tensor = torch.linalg.vector_norm(x, dim=1, dtype=torch.float64)
+    return norms.square()
 
 
 def _slices(widths: Sequence[int]) -> list[slice]:

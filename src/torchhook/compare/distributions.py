@@ -21,9 +21,10 @@ from torchhook.compare.worst import Worst
 from torchhook.core.batch import Batch, InputBatches, ToInputs, batch_count, call, fitted, inputs_of, samples_of
 from torchhook.core.findings import Finding, Report
 from torchhook.core.model_state import evaluating, state_kept
+from torchhook.core.parts import Bars, Part
 from torchhook.core.progress import Progress, track
+from torchhook.core.result import Result
 from torchhook.core.selection import Query, queries_of, require_module, require_sites
-from torchhook.core.tabular import Tabular
 from torchhook.core.tap import require_count
 from torchhook.core.trees import Arguments, leaves, mapped
 from torchhook.rules.check import check
@@ -78,7 +79,7 @@ class Layer(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Spreads(Tabular):
+class Spreads(Result):
     """How far others are from a reference, layer by layer.
 
     Args:
@@ -129,10 +130,17 @@ class Spreads(Tabular):
         names = ("path", "other", "paired", "by", "distance", "noise", "shift", "ratio")
         return [{name: getattr(row, name) for name in names} for row in self.rows]
 
+    def _figures(self) -> list[Part]:
+        paths = list(dict.fromkeys(row.path for row in self.rows))
+        by_other = {other: {row.path: row.distance for row in self.rows_of(other)} for other in self.others}
+        lines = {other: [found.get(path) for path in paths] for other, found in by_other.items()}
+        unit = f"distance from {self.reference} (standard deviations)"
+        return [Bars(paths, lines, unit, "Distances"), *([self.report] if self.report.findings else [])]
+
     def figure(self, ax: Axes | None = None) -> Figure:
         """The distances as bars, the first layer on top, one colour per other."""
         from torchhook.plot.style import legend_above, name_layers, place, quiet, rows_page
-        from torchhook.render.palette import BLUE, ORANGE
+        from torchhook.render.palette import LINES
 
         paths = list(dict.fromkeys(row.path for row in self.rows))
         figure, ax = place(ax, *rows_page(len(paths)))
@@ -140,7 +148,7 @@ class Spreads(Tabular):
         high = 0.8 / len(self.others)
         for number, other in enumerate(self.others):
             some = [(paths.index(row.path) + (number + 0.5) * high - 0.4, row.distance) for row in self.rows_of(other)]
-            colour = (BLUE, ORANGE)[number] if number < 2 else None
+            colour = LINES[number % len(LINES)]
             ax.barh([y for y, _ in some], [x for _, x in some], height=high, color=colour, label=other)
         ax.set_xlabel(f"distance from {self.reference} (standard deviations)")
         quiet(ax)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,11 +14,13 @@ from torchhook.compare import distances
 from torchhook.compare.features import FeatureReader, LayerCall, Pool, require_pool
 from torchhook.compare.layer_samples import LayerSamples, read_samples
 from torchhook.core.batch import InputBatches, ToInputs
+from torchhook.core.cards import boxed, text
 from torchhook.core.errors import NotRecordedError
+from torchhook.core.parts import Bars, Table
 from torchhook.core.progress import Progress
 from torchhook.core.renamed import renamed
+from torchhook.core.result import Result
 from torchhook.core.selection import Query, nearest, queries_of, require_module, require_sites, select
-from torchhook.core.tabular import Tabular
 from torchhook.core.tap import require_count
 from torchhook.core.text import html_table, table
 
@@ -41,7 +42,7 @@ class Drift(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Shift(Tabular):
+class Shift(Result):
     """How far target data is from source data at one layer of a model; all distances are 0 if nothing differs.
 
     Args:
@@ -77,12 +78,12 @@ class Shift(Tabular):
         return [{"path": self.site, **channel._asdict()} for channel in self.channels]
 
     def __repr__(self) -> str:
-        measures, channels = (table(header, rows) for header, rows in self._tables())
+        measures, channels = (table(header, rows) for header, rows in self._both())
         return f"{self._title()}\n{measures}\n\n{self._most()}\n{channels}"
 
     def _repr_html_(self) -> str:
-        measures, channels = (html_table(header, rows) for header, rows in self._tables())
-        return f"<p>{html.escape(self._title())}</p>{measures}<p>{self._most()}</p>{channels}"
+        measures, channels = (html_table(header, rows) for header, rows in self._both())
+        return boxed(f"<p>{text(self._title())}</p>{measures}<p>{self._most()}</p>{channels}")
 
     def _title(self) -> str:
         return (
@@ -96,7 +97,11 @@ class Shift(Tabular):
             ": see .table() for all" if most < len(self.channels) else ""
         )
 
-    def _tables(self) -> list[tuple[tuple[str, ...], list[list[str]]]]:
+    def _tables(self) -> list[Table]:
+        measures = [{"measure": name, "value": getattr(self, name)} for name in _MEASURES]
+        return [Table.of(measures, "Measures"), Table.of(self._records(), "Channels")]
+
+    def _both(self) -> list[tuple[tuple[str, ...], list[list[str]]]]:
         channels = [
             [str(drift.channel), f"{drift.shift:+.3f}", f"{drift.variance_ratio:.3g}", f"{drift.distance:.3f}"]
             for drift in self.channels[:_SHOWN]
@@ -108,7 +113,7 @@ class Shift(Tabular):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Shifts(Tabular, Mapping[str, Shift]):
+class Shifts(Result, Mapping[str, Shift]):
     """How far target data is from source data at several layers: the `Shift` of each, in execution order.
 
     The keys are the paths of the layers, with the call if a layer is called several times.
@@ -139,6 +144,9 @@ class Shifts(Tabular, Mapping[str, Shift]):
     def _records(self) -> list[dict[str, Any]]:
         names = ("share", "mean_distance", "p_value", "mmd", "energy", "coral", "frechet", "auc", "sources", "targets")
         return [{"path": key, **{name: getattr(one, name) for name in names}} for key, one in self.layers.items()]
+
+    def _figures(self) -> list[Bars]:
+        return [Bars(list(self), {"": [one.share for one in self.values()]}, "share of the mean distances", "Shares")]
 
     def _title(self) -> str:
         first = next(iter(self.layers.values()))

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from torchhook.compare.accumulators import Products
 from torchhook.compare.features import FeatureReader, Pool, require_pool
 from torchhook.compare.measures import MEASURES
 from torchhook.compare.pairwise import ModelLayers, Tally
 from torchhook.core.batch import InputBatches, ToInputs, batch_count
+from torchhook.core.parts import Matrix, Table
 from torchhook.core.progress import Progress, track
+from torchhook.core.result import Result
 from torchhook.core.selection import Sites, require_module, require_sites
-from torchhook.core.tabular import Tabular
 from torchhook.core.text import warn
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ By = Literal["cka", "cca", "svcca", "pwcca", "procrustes"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Likeness(Tabular):
+class Likeness(Result):
     """How similar layers are: one row per layer of the first model, one column per layer of the second.
 
     Args:
@@ -62,6 +64,13 @@ class Likeness(Tabular):
             for j, column in enumerate(self.columns)
         ]
 
+    def _figures(self) -> list[Matrix]:
+        return [Matrix(self.matrix, self.rows, self.columns, self.by, "Similarity")]
+
+    def _tables(self) -> list[Table]:
+        """Each layer with the most similar one: the matrix has the pairs."""
+        return [Table(["path", "nearest", self.by], self._nearest(), "Nearest layers")]
+
     def figure(self, ax: Axes | None = None) -> Figure:
         """The matrix as a heat map; see `torchhook.plot.similarity`."""
         from torchhook.plot import similarity
@@ -75,15 +84,16 @@ class Likeness(Tabular):
         return f"{self.by} of {len(self.rows)} × {len(self.columns)} layers, {self.n} samples{how}{out}"
 
     def _printed(self) -> tuple[Sequence[str], list[list[str]]]:
-        """Each layer with the most similar one."""
+        header = ("layer", "nearest other" if self.itself else "nearest", self.by.rjust(5))
+        return header, [[name, nearest, f"{value:.3f}"] for name, nearest, value in self._nearest()]
+
+    def _nearest(self) -> list[list[Any]]:
+        """Each layer, the most similar one, and how similar it is."""
         matrix = self.matrix.clone()
         if self.itself:
             matrix.fill_diagonal_(-torch.inf)
-        best = [int(row.argmax()) for row in matrix]
-        return ("layer", "nearest other" if self.itself else "nearest", self.by.rjust(5)), [
-            [name, self.columns[j], f"{self.matrix[i, j]:.3f}"]
-            for i, (name, j) in enumerate(zip(self.rows, best, strict=True))
-        ]
+        pairs = enumerate(matrix.argmax(1).tolist())
+        return [[self.rows[i], self.columns[j], float(self.matrix[i, j])] for i, j in pairs]
 
 
 def cka(
@@ -144,7 +154,9 @@ def cka(
         raise ValueError("sites_b needs a second model: without one, the layers of sites are compared with one another")
     other = nullcontext() if second is None else FeatureReader(second, named, pool)
     with FeatureReader(a, sites, pool) as left, other as right:
-        sides = [ModelLayers(reader, name) for reader, name in ((left, "a"), (right, "b")) if reader is not None]
+        products = Products()
+        readers = ((left, "a"), (right, "b"))
+        sides = [ModelLayers(reader, name, products) for reader, name in readers if reader is not None]
         tally = Tally(sides, by, debiased, max_bytes)
         for batch in track(loader, batch_count(loader), by, progress):
             tally.add(batch)

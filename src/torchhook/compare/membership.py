@@ -17,8 +17,8 @@ from torchhook.compare.membership_signals import FOLDS, SHARED, SampleSignals, g
 from torchhook.core.batch import InputBatches, Loss, ToInputs
 from torchhook.core.model_state import state_kept
 from torchhook.core.progress import Progress
+from torchhook.core.result import Result
 from torchhook.core.selection import Sites, require_module, require_sites
-from torchhook.core.tabular import Tabular
 from torchhook.core.tap import require_count
 
 _HEADER = ("signal", "AUC", "TPR at 0.1 % FPR", "TPR at 1 % FPR")
@@ -40,7 +40,7 @@ class Signal(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Leakage(Tabular):
+class Leakage(Result):
     """What a model reveals about its training data.
 
     Args:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchhook.compare.accumulators import LEAST, Alignments, LayerFeatures, PairMoments, exact_width
+from torchhook.compare.accumulators import LEAST, Alignments, LayerFeatures, PairMoments, Products, exact_width
 from torchhook.compare.features import FeatureReader, LayerCall
 from torchhook.compare.measures import DEBIASED_CKA, MEASURES, centred, rounding, unbiased
 from torchhook.core.errors import BudgetError
@@ -44,9 +44,10 @@ class PairwiseResult(NamedTuple):
 class ModelLayers:
     """One of the models and its layers in execution order."""
 
-    def __init__(self, reader: FeatureReader, name: str) -> None:
+    def __init__(self, reader: FeatureReader, name: str, products: Products) -> None:
         self.reader = reader
         self.name = name
+        self.products = products
         self.count = 0  # samples in the latest batch
         self.layers: dict[LayerCall, LayerFeatures] = {}
         self.left_out: dict[LayerCall, str] = {}
@@ -70,8 +71,8 @@ class ModelLayers:
             for layer_call in (*self.layers, *self.left_out)
         }
 
-    def run(self, batch: Any, width: int, grams: bool) -> Batched:
-        """Run a batch and collect the features of layers up to `width` and, if `grams`, the inner products of all.
+    def run(self, batch: Any, is_narrow: Callable[[int], bool], grams: bool) -> Batched:
+        """Run a batch and collect the features of layers that are narrow and, if `grams`, the inner products of all.
 
         The first batch determines which layers there are.
         """
@@ -88,12 +89,13 @@ class ModelLayers:
                 return
             met.append(layer_call)
             layer.require_width(rows)
-            if layer.width <= width:
+            if is_narrow(layer.width):
                 batched.features.append(rows.clone())  # the model may overwrite them
             if grams:
-                batched.grams.append(layer.grams(rows))
+                self.products.add(layer, layer.groups(rows))
 
         self.count = self.reader.run(batch, take)
+        batched.grams.extend(self.products.settle())
         if met != list(self.layers):
             missing = next((layer_call for layer_call in self.layers if layer_call not in met), None)
             what = "calls its layers in another order" if missing is None else f"does not call {missing}"
@@ -102,6 +104,12 @@ class ModelLayers:
             reasons = "; ".join(f"{layer_call}: {why}" for layer_call, why in self.left_out.items())
             raise ValueError(f"no layer of model {self.name} can be compared: {reasons}")
         return batched
+
+    def last_grams(self) -> list[list[Tensor]]:
+        """The inner products of samples that still wait after the last batch."""
+        for layer in self.layers.values():
+            self.products.add(layer, layer.last_groups())
+        return self.products.settle()
 
     def _meet(self, layer_call: LayerCall, rows: Tensor | str) -> None:
         if isinstance(rows, str):
@@ -120,16 +128,15 @@ class Tally:
         self.measure = DEBIASED_CKA if self.estimable else MEASURES[by]
         self.max_bytes = max_bytes
         self.n = 0
-        # until the first batch has shown all widths, assume both narrow and wide layers
-        self.width = math.isqrt(max_bytes // 8)
+        self.width = 0  # of the widest layers that keep moments, known after the first batch
         self.grams = self.estimable
         self.moments: PairMoments | None = None
         self.alignments: Alignments | None = None
 
     def add(self, batch: Any) -> None:
         """Run both models on one batch and add their features."""
-        x = self.left.run(batch, self.width, self.grams)
-        y = x if self.right is self.left else self.right.run(batch, self.width, self.grams)
+        x = self.left.run(batch, self._is_narrow, self.grams)
+        y = x if self.right is self.left else self.right.run(batch, self._is_narrow, self.grams)
         if not self.n:
             self._begin()
         self.n += self.left.count
@@ -138,6 +145,10 @@ class Tally:
             self.moments.add(features, features if y is x else self._narrow(y))
         if self.alignments is not None:
             self.alignments.add(x.grams, y.grams)
+
+    def _is_narrow(self, width: int) -> bool:
+        """Whether a layer keeps moments; in the first batch, whether it would if there were no further layers."""
+        return width <= (self.width if self.n else exact_width(self.left.widths, self.right.widths, self.max_bytes))
 
     def _begin(self) -> None:
         """Decide which layers keep moments, now that the widths are known."""
@@ -200,11 +211,8 @@ class Tally:
                 f" {widest.width} features for {self.n} samples; pass pool='mean', more samples, or by='svcca' or 'cka'"
             )
         if self.alignments is not None:
-            grams = [layer.last_grams() for layer in self.left.layers.values()]
-            others = grams
-            if self.right is not self.left:
-                others = [layer.last_grams() for layer in self.right.layers.values()]
-            self.alignments.add(grams, others)
+            grams = self.left.last_grams()
+            self.alignments.add(grams, grams if self.right is self.left else self.right.last_grams())
         if self.moments is not None:
             self.moments.settle()
 
@@ -220,15 +228,18 @@ class Tally:
         narrow = (
             {k: layer_call for layer_call, k in enumerate(side.narrow(self.width))} if self.moments is not None else {}
         )
+        alignments = self.alignments
+        own, raw = (
+            ([], []) if alignments is None else (alignments.own[number].tolist(), alignments.raw[number].tolist())
+        )
         varying = []
         for k, layer in enumerate(side.layers.values()):
             if self.moments is not None and k in narrow:
                 varies = self._varies(self.moments.own(number, narrow[k]), layer)
             else:
-                assert self.alignments is not None
-                own, raw = float(self.alignments.own[number][k]), float(self.alignments.raw[number][k])
-                least = self.alignments.samples * layer.noise**2
-                varies = own > (_ROUNDING * layer.eps) ** 2 * raw and own > least**2 if math.isfinite(own) else None
+                assert alignments is not None
+                least = max((_ROUNDING * layer.eps) ** 2 * raw[k], (alignments.samples * layer.noise**2) ** 2)
+                varies = own[k] > least if math.isfinite(own[k]) else None
             if varies is None:
                 raise ValueError(
                     f"{layer.layer_call} of model {side.name} has values that are not finite, or too large to square;"

@@ -1,41 +1,46 @@
-"""Sweeps: edit one site after the other, and measure how a metric of the output changes."""
+"""Sweeps: edit one site after the other, or one position of a site after the other, and measure how a metric of the
+output changes."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchhook.core.batch import inputs_of
 from torchhook.core.edit import Edit
 from torchhook.core.errors import SelectionError
+from torchhook.core.parts import Bars, Matrix, Part, Table
 from torchhook.core.progress import Progress, track
+from torchhook.core.result import Result
 from torchhook.core.selection import Query, queries_of, require_module, select
 from torchhook.core.session import Session
 from torchhook.core.site import PORTS, Port, Site
-from torchhook.core.tabular import Tabular
 from torchhook.core.tap import Tap, require_count
 from torchhook.core.text import warn
 from torchhook.core.trees import Arguments, leaves, mapped
 from torchhook.edits import apply, patch
 from torchhook.edits.ablation import PROJECTIONS
 from torchhook.edits.clean_run import CleanRun
+from torchhook.edits.wrapped import Lengths, MixedSamplesError, PositionEdit, ShareEdit, is_batched
 
 _SAMPLES = 64  # in one forward, unless `batch` is given
 
 
 class SweepRow(NamedTuple):
-    """How the edit of one site changes the metric."""
+    """How the edit of one site, or of one position of it, changes the metric."""
 
     site: Site
     value: float
     change: float  # from the run without an edit
     recovered: float | None  # with a source, the fraction of the way from there to the clean run
+    position: int | None = None  # None: the whole value was edited
 
 
-class Sweep(Tabular, Sequence[SweepRow]):
+class Sweep(Result, Sequence[SweepRow]):
     """The rows of a sweep in the order of the sites, and the metric without an edit and of the clean run."""
 
     def __init__(self, rows: list[SweepRow], baseline: float, clean: float | None) -> None:
@@ -54,19 +59,50 @@ class Sweep(Tabular, Sequence[SweepRow]):
         return len(self.rows)
 
     def _records(self) -> list[dict[str, Any]]:
-        return [{"path": row.site.path, "port": row.site.port, **row._asdict()} for row in self.rows]
+        left_out = () if self._has_positions() else ("position",)
+        records = ({"path": row.site.path, "port": row.site.port, **row._asdict()} for row in self.rows)
+        return [{key: value for key, value in record.items() if key not in left_out} for record in records]
+
+    def _tables(self) -> list[Table]:
+        rows = [{name: value for name, value in row.items() if name != "site"} for row in self._records()]
+        return [Table.of(rows)]
+
+    def _figures(self) -> list[Part]:
+        effects = [row.change if row.recovered is None else row.recovered for row in self.rows]
+        unit = "change of the metric" if self.clean is None else "recovered share of the metric"
+        names = {row.site: f"{row.site.path or 'the model'}, {row.site.port}" for row in self.rows}
+        if not self._has_positions():
+            return [Bars([names[row.site] for row in self.rows], {"": effects}, unit, "Effect")]
+        sites = {site: number for number, site in enumerate(names)}
+        wide = 1 + max(row.position or 0 for row in self.rows)
+        values = torch.full((len(sites), wide), torch.nan)
+        for row, effect in zip(self.rows, effects, strict=True):
+            values[sites[row.site], row.position or 0] = effect if math.isfinite(effect) else torch.inf
+        return [Matrix(values, list(names.values()), list(map(str, range(wide))), unit, "Effect by position")]
 
     def _title(self) -> str:
         clean = "" if self.clean is None else f", clean run {self.clean:.4g}"
-        return f"Sweep over {len(self)} sites: without an edit {self.baseline:.4g}{clean}"
+        over = f"{len(dict.fromkeys(row.site for row in self.rows))} sites"
+        if self._has_positions():
+            over += f" × {len({row.position for row in self.rows})} positions"
+        return f"Sweep over {over}: without an edit {self.baseline:.4g}{clean}"
 
     def _printed(self) -> tuple[Sequence[str], list[list[Any]]]:
-        header = ("site", "port", "value", "change", *(() if self.clean is None else ("recovered",)))
+        has_positions = self._has_positions()
+        place = ("site", "port", *(("position",) if has_positions else ()))
+        header = (*place, "value", "change", *(() if self.clean is None else ("recovered",)))
         rows = []
         for row in self.rows:
-            cells = [row.site.path or "''", row.site.port, f"{row.value:.4g}", f"{row.change:+.4g}"]
+            cells = [row.site.path or "''", row.site.port, *([row.position] if has_positions else [])]
+            cells += [f"{row.value:.4g}", f"{row.change:+.4g}"]
             rows.append(cells if row.recovered is None else [*cells, f"{row.recovered:.1%}"])
         return header, rows
+
+    def _important(self) -> int:
+        return self.rows.index(self.best(1)[0]) if self._has_positions() else 0
+
+    def _has_positions(self) -> bool:
+        return any(row.position is not None for row in self.rows)
 
 
 def sweep(
@@ -78,6 +114,7 @@ def sweep(
     source: Any = None,
     *,
     port: Port = "output",
+    positions: bool = False,
     batch: int | None = None,
     progress: Progress = True,
 ) -> Sweep:
@@ -90,6 +127,8 @@ def sweep(
         x, source: An input, a tuple of positional arguments or a dict of keyword arguments.
         sites: A query, or several; or `Site` objects, or pairs of path and port.
         metric: A function from the model's output to a number.
+        positions: Edit each position (token) of each site alone, where values are samples × positions × features; the
+            effects of the positions need not add up to that of all of them. `plot.sweep` draws site × position.
         batch: How many sites share a forward, each with its own copy of `x` along the first dimension. By default
             as many as make 64 samples, if the model is in eval mode and treats samples independently (this is
             checked); 1 runs each site alone.
@@ -120,10 +159,30 @@ def sweep(
         if change is None:
             raise ValueError("edit is None, which means patching from source=, but source is None")
         made = change if isinstance(change, Edit) else apply(change)
-        runner = _Runner(model, given, made, metric, output, batch)
-        values = list(track(runner.over(chosen), len(chosen), "sweep", progress))
-    rows = [SweepRow(site, value, value - baseline, _recovered(value, baseline, clean_value)) for site, value in values]
+        cells = _by_position(model, given, chosen, made) if positions else [_Cell(site, made) for site in chosen]
+        runner = _Runner(model, given, metric, output, batch)
+        values = list(track(runner.over(cells), len(cells), "sweep", progress))
+    rows = [
+        SweepRow(cell.site, value, value - baseline, _recovered(value, baseline, clean_value), cell.position)
+        for cell, value in zip(cells, values, strict=True)
+    ]
     return Sweep(rows, baseline, clean_value)
+
+
+class _Cell(NamedTuple):
+    """One run of a sweep: an edit of a site, or of one position of it."""
+
+    site: Site
+    edit: Edit
+    position: int | None = None
+
+
+def _by_position(model: nn.Module, given: Arguments, sites: list[Site], edit: Edit) -> list[_Cell]:
+    """A cell for each position of each site, whose number a run shows."""
+    found: dict[Site, int] = {}
+    with Session(model, [Tap(site.path, Lengths(edit, found, site), site.port) for site in sites]):
+        model(*given.args, **given.kwargs)
+    return [_Cell(site, PositionEdit(edit, number), number) for site in sites for number in range(found.get(site, 0))]
 
 
 class _Runner:
@@ -133,27 +192,25 @@ class _Runner:
         self,
         model: nn.Module,
         given: Arguments,
-        edit: Edit,
         metric: Callable[[Any], Any],
         output: Any,
         batch: int | None,
     ) -> None:
         self.model = model
         self.given = given
-        self.edit = edit
         self.metric = metric
         self.output = output
         self.size = _common_length(given)
         self.batch = self._batch(batch)
 
-    def over(self, sites: list[Site]) -> Iterator[tuple[Site, float]]:
-        """Each site with the metric of its run."""
-        while sites:
-            some, sites = sites[: self.batch], sites[self.batch :]
+    def over(self, cells: list[_Cell]) -> Iterator[float]:
+        """The metric of the run of each cell."""
+        while cells:
+            some, cells = cells[: self.batch], cells[self.batch :]
             values = self._together(some) if len(some) > 1 else None
             if values is None:
-                values = [self._alone(site) for site in some]
-            yield from zip(some, values, strict=True)
+                values = [self._alone(cell) for cell in some]
+            yield from values
 
     def _batch(self, batch: int | None) -> int:
         is_training = any(module.training for module in self.model.modules())
@@ -161,20 +218,21 @@ class _Runner:
             return 1
         return max(1, _SAMPLES // max(self.size, 1) - 1) if batch is None else batch
 
-    def _alone(self, site: Site) -> float:
-        with Session(self.model, [Tap(site.path, self.edit, site.port)]):
+    def _alone(self, cell: _Cell) -> float:
+        with Session(self.model, [Tap(cell.site.path, cell.edit, cell.site.port)]):
             return _number(self.metric(self.model(*self.given.args, **self.given.kwargs)))
 
-    def _together(self, some: list[Site]) -> list[float] | None:
+    def _together(self, some: list[_Cell]) -> list[float] | None:
         """The metric for each of `some`; None if the samples of a batch affect one another in this model.
 
         The last share of the batch is not edited: its output must be that of the run without an edit.
         """
         size = self.size or 1
         total = size * (len(some) + 1)
-        many = mapped(lambda t: torch.cat([t] * (len(some) + 1)) if _is_batched(t, size) else t, self.given)
+        many = mapped(lambda t: torch.cat([t] * (len(some) + 1)) if is_batched(t, size) else t, self.given)
         taps = [
-            Tap(site.path, ShareEdit(self.edit, number, size, total), site.port) for number, site in enumerate(some)
+            Tap(cell.site.path, ShareEdit(cell.edit, number, size, total), cell.site.port)
+            for number, cell in enumerate(some)
         ]
         try:
             with Session(self.model, taps):
@@ -192,40 +250,6 @@ class _Runner:
     def _run_alone(self) -> None:
         warn("the samples of a batch affect one another in this model, so each site is run alone (batch=1)")
         self.batch = 1
-
-
-class MixedSamplesError(Exception):
-    """A value cannot be divided among the sites."""
-
-
-class ShareEdit(Edit):
-    """An edit of one share of the batch."""
-
-    def __init__(self, edit: Edit, number: int, size: int, total: int) -> None:
-        super().__init__(edit.at)
-        self.edit = edit
-        self.number = number
-        self.size = size
-        self.total = total
-        self.whole = edit.whole
-
-    def moved(self, path: str, module: nn.Module, port: Port, model: nn.Module) -> tuple[str, nn.Module, Port]:
-        return self.edit.moved(path, module, port, model)
-
-    def bound(self, site: Site, module: nn.Module) -> Edit:
-        twin = ShareEdit(self.edit.bound(site, module), self.number, self.size, self.total)
-        twin.by_call = twin.edit.by_call
-        return twin
-
-    def change(self, x: Any, call: int) -> Any:
-        if any(not _is_batched(tensor, self.total) for _, tensor in leaves(x)):
-            raise MixedSamplesError
-        first, last = self.number * self.size, (self.number + 1) * self.size
-        if not self.whole:
-            return torch.cat([x[:first], self.edit.change(x[first:last], call), x[last:]])
-        new = self.edit.change(_rows(x, first, last), call)
-        news = iter([tensor for _, tensor in leaves(new)])
-        return mapped(lambda t: torch.cat([t[:first], next(news), t[last:]]), x)
 
 
 def _made_from(edit: Any, clean: Any) -> Edit:
@@ -283,10 +307,6 @@ def _common_length(value: Any) -> int | None:
 def _rows(value: Any, first: int, last: int) -> Any:
     """Some rows of every tensor in `value`."""
     return mapped(lambda tensor: tensor[first:last], value)
-
-
-def _is_batched(tensor: Tensor, size: int) -> bool:
-    return tensor.dim() > 0 and tensor.shape[0] == size
 
 
 def _recovered(value: float, baseline: float, clean: float | None) -> float | None:

@@ -31,6 +31,7 @@ from torchhook.core.trees import nbytes
 from torchhook.explain.attention_maps import Attended, AttentionCall, HeadSummary, summary_of
 from torchhook.explain.token_grid import Grid
 from torchhook.explain.unfused_attention import implementation_of, unfused
+from torchhook.explain.untrained import warn_of_untrained
 
 _IN_BANDS = (
     "{kind} computes a softmax whose weights are not multiplied with values key by key, as in the banded attention of"
@@ -92,6 +93,7 @@ def attention(
         require_count(max_bytes, "max_bytes")
     _require_grid(grid)
     given = inputs_of(x, model)
+    warn_of_untrained(model)
     recorder = _Recorder(how, _LogitStore(_wanted(model, sites), max_bytes), grid)
     with ExitStack() as stack:
         if how == "eager":

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from torchhook.core.attention import Logits
 from torchhook.core.errors import BudgetError, NotRecordedError
+from torchhook.core.result import Result
 from torchhook.core.selection import glob
-from torchhook.core.tabular import Tabular
 from torchhook.core.text import in_units
 from torchhook.explain.token_grid import Grid
 from torchhook.stats.attention import entropy_of, weights_of
@@ -123,7 +123,7 @@ class AttentionCall:
         return f"{self.path or 'the model'!r}{which}"
 
 
-class Attended(Tabular, Sequence[AttentionCall]):
+class Attended(Result, Sequence[AttentionCall]):
     """Every attention of one pass, in the order of computation, and the output of the model (`output`).
 
     ``seen[3]`` is the fourth; ``seen["encoder.layer.0.attention.self"]`` lists all at a path, which may be a glob;
@@ -273,7 +273,7 @@ class Attended(Tabular, Sequence[AttentionCall]):
         return chain
 
 
-class AttentionChange(Tabular):
+class AttentionChange(Result):
     """How the attention of a model has changed from one moment to another: `rows`, one per head of each attention."""
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:

@@ -35,6 +35,7 @@ from torchhook.explain.layer_choice import choose_layer
 from torchhook.explain.layer_values import ReachedLayer, reach_layer
 from torchhook.explain.targets import Score, Target, classes_as_list
 from torchhook.explain.token_grid import Fold
+from torchhook.explain.untrained import warn_of_untrained
 
 Formula = Callable[[Tensor, Tensor], Tensor]
 """From the output of a layer and its gradient, both samples × channels × height × width, to one map per sample."""
@@ -44,6 +45,8 @@ AnyCam = TypeVar("AnyCam", bound=Callable[..., Heat])
 _SHOWN = 8  # samples that a warning names
 _SUM = 1e-7  # added to a sum of activations, which may be zero, as in pytorch-grad-cam
 _SQUARE = 1e-6  # added to a square of the gradient, which may be zero
+_POWER, _ROUNDS = 8, 16  # together 2^48: what is as strong to within that cannot be told apart in double precision
+_LEFT = 1e-12  # of all eigenvalues but the first, at which they no longer matter
 
 
 class Cam(Protocol):
@@ -76,6 +79,7 @@ def by_gradient(formula: Formula) -> Cam:
         fold: Fold | None = None,
     ) -> Heat:
         given, target = inputs_of(x, model), classes_as_list(target)
+        warn_of_untrained(model)
         with inference(model):
             reached = reach_layer(model, given, choose_layer(model, given, target, sites, call, fold), fold)
             score = Score.of(target, reached.output, reached.layout.samples)
@@ -90,13 +94,23 @@ def by_gradient(formula: Formula) -> Cam:
 
 def _warn_of_zeros(gradient: Tensor, heat: Heat) -> None:
     """Warn of samples whose gradient is zero everywhere, since their empty maps look like an answer."""
-    empty = (gradient.flatten(1) == 0).all(1).nonzero().flatten().tolist()
-    if empty:
-        which = f"{', '.join(map(str, empty[:_SHOWN]))}{', …' * (len(empty) > _SHOWN)} of {len(heat)}"
+    warn_of_empty(
+        (gradient.flatten(1) == 0).all(1),
+        heat,
+        f"the gradient of the target is zero in the whole output of layer {heat.layer!r}",
+        "what follows the layer passes no gradient on (a saturated softmax, a ReLU that is off, weights of zero, a"
+        " detach)",
+    )
+
+
+def warn_of_empty(empty: Tensor, heat: Heat, what: str, why: str) -> None:
+    """Warn of the samples that are `empty`."""
+    numbers = empty.nonzero().flatten().tolist()
+    if numbers:
+        which = f"{', '.join(map(str, numbers[:_SHOWN]))}{', …' * (len(numbers) > _SHOWN)} of {len(heat)}"
         warn(
-            f"{heat.method}: the gradient of the target is zero in the whole output of layer {heat.layer!r} for sample"
-            f" {which}, so there is nothing on its map: what follows the layer passes no gradient on (a saturated"
-            " softmax, a ReLU that is off, weights of zero, a detach); choose another target= or sites="
+            f"{heat.method}: {what} for sample {which}, so there is nothing on its map: {why}; choose another target="
+            " or sites="
         )
 
 
@@ -207,6 +221,7 @@ def eigen_cam(
     (eigen_cam of '0': 1×8×8, (2, 5))
     """
     given = inputs_of(x, model)
+    warn_of_untrained(model)
     with inference(model):
         chosen = choose_layer(model, given, target, sites, call, fold, scored=False)
         reached = reach_layer(model, given, chosen, fold, graph=False)
@@ -228,12 +243,30 @@ def _principal(maps: Tensor) -> Tensor:
     """The channels projected onto their first principal component, with its sign fixed."""
     values = maps.flatten(2).double()  # in double precision, since the eigenvalues are squares
     centred = values - values.mean(2, keepdim=True)
-    if centred.shape[1] < centred.shape[2]:  # decompose the smaller of the two matrices
-        _, vectors = torch.linalg.eigh(centred @ centred.mT)
-        projected = (vectors[..., -1:].mT @ centred)[:, 0]
+    if centred.shape[1] < centred.shape[2]:  # the smaller of the two matrices has the same eigenvalues
+        projected = _dominant(centred @ centred.mT).mT @ centred
     else:
-        squares, vectors = torch.linalg.eigh(centred.mT @ centred)
-        projected = vectors[..., -1] * squares[:, -1:].clamp(min=0).sqrt()
-    activity = values.abs().mean(1)
-    along = (projected * (activity - activity.mean(1, keepdim=True))).sum(1, keepdim=True)
+        vector = _dominant(centred.mT @ centred)
+        projected = (vector * torch.linalg.matrix_norm(centred @ vector, keepdim=True)).mT
+    activity = values.abs().mean(1, keepdim=True)
+    along = (projected * (activity - activity.mean(2, keepdim=True))).sum(2, keepdim=True)
     return torch.where(along < 0, -projected, projected).view(-1, *maps.shape[2:]).to(maps.dtype)
+
+
+def _dominant(matrix: Tensor) -> Tensor:
+    """The eigenvector of the largest eigenvalue of each positive semidefinite matrix, as a column of length one.
+
+    In the powers of a matrix, it outgrows all others. They take products alone, at which accelerators are good: a
+    decomposition of a batch of small matrices takes them longer than the forward of a model.
+    """
+    tiny = torch.finfo(matrix.dtype).tiny  # for matrices of zeros, which stay zero
+    for _ in range(_ROUNDS):
+        matrix = matrix / torch.linalg.matrix_norm(matrix, keepdim=True).clamp(min=tiny)
+        trace = matrix.diagonal(dim1=1, dim2=2).sum(1)  # 1 if a single eigenvalue is left, else more
+        if not (trace > 1 + _LEFT).any():
+            break
+        matrix = torch.linalg.matrix_power(matrix, _POWER)
+    longest = matrix.diagonal(dim1=1, dim2=2).argmax(1)
+    column = matrix.gather(2, longest[:, None, None].expand(-1, matrix.shape[1], 1))
+    length: Tensor = torch.linalg.matrix_norm(column, keepdim=True)
+    return column / length.clamp(min=tiny)

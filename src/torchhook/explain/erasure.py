@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from torchhook.core.batch import inputs_of
 from torchhook.core.model_state import inference
+from torchhook.core.result import Result
 from torchhook.core.selection import require_module
-from torchhook.core.tabular import Tabular
 from torchhook.core.tap import require_count
 from torchhook.core.text import shape_of
 from torchhook.core.trees import Arguments, taken
@@ -34,7 +34,7 @@ _BLUR = 20  # the longer side of the image over the standard deviation of the bl
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Faithfulness(Tabular):
+class Faithfulness(Result):
     """The curves of the maps, and of random maps, over the fraction of the pixels that were erased or restored.
 
     Args:

@@ -16,12 +16,13 @@ from torchhook.core.model_state import evaluating
 from torchhook.core.optional import require
 from torchhook.core.progress import Progress, track
 from torchhook.core.renamed import renamed
+from torchhook.core.result import Result
 from torchhook.core.selection import Sites, queries_of, require_module, select
 from torchhook.core.session import Session
-from torchhook.core.tabular import Tabular
 from torchhook.core.tap import Tap, require_count
 from torchhook.core.text import shape_of
 from torchhook.core.trees import Arguments, leaves, mapped
+from torchhook.explain.untrained import warn_of_untrained
 from torchhook.stats.channels import Channels
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Example(NamedTuple):
     input: Any  # the sample itself, on the CPU; None if inputs=False
 
 
-class Examples(Tabular, Sequence[Example]):
+class Examples(Result, Sequence[Example]):
     """The examples of each unit, strongest first, one unit after the other."""
 
     def __init__(self, site: str, by: By, samples: int, found: dict[int, list[Example]]) -> None:
@@ -177,6 +178,7 @@ def top_examples(
     found = select(model, *queries_of(sites))
     if len(found) != 1:
         raise SelectionError(f"sites must be one module, but {len(found)} match: {', '.join(map(repr, found))}"[:300])
+    warn_of_untrained(model)
     best = _Best(_units(unit), k, by, inputs)
     reader = _UnitReader(next(iter(found)), dim, call)
     with torch.no_grad(), evaluating(model):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from base64 import b64encode
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchhook.core.cards import boxed, text
 from torchhook.core.text import shape_of
 
 if TYPE_CHECKING:
@@ -123,6 +123,6 @@ class Heat:
         return png
 
     def _repr_html_(self) -> str:
-        png, text = self._repr_png_(), html.escape(repr(self))
+        png = self._repr_png_()
         picture = "" if png is None else f'<img alt="" src="data:image/png;base64,{b64encode(png).decode()}">'
-        return f"<p>{text}</p>{picture}"
+        return boxed(f"<p>{text(repr(self))}</p>{picture}")

@@ -23,13 +23,14 @@ from torchhook.core.session import Session
 from torchhook.core.tap import Tap, require_count
 from torchhook.core.trees import Arguments, put, taken
 from torchhook.explain.batched_arguments import BatchedArguments
-from torchhook.explain.cams import heat_of, named_after, weighted
+from torchhook.explain.cams import heat_of, named_after, warn_of_empty, weighted
 from torchhook.explain.heat import Heat
 from torchhook.explain.layer_choice import choose_layer
 from torchhook.explain.layer_values import ReachedLayer, reach_layer
 from torchhook.explain.module_calls import main_address
 from torchhook.explain.targets import Score, Target, classes_as_list
 from torchhook.explain.token_grid import Fold
+from torchhook.explain.untrained import warn_of_untrained
 
 _EPSILON = 1e-8  # added to the range of a map, which may be zero, as in pytorch-grad-cam
 _IMAGE = 224 * 224  # pixels
@@ -107,13 +108,17 @@ def _by_masking(weigh: Callable[[_Runner], Tensor]) -> BatchedCam:
         if batch is not None:
             require_count(batch, "batch")
         given, target = inputs_of(x, model), classes_as_list(target)
+        warn_of_untrained(model)
         with inference(model):
             reached = reach_layer(
                 model, given, choose_layer(model, given, target, sites, call, fold), fold, graph=False
             )
             score = Score.of(target, reached.output, reached.layout.samples)
             maps = weighted(reached.maps, weigh(_Runner(model, given, reached, score, batch)))
-            return heat_of(weigh.__name__, reached, maps, score.explained(len(maps)))
+            heat = heat_of(weigh.__name__, reached, maps, score.explained(len(maps)))
+            what = f"no channel of layer {heat.layer!r} changes the score"
+            warn_of_empty((maps == 0).flatten(1).all(1), heat, what, "the target does not depend on the layer")
+            return heat
 
     return named_after(weigh, cam)
 

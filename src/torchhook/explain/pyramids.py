@@ -15,12 +15,13 @@ from torchhook.core.errors import SelectionError
 from torchhook.core.event import Event
 from torchhook.core.model_state import evaluating
 from torchhook.core.renamed import renamed
+from torchhook.core.result import Result
 from torchhook.core.selection import Query, Selector, Sites, queries_of, require_module, select
 from torchhook.core.session import Session
-from torchhook.core.tabular import Tabular
 from torchhook.core.tap import Tap
 from torchhook.core.text import shape_of
 from torchhook.core.torch_internals import submodules
+from torchhook.explain.untrained import warn_of_untrained
 
 _SIZES = ("small", "medium", "large")
 _AREAS = (32**2, 96**2)  # pixels of the original image, as COCO counts: where medium and large objects begin
@@ -55,7 +56,7 @@ class Level(NamedTuple):
         return above / self.spread if self.spread else math.copysign(math.inf, above) if above else 0.0
 
 
-class Pyramid(Tabular, Sequence[Level]):
+class Pyramid(Result, Sequence[Level]):
     """The levels of a pyramid in the order of the model, and which of them are weak."""
 
     def __init__(self, layer: str, levels: list[Level], images: int, objects: dict[str, int]) -> None:
@@ -156,6 +157,7 @@ def pyramid(detector: nn.Module, images: Any, boxes: Any = None, *, sites: Sites
     require_module(detector, "detector")
     pictures = _pictures(images)
     placed = _boxes(boxes, pictures)
+    warn_of_untrained(detector)
     with torch.no_grad(), evaluating(detector):
         found = _run(detector, on_device(pictures, detector), sites)
     frames = [_Frame(tuple(one.shape[-2:]), size, found.size) for one, size in zip(pictures, found.sizes, strict=True)]

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from torchhook.core.batch import inputs_of
 from torchhook.core.model_state import inference, random_state_kept
+from torchhook.core.result import Result
 from torchhook.core.selection import Selector, require_module, select
 from torchhook.core.session import Session
-from torchhook.core.tabular import Tabular
 from torchhook.core.tap import Tap, require_count
 from torchhook.core.text import shape_of
 from torchhook.core.torch_internals import own_parameters, submodules
@@ -45,7 +45,7 @@ class SanityStep(NamedTuple):
     absolute: float  # the same for the absolute values, which a change of sign does not affect
 
 
-class Sanity(Tabular, Sequence[SanityStep]):
+class Sanity(Result, Sequence[SanityStep]):
     """The steps from the output of a model back to its input, and what they say about the method."""
 
     def __init__(self, method: str, steps: list[SanityStep]) -> None:
@@ -158,7 +158,9 @@ do not depend on what the model has learned.
         for number, (path, module) in enumerate(layers, 1):
             _randomise(module)
             if _is_step(number, len(layers), steps):
-                new = _maps(method(twin, x, target=target, **options))
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", "the weights of this")  # the copy has no others
+                    new = _maps(method(twin, x, target=target, **options))
                 found.append(SanityStep(path, number, *_similarity(original, new)))
     return Sanity(str(getattr(method, "__name__", None) or getattr(method, "func", method).__name__), found)
 

@@ -23,9 +23,11 @@ Target: TypeAlias = int | Sequence[int] | Tensor | Callable[[Any], Tensor] | Non
 class Score:
     """One number per sample: the logit of its class, or the result of a function."""
 
-    def __init__(self, of: Callable[[Any, Tensor | None], Tensor], classes: Tensor | None, name: str) -> None:
+    def __init__(
+        self, of: Callable[[Any, Tensor | None], Tensor], classes: Tensor | list[int] | None, name: str
+    ) -> None:
         self._of = of
-        self._classes = classes  # stays on the model's device: reading it would wait for an accelerator
+        self._classes = classes  # those predicted stay on the model's device: reading them waits for an accelerator
         self._name = name
 
     @staticmethod
@@ -44,8 +46,12 @@ class Score:
         if callable(target) and not isinstance(target, Tensor):
             return Score(_result_of(target, samples), None, _name_of(target))
         logits = logits_of(output)
-        classes = logits.detach().argmax(1) if target is None else _classes(target, logits)
-        return Score(_logit_of(classes), classes, "")
+        if target is None:
+            predicted = logits.detach().argmax(1)
+            return Score(_logit_of(predicted), predicted, "")
+        given = _classes(target, logits)
+        there = torch.tensor(given).to(logits.device, non_blocking=True)  # without waiting for a run in progress
+        return Score(_logit_of(there), given, "")
 
     def __call__(self, output: Any, rows: Tensor | None = None) -> Tensor:
         """The score of each row of `output`; `rows` says which sample each belongs to, by default one each in order."""
@@ -55,8 +61,7 @@ class Score:
         """What is explained for each sample: its class, or the name of the function."""
         if self._classes is None:
             return [self._name] * samples
-        classes: list[int | str | None] = self._classes.tolist()
-        return classes
+        return self._classes.tolist() if isinstance(self._classes, Tensor) else list(self._classes)
 
 
 def classes_as_list(target: Target) -> Target:
@@ -128,7 +133,7 @@ def _result_of(function: Callable[[Any], Any], samples: int | None) -> Callable[
     return ask
 
 
-def _classes(target: Any, logits: Tensor) -> Tensor:
+def _classes(target: Any, logits: Tensor) -> list[int]:
     """The class of each sample; raises if a class is out of range or their number is wrong."""
     samples, count = logits.shape
     given = target.tolist() if hasattr(target, "tolist") else target  # tensors and arrays
@@ -139,7 +144,7 @@ def _classes(target: Any, logits: Tensor) -> Tensor:
     for one in classes:
         if not 0 <= one < count:
             raise ValueError(f"target {one} is out of range: the model has {count} classes, 0 to {count - 1}")
-    return torch.tensor(classes).to(logits.device, non_blocking=True)  # without waiting for a run in progress
+    return classes
 
 
 def _class(one: Any, target: Any) -> int:

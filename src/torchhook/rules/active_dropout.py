@@ -34,7 +34,7 @@ class ActiveDropout(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if _drops(func, args, kwargs or {}):
+        if drops(func, args, kwargs or {}):
             self.found.setdefault(user_line(), self._path())
         return func(*args, **(kwargs or {}))
 
@@ -49,7 +49,12 @@ class ActiveDropout(TorchFunctionMode):
         return ""
 
 
-def _drops(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def drops(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of a function drops something.
+
+    >>> drops(nn.functional.dropout, (), {"p": 0.5, "training": False})
+    False
+    """
     name = getattr(function, "__name__", "")
     if name == _ATTENTION:
         return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))

@@ -11,7 +11,7 @@ from typing import Any
 
 from torchhook.core.findings import Finding, Report, Severity
 from torchhook.rules.causes import folded
-from torchhook.rules.history import History, joined, mean_unit_std
+from torchhook.rules.history import History, joined, mean_unit_std, owner
 from torchhook.rules.kinds import kind_of
 from torchhook.rules.registry import Choice, chosen
 from torchhook.rules.repairs import repairs_for
@@ -21,6 +21,7 @@ from torchhook.stats.result import Stats
 from torchhook.stats.stat import unlike
 
 _SHORTLY = 10  # steps
+_LOOK_BACK = 16  # windows in which a statistic that is not measured at a step is looked for
 _LATE = 0.5  # the share of windows, at the end, that the layers' numbers are taken from
 
 Found = Mapping[Rule, Sequence[Finding]]
@@ -89,16 +90,18 @@ def check(
         if not unlike(reason)
     ][:1]
     roots = folded(found if tried is None else tried(found), history.order)
+    fault = _fault(roots, history)
     return Report(
         findings=(*(_completed(finding, history) for finding in roots), *broken),
         model=model,
         fail_on=Severity(fail_on),
         checked=tuple(rule.code for rule in found),
         skipped=skipped,
-        layers=layers_of(history.whole(_LATE)),
+        layers=layers_of(history.whole(_LATE) if fault is None else _shortly_before(history, fault)),
         losses=dict(history.losses),
         notes=tuple(_unjudged(history)),
-        span=_span(history) if history is stats else None,  # a single measurement does not know where it began
+        # a single measurement does not know where it began
+        span=None if history is not stats else _span(history) if fault is None else (fault, fault),
     )
 
 
@@ -112,11 +115,14 @@ def failed(what: str, reason: str) -> Finding:
 def layers_of(snapshot: Snapshot) -> tuple[dict[str, Any], ...]:
     """The numbers of each layer and parameter, for tables and plots."""
     layers: dict[str, dict[str, Any]] = {}
+    labels = _labels(snapshot.rows)
     for path, port in snapshot.rows:
         reading = snapshot[path, port]
         if "moments" in reading and (entry := _ENTRIES.get(port.partition("[")[0])):
             kind = "module" if reading.module_class else "parameter"
             layer = layers.setdefault(path, {"site": path, "kind": kind})
+            if path in labels:
+                layer["module"] = labels[path]
             for name, value in entry(reading).items():
                 layer.setdefault(name, value)
     return tuple(layers.values())
@@ -134,6 +140,21 @@ def _history(stats: Stats | Snapshot | History) -> History:
     history = History()
     history.add(step, joined([snapshot]))
     return history
+
+
+def _fault(roots: Iterable[Finding], history: History) -> int | None:
+    """The measured step at which the worst finding was made; None if there is none that has a step."""
+    found = [(-root.severity.rank, root.step) for root in roots if root.step is not None and root.severity > "info"]
+    if not found or not history.windows:
+        return None
+    _, step = min(found)
+    return min((window.step for window in history.windows), key=lambda at: (abs(at - step), at))
+
+
+def _shortly_before(history: History, step: int) -> Snapshot:
+    """The last value of each statistic up to a step: a mean over healthy and broken steps would show neither."""
+    windows = [window for window in history.windows if window.step <= step][-_LOOK_BACK:]
+    return History(windows=windows).whole(0)
 
 
 def _span(history: History) -> tuple[int, int] | None:
@@ -160,7 +181,7 @@ def _unjudged(history: History) -> Iterator[str]:
 
 def _completed(finding: Finding, history: History) -> Finding:
     """A finding with its context: the class of its module, and a recent rise of the learning rate."""
-    labels = {path: row.label for (path, _), row in history.whole().rows.items() if row.label}
+    labels = _labels_at_rest(history) | _labels(history.whole().rows)
     affected = tuple(_classed(other, labels) for other in finding.affected)
     return _after_rise(replace(_classed(finding, labels), affected=affected), history.rates)
 
@@ -169,6 +190,19 @@ def _classed(finding: Finding, labels: Mapping[str, str]) -> Finding:
     if finding.site not in labels:
         return finding
     return replace(finding, evidence={"module": labels[finding.site], **finding.evidence})
+
+
+def _labels(rows: Mapping[Place, Any]) -> dict[str, str]:
+    """The class of each module, and for each parameter that of the module that has it."""
+    modules = {path: row.label for (path, _), row in rows.items() if row.label}
+    owners = {path: path.rpartition(".")[0] for path, port in rows if port.startswith("param")}
+    return {path: modules[owner] for path, owner in owners.items() if owner in modules} | modules
+
+
+def _labels_at_rest(history: History) -> dict[str, str]:
+    """The same for all parameters of the model, including those of modules that were never called."""
+    known = {} if history.rest is None else history.rest.parameters
+    return {site: state.module for path, state in known.items() if owner(path) for site in (path, owner(path))}
 
 
 def _after_rise(finding: Finding, rates: Mapping[int, float]) -> Finding:

@@ -17,6 +17,7 @@ from torchhook.core.model_state import random_state_kept
 from torchhook.core.progress import Progress, progress_bar
 from torchhook.core.selection import require_module
 from torchhook.rules.check import check
+from torchhook.rules.contracts.claims import Claims
 from torchhook.rules.inspection import Inspection
 from torchhook.rules.registry import Choice, chosen
 from torchhook.rules.rule import Phase
@@ -97,7 +98,15 @@ def diagnose(
             tried=None if trials is None else trials.judged,
         )
     tried = trials.notes if trials is not None else ()
-    return replace(report, notes=(*inspection.notes, *tried, *report.notes))
+    return replace(report, notes=(*inspection.notes, *tried, *report.notes, *_pointer(model)))
+
+
+def _pointer(model: nn.Module) -> list[str]:
+    """Where to look for faults that no statistic shows, in models that are made for sequences."""
+    claims = Claims(model, {})
+    if not (claims.is_causal or claims.cache or claims.mask or claims.lengths):
+        return []
+    return ["masks, padding and caches are not judged here: torchhook.verify(model, batch) checks them"]
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torchhook.core.batch import Batch, Loss, call, loss_of, on_device
 from torchhook.core.model_state import random_state_kept, state_kept
 from torchhook.core.selection import plain
-from torchhook.rules.history import History, owner
+from torchhook.rules.history import History, is_within, owner
 
 _MOST = 16  # modules to try one by one
 
@@ -33,6 +34,30 @@ def unreached(history: History) -> list[str]:
     known, has_optimizer = history.rest.parameters, history.rest.has_optimizer
     trained = [path for path, state in known.items() if state.trainable and (state.groups or not has_optimizer)]
     return [path for path in trained if not seen.get(path)]
+
+
+def unused_part(site: str, used: Collection[str]) -> tuple[str, str]:
+    """The largest part around `site` without a used parameter, and the module that should have used it.
+
+    >>> unused_part("block.expert.fc", ["block.router.weight"])
+    ('block.expert', 'block')
+    """
+    part, user = site, site
+    while user and not any(is_within(path, user) for path in used):
+        part, user = user, owner(user)
+    return part, user
+
+
+def has_used_siblings(part: str, used: Iterable[str]) -> bool:
+    """Whether a part is a member of a list of which others have used parameters.
+
+    >>> has_used_siblings("experts.3", ["experts.0.weight"])
+    True
+    """
+    listed = re.compile(rf"{re.escape(owner(part))}\.(\w*?)\d+\.")
+    mine = re.fullmatch(r"(\D*)\d+", part.rpartition(".")[2])
+    others = (match for path in used if (match := listed.match(path)))
+    return mine is not None and any(match[1] == mine[1] for match in others)
 
 
 def effects_of(paths: Iterable[str], model: nn.Module, data: Any, loss: Loss | None) -> dict[str, bool]:

@@ -23,8 +23,9 @@ class Entry:
 
     `losses` and `rates` (the largest learning rates) cover every step since the previous entry. `maps` are feature maps
     of one sample (channels × height × width) by layer path. `wires` are pairs of layers whose first feeds the second.
-    `lines` are the source lines of the calls, by layer path. Most entries have none of the three. `terms` is what the
-    loss compares, by step, and `loop` what the script did so far between its steps, if that was seen.
+    `lines` are the source lines of the calls, by layer path, and `shapes` those of the outputs. Most entries have none
+    of the four. `terms` is what the loss compares, by step, and `loop` what the script did so far between its steps, if
+    that was seen.
     """
 
     step: int
@@ -38,6 +39,7 @@ class Entry:
     terms: Mapping[int, Sequence[LossTerm]] = field(default_factory=dict)
     loop: Loop | None = None
     lines: Mapping[str, str] = field(default_factory=dict)
+    shapes: Mapping[str, str] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Any]:
         yield self.step

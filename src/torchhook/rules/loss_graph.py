@@ -145,7 +145,7 @@ def terms_arriving(
     drafts = [_draft(node, makers or {}) for node in _losses(loss.grad_fn)]
     if len(drafts) == 1 and drafts[0].target is None and isinstance(target, Tensor):
         drafts = [drafts[0]._replace(target=target)]
-    numbers = [_numbers(values) for draft in drafts for values in (draft.output, draft.target)]
+    numbers = [_numbers(values, loss.device) for draft in drafts for values in (draft.output, draft.target)]
     arrived = sent_home(torch.stack(numbers)) if numbers else None
 
     def read() -> list[LossTerm]:
@@ -180,10 +180,9 @@ class _Draft(NamedTuple):
 
 
 @torch.no_grad()
-def _numbers(values: Tensor | None) -> Tensor:
-    """The smallest and largest value, mean, deviation, and how far the sums of rows are from one."""
+def _numbers(values: Tensor | None, device: torch.device) -> Tensor:
+    """The smallest and largest value, mean, deviation, and how far the sums of rows are from one; NaN for no values."""
     if values is None or not values.numel():
-        device = torch.device("cpu") if values is None else values.device
         return torch.full((5,), math.nan, dtype=torch.float64, device=device)
     given = values.detach().double()
     rows = (given.flatten(1).sum(1) - 1).abs().max() if given.dim() > 1 else given.new_zeros(())

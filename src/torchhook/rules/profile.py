@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from torchhook.core.batch import Batch, InputBatches, ToInputs, batch_count, call, on_device
+from torchhook.core.errors import FileError
 from torchhook.core.findings import Report
 from torchhook.core.model_state import buffers_kept
 from torchhook.core.optional import require
 from torchhook.core.progress import Progress, track
 from torchhook.core.selection import Query, walk
+from torchhook.core.untrusted import built, json_of
 from torchhook.rules.check import check
 from torchhook.rules.history import History, finite, joined, settled
 from torchhook.rules.registry import Choice
@@ -133,26 +135,57 @@ class Profile:
             raise FileNotFoundError(f"no such file: {str(path)!r}")
         try:
             with _safetensors().safe_open(str(path), "pt") as file:
-                about = json.loads((file.metadata() or {}).get("torchhook", "{}"))
+                about = json_of((file.metadata() or {}).get("torchhook", "{}"))
                 version = about.get("torchhook_profile")
-                known = about["places"] if version == VERSION else []
-                states = [file.get_tensor(str(number)) for number in range(len(known))]
+                saved = built(_Saved, about) if version == VERSION else None
+                places = {} if saved is None else saved.profiles(file.get_tensor)
         except ImportError:
             raise
         except Exception as error:
-            raise ValueError(f"{str(path)!r} is not a profile, or it is corrupt: {error}") from error
-        if version != VERSION:
-            raise ValueError(f"{str(path)!r} is not a profile of version {VERSION}: its version is {version}")
-        places = {
-            (place["path"], place["port"]): LayerProfile(
-                state, place["unit"], place["noise"], place["size"], place.get("mean", math.nan)
-            )
-            for place, state in zip(known, states, strict=True)
-        }
-        return cls(places, about["model"])
+            raise FileError(f"{str(path)!r} is not a profile, or it is corrupt: {error}") from error
+        if saved is None:
+            raise FileError(f"{str(path)!r} is not a profile of version {VERSION}: its version is {version!r:.40}")
+        return cls(places, saved.model)
 
     def __repr__(self) -> str:
         return f"Profile of {self.model}: {len(self.places)} place{'s' if len(self.places) != 1 else ''}"
+
+
+@dataclass(frozen=True)
+class _SavedPlace:
+    """The profile of one place in a file, without its histogram."""
+
+    path: str
+    port: str
+    unit: float
+    noise: float
+    size: float
+    mean: float = math.nan
+
+    def profile(self, state: Tensor) -> LayerProfile:
+        """The profile with its histogram; raises a ValueError unless all numbers are possible."""
+        if state.shape != (Histogram.width,) or state.dtype != torch.float64:
+            raise ValueError(
+                f"the histogram of {self.path!r:.80} has {state.dtype} values of shape {tuple(state.shape)}"
+            )
+        if not bool(((state >= 0) & (state < 2**53)).all()):
+            raise ValueError(f"the histogram of {self.path!r:.80} has impossible counts")
+        if not (0 < self.unit < math.inf and 0 <= self.noise < math.inf and 0 <= self.size < math.inf):
+            raise ValueError(f"unit, noise or size of {self.path!r:.80} is not possible")
+        return LayerProfile(state, self.unit, self.noise, self.size, self.mean)
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A profile in a file, without its histograms."""
+
+    torchhook_profile: int
+    model: str
+    places: tuple[_SavedPlace, ...]
+
+    def profiles(self, tensor: Callable[[str], Tensor]) -> dict[Place, LayerProfile]:
+        """The profiles by place; `tensor` reads a histogram by its number."""
+        return {(place.path, place.port): place.profile(tensor(str(at))) for at, place in enumerate(self.places)}
 
 
 def _measured(model: nn.Module, data: Iterable[Any], queries: Iterable[Query]) -> Iterator[Snapshot]:

@@ -102,11 +102,11 @@ def at_rest(model: nn.Module, optimizer: Any = None) -> Rest:
         searches=hasattr(optimizer, "step") and wants_closure(optimizer),
         is_scale_free=bool(groups) and all(_SCALE_FREE & group.keys() for group in groups),
         strangers=sum(id(parameter) not in own for group in groups for parameter in group["params"]),
-        installed=frozenset(_installed(model)),
+        installed=frozenset(installed_modules(model)),
     )
 
 
-def _installed(model: nn.Module) -> Iterator[str]:
+def installed_modules(model: nn.Module) -> Iterator[str]:
     """The paths of modules whose class is from an installed package; a container belongs to the module around it."""
     known: dict[str, bool] = {}
     for path, module in model.named_modules():

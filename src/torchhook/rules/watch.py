@@ -78,10 +78,11 @@ class Watch:
         self._scope = scope
         self._on_fault = on_fault  # gets the errors of taps, which must not reach the caller of the model
         self._widest = widest  # the most units for which a covariance is measured
-        # Whether attention may be inspected: it is then computed differently, not bit-equal, and by a mode that a
-        # forward which raises would leave on torch's stack of modes.
+        # Whether all objects may be searched for a GradScaler, and attention inspected: it is then computed
+        # differently, not bit-equal, and by a mode that a forward which raises would leave on torch's stack of modes.
         self._detours = detours
         self._graphs = graph_count()  # later graphs may be of this model
+        self.session: Session | None = None  # the one that measures throughout
         self._always = ExitStack()
         self._thorough = ExitStack()
         self._attention = ExitStack()
@@ -97,12 +98,19 @@ class Watch:
         if stepped and self.optimizer is not None and self._is_ours():
             flags = {flag: flag in stepped for flag in _STEPPED}
             own = self._reduce(self.clock)
-            self._steps = Steps(self.optimizer, own, Selector.of(""), **flags, norms_alone=True, seldom=self.seldom)
+            self._steps = Steps(
+                self.optimizer,
+                own,
+                Selector.of(""),
+                **flags,
+                norms_alone=True,
+                seldom=self.seldom,
+            )
             taps += self._steps.taps(None)
         elif "param_grads" in stepped and any(parameter.requires_grad for parameter in self.model.parameters()):
             taps.append(Tap("", self._reduce(self.clock), "param_grad"))
         with ExitStack() as opened:
-            session = self._session(taps).open()
+            session = self.session = self._session(taps).open()
             opened.callback(session.abandon)
             if self._steps is not None:
                 opened.callback(self._steps.detach)
@@ -171,12 +179,20 @@ class Watch:
         if self._steps is None:
             self.clock.advance()
 
+    @property
+    def sees_steps(self) -> bool:
+        """Whether the steps of the optimizer are seen; else `count_step` has to be called."""
+        return self._steps is not None
+
     def rate(self) -> float | None:
         """The largest learning rate; None if there is none, or it would have to be fetched from the device."""
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        rates = [group["lr"] for group in groups if group.get("lr") is not None]
-        known = [float(rate) for rate in rates if not (isinstance(rate, Tensor) and rate.device.type != "cpu")]
-        return max(known, default=None)
+        largest = None
+        for group in () if self.optimizer is None else self.optimizer.param_groups:
+            rate = group.get("lr")
+            if rate is None or (isinstance(rate, Tensor) and rate.device.type != "cpu"):
+                continue
+            largest = float(rate) if largest is None else max(largest, float(rate))
+        return largest
 
     def unscaled(self, loss: Tensor) -> Tensor:
         """The loss before a GradScaler scaled it."""

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchhook.captures.agreement.pairs import Unmatched
+from torchhook.core.parts import Bars
+from torchhook.core.result import Result
 from torchhook.core.site import Site
-from torchhook.core.tabular import Tabular
 
 _HEADER = ("site", "module", "error", "cosine", "own error", "explained", "worst at", "a", "b", "dtype", "")
 
@@ -60,7 +61,7 @@ class Row:
 
 
 @dataclass(frozen=True, repr=False)
-class Difference(Tabular):
+class Difference(Result):
     """Where two models diverge; see `torchhook.diff`.
 
     `first` is the first site where they diverge, or None. `module` is the path of the module at fault: that of the
@@ -92,6 +93,17 @@ class Difference(Tabular):
 
     def _records(self) -> list[dict[str, Any]]:
         return [row.record() for row in self.rows]
+
+    def _figures(self) -> list[Bars]:
+        """The errors of the outputs by layer; at each call of a module, and not of its gradients."""
+        rows = [row for row in self.rows if row.site.port == "output"]
+        errors: dict[str, list[float | None]] = {
+            "error": [row.error for row in rows],
+            "own error": [row.own for row in rows],
+        }
+        drawn = {name: line for name, line in errors.items() if any(value is not None for value in line)}
+        names = [place_of(row.site, row.call) for row in rows]
+        return [Bars(names, drawn, "relative error", "Where they part", log=True)] if rows else []
 
     def _printed(self) -> tuple[Sequence[str], list[list[Any]]]:
         return _HEADER, [row.cells() for row in self.rows]

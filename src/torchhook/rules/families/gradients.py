@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from statistics import median
 from typing import ClassVar
@@ -12,7 +11,7 @@ from typing import ClassVar
 import torch
 
 from torchhook.core.findings import Finding, Severity
-from torchhook.rules.effects import reached, unreached
+from torchhook.rules.effects import has_used_siblings, reached, unreached, unused_part
 from torchhook.rules.history import History, finite, is_within, last_of, norm, owner, plain, readings, rms
 from torchhook.rules.registry import register
 from torchhook.rules.rule import Need, Phase, Rule
@@ -247,9 +246,10 @@ class NoGradient(Rule):
         missed: dict[str, list[str]] = {}
         for path in unreached(history):
             missed.setdefault(owner(path), []).append(path)
+        used = [path for path, count in seen.items() if count]
         for site, paths in missed.items():
             names = [path.removeprefix(f"{site}.") for path in paths]
-            part, user = _unused(site, [path for path, count in seen.items() if count])
+            part, user = unused_part(site, used)
             is_part_of = {user, site} <= history.rest.installed
             is_called = any(is_within(path, site) for path in called)
             effects = [history.effects[path] for path in paths if path in history.effects]
@@ -260,7 +260,7 @@ class NoGradient(Rule):
                 )
                 continue
             problem = "the loss does not depend on it" if is_called else "it is never called"
-            is_meant = is_part_of or history.has_one_answer or _has_used_siblings(part, seen)
+            is_meant = is_part_of or history.has_one_answer or has_used_siblings(part, used)
             severity = "info" if is_meant else "warning"
             message = f"{problem}: {', '.join(names)}"
             yield self.finding(message, site, None, severity, parameters=names, cause="unused-part")
@@ -337,23 +337,3 @@ def _is_half(value: float) -> bool:
     (True, False, False)
     """
     return float(torch.tensor(value).half()) == value
-
-
-def _unused(site: str, used: Collection[str]) -> tuple[str, str]:
-    """The largest part around `site` without a used parameter, and the module that should have used it.
-
-    >>> _unused("block.expert.fc", ["block.router.weight"])
-    ('block.expert', 'block')
-    """
-    part, user = site, site
-    while user and not any(is_within(path, user) for path in used):
-        part, user = user, owner(user)
-    return part, user
-
-
-def _has_used_siblings(part: str, seen: Mapping[str, int]) -> bool:
-    """Whether a part is a member of a list of which others have a gradient."""
-    listed = re.compile(rf"{re.escape(owner(part))}\.(\w*?)\d+\.")
-    mine = re.fullmatch(r"(\D*)\d+", part.rpartition(".")[2])
-    others = (match for path, count in seen.items() if count and (match := listed.match(path)))
-    return mine is not None and any(match[1] == mine[1] for match in others)

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchhook.core.errors import FileError
 from torchhook.core.findings import Finding
 from torchhook.core.optional import require
 from torchhook.core.selection import walk
 from torchhook.core.text import shape_of
 from torchhook.core.trees import Arguments
+from torchhook.core.untrusted import built, json_of
 from torchhook.rules.origin.calls import Call, Setting, buffers_before
 from torchhook.rules.origin.origin import Origin
 from torchhook.rules.origin.packing import Packing, available, dtype_of, unpack
@@ -68,19 +70,19 @@ def replay(file: str | Path, model: nn.Module) -> Origin:
     """
     require_safetensors()
     saved, tensors = _read(Path(file))
-    if saved.get("lost"):
-        raise ValueError(f"cannot replay {file}: it could not store {', '.join(saved['lost'])}")
     try:
-        origin = Origin(**{name: saved["origin"][name] for name in _OF_ORIGIN})
+        if lost := built(tuple[str, ...], saved["lost"], "lost"):
+            raise ValueError(f"it could not store {', '.join(lost)}")
+        origin = built(Origin, {name: saved["origin"][name] for name in _OF_ORIGIN})
         twin = twin_of(_module(model, saved["path"], saved["class"]))
         _load(twin, saved, tensors)
         arguments = Arguments(unpack(saved["args"], tensors), unpack(saved["kwargs"], tensors))
         grads = {tuple(address): unpack(packed, tensors) for address, packed in saved["grads"]}
-        setting, wanted = _setting(saved["setting"], tensors), list(saved["wanted"])
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError, RuntimeError) as error:
-        raise ValueError(f"cannot replay {file}: {error}") from error
-    originals = {id(part): part for part in twin.modules()}
-    shown = show(twin, originals, arguments, wanted, setting, grads if origin.phase == "backward" else None)
+        setting, wanted = _setting(saved["setting"], tensors), built(tuple[bool, ...], saved["wanted"], "wanted")
+        originals = {id(part): part for part in twin.modules()}
+        shown = show(twin, originals, arguments, list(wanted), setting, grads if origin.phase == "backward" else None)
+    except Exception as error:  # whatever does not fit in a file of a stranger
+        raise FileError(f"cannot replay {file}: {error}") from error
     if origin.came_with and shown.is_conclusive:
         return origin
     paths = {id(part): f"{saved['path']}.{name}".strip(".") for name, part in twin.named_modules()}
@@ -129,13 +131,17 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
     try:
         with safe_open(file, "pt") as opened:
-            saved = json.loads((opened.metadata() or {})[_KEY])
+            saved = json_of((opened.metadata() or {})[_KEY])
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
         version = saved["format"]
-    except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not a call saved by torchhook, or it is corrupt: {error}") from error
+    except FileNotFoundError:
+        raise
+    except (SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
+        raise FileError(f"{file} is not a call saved by torchhook, or it is corrupt: {error}") from error
     if version != FORMAT:
-        raise ValueError(f"{file} has format {version!r}, this torchhook reads format {FORMAT}: update the older one")
+        raise FileError(
+            f"{file} has format {version!r:.40}, this torchhook reads format {FORMAT}: update the older one"
+        )
     return saved, tensors
 
 

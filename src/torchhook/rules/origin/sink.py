@@ -7,7 +7,6 @@ backward. If they are not finite, the search for the origin begins. Everything i
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable
 from itertools import count
@@ -22,6 +21,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torchhook.core.errors import NonfiniteError
 from torchhook.core.event import Event, copied
 from torchhook.core.findings import Finding
+from torchhook.core.instances import instances
 from torchhook.core.selection import Selector, walk
 from torchhook.core.session import Session
 from torchhook.core.sink import Sink
@@ -249,5 +249,5 @@ def _is_called(path: str, module: nn.Module) -> bool:
 
 def _is_scaled() -> bool:
     """Whether a GradScaler is in use, which lets gradients overflow while it searches for its scale."""
-    scalers = [known for known in gc.get_objects() if issubclass(type(known), GradScaler)]
-    return any(s.is_enabled() and (scale := scale_of(s)) is not None and scale.item() >= 1 for s in scalers)
+    scalers = [scaler for scaler in instances(GradScaler) if scaler.is_enabled()]
+    return any((scale := scale_of(scaler)) is not None and scale.item() >= 1 for scaler in scalers)
