@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def train(name: str, args: list[str]) -> None:
-    command = ["torchhook", "run", "--to", str(OUTPUT / "runs"), "--name", name]
+    command = ["torchhook", "run", "--price", "off", "--to", str(OUTPUT / "runs"), "--name", name]
     command += ["--report", str(OUTPUT / f"{name}.html"), str(SCRIPT), *args]
     print("$", *command, flush=True)
     subprocess.run([sys.executable, "-m", *command], check=True, stderr=subprocess.DEVNULL)  # main() shows its report
