@@ -23,6 +23,7 @@ DOOR = PACKAGE / "core" / "torch_internals.py"
 OF_COMPILERS = {"_orig_mod", "_torchdynamo_orig_callable", "_torchdynamo_orig_backend", "_dynamo_marked_constant"}
 OF_PARALLELISM = {"_is_replica", "_fsdp_param_group", "_fsdp_param_groups", "_unsharded_param", "_get_fsdp_state"}
 OF_OTHERS = {"_asdict", "_fields", "_replace", "_name", "_batches_that_stepped"}  # named tuples, ctypes, Lightning
+OF_OTHERS |= {"_can_compile_fullgraph", "_is_stateful", "_tied_weights_keys"}  # what models of transformers claim
 BY_NAME = {"getattr", "hasattr", "setattr", "delattr", "__getattribute__", "attrgetter", "methodcaller"}
 BY_NAME |= {"import_module", "find_spec", "patch"}
 
@@ -104,7 +105,7 @@ class _Search:
         if not re.fullmatch(r"[\w.]+", text):
             return False
         parts = text.split(".")
-        if by_name and any(_is_private(part) and part not in self.own for part in parts):
+        if by_name and any(_is_private(part) and part not in self.own | OF_OTHERS for part in parts):
             return True
         return any(part in self.known or part.startswith("_saved_") for part in parts) or (
             _is_torch(text) and any(map(_is_private, parts))

@@ -71,7 +71,7 @@ def _query_and_port(key: Any, port: Port) -> tuple[Any, Port]:
     return key
 
 
-class Skip(Shown, Attaching):
+class SkippedModules(Shown, Attaching):
     """Leaves some modules of a model out; see `torchhook.skip`."""
 
     def __init__(self, modules: list[nn.Module], returns: Callable[[Any], Any] | None) -> None:
@@ -79,7 +79,7 @@ class Skip(Shown, Attaching):
         self._returns = returns
         self._patches: list[ForwardPatch] = []
 
-    def open(self) -> Skip:
+    def open(self) -> SkippedModules:
         """Start to leave them out. (``with`` does this.)"""
         if not self._patches:
             self._patches = [ForwardPatch(module, self._identity) for module in self._modules]
@@ -97,7 +97,7 @@ class Skip(Shown, Attaching):
 
 
 @maker
-def skip(model: nn.Module, *queries: Query, returns: Callable[[Any], Any] | None = None) -> Skip:
+def skip(model: nn.Module, *queries: Query, returns: Callable[[Any], Any] | None = None) -> SkippedModules:
     """Run `model` without the selected modules, inside the block: each returns its first input.
 
     Taps on these modules still see it. If a module does not return a plain tensor, `returns` turns its input into
@@ -119,7 +119,7 @@ def skip(model: nn.Module, *queries: Query, returns: Callable[[Any], Any] | None
                 f"{path!r}, a {type(module).__name__}, returns a tuple, but its input is not one; say what to return,"
                 " such as returns=lambda x: (x, None)"
             )
-    return Skip(list(dict.fromkeys(modules.values())), returns)
+    return SkippedModules(list(dict.fromkeys(modules.values())), returns)
 
 
 class ClipGradients(Attaching):

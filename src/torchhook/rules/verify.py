@@ -52,6 +52,7 @@ def verify(
         fail_on: The severity from which the report fails.
         progress: True for a bar in a terminal, False for none, or a function (what, done, total).
 
+    >>> import torch
     >>> from torchhook import verify
     >>> _ = torch.manual_seed(0)
     >>> class Centred(nn.Module):
