@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -126,7 +127,7 @@ class ShapeMismatch:
         return self.location.site.port == "output" or len(self.shapes[0]) == len(self.shapes[1])
 
 
-def shapes_of(tensors: list[Tensor]) -> Shapes:
+def shapes_of(tensors: Sequence[Tensor]) -> Shapes:
     """The shapes of some tensors; () for nested ones."""
     return [() if tensor.is_nested else tuple(tensor.shape) for tensor in tensors]
 

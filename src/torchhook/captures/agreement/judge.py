@@ -16,15 +16,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from torch import nn
-
 from torchhook.captures.agreement.evidence import ComparedTensor, ShapeMismatch, shapes_of, size_change
+from torchhook.captures.agreement.facts import ModuleFacts
 from torchhook.captures.agreement.recorded_run import Location, Observation
-from torchhook.captures.agreement.rounding import comparable, floor, gap, is_leaf, matmul_precision, precision
+from torchhook.captures.agreement.rounding import comparable, floor, gap, matmul_precision, precision
 from torchhook.captures.agreement.teacher_forcing import Observer
 from torchhook.core.site import Site
 from torchhook.core.text import shape_of
-from torchhook.core.torch_internals import DROPOUTS
 
 _LOUD = 16.0  # rounding errors of noise: the code before a choice, like the softmax of a router, rounds without noise
 _DRAWS = 8  # at most: a value close to a threshold, like that of a ReLU, crosses it only in some draws
@@ -133,8 +131,8 @@ class RoundingJudge:
         modules = (observed.module, known.module) if port == "output" else ()
         for number in range(count):
             pair = known.tensors[number], observed.tensors[number]
-            epsilon = precision(pair, *modules)
-            if port != "output" or not is_leaf(observed.module):
+            epsilon = max([precision(pair), *(module.epsilon for module in modules)])
+            if port != "output" or not observed.module.is_leaf:
                 epsilon = max(epsilon, matmul_precision(pair))
             if "grad" in port:
                 epsilon = max(epsilon, self.coarsest)
@@ -184,7 +182,7 @@ def _is_under(path: str, above: str) -> bool:
     return not above or path == above or path.startswith(f"{above}.")
 
 
-def _are_dropouts(modules: tuple[nn.Module, ...]) -> bool:
+def _are_dropouts(modules: tuple[ModuleFacts, ...]) -> bool:
     """Whether both modules are dropouts with the same probability."""
-    probabilities = [module.p for module in modules if isinstance(module, DROPOUTS) and module.training]
+    probabilities = [module.settings.get("p") for module in modules if module.is_dropout and module.training]
     return len(probabilities) == 2 and probabilities[0] == probabilities[1]

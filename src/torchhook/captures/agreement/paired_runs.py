@@ -17,7 +17,6 @@ from torchhook.captures.agreement.evidence import ComparedTensor, ShapeMismatch
 from torchhook.captures.agreement.judge import RoundingJudge
 from torchhook.captures.agreement.pairs import matched
 from torchhook.captures.agreement.recorded_run import Location, is_compiled, record
-from torchhook.captures.agreement.rounding import precision
 from torchhook.captures.agreement.teacher_forcing import Observer, TeacherForcedRun
 from torchhook.core.batch import Batch, Loss
 
@@ -85,7 +84,7 @@ class PairedRuns:
         swapped = is_compiled(b) and not is_compiled(a)  # the student must run uncompiled
         teacher, student = (self.records[1], a) if swapped else (self.records[0], b)
         partners, likely = self.pairs.finder(from_a=swapped), self.pairs.finder(from_a=swapped, likely=True)
-        coarsest = precision([*a.parameters(), *b.parameters()])
+        coarsest = max(record.coarsest for record in self.records)
 
         def run(observer: Observer, noise: int | None, loudness: float) -> None:
             forced = TeacherForcedRun(teacher, partners, likely, observer, coarsest, noise, loudness)

@@ -6,23 +6,16 @@ forward what the caller of the block does in the other model. So teacher forcing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from difflib import SequenceMatcher
 from typing import Any, NamedTuple
 
-from torch import nn
-
 from torchhook.captures.agreement.recorded_run import Location, Observation, RecordedRun
-from torchhook.captures.agreement.rounding import comparable, gap, is_leaf
+from torchhook.captures.agreement.rounding import comparable, gap
 from torchhook.core.errors import SelectionError
-from torchhook.core.selection import nearest, walk
+from torchhook.core.selection import nearest
 from torchhook.core.site import Site
 from torchhook.core.text import shape_of
-from torchhook.core.torch_internals import DROPOUTS
-
-PASSIVE = (DROPOUTS, nn.Identity)
-"""Modules that return their input in eval mode."""
-
 
 class Unmatched(NamedTuple):
     """A module of one model that has no match in the other."""
@@ -141,13 +134,13 @@ def renaming(path: str, renamed: Mapping[str, str]) -> str:
     return path
 
 
-def require_mapping(match: Any, a: nn.Module, b: nn.Module) -> dict[str, str]:
-    """Return `match` as a dict; raise unless it maps paths in a to paths in b."""
+def require_mapping(match: Any, a: Collection[str], b: Collection[str]) -> dict[str, str]:
+    """Return `match` as a dict; raise unless it maps paths in a to paths in b, given all of these."""
     if match is None:
         return {}
     if not isinstance(match, Mapping):
         raise TypeError(f"match must map paths in a to paths in b, not {match!r:.80}")
-    known = {path for path, _ in walk(a)}, {path for path, _ in walk(b)}
+    known = a, b
     for pair in match.items():
         for name, path, paths in zip("ab", pair, known, strict=True):
             if path not in paths:
@@ -155,9 +148,9 @@ def require_mapping(match: Any, a: nn.Module, b: nn.Module) -> dict[str, str]:
     return dict(match)
 
 
-def unmatched(pairs: Pairs, a: nn.Module, b: nn.Module) -> list[Unmatched]:
-    """The modules of each model that ran without a match in the other, with the reason."""
-    modules = {path for path, _ in walk(a)}, {path for path, _ in walk(b)}
+def unmatched(pairs: Pairs, a: Collection[str], b: Collection[str]) -> list[Unmatched]:
+    """The modules of each model that ran without a match in the other, with the reason; `a` and `b` have all paths."""
+    modules = a, b
     everyone = pairs.everyone
     taken = set(everyone.values())
     lonely = [
@@ -197,7 +190,7 @@ def _free(calls: Mapping[Call, Observation], known: Mapping[Call, Call]) -> dict
     for call, output in calls.items():
         if call in known:
             before = known[call]
-        elif is_leaf(output.module):
+        elif output.module.is_leaf:
             free[call] = before
     return free
 
@@ -224,16 +217,15 @@ def _inverted(calls: Mapping[Call, Call]) -> dict[Call, Call]:
 
 def _shapes_and_size(output: Observation) -> Hashable:
     """What a module has in common with its match of another name: output shapes and the number of parameters."""
-    return *_shapes(output), sum(parameter.numel() for parameter in output.module.parameters())
+    return *_shapes(output), output.module.size
 
 
 def _shapes(output: Observation) -> tuple[Hashable, ...]:
     """The same without the number of parameters."""
-    has_parameters = next(output.module.parameters(), None) is not None
     shapes = tuple(tuple(tensor.shape) for tensor in output.tensors)
-    return isinstance(output.module, PASSIVE), has_parameters, shapes
+    return output.module.is_passive, bool(output.module.parameters), shapes
 
 
 def _type_and_parameters(output: Observation) -> Hashable:
     """What a module has in common with a match whose output has another shape: its type and parameter shapes."""
-    return type(output.module), tuple(tuple(parameter.shape) for parameter in output.module.parameters())
+    return output.module.kind, tuple(output.module.parameters.values())

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchhook.captures.agreement.facts import KnownModules, ModuleFacts
+from torchhook.captures.agreement.rounding import precision
 from torchhook.core.batch import Batch, Loss, fitted, on_device
 from torchhook.core.call_wrapper import compiled_among
 from torchhook.core.edit import Edit
@@ -41,8 +43,8 @@ class Observation:
     """The tensors that flowed at a location, in order, and the module they belong to."""
 
     location: Location
-    module: nn.Module
-    tensors: list[Tensor]
+    module: ModuleFacts
+    tensors: Sequence[Tensor]
     addresses: list[Address] = field(default_factory=list)
     requires_grad: list[bool] = field(default_factory=list)  # of each tensor
     growth: float = 1.0  # factor by which long sums, if added in order, may exceed the error of one rounding
@@ -53,6 +55,9 @@ class RecordedRun:
 
     def __init__(self) -> None:
         self.observations: dict[Location, Observation] = {}
+        self.known = KnownModules()
+        self.modules: dict[str, ModuleFacts] = {}  # all of the model, by path
+        self.coarsest = 0.0  # the machine epsilon of the coarsest parameter
 
     def record(self, event: Event) -> None:
         """Add what a tap saw."""
@@ -61,14 +66,14 @@ class RecordedRun:
             output = self.observations.get(Location(Site(site.path), call))
             if output is not None and event.leaf in output.addresses:
                 location = Location(site, call, output.addresses.index(event.leaf))
-                self.observations[location] = Observation(location, event.module, [event.value])
+                self.observations[location] = Observation(location, self.known[event.module], [event.value])
             return
         value = (event.value, snapshot(event.kwargs)) if event.args and event.kwargs else event.value
         found = list(leaves(value))
         location = Location(site, call)
         self.observations[location] = Observation(
             location,
-            event.module,
+            self.known[event.module],
             [tensor for _, tensor in found],
             [address for address, _ in found],
             [tensor.requires_grad for _, tensor in leaves(event.live)],
@@ -138,6 +143,8 @@ def record(
     It is recorded everywhere, or only at the modules that `where` selects. `change` edits all outputs before that.
     """
     recorded = RecordedRun()
+    recorded.modules = {path: recorded.known[module] for path, module in walk(model)}
+    recorded.coarsest = precision(model.parameters())
     places = everywhere(model)
     where = where or places
     taps = [Tap(where, recorded.record, "input"), Tap(where, recorded.record, "output")]
@@ -146,7 +153,7 @@ def record(
     if change is not None:
         taps = [Tap(places, change), *taps]
     for location, gradient in run(model, batch, loss, taps).items():
-        recorded.observations[location] = Observation(location, model, [gradient])
+        recorded.observations[location] = Observation(location, recorded.known[model], [gradient])
     return recorded
 
 

@@ -7,14 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-
-from torchhook.core.torch_internals import CONVOLUTIONS, submodules
+from torch import Tensor
 
 TINY = torch.finfo(torch.float64).tiny  # added to divisors that may be zero
-_TF32 = 2.0**-10
-_INT8 = 2.0**-5  # eight bits span the range from the smallest to the largest value, several times a typical one
-_QUANTIZED = ("torch.ao.nn.", "torchao.")
+TF32 = 2.0**-10
+INT8 = 2.0**-5  # eight bits span the range from the smallest to the largest value, several times a typical one
 
 
 @dataclass(frozen=True)
@@ -76,21 +73,19 @@ def gap(a: Tensor, b: Tensor) -> Gap:
     )
 
 
-def precision(tensors: Iterable[Tensor], *modules: nn.Module) -> float:
-    """The coarsest machine epsilon among `tensors` and what `modules` compute with; 0 for integers.
+def precision(tensors: Iterable[Tensor]) -> float:
+    """The coarsest machine epsilon among `tensors`; 0 for integers.
 
     >>> precision([torch.ones(1), torch.ones(1, dtype=torch.bfloat16)])
     0.0078125
     """
-    kept = [parameter for module in modules for parameter in module.parameters(recurse=False)]
-    reduced = [_reduced_precision(module) for module in modules]
-    return max([0.0, *reduced, *(spacing(tensor) for tensor in [*tensors, *kept])])
+    return max(map(spacing, tensors), default=0.0)
 
 
 def matmul_precision(tensors: Iterable[Tensor]) -> float:
     """The machine epsilon of TF32 if code outside of modules may have computed `tensors` with it, else 0."""
     fast = torch.backends.cuda.matmul.allow_tf32
-    return _TF32 if fast and any(one.is_cuda and one.dtype == torch.float32 for one in tensors) else 0.0
+    return TF32 if fast and any(one.is_cuda and one.dtype == torch.float32 for one in tensors) else 0.0
 
 
 def floor(tensors: Iterable[Tensor]) -> float:
@@ -128,7 +123,7 @@ def unexplained(a: Tensor, b: Tensor, reach: Tensor, scale: float) -> tuple[floa
 def spacing(tensor: Tensor) -> float:
     """The machine epsilon of a tensor's dtype: the spacing of numbers just above 1; 0 for integers, which are exact."""
     if tensor.is_quantized:
-        return _INT8
+        return INT8
     dtype = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
     return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
 
@@ -141,27 +136,6 @@ def comparable(a: Sequence[Tensor], b: Sequence[Tensor]) -> int:
             break
         count += 1
     return count
-
-
-def is_leaf(module: nn.Module) -> bool:
-    """Whether a module has no submodules, not counting those in which a quantized one keeps its weights."""
-    return not submodules(module) or _is_quantized(module)
-
-
-def _is_quantized(module: nn.Module) -> bool:
-    return type(module).__module__.startswith(_QUANTIZED)
-
-
-def _reduced_precision(module: nn.Module) -> float:
-    """The machine epsilon of a module that computes with less precision than its dtype has; 0 if it does not."""
-    if _is_quantized(module):
-        return _INT8
-    first = next(module.parameters(recurse=False), None)
-    if first is None or first.device.type != "cuda" or first.dtype != torch.float32:
-        return 0.0
-    convolves = isinstance(module, CONVOLUTIONS)
-    fast = torch.backends.cudnn.allow_tf32 if convolves else torch.backends.cuda.matmul.allow_tf32
-    return _TF32 if fast else 0.0
 
 
 def _numbers(tensor: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ class Comparison:
         if len(self.compiled) == 2:
             self.notes.append("both are compiled: column 'own error' is that of b uncompiled")
         judgement = self.runs.judged()
-        names = Names(self.runs.pairs, self.runs.models, judgement)
+        names = Names(self.runs.pairs, self.runs.records[0].modules, judgement)
         for path in judgement.judge.random:
             self.notes.append(f"{path!r} was not judged: it drops different elements in each model")
         for path in judgement.judge.unjudged:
@@ -82,7 +82,7 @@ class Comparison:
         return self._result(rows, judgement.in_both(found).a.site, module, sentence)
 
     def _result(self, rows: list[Row], first: Site | None, module: str | None, verdict: str) -> Difference:
-        lonely = unmatched(self.runs.pairs, *self.runs.models)
+        lonely = unmatched(self.runs.pairs, *(record.modules for record in self.runs.records))
         return Difference(first, module, verdict, tuple(rows), tuple(lonely), tuple(self.notes))
 
 
@@ -97,7 +97,7 @@ def _row(mine: Observation, other: Observation) -> Row | None:
     dtypes = dict.fromkeys(
         str(tensor.dtype).removeprefix("torch.") for tensor in (mine.tensors[number], other.tensors[number])
     )
-    kinds = dict.fromkeys(type(observed.module).__name__ for observed in (mine, other))
+    kinds = dict.fromkeys(observed.module.kind for observed in (mine, other))
     return Row(
         site=location.site,
         call=location.call,

@@ -12,7 +12,7 @@ from torchhook.captures.agreement.pairs import require_mapping
 from torchhook.compare.diff.comparison import Comparison
 from torchhook.compare.diff.result import Difference
 from torchhook.core.batch import Batch, Loss
-from torchhook.core.selection import require_module
+from torchhook.core.selection import require_module, walk
 from torchhook.core.trees import Arguments
 
 
@@ -64,7 +64,7 @@ def diff(
         raise TypeError(f"tolerance must be a number or None, not {tolerance!r:.80}")
     if tolerance is not None and not tolerance >= 0:
         raise ValueError(f"tolerance must not be negative, but is {tolerance}")
-    comparison = Comparison(a, b, *_task(x, loss), require_mapping(match, a, b))
+    comparison = Comparison(a, b, *_task(x, loss), require_mapping(match, *(dict(walk(model)) for model in (a, b))))
     return comparison.judged() if tolerance is None else comparison.within(tolerance)
 
 
