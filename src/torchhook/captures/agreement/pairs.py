@@ -17,6 +17,7 @@ from torchhook.core.selection import nearest
 from torchhook.core.site import Site
 from torchhook.core.text import shape_of
 
+
 class Unmatched(NamedTuple):
     """A module of one model that has no match in the other."""
 

@@ -85,7 +85,8 @@ class TeacherForcedRun:
             self._report(Observation(location, output.module, [zeros]), _parent(location))
         for location, gradient in gradients.items():
             terms = self.output_sizes.get(_parent(location), 1) / (len(gradient) if gradient.dim() else 1)
-            self._report(Observation(location, self.known[student], [gradient], growth=terms / _EQUAL_TERMS), _parent(location))
+            observed = Observation(location, self.known[student], [gradient], growth=terms / _EQUAL_TERMS)
+            self._report(observed, _parent(location))
 
     def _report(self, observed: Observation, where: str) -> Observation | None:
         """Call the observer, and return what the teacher had if that replaces the student's value."""
