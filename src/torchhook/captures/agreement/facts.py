@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -13,9 +13,6 @@ from torchhook.captures.agreement.rounding import INT8, TF32, spacing
 from torchhook.core.selection import plain
 from torchhook.core.torch_internals import CONVOLUTIONS, DROPOUTS, submodules
 
-Setting = bool | int | float | str | tuple[int, ...]
-"""An attribute of a module that may say how it computes, such as an epsilon or a stride."""
-
 _QUANTIZED = ("torch.ao.nn.", "torchao.")
 
 
@@ -24,7 +21,7 @@ class ModuleFacts:
     """A module as a comparison sees it.
 
     >>> facts = facts_of(nn.LayerNorm(4, eps=1e-3))
-    >>> facts.kind, facts.is_leaf, facts.parameters["weight"], facts.settings["eps"]
+    >>> facts.kind, facts.is_leaf, facts.parameters["weight"], facts.numbers["eps"]
     ('LayerNorm', True, (4,), 0.001)
     """
 
@@ -34,8 +31,9 @@ class ModuleFacts:
     is_dropout: bool = False
     training: bool = False
     epsilon: float = 0.0  # the coarsest machine epsilon among its own parameters and what it computes with
-    parameters: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # shapes, including those of submodules
-    settings: Mapping[str, Setting] = field(default_factory=dict)
+    parameters: dict[str, tuple[int, ...]] = field(default_factory=dict)  # shapes, including those of submodules
+    numbers: dict[str, float] = field(default_factory=dict)  # attributes that may say how it computes, such as eps
+    sizes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # the same, such as a stride
 
     @property
     def size(self) -> int:
@@ -63,6 +61,7 @@ class KnownModules(dict[nn.Module, ModuleFacts]):
 
 def facts_of(module: nn.Module) -> ModuleFacts:
     """What is known of a module now."""
+    settings = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     own = [spacing(parameter) for parameter in module.parameters(recurse=False)]
     return ModuleFacts(
         kind=type(module).__name__,
@@ -72,7 +71,8 @@ def facts_of(module: nn.Module) -> ModuleFacts:
         training=module.training,
         epsilon=max([_reduced_precision(module), *own]),
         parameters={plain(name): tuple(parameter.shape) for name, parameter in module.named_parameters()},
-        settings={name: value for name, value in vars(module).items() if _is_setting(name, value)},
+        numbers={name: float(value) for name, value in settings.items() if type(value) in (int, float)},
+        sizes={name: value for name, value in settings.items() if isinstance(value, tuple) and _are_sizes(value)},
     )
 
 
@@ -98,8 +98,5 @@ def _reduced_precision(module: nn.Module) -> float:
     return TF32 if fast else 0.0
 
 
-def _is_setting(name: str, value: object) -> bool:
-    if name.startswith("_") or name == "training":
-        return False
-    several = isinstance(value, tuple) and all(type(one) is int for one in value)
-    return several or type(value) in (bool, int, float, str)
+def _are_sizes(values: tuple[object, ...]) -> bool:
+    return all(type(value) is int and value >= 0 for value in values)

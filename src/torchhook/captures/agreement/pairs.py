@@ -10,12 +10,12 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from difflib import SequenceMatcher
 from typing import Any, NamedTuple
 
+from torchhook.captures.agreement.evidence import in_words
 from torchhook.captures.agreement.recorded_run import Location, Observation, RecordedRun
-from torchhook.captures.agreement.rounding import comparable, gap
+from torchhook.captures.agreement.rounding import comparable, gap, shapes_of
 from torchhook.core.errors import SelectionError
 from torchhook.core.selection import nearest
 from torchhook.core.site import Site
-from torchhook.core.text import shape_of
 
 
 class Unmatched(NamedTuple):
@@ -177,7 +177,8 @@ def _shapes_differ(a: Observation, b: Observation) -> str:
     """Why the outputs of two modules cannot be compared; empty if neither has tensors."""
     if not a.tensors and not b.tensors:
         return ""
-    return f"it returns {shape_of(a.tensors)} in a and {shape_of(b.tensors)} in b"
+    shapes = [in_words(shapes_of(one.tensors)) for one in (a, b)]
+    return f"it returns {shapes[0]} in a and {shapes[1]} in b"
 
 
 def _calls(run: RecordedRun) -> dict[Call, Observation]:
@@ -223,7 +224,7 @@ def _shapes_and_size(output: Observation) -> Hashable:
 
 def _shapes(output: Observation) -> tuple[Hashable, ...]:
     """The same without the number of parameters."""
-    shapes = tuple(tuple(tensor.shape) for tensor in output.tensors)
+    shapes = tuple(shapes_of(output.tensors))
     return output.module.is_passive, bool(output.module.parameters), shapes
 
 

@@ -7,13 +7,14 @@ same state. No ``.grad`` is written.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from torchhook.captures.agreement.facts import KnownModules, ModuleFacts
 from torchhook.captures.agreement.rounding import precision
@@ -48,6 +49,7 @@ class Observation:
     addresses: list[Address] = field(default_factory=list)
     requires_grad: list[bool] = field(default_factory=list)  # of each tensor
     growth: float = 1.0  # factor by which long sums, if added in order, may exceed the error of one rounding
+    moved: Sequence[float] = ()  # how far rounding errors in what it is computed from move each tensor, if known
 
 
 class RecordedRun:
@@ -57,7 +59,9 @@ class RecordedRun:
         self.observations: dict[Location, Observation] = {}
         self.known = KnownModules()
         self.modules: dict[str, ModuleFacts] = {}  # all of the model, by path
+        self.parameters: Mapping[str, Tensor] = {}  # and buffers, by name
         self.coarsest = 0.0  # the machine epsilon of the coarsest parameter
+        self.is_sketched = False  # whether values are only sketches, which no model can run on
 
     def record(self, event: Event) -> None:
         """Add what a tap saw."""
@@ -144,6 +148,7 @@ def record(
     """
     recorded = RecordedRun()
     recorded.modules = {path: recorded.known[module] for path, module in walk(model)}
+    recorded.parameters = parameters_of(model)
     recorded.coarsest = precision(model.parameters())
     places = everywhere(model)
     where = where or places
@@ -178,6 +183,12 @@ def _gradients(model: nn.Module, loss: Tensor) -> dict[Location, Tensor]:
         Location(Site(path, "param_grad"), 0): torch.zeros_like(parameter) if gradient is None else gradient
         for (path, parameter), gradient in zip(named.items(), found, strict=True)
     }
+
+
+def parameters_of(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a model, by every name that they have."""
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {plain(name): tensor.detach() for name, tensor in named if not is_lazy(tensor)}
 
 
 def is_compiled(model: nn.Module) -> bool:

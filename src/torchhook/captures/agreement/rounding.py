@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -41,6 +43,35 @@ class Gap:
         return self.rms / self.scale if self.scale else math.inf if self.rms else 0.0
 
 
+class Absent(ABC):
+    """Stands for a tensor whose values are not here, but whose distance from another one can still be told."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    is_cuda = is_meta = is_nested = is_quantized = False
+    requires_grad = False
+
+    @abstractmethod
+    def gap(self, other: Tensor | Absent, is_first: bool) -> Gap:
+        """The distance from `other`, of the same shape; `is_first` if the other one's is measured relative to this."""
+
+    def is_complex(self) -> bool:
+        """Whether its numbers are complex."""
+        return self.dtype.is_complex
+
+    def is_floating_point(self) -> bool:
+        """Whether its numbers are floating-point."""
+        return self.dtype.is_floating_point
+
+    def dim(self) -> int:
+        """The number of its dimensions."""
+        return len(self.shape)
+
+    def numel(self) -> int:
+        """The number of its values."""
+        return self.shape.numel()
+
+
 def gap(a: Tensor, b: Tensor) -> Gap:
     """The difference of `b` from `a`, a tensor of the same shape.
 
@@ -49,6 +80,8 @@ def gap(a: Tensor, b: Tensor) -> Gap:
     >>> gap(torch.tensor([1.0, 2.0]), torch.tensor([1.0, torch.nan])).worst
     (1,)
     """
+    if isinstance(a, Absent) or isinstance(b, Absent):
+        return a.gap(b, is_first=True) if isinstance(a, Absent) else cast("Absent", b).gap(a, is_first=False)
     given = _numbers(a)
     if not given.numel():
         return Gap(0.0, 0.0, 0.0, 1.0, (), (0.0, 0.0))
@@ -131,11 +164,19 @@ def spacing(tensor: Tensor) -> float:
 def comparable(a: Sequence[Tensor], b: Sequence[Tensor]) -> int:
     """How many tensors at the start of both sequences have the same shapes, so that they can be compared."""
     count = 0
-    for x, y in zip(a, b, strict=False):
-        if x.is_nested or y.is_nested or x.shape != y.shape or x.is_meta or y.is_meta:
+    for x, y in zip(shapes_of(a), shapes_of(b), strict=False):
+        if x is None or x != y:
             break
         count += 1
     return count
+
+
+def shapes_of(tensors: Sequence[Tensor]) -> list[tuple[int, ...] | None]:
+    """The shapes of tensors, without reading those on disk; None for what has no plain shape or no values."""
+    known: list[tuple[int, ...] | None] | None = getattr(tensors, "shapes", None)
+    if known is not None:
+        return known
+    return [None if tensor.is_nested or tensor.is_meta else tuple(tensor.shape) for tensor in tensors]
 
 
 def _numbers(tensor: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchhook.captures.agreement.pairs import Unmatched
+from torchhook.compare.diff.match import Match
 from torchhook.core.parts import Bars
 from torchhook.core.result import Result
 from torchhook.core.site import Site
@@ -67,7 +68,8 @@ class Difference(Result):
     `first` is the first site where they diverge, or None. `module` is the path of the module at fault: that of the
     site or, if already its input differs, the module that calls it. `verdict` says so in a sentence. `rows` has one
     row per location in execution order (gradients in the order of the backward), `unmatched` the modules without a
-    match, and `notes` other remarks.
+    match, and `notes` other remarks. `step` is the step of a training at which recordings of several diverge. `match`
+    is which modules of a were compared with which of b, if they are called differently; ``match.save(path)`` keeps it.
     """
 
     first: Site | None
@@ -76,6 +78,8 @@ class Difference(Result):
     rows: tuple[Row, ...] = ()
     unmatched: tuple[Unmatched, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    step: int | None = None
+    match: Match = field(default_factory=Match)
 
     HEADER = _HEADER
 
