@@ -69,7 +69,15 @@ class FileJudge(RoundingJudge):
     ) -> ComparedTensor:
         one = super()._compared(observed, known, number, where, sure)
         carried = max((self.errors.get(source, 0.0) for source in self._sources), default=0.0)
-        self.errors[observed.location] = max(self.errors.get(observed.location, 0.0), one.gap.error)
+        judged = self._judged(one, observed, known, number, carried)
+        if sure or not judged.diverges:  # what may not be a match at all explains nothing that follows
+            self.errors[observed.location] = max(self.errors.get(observed.location, 0.0), one.gap.error)
+        return judged
+
+    def _judged(
+        self, one: ComparedTensor, observed: Observation, known: Observation, number: int, carried: float
+    ) -> ComparedTensor:
+        """The tensor with what was carried to it from others, of which the largest relative error is `carried`."""
         if one.is_gradient:
             return replace(one, carried=_BACKWARD * carried * one.gap.scale)
         tight = replace(one, carried=_TIGHT * carried * one.gap.scale)
@@ -80,12 +88,12 @@ class FileJudge(RoundingJudge):
             return replace(one, gap=gap(predicted, theirs), tensors=(predicted, theirs))
         if self._has_other_parameters(observed, known):
             return tight
-        return replace(one, carried=self._factor(observed, known, number, one.epsilon) * carried * one.gap.scale)
+        return replace(one, carried=self._factor(observed, known, number) * carried * one.gap.scale)
 
     def _suspect(self, one: ComparedTensor, number: int) -> None:
         """There are no runs with noise that could clear it."""
 
-    def _factor(self, observed: Observation, known: Observation, number: int, epsilon: float) -> float:
+    def _factor(self, observed: Observation, known: Observation, number: int) -> float:
         """How many times the error of what a value was computed from is carried on to it."""
         gains = [
             side.moved[number] / max(precision([side.tensors[number]]), 1e-30)
@@ -124,7 +132,8 @@ class FileJudge(RoundingJudge):
         """The parameters and buffers that a layer has itself."""
         prefix = f"{observed.location.site.path}." if observed.location.site.path else ""
         names = [name for name in run.parameters if name.startswith(prefix) and "." not in name[len(prefix) :]]
-        return {name[len(prefix) :]: run.parameters[name] for name in names}
+        found = {name[len(prefix) :]: run.parameters.get(name) for name in names}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}  # shards may not fit together
 
 
 @dataclass
