@@ -44,12 +44,21 @@ class FileJudge(RoundingJudge):
     Args:
         partners: Finds the teacher's location for one of the student's.
         likely: The same for locations that only probably match.
+        trusting: Whether parameters may differ, since what made them differ was judged already, in an earlier step.
     """
 
-    def __init__(self, teacher: RecordedRun, student: RecordedRun, partners: Partners, likely: Partners) -> None:
+    def __init__(
+        self,
+        teacher: RecordedRun,
+        student: RecordedRun,
+        partners: Partners,
+        likely: Partners,
+        trusting: bool = False,
+    ) -> None:
         super().__init__(teacher.gradient_order(), max(teacher.coarsest, student.coarsest))
         self.teacher, self.student = teacher, student
         self.partners, self.likely = partners, likely
+        self.trusting = trusting
         self.errors: dict[Location, float] = {}  # of the student's values
         self._sources: tuple[Location, ...] = ()
 
@@ -69,6 +78,8 @@ class FileJudge(RoundingJudge):
     ) -> ComparedTensor:
         one = super()._compared(observed, known, number, where, sure)
         carried = max((self.errors.get(source, 0.0) for source in self._sources), default=0.0)
+        if self.trusting:
+            carried = max(carried, *self._parameter_errors(observed, known).values(), 0.0)
         judged = self._judged(one, observed, known, number, carried)
         if sure or not judged.diverges:  # what may not be a match at all explains nothing that follows
             self.errors[observed.location] = max(self.errors.get(observed.location, 0.0), one.gap.error)
@@ -83,10 +94,10 @@ class FileJudge(RoundingJudge):
         tight = replace(one, carried=_TIGHT * carried * one.gap.scale)
         if not tight.diverges:
             return tight
-        if (predicted := self._predicted(observed, known)) is not None:
+        if not self.trusting and (predicted := self._predicted(observed, known)) is not None:
             theirs = observed.tensors[number]
             return replace(one, gap=gap(predicted, theirs), tensors=(predicted, theirs))
-        if self._has_other_parameters(observed, known):
+        if not self.trusting and self._parameter_errors(observed, known):
             return tight
         return replace(one, carried=self._factor(observed, known, number) * carried * one.gap.scale)
 
@@ -114,16 +125,15 @@ class FileJudge(RoundingJudge):
         formula = formula_of(Layer(known.module, mine[0], known.tensors[0], own))
         return None if formula is None else formula(theirs[0])
 
-    def _has_other_parameters(self, observed: Observation, known: Observation) -> bool:
-        """Whether the parameters of a layer differ by more than the rounding of their dtypes."""
+    def _parameter_errors(self, observed: Observation, known: Observation) -> dict[str, float]:
+        """By how much the parameters of a layer differ, those that differ by more than the rounding of their dtypes."""
         if observed.location.site.port != "output" or not (observed.module.is_leaf and known.module.is_leaf):
-            return False
+            return {}
         mine, theirs = self._parameters(self.teacher, known), self._parameters(self.student, observed)
-        return any(
-            gap(mine[name], theirs[name]).error > _PARAMETER * precision([mine[name], theirs[name]])
-            for name in mine.keys() & theirs.keys()
-            if mine[name].shape == theirs[name].shape
-        )
+        alike = [name for name in mine if name in theirs and mine[name].shape == theirs[name].shape]
+        errors = {name: gap(mine[name], theirs[name]).error for name in alike}
+        least = {name: _PARAMETER * precision([mine[name], theirs[name]]) for name in alike}
+        return {name: error for name, error in errors.items() if error > least[name]}
 
     def _input(self, run: RecordedRun, location: Location) -> Observation | None:
         return run.observations.get(Location(Site(location.site.path, "input"), location.call))

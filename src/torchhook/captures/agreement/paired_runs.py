@@ -66,6 +66,7 @@ class PairedRuns:
         batch: What both were run on, to run one of them again.
         loss: Also compare gradients, backward from this loss of output and target.
         renamed: Paths of modules in a, and what they are called in b.
+        trusting: Whether recorded parameters may differ, since what made them differ was judged already.
 
     >>> import torch
     >>> x = Batch.of(torch.arange(8.0).reshape(2, 4))
@@ -83,8 +84,10 @@ class PairedRuns:
         batch: Batch,
         loss: Loss | None = None,
         renamed: Mapping[str, str] = MappingProxyType({}),
+        trusting: bool = False,
     ) -> None:
         self.sides = a, b
+        self.trusting = trusting
         self.batch = batch
         self.loss = loss
         self.records = a.run, b.run
@@ -112,7 +115,7 @@ class PairedRuns:
 
     def _judged_as_recorded(self) -> Judgement:
         partners, likely = self.pairs.finder(from_a=False), self.pairs.finder(from_a=False, likely=True)
-        judge = FileJudge(*self.records, partners, likely)
+        judge = FileJudge(*self.records, partners, likely, self.trusting)
         judge.compare()
         return Judgement(judge, swapped=False)
 

@@ -20,16 +20,16 @@ from torchhook.core.site import Site
 from torchhook.core.trees import Arguments
 
 _ROUTED = "rounding alone changes the shapes inside {}: what depends on them was not judged"
-_NONE = Batch(Arguments((), {}), None)  # of two recordings, neither model is run
+NO_BATCH = Batch(Arguments((), {}), None)  # of two recordings, neither model is run
 _COMPILED = "{} is compiled: it was recompiled with taps inside, by the same backend with the same options"
 
 
 class Comparison:
     """Two models that were run on the same batch, and what is known about their differences."""
 
-    def __init__(self, sides: Sides, batch: Batch = _NONE, loss: Loss | None = None) -> None:
+    def __init__(self, sides: Sides, batch: Batch = NO_BATCH, loss: Loss | None = None, trusting: bool = False) -> None:
         self.sides = sides
-        self.runs = PairedRuns(sides.a, sides.b, batch, loss, sides.renamed)
+        self.runs = PairedRuns(sides.a, sides.b, batch, loss, sides.renamed, trusting)
         models = {"a": sides.a.model, "b": sides.b.model}
         self.compiled = [name for name, model in models.items() if model is not None and is_compiled(model)]
         self.notes = [_COMPILED.format(name) for name in self.compiled]

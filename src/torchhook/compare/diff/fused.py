@@ -36,7 +36,9 @@ def split(run: RecordedRun, pair: Pair, whole: str, parts: Sequence[str], others
             f"match: {whole!r} returns {_width(run, whole)} features, and {', '.join(parts)} return {sum(sizes)}"
         )
     made = {path: f"{whole}[{number}]" for number, path in enumerate(parts)}
-    for path, places in reversed(list(zip(parts, _places(sizes, pair.heads), strict=True))):  # each goes before the last
+    for path, places in reversed(
+        list(zip(parts, _places(sizes, pair.heads), strict=True))
+    ):  # each goes before the last
         _add(run, made[path], whole, lambda tensor, dim, places=places: _taken(tensor, places, dim))  # type: ignore[misc]  # mypy does not infer the defaults of a lambda
     _remove(run, [whole])
     return made

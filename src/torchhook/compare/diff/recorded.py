@@ -10,7 +10,7 @@ from torchhook.captures.agreement.paired_runs import Side
 from torchhook.captures.agreement.pairs import renaming
 from torchhook.captures.agreement.recorded_run import Location, RecordedRun
 from torchhook.captures.agreement.rounding import comparable, gap, precision, shapes_of
-from torchhook.compare.diff.comparison import Comparison
+from torchhook.compare.diff.comparison import NO_BATCH, Comparison
 from torchhook.compare.diff.match import Match
 from torchhook.compare.diff.result import Difference
 from torchhook.compare.diff.sides import matched_sides
@@ -72,15 +72,16 @@ def compared(
     b: Side,
     match: Match,
     tolerance: float | None,
-    batch: Batch | None = None,
+    batch: Batch = NO_BATCH,
     loss: Loss | None = None,
     ranks: tuple[int, int] = (1, 1),
+    trusting: bool = False,
 ) -> Difference:
     """Where two sides diverge in one pass."""
     if (other := _different_inputs(a.run, b.run)) is not None:
         return other
     sides = matched_sides(a, b, match, ranks)
-    comparison = Comparison(sides) if batch is None else Comparison(sides, batch, loss)
+    comparison = Comparison(sides, batch, loss, trusting)
     return comparison.judged() if tolerance is None else comparison.within(tolerance)
 
 
@@ -115,7 +116,8 @@ def _diff_turn(a: Recorded, b: Recorded, mine: Turn, theirs: Turn, match: Match,
     else:
         first = a.side(None, match, mine)
         second = b.side(first.run, match, theirs)
-    return compared(first, second, match, tolerance, ranks=(len(a.ranks), len(b.ranks)))
+    ranks = len(a.ranks), len(b.ranks)
+    return compared(first, second, match, tolerance, ranks=ranks, trusting=mine.step > a.first.step)
 
 
 def _with_step(found: Difference, turn: Turn, turns: int) -> str:

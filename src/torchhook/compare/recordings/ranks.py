@@ -56,7 +56,8 @@ def _joined(parts: Sequence[Observation], shapes: Sequence[Shape | None]) -> Obs
         if one is None:
             return None
         tensors.append(one)
-    return replace(first, tensors=tensors, moved=())
+    moved = [max(by) for by in zip(*(part.moved for part in parts), strict=False)]
+    return replace(first, tensors=tensors, moved=moved)
 
 
 def together(parts: Sequence[Tensor], target: Shape | None) -> Tensor | None:

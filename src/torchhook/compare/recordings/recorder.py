@@ -19,7 +19,7 @@ from torchhook.captures.agreement.recorded_run import CopiedOutputs, everywhere,
 from torchhook.captures.agreement.rounding import precision
 from torchhook.compare.recordings.files import VERSION, About, Keep, Line, write_noise
 from torchhook.compare.recordings.noise import moved_by_rounding
-from torchhook.compare.recordings.recording import RANK, Recording, to_json
+from torchhook.compare.recordings.recording import RANK, RecordedRank, Recording, to_json
 from torchhook.compare.recordings.writer import RecordingWriter
 from torchhook.compare.task import task_of
 from torchhook.core.batch import fitted, on_device
@@ -136,10 +136,9 @@ def _recorded(recorder: Recorder, x: Any, loss: Callable[..., Tensor] | None, no
             finally:
                 for parameter, grad in zip(parameters, kept, strict=True):
                     parameter.grad = grad
-    recording = recorder.recording
     if noise:
-        write_noise(recorder.folder, moved_by_rounding(model, recording.ranks[0], batch))
-    return recording
+        write_noise(recorder.folder, moved_by_rounding(model, RecordedRank(recorder.folder), batch))
+    return recorder.recording
 
 
 class Recorder(Attaching):
@@ -219,7 +218,7 @@ class Recorder(Attaching):
 
     def _see(self, event: Event) -> None:
         """Write one value."""
-        if event.recomputed or self._failure:
+        if self._failure or (event.recomputed and event.port in ("input", "output")):
             return
         step, turn = self._turn_of(event.pass_number)
         value, live = event.value, event.live

@@ -65,7 +65,8 @@ class Recording(Tabular):
         if not self.path.is_dir():
             what = "is a file; a recording is a folder" if self.path.is_file() else "does not exist"
             raise FileError(f"cannot open the recording {str(self.path)!r}: it {what}")
-        folders = sorted(self.path.glob(f"{RANK}[0-9]*"), key=lambda folder: (len(folder.name), folder.name))
+        several = [folder for folder in self.path.glob(f"{RANK}[0-9]*") if (folder / ABOUT).exists()]
+        folders = sorted(several, key=lambda folder: (len(folder.name), folder.name))
         if not (self.path / ABOUT).exists() and not folders:
             raise FileError(f"{str(self.path)!r} is not a recording: it has no {ABOUT}")
         self.ranks = [RecordedRank(folder) for folder in folders or [self.path]]
