@@ -11,6 +11,8 @@ from torchhook.captures.agreement.paired_runs import Judgement, PairedRuns
 from torchhook.captures.agreement.pairs import unmatched
 from torchhook.captures.agreement.recorded_run import Location, Observation, is_compiled
 from torchhook.captures.agreement.rounding import comparable, gap
+from torchhook.compare.diff.fits import better_fits
+from torchhook.compare.diff.fused import real_module
 from torchhook.compare.diff.match import used
 from torchhook.compare.diff.names import Names, explanation
 from torchhook.compare.diff.result import Difference, Row, place_of
@@ -83,6 +85,10 @@ class Comparison:
         off = f"not of the same shape: {found.text}" if isinstance(found, ShapeMismatch) else _excess(found)
         before = judgement.judge.last_agreement(found)
         module, sentence = explanation(names, self.runs.records, found, before, off)
+        tensors = None if isinstance(found, ShapeMismatch) else found.tensors
+        module = real_module(module, self.runs.records[0].modules.get(module), tensors)
+        if isinstance(found, ComparedTensor):
+            self.notes += better_fits(self.runs, judgement, found)
         return self._result(rows, judgement.in_both(found).a.site, module, sentence)
 
     def _names(self) -> Iterator[tuple[str, str]]:

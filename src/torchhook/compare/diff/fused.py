@@ -7,6 +7,7 @@ A run gets calls that were never made: the parts of a module's output, each as i
 from __future__ import annotations
 
 import copy
+import re
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from torchhook.captures.agreement.facts import ModuleFacts
 from torchhook.captures.agreement.recorded_run import Location, Observation, RecordedRun
-from torchhook.captures.agreement.rounding import Absent, shapes_of
+from torchhook.captures.agreement.rounding import Absent, gap, shapes_of
 from torchhook.compare.diff.match import Pair
 from torchhook.compare.recordings.sketch import Sketch
 from torchhook.core.site import Site
@@ -26,6 +27,7 @@ Change = Callable[[Tensor, int], Tensor | None]
 """Takes a tensor and the dimension of its features; None if it cannot be told what it would be."""
 
 _TRANSPOSED = ("Conv1D",)  # classes whose weights have inputs × outputs
+_PARTS, _HEADS = "parts", "heads"
 
 
 def split(run: RecordedRun, pair: Pair, whole: str, parts: Sequence[str], others: RecordedRun) -> dict[str, str]:
@@ -46,7 +48,8 @@ def split(run: RecordedRun, pair: Pair, whole: str, parts: Sequence[str], others
 
 def join(run: RecordedRun, pair: Pair, parts: Sequence[str]) -> str:
     """Replace the calls of `parts` by one that returns all of their outputs; returns its name."""
-    places = _places([_width(run, path) for path in parts], pair.heads)
+    sizes = [_width(run, path) for path in parts]
+    places = _places(sizes, pair.heads)
     name = "+".join(parts)
     calls = {location.call for location in run.observations if location.site == Site(parts[0])}
     for call in calls:
@@ -57,7 +60,7 @@ def join(run: RecordedRun, pair: Pair, parts: Sequence[str]) -> str:
             continue
         tensor = _joined([cast("Observation", one).tensors[0] for one in found], places)
         if tensor is not None and given is not None:
-            facts = replace(last.module, parameters={})
+            facts = replace(last.module, parameters={}, sizes={_PARTS: tuple(sizes), _HEADS: (pair.heads or 1,)})
             _insert(run, last.location, name, facts, given, replace(last, tensors=[tensor], moved=()))
     _remove(run, parts)
     return name
@@ -91,6 +94,20 @@ def oriented(run: RecordedRun, path: str) -> None:
 def is_turned(facts: ModuleFacts) -> bool:
     """Whether a layer has its weight the other way around than nn.Linear."""
     return facts.kind in _TRANSPOSED
+
+
+def real_module(path: str, facts: ModuleFacts | None, tensors: tuple[Tensor, Tensor] | None) -> str:
+    """The module that a call stands for; of several that are joined, the first one whose part is at fault.
+
+    >>> real_module("h.0.qkv[1]", None, None)
+    'h.0.qkv'
+    """
+    if facts is None or _PARTS not in facts.sizes or tensors is None:
+        return re.sub(r"\[\d+\]$", "", path.partition("+")[0])
+    places = _places(facts.sizes[_PARTS], facts.sizes[_HEADS][0])
+    parts = [[_taken(tensor, place, tensor.dim() - 1) for tensor in tensors] for place in places]
+    errors = [gap(mine, theirs).error for mine, theirs in parts if mine is not None and theirs is not None]
+    return next(name for name, error in zip(path.split("+"), errors, strict=True) if error > 0.5 * max(errors))
 
 
 def copied(run: RecordedRun) -> RecordedRun:

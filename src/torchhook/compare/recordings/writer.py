@@ -114,7 +114,7 @@ class RecordingWriter:
             return stored
         sketch = sketch_of(tensor, 0 if port.startswith("param") else None)
         home = sketch.home()
-        self._readers.append(lambda: {f"{key}.{name}": part for name, part in home().parts().items()})
+        self._readers.append(lambda: {f"{key}.{name}": plain_values(part) for name, part in home().parts().items()})
         self._bytes += sketch.nbytes
         return replace(stored, sketch=sketch.dim_of_features)
 
