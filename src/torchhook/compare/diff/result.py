@@ -8,9 +8,13 @@ from typing import Any
 
 from torchhook.captures.agreement.pairs import Unmatched
 from torchhook.compare.diff.match import Match
+from torchhook.core.findings import json_value
 from torchhook.core.parts import Bars
 from torchhook.core.result import Result
 from torchhook.core.site import Site
+
+VERSION = 1
+"""The version of `Difference.to_dict`; it is raised when older readers would fail."""
 
 _HEADER = ("site", "module", "error", "cosine", "own error", "explained", "worst at", "a", "b", "dtype", "")
 
@@ -87,6 +91,23 @@ class Difference(Result):
     def same(self) -> bool:
         """Whether the models agree everywhere."""
         return self.first is None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as JSON values, for programs; numbers that are not finite are strings."""
+        found = {
+            "version": VERSION,
+            "same": self.same,
+            "verdict": self.verdict,
+            "step": self.step,
+            "first": None if self.first is None else self.first._asdict(),
+            "module": self.module,
+            "notes": self.notes,
+            "unmatched": [one._asdict() for one in self.unmatched],
+            "match": [{"a": pair.a, "b": pair.b, "heads": pair.heads, "rotary": pair.rotary} for pair in self.match],
+            "rows": self._records(),
+        }
+        plain: dict[str, Any] = json_value(found)
+        return plain
 
     def lines(self) -> list[str]:
         """The notes, including one for each module that was not compared."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import sys
@@ -31,7 +32,7 @@ from torchhook.core.session import Session
 from torchhook.core.shards import local, placements, shards_of_gathered
 from torchhook.core.site import Port
 from torchhook.core.snapshot import snapshot
-from torchhook.core.tap import Tap
+from torchhook.core.tap import Tap, require_count
 from torchhook.core.text import warn
 from torchhook.core.trees import Arguments, leaves
 
@@ -45,6 +46,7 @@ def record(
     sites: Query | Iterable[Query] | None = None,
     grads: bool = False,
     optimizer: Any = None,
+    steps: int | None = None,
     keep: Keep = "all",
 ) -> Recorder: ...
 
@@ -71,6 +73,7 @@ def record(
     sites: Query | Iterable[Query] | None = None,
     grads: bool = False,
     optimizer: Any = None,
+    steps: int | None = None,
     keep: Keep = "all",
     noise: bool | None = None,
 ) -> Recording | Recorder:
@@ -88,6 +91,7 @@ def record(
         sites: The modules to record, besides the model itself; all of them by default.
         grads: In a ``with`` block, also record the gradients of the user's own backwards.
         optimizer: In a ``with`` block, number the steps of this optimizer, and record the parameters before each.
+        steps: In a ``with`` block, record so many steps (without an optimizer: passes of the model), and then no more.
         keep: ``"all"`` keeps every tensor. ``"sketch"`` keeps a few kilobytes of each, which still tell rounding from
             a mistake.
         noise: Whether to run the model twice more, with noise as large as rounding errors, to learn how far rounding
@@ -108,13 +112,15 @@ def record(
     require_module(model)
     if keep not in ("all", "sketch"):
         raise ValueError(f"keep must be 'all' or 'sketch', not {keep!r}")
-    recorder = Recorder(model, Path(to), sites, grads or loss is not None, optimizer, keep)
+    if steps is not None:
+        require_count(steps, "steps")
+    recorder = Recorder(model, Path(to), sites, grads or loss is not None, optimizer, keep, steps)
     if x is None:
         if loss is not None:
             raise ValueError("loss= needs x; in a with block, pass grads=True and call backward yourself")
         return recorder
-    if grads or optimizer is not None:
-        raise ValueError("grads= and optimizer= are for a with block; with x, pass loss=")
+    if grads or optimizer is not None or steps is not None:
+        raise ValueError("grads=, optimizer= and steps= are for a with block; with x, pass loss= for gradients")
     return _recorded(recorder, x, loss, keep == "all" if noise is None else noise)
 
 
@@ -144,7 +150,17 @@ def _recorded(recorder: Recorder, x: Any, loss: Callable[..., Tensor] | None, no
 class Recorder(Attaching):
     """Writes what flows through a model, between `open` and `close`; see `torchhook.record`."""
 
-    def __init__(self, model: nn.Module, to: Path, sites: Any, grads: bool, optimizer: Any, keep: Keep) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        to: Path,
+        sites: Any = None,
+        grads: bool = False,
+        optimizer: Any = None,
+        keep: Keep = "all",
+        steps: int | None = None,
+        counts: bool = False,
+    ) -> None:
         self.model = model
         self.path = to
         self.raises = False  # whether a fault of ours reaches the caller of the model
@@ -152,6 +168,8 @@ class Recorder(Attaching):
         self._grads = grads
         self._optimizer = optimizer
         self._keep: Keep = keep
+        self._most = math.inf if steps is None else steps
+        self._counts = counts or optimizer is not None  # whether steps are counted, or else passes
         self._writer: RecordingWriter | None = None
         self._attached = ExitStack()
         self._step = self._turn = 0
@@ -174,11 +192,11 @@ class Recorder(Attaching):
         if self._writer is not None:
             raise ValueError("a recorder is used once; make another one")
         where = self._where()
-        taps = [Tap(where, self._see, port) for port in self._ports()]
+        taps = [Tap(where, self._see, port, self._wants) for port in self._ports()]
         if self._grads:
             taps = [Tap(where, CopiedOutputs()), *taps]
             if any(parameter.requires_grad for parameter in self.model.parameters()):
-                taps.append(Tap("", self._see, "param_grad"))
+                taps.append(Tap("", self._see, "param_grad", self._wants))
         self._writer = RecordingWriter(self.folder, self._about())
         with ExitStack() as opened:
             opened.callback(self._finish)
@@ -186,7 +204,7 @@ class Recorder(Attaching):
             session = Session(self.model, taps, on_silent="ignore", on_fault=on_fault).open()
             opened.callback(session.abandon)
             if self._optimizer is not None:
-                for handle in on_step(self._optimizer, _nothing, self._stepped):
+                for handle in on_step(self._optimizer, _nothing, lambda *_: self.count_step()):
                     opened.callback(handle.remove)
             self._attached = opened.pop_all()
         return self
@@ -241,16 +259,20 @@ class Recorder(Attaching):
         assert self._writer is not None
         self._writer.add(line, [tensor for _, tensor in found], own, whole=is_input)
 
+    def _wants(self, number: int) -> bool:
+        """Whether a pass is recorded."""
+        return self._step < self._most or number in self._turns
+
     def _turn_of(self, number: int) -> tuple[int, int]:
         """The step and turn of a pass; the first event of a step writes the parameters."""
         if number not in self._turns:
             if not self._has_parameters:
                 self._write_parameters()
             self._turns[number] = self._step, self._turn
-            if self._optimizer is None:
-                self._step += 1
-            else:
+            if self._counts:
                 self._turn += 1
+            else:
+                self._step += 1
         return self._turns[number]
 
     def _write_parameters(self) -> None:
@@ -263,9 +285,9 @@ class Recorder(Attaching):
             line = Line(self._step, 0, "param", name)
             self._writer.add(line, [local(snapshot(own))], [local(own.detach())], shards=placements(own))
 
-    def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def count_step(self) -> None:
         """The optimizer has stepped: the parameters are those of the next step."""
-        if self._failure:
+        if self._failure or self._step >= self._most:
             return
         self._step, self._turn = self._step + 1, 0
         try:
