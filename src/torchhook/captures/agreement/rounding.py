@@ -90,7 +90,7 @@ def gap(a: Tensor, b: Tensor) -> Gap:
     if _are_equal(a, b):  # most are, in a copy that was changed in one place
         first = float(given.flatten()[0])
         return Gap(0.0, scale, 0.0, 1.0, (), (first, first))
-    other = _numbers(b).to(given.device)
+    other = _numbers(b).to(given.device).reshape(given.shape)
     d = _difference(given, other)
     y = torch.where(other.isfinite(), other, 0.0)
     farthest = int((d / _weight(x, scale)).argmax())
@@ -138,7 +138,7 @@ def difference(a: Tensor, b: Tensor) -> Tensor:
     [2.0, 0.0]
     """
     x = _numbers(a)
-    return _difference(x, _numbers(b).to(x.device))
+    return _difference(x, _numbers(b).to(x.device).reshape(x.shape))
 
 
 def peak_of(differences: Tensor, a: Tensor, scale: float) -> float:
@@ -162,13 +162,24 @@ def spacing(tensor: Tensor) -> float:
 
 
 def comparable(a: Sequence[Tensor], b: Sequence[Tensor]) -> int:
-    """How many tensors at the start of both sequences have the same shapes, so that they can be compared."""
+    """How many tensors at the start of both sequences have shapes that can be compared."""
     count = 0
     for x, y in zip(shapes_of(a), shapes_of(b), strict=False):
-        if x is None or x != y:
+        if not are_alike(x, y):
             break
         count += 1
     return count
+
+
+def are_alike(x: tuple[int, ...] | None, y: tuple[int, ...] | None) -> bool:
+    """Whether shapes are the same, or are so once samples and positions, which some engines keep in one, are one.
+
+    >>> are_alike((2, 3, 8), (6, 8)), are_alike((2, 3, 8), (3, 2, 8))
+    (True, False)
+    """
+    if x is None or y is None or x == y:
+        return x is not None and x == y
+    return bool(x and y) and len(x) != len(y) and x[-1] == y[-1] and math.prod(x) == math.prod(y)
 
 
 def shapes_of(tensors: Sequence[Tensor]) -> list[tuple[int, ...] | None]:

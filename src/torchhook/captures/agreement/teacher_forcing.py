@@ -121,7 +121,7 @@ class TeacherForcedRun:
     def _teachers_value(self, observed: Observation, partner: Observation, number: int) -> Tensor:
         """The teacher's tensor in the dtype and on the device of the student's, connected to its autograd graph."""
         old, new = observed.tensors[number], partner.tensors[number]
-        value = self._noisy(torch.empty_like(old).copy_(new), [new])
+        value = self._noisy(torch.empty_like(old).copy_(new.reshape(old.shape)), [new])
         if not (old.requires_grad and torch.is_grad_enabled()):
             return value
         location = Location(Site(observed.location.site.path, "grad_output"), observed.location.call, number)
@@ -135,7 +135,8 @@ class TeacherForcedRun:
         partner = self._report(Observation(location, module, [gradient]), _parent(location))
         if partner is None or not comparable(partner.tensors, [gradient]):
             return gradient
-        return self._noisy(torch.empty_like(gradient).copy_(partner.tensors[0]), partner.tensors, self.coarsest)
+        known = torch.empty_like(gradient).copy_(partner.tensors[0].reshape(gradient.shape))
+        return self._noisy(known, partner.tensors, self.coarsest)
 
     def _noisy_batch(self, batch: Batch, student: nn.Module) -> Batch:
         given = self.teacher.observations.get(Location(Site("", "input"), 0))

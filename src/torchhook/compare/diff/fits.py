@@ -27,9 +27,9 @@ def better_fits(runs: PairedRuns, judgement: Judgement, found: ComparedTensor) -
 
 
 def _siblings(run: RecordedRun, location: Location) -> Iterator[tuple[Location, Observation]]:
-    """The outputs of the other modules that the same module calls."""
-    parent = location.site.path.rpartition(".")[0]
+    """The outputs of the other modules of the same kind that the same module calls."""
+    parent, own = location.site.path.rpartition(".")[0], run.observations[location].module
     for at, observed in run.observations.items():
-        is_other = at.site.port == "output" and at != location and observed.tensors
-        if is_other and at.site.path.rpartition(".")[0] == parent:
+        is_other = at.site.port == "output" and at != location and at.site.path.rpartition(".")[0] == parent
+        if is_other and (observed.module.kind, observed.module.parameters) == (own.kind, own.parameters):
             yield at, observed

@@ -88,7 +88,7 @@ class Match(Sequence[Pair]):
 
 def _pair(entry: Any) -> Pair:
     if not isinstance(entry, Mapping) or not {"a", "b"} <= entry.keys():
-        raise TypeError(f"match: an entry must have the modules of a and of b, not {entry!r:.80}")
+        raise TypeError(f"match must map paths in a to paths in b; {entry!r:.80} does not have a and b")
     if unknown := entry.keys() - {field.name for field in fields(Pair)}:
         raise ValueError(f"match: an entry has a, b, heads and rotary, not {', '.join(sorted(unknown))}")
     numbers = {name: entry.get(name) for name in ("heads", "rotary")}
