@@ -115,7 +115,7 @@ def _side(name: str, option: str, seed: int, evaluated: bool) -> Any:
 
 def _match(texts: list[str]) -> Any:
     """The map that was given: one file, or pairs of paths."""
-    if len(texts) == 1 and "=" not in texts[0]:
+    if len(texts) == 1 and texts[0].endswith(".toml"):
         return texts[0]
     return dict(_pair(text) for text in texts) or None
 
@@ -145,7 +145,7 @@ def _made(name: str, option: str, seed: int, evaluated: bool) -> nn.Module:
 def _pair(text: str) -> tuple[str, str]:
     left, equals, right = text.partition("=")
     if not equals:
-        raise wrong("--match", f"must be path-in-A=path-in-B, or one TOML file, not {text!r}")
+        raise wrong("--match", f"must be path-in-A=path-in-B, not {text!r} (the name of a file ends in .toml)")
     return left, right
 
 

@@ -29,7 +29,9 @@ def seeded(model):
         for name, parameter in sorted(model.named_parameters()):
             scale = 0.12 if parameter.dim() > 1 else 0.1
             noise = torch.randn(parameter.shape, generator=generator) * scale
-            parameter.copy_(noise + (1 if "norm" in name or "ln_" in name else 0) * (parameter.dim() == 1) * ("bias" not in name))
+            parameter.copy_(
+                noise + (1 if "norm" in name or "ln_" in name else 0) * (parameter.dim() == 1) * ("bias" not in name)
+            )
     return model.eval()
 
 
@@ -111,7 +113,10 @@ def as_llama(own):
 
 def split_llama(variant):
     """The same Llama with split projections."""
-    own, other = language(variant, llama=True, kv_heads=2), Language(Fault(**FAULTS.get(variant, {})), llama=True, fused=False, kv_heads=2)
+    own, other = (
+        language(variant, llama=True, kv_heads=2),
+        Language(Fault(**FAULTS.get(variant, {})), llama=True, fused=False, kv_heads=2),
+    )
     state = {name: value for name, value in own.state_dict().items() if name in other.state_dict()}
     for number, block in enumerate(own.blocks):
         q, k, v = block.attn.qkv.weight.split([WIDTH, WIDTH // 2, WIDTH // 2])
@@ -135,7 +140,9 @@ def tensor_parallel(variant):
     model = language(variant, llama=True, fused=False)
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     columns = ("attn.wq", "attn.wk", "attn.wv", "mlp.gate", "mlp.up")
-    plan = {name: ColwiseParallel() for name in columns} | {name: RowwiseParallel() for name in ("attn.out", "mlp.down")}
+    plan = {name: ColwiseParallel() for name in columns} | {
+        name: RowwiseParallel() for name in ("attn.out", "mlp.down")
+    }
     for block in model.blocks:
         parallelize_module(block, mesh, plan)
     return model

@@ -62,6 +62,7 @@ class RecordedRun:
         self.parameters: Mapping[str, Tensor] = {}  # and buffers, by name
         self.coarsest = 0.0  # the machine epsilon of the coarsest parameter
         self.is_sketched = False  # whether values are only sketches, which no model can run on
+        self.stand_ins: dict[str, tuple[str, ...]] = {}  # calls that were never made, and the modules they stand for
 
     def record(self, event: Event) -> None:
         """Add what a tap saw."""

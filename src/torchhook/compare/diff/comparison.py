@@ -86,15 +86,16 @@ class Comparison:
         before = judgement.judge.last_agreement(found)
         module, sentence = explanation(names, self.runs.records, found, before, off)
         tensors = None if isinstance(found, ShapeMismatch) else found.tensors
-        module = real_module(module, self.runs.records[0].modules.get(module), tensors)
+        module = real_module(self.runs.records[0], module, tensors)
         if isinstance(found, ComparedTensor):
             self.notes += better_fits(self.runs, judgement, found)
         return self._result(rows, judgement.in_both(found).a.site, module, sentence)
 
     def _names(self) -> Iterator[tuple[str, str]]:
         """The paths of modules that were compared, in a and in b; not what stands for a part or a union of some."""
+        invented = {path for record in self.runs.records for path in record.stand_ins}
         for mine, theirs in self.runs.pairs.partners.items():
-            if not {"[", "+"} & {*mine.path, *theirs.path}:
+            if not invented & {mine.path, theirs.path}:
                 yield mine.path, theirs.path
 
     def _result(self, rows: list[Row], first: Site | None, module: str | None, verdict: str) -> Difference:

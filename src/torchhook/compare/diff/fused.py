@@ -7,7 +7,6 @@ A run gets calls that were never made: the parts of a module's output, each as i
 from __future__ import annotations
 
 import copy
-import re
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -38,6 +37,7 @@ def split(run: RecordedRun, pair: Pair, whole: str, parts: Sequence[str], others
             f"match: {whole!r} returns {_width(run, whole)} features, and {', '.join(parts)} return {sum(sizes)}"
         )
     made = {path: f"{whole}[{number}]" for number, path in enumerate(parts)}
+    run.stand_ins |= dict.fromkeys(made.values(), (whole,))
     for path, places in reversed(
         list(zip(parts, _places(sizes, pair.heads), strict=True))
     ):  # each goes before the last
@@ -51,6 +51,7 @@ def join(run: RecordedRun, pair: Pair, parts: Sequence[str]) -> str:
     sizes = [_width(run, path) for path in parts]
     places = _places(sizes, pair.heads)
     name = "+".join(parts)
+    run.stand_ins[name] = tuple(parts)
     calls = {location.call for location in run.observations if location.site == Site(parts[0])}
     for call in calls:
         found = [run.observations.get(Location(Site(path), call)) for path in parts]
@@ -96,24 +97,22 @@ def is_turned(facts: ModuleFacts) -> bool:
     return facts.kind in _TRANSPOSED
 
 
-def real_module(path: str, facts: ModuleFacts | None, tensors: tuple[Tensor, Tensor] | None) -> str:
-    """The module that a call stands for; of several that are joined, the first one whose part is at fault.
-
-    >>> real_module("h.0.qkv[1]", None, None)
-    'h.0.qkv'
-    """
-    if facts is None or _PARTS not in facts.sizes or tensors is None:
-        return re.sub(r"\[\d+\]$", "", path.partition("+")[0])
-    places = _places(facts.sizes[_PARTS], facts.sizes[_HEADS][0])
+def real_module(run: RecordedRun, path: str, tensors: tuple[Tensor, Tensor] | None) -> str:
+    """The module that a call stands for; of several that are joined, the first one whose part is at fault."""
+    real = run.stand_ins.get(path, (path,))
+    if len(real) == 1 or tensors is None:
+        return real[0]
+    sizes = run.modules[path].sizes
+    places = _places(sizes[_PARTS], sizes[_HEADS][0])
     parts = [[_taken(tensor, place, tensor.dim() - 1) for tensor in tensors] for place in places]
     errors = [gap(mine, theirs).error for mine, theirs in parts if mine is not None and theirs is not None]
-    return next(name for name, error in zip(path.split("+"), errors, strict=True) if error > 0.5 * max(errors))
+    return next(name for name, error in zip(real, errors, strict=True) if error > 0.5 * max(errors))
 
 
 def copied(run: RecordedRun) -> RecordedRun:
     """The same run, to be changed."""
     twin = copy.copy(run)
-    twin.observations, twin.modules = dict(run.observations), dict(run.modules)
+    twin.observations, twin.modules, twin.stand_ins = dict(run.observations), dict(run.modules), {}
     return twin
 
 
