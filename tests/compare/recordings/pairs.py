@@ -1,21 +1,24 @@
 """Pairs of models that should be the same, each side of which records itself in a process of its own.
 
-``python pairs.py PAIR SIDE FOLDER KEEP`` records side a, or side b as it is and with each of its faults.
+``python pairs.py FOLDER SIDE PAIR...`` records side a, or side b as it is and with each of its faults.
 """
 
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import distributed, nn
 from torch.multiprocessing.spawn import spawn
 
-from small_models import FAULTS, HEADS, LAYERS, LENGTH, PLANTED, VOCABULARY, WIDTH, Fault, Language, plant
+from small_models import FAULTS, HEADS, LAYERS, LENGTH, PLANTED, VOCABULARY, WIDTH, EngineModel, Fault, Language, plant
 from torchhook import record
 
 HEALTHY = "healthy"
 GPT = ("mask", "scale", "dropout", "late mask", "late scale", *PLANTED)
 LLAMA = ("base", *GPT)
+LORA = ("lora scale", "lora left out", "lora swapped", "lora base", "lora norm", "lora head")
 
 
 def ids():
@@ -49,7 +52,7 @@ def gpt2():
     return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes, bos_token_id=0, eos_token_id=0)).eval()
 
 
-def llama():
+def llama(kv_heads):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -58,7 +61,7 @@ def llama():
         intermediate_size=2 * WIDTH,
         num_hidden_layers=LAYERS,
         num_attention_heads=HEADS,
-        num_key_value_heads=2,
+        num_key_value_heads=kv_heads,
         max_position_embeddings=LENGTH,
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
@@ -87,14 +90,14 @@ def as_gpt2(own):
 
 def as_llama(own):
     """Llama of transformers with the weights of a `Language`."""
-    model = llama()
+    model, inner = llama(own.blocks[0].attn.kv_heads), own.blocks[0].attn.kv_heads * WIDTH // HEADS
     inside = model.model
     with torch.no_grad():
         inside.embed_tokens.weight.copy_(own.tok.weight)
         for theirs, mine in zip(inside.layers, own.blocks, strict=True):
             theirs.input_layernorm.weight.copy_(mine.norm1.weight)
             theirs.post_attention_layernorm.weight.copy_(mine.norm2.weight)
-            q, k, v = mine.attn.qkv.weight.split([WIDTH, WIDTH // 2, WIDTH // 2])
+            q, k, v = mine.attn.qkv.weight.split([WIDTH, inner, inner])
             gate, up = mine.mlp.gate_up.weight.chunk(2)
             attention, mlp = theirs.self_attn, theirs.mlp
             for layer, weight in {
@@ -193,57 +196,83 @@ def with_lora(merged):
     return made
 
 
+def engine(variant):
+    """The stand-in for an inference engine: its names, fused layers, and tokens of all samples in one dimension."""
+    return EngineModel(language(variant, llama=True, kv_heads=2))
+
+
+def engine_parallel(variant):
+    """The same on several ranks, each with some of the heads and features, as plain tensors."""
+    return EngineModel(language(variant, llama=True), distributed.get_rank(), distributed.get_world_size())
+
+
+@dataclass(frozen=True)
+class Models:
+    """Two models that should be the same: what records itself as side a, and as side b with each of some faults."""
+
+    a: Callable[[], nn.Module]
+    b: Callable[[str], nn.Module]
+    faults: tuple[str, ...]
+    ranks: int = 1  # that record side b
+
+    @property
+    def variants(self):
+        return HEALTHY, *self.faults
+
+
+def healthy_llama(**options):
+    return language(HEALTHY, llama=True, **options)
+
+
 PAIRS = {
-    "gpt2": (lambda: as_gpt2(language(HEALTHY)), language, GPT),
-    "llama fused": (
-        lambda: as_llama(language(HEALTHY, llama=True, kv_heads=2)),
-        lambda variant: language(variant, llama=True, kv_heads=2),
-        LLAMA,
+    "gpt2": Models(lambda: as_gpt2(language(HEALTHY)), language, GPT),
+    "llama-fused": Models(
+        lambda: as_llama(healthy_llama(kv_heads=2)), lambda variant: language(variant, llama=True, kv_heads=2), LLAMA
     ),
-    "llama split": (lambda: as_llama(language(HEALTHY, llama=True, kv_heads=2)), split_llama, LLAMA),
-    "bfloat16": (
-        lambda: language(HEALTHY, llama=True),
-        lambda variant: language(variant, llama=True).bfloat16(),
-        LLAMA,
-    ),
-    "inductor": (
-        lambda: language(HEALTHY, llama=True),
-        lambda variant: torch.compile(language(variant, llama=True), backend="inductor"),
+    "llama-split": Models(lambda: as_llama(healthy_llama(kv_heads=2)), split_llama, LLAMA),
+    "bfloat16": Models(healthy_llama, lambda variant: language(variant, llama=True).bfloat16(), LLAMA),
+    "lora": Models(with_lora(merged=True), with_lora(merged=False), LORA),
+    "engine": Models(lambda: as_llama(healthy_llama(kv_heads=2)), engine, LLAMA),
+    "inductor": Models(
+        lambda: healthy_llama(layers=2),
+        lambda variant: torch.compile(language(variant, llama=True, layers=2), backend="inductor"),
         ("base", "mask", "scale", "eps", "swapped", "head"),
     ),
-    "tensor parallel": (lambda: language(HEALTHY, llama=True, fused=False), tensor_parallel, LLAMA),
-    "fully sharded": (lambda: language(HEALTHY, llama=True, fused=False), fully_sharded, LLAMA),
-    "lora": (
-        with_lora(merged=True),
-        with_lora(merged=False),
-        ("lora scale", "lora left out", "lora swapped", "lora base", "lora norm", "lora head"),
-    ),
+    "tensor-parallel-2": Models(lambda: healthy_llama(fused=False), tensor_parallel, LLAMA, ranks=2),
+    "tensor-parallel-4": Models(lambda: healthy_llama(fused=False), tensor_parallel, LLAMA, ranks=4),
+    "fully-sharded": Models(lambda: healthy_llama(fused=False), fully_sharded, LLAMA, ranks=2),
+    "engine-parallel": Models(lambda: as_llama(healthy_llama()), engine_parallel, LLAMA, ranks=2),
 }
-"""What records itself as side a, what as side b with each of some faults."""
 
 
-def main(pair, side, folder, keep, ranks="1"):
-    """Record one side, in one process or in several."""
-    if int(ranks) > 1:
-        spawn(ranked, (pair, side, folder, keep, int(ranks)), int(ranks))
+def main(folder, side, *names):
+    """Record one side of some pairs, each kept in both ways; pairs with several ranks run in as many processes."""
+    if PAIRS[names[0]].ranks > 1 and side == "b":
+        spawn(ranked, (folder, names[0]), PAIRS[names[0]].ranks)
     else:
-        recorded(pair, side, folder, keep)
+        for name in names:
+            recorded(folder, side, name)
 
 
-def ranked(rank, pair, side, folder, keep, ranks):
-    meeting = Path(folder, f"meeting-{side}")
-    meeting.parent.mkdir(parents=True, exist_ok=True)
-    distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
-    recorded(pair, side, folder, keep)
+def ranked(rank, folder, name):
+    meeting = Path(folder, f"{name}.meeting")
+    distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=PAIRS[name].ranks)
+    recorded(folder, "b", name)
     distributed.destroy_process_group()
 
 
-def recorded(pair, side, folder, keep):
+def recorded(folder, side, name):
     torch.set_num_threads(1)
-    a, b, faults = PAIRS[pair]
-    for variant in (HEALTHY, *faults) if side == "b" else (HEALTHY,):
-        model = a() if side == "a" else b(variant)
-        record(model, ids(), to=Path(folder) / f"{side}-{variant.replace(' ', '-')}.th", keep=keep)
+    models = PAIRS[name]
+    for variant in models.variants if side == "b" else (HEALTHY,):
+        model = models.a() if side == "a" else models.b(variant)
+        for keep in ("all", "sketch"):
+            x = ids().flatten() if isinstance(model, EngineModel) else ids()
+            record(model, x, to=recording_of(folder, name, side, variant, keep), keep=keep)
+
+
+def recording_of(folder, name, side, variant, keep):
+    return Path(folder, name, f"{side}-{variant.replace(' ', '-')}-{keep}.th")
 
 
 if __name__ == "__main__":

@@ -138,6 +138,101 @@ class Language(nn.Module):
         return self.head(self.norm(x))
 
 
+class EngineNorm(nn.Module):
+    """The norm of inference engines: it adds the residual first, and returns both."""
+
+    def __init__(self, source):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(source.weight.detach().clone()), source.eps
+
+    def forward(self, x, residual=None):
+        residual = x if residual is None else x + residual
+        wide = residual.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (wide * scale).to(x.dtype) * self.weight, residual
+
+
+class Shard(nn.Module):
+    """The part of a linear layer that one rank has, as a plain tensor; `reduces` adds up what all ranks return."""
+
+    def __init__(self, weight, reduces=False):
+        super().__init__()
+        self.weight, self.reduces = nn.Parameter(weight.detach().clone()), reduces
+
+    def forward(self, x):
+        y = F.linear(x, self.weight)
+        if self.reduces and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(y)
+        return y
+
+
+class EngineAttention(nn.Module):
+    def __init__(self, source, rank, ranks):
+        super().__init__()
+        self.size, self.fault = source.size, source.fault
+        self.widths = [source.heads * self.size // ranks, *[source.kv_heads * self.size // ranks] * 2]
+        whole = [width * ranks for width in self.widths]
+        parts = [part.chunk(ranks)[rank] for part in source.qkv.weight.split(whole)]
+        self.qkv_proj = Shard(torch.cat(parts))
+        self.o_proj = Shard(source.out.weight.chunk(ranks, 1)[rank], reduces=True)
+
+    def forward(self, x):
+        q, k, v = (one.view(-1, LENGTH, one.shape[-1]) for one in self.qkv_proj(x).split(self.widths, -1))
+        q, k, v = (one.unflatten(-1, (-1, self.size)).transpose(1, 2) for one in (q, k, v))
+        q, k = (turned(one, self.fault.base) for one in (q, k))
+        k, v = (one.repeat_interleave(q.shape[1] // k.shape[1], 1) for one in (k, v))
+        scores = q @ k.transpose(-1, -2) * (self.fault.scale / math.sqrt(self.size))
+        mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(self.fault.shift)
+        weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+        weights = F.dropout(weights, self.fault.drop) if self.fault.drop else weights
+        return self.o_proj((weights @ v).transpose(1, 2).flatten(2).flatten(0, 1))
+
+
+class EngineMLP(nn.Module):
+    def __init__(self, source, rank, ranks):
+        super().__init__()
+        parts = [part.chunk(ranks)[rank] for part in source.gate_up.weight.chunk(2)]
+        self.gate_up_proj = Shard(torch.cat(parts))
+        self.down_proj = Shard(source.down.weight.chunk(ranks, 1)[rank], reduces=True)
+
+    def forward(self, x):
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        return self.down_proj(F.silu(gate) * up)
+
+
+class EngineLayer(nn.Module):
+    def __init__(self, source, rank, ranks):
+        super().__init__()
+        self.self_attn = EngineAttention(source.attn, rank, ranks)
+        self.mlp = EngineMLP(source.mlp, rank, ranks)
+        self.input_layernorm = EngineNorm(source.norm1)
+        self.post_attention_layernorm = EngineNorm(source.norm2)
+
+    def forward(self, x, residual):
+        x, residual = self.input_layernorm(x, residual)
+        x, residual = self.post_attention_layernorm(self.self_attn(x), residual)
+        return self.mlp(x), residual
+
+
+class EngineModel(nn.Module):
+    """A Llama as inference engines write it, with the names of vLLM and SGLang, sharded by hand."""
+
+    def __init__(self, source, rank=0, ranks=1):
+        super().__init__()
+        self.model = nn.Module()
+        self.model.embed_tokens = source.tok
+        self.model.layers = nn.ModuleList(EngineLayer(block, rank, ranks) for block in source.blocks)
+        self.model.norm = EngineNorm(source.norm)
+        self.lm_head = source.head
+
+    def forward(self, ids):
+        x, residual = self.model.embed_tokens(ids), None
+        for layer in self.model.layers:
+            x, residual = layer(x, residual)
+        x, _ = self.model.norm(x, residual)
+        return self.lm_head(x)
+
+
 def plant(model, name):
     """Make a fault that is in the weights or settings of a `Language`, not in its code."""
     with torch.no_grad():
@@ -148,7 +243,7 @@ def plant(model, name):
         elif name == "head":
             model.head.weight = nn.Parameter(model.head.weight.roll(1, 0))
         elif name == "bias":
-            model.blocks[2].mlp.down.weight.mul_(1.3)
+            model.blocks[-1].mlp.down.weight.mul_(1.3)
 
 
 def swap(attn):

@@ -120,6 +120,7 @@ class ShapeMismatch:
     text: str  # both shapes in words
     before: int  # how many tensors were compared before
     shapes: tuple[Shapes, Shapes]  # the teacher's and the student's
+    same_kind: bool = True  # whether the modules are of one class, which takes the same arguments
     excused: bool = False
 
     @property

@@ -31,11 +31,14 @@ _PARAMETER = 2.0  # rounding errors by which a parameter may differ
 
 
 class Seen(NamedTuple):
-    """A value in a run, the path of the module whose forward was running, and where what it was computed from is."""
+    """A value in a run, the path of the module whose forward was running, and where what it was computed from is.
+
+    `sources` are groups: what is nearest, then what is further away, in case nothing of the nearest was compared.
+    """
 
     observed: Observation
     where: str
-    sources: tuple[Location, ...]
+    sources: Sequence[Sequence[Location]]
 
 
 class FileJudge(RoundingJudge):
@@ -60,7 +63,7 @@ class FileJudge(RoundingJudge):
         self.partners, self.likely = partners, likely
         self.trusting = trusting
         self.errors: dict[Location, float] = {}  # of the student's values
-        self._sources: tuple[Location, ...] = ()
+        self._sources: Sequence[Sequence[Location]] = ()
 
     def compare(self) -> None:
         """Compare all values that both have."""
@@ -77,13 +80,18 @@ class FileJudge(RoundingJudge):
         self, observed: Observation, known: Observation, number: int, where: str, sure: bool
     ) -> ComparedTensor:
         one = super()._compared(observed, known, number, where, sure)
-        carried = max((self.errors.get(source, 0.0) for source in self._sources), default=0.0)
+        carried = self._carried()
         if self.trusting:
             carried = max(carried, *self._parameter_errors(observed, known).values(), 0.0)
         judged = self._judged(one, observed, known, number, carried)
         if sure or not judged.diverges:  # what may not be a match at all explains nothing that follows
             self.errors[observed.location] = max(self.errors.get(observed.location, 0.0), one.gap.error)
         return judged
+
+    def _carried(self) -> float:
+        """The largest error of what the value was computed from, as far as it was compared."""
+        groups = ([self.errors[source] for source in group if source in self.errors] for group in self._sources)
+        return max(next(filter(None, groups), [0.0]))
 
     def _judged(
         self, one: ComparedTensor, observed: Observation, known: Observation, number: int, carried: float
@@ -152,7 +160,6 @@ class _Frame:
 
     path: str
     known: list[Location] = field(default_factory=list)
-    has_called: bool = False
 
 
 def seen(run: RecordedRun) -> Iterator[Seen]:
@@ -162,21 +169,24 @@ def seen(run: RecordedRun) -> Iterator[Seen]:
     for location, observed in run.observations.items():
         path, port = location.site
         if port == "input":
-            yield Seen(observed, frames[-1].path if frames else "", tuple(frames[-1].known) if frames else ())
-            for frame in frames[-1:]:
-                frame.has_called = True
+            yield Seen(observed, frames[-1].path if frames else "", _known(frames))
             frames.append(_Frame(path, [location]))
         elif port == "output":
             while frames and frames[-1].path != path:
                 frames.pop()  # calls that raised an exception which the model caught
-            frame = frames.pop() if frames else _Frame(path)
-            yield Seen(observed, path, tuple(frame.known))
+            yield Seen(observed, path, _known(frames))
+            frames = frames[:-1]
             for outer in frames[-1:]:
                 outer.known.append(location)
         else:
-            forward = [at for at in _forward_of(location) if at in run.observations]
-            yield Seen(observed, path.rpartition(".")[0] if port == "param_grad" else path, (*gradients, *forward))
+            where = path.rpartition(".")[0] if port == "param_grad" else path
+            yield Seen(observed, where, [[*gradients, *_forward_of(location)]])
             gradients.append(location)
+
+
+def _known(frames: Sequence[_Frame]) -> list[list[Location]]:
+    """What the calls in progress can compute with, innermost first."""
+    return [list(frame.known) for frame in reversed(frames)]
 
 
 def _forward_of(location: Location) -> Sequence[Location]:

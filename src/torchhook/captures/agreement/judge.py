@@ -93,7 +93,8 @@ class RoundingJudge:
         if mismatch.has_effect and next((one for one in self.compared[mismatch.before :] if one.sure), None) is first:
             return True
         path = mismatch.location.site.path
-        is_inside = mismatch.location.site.port == "input" and _is_under(first.location.site.path, path)
+        matters = mismatch.location.site.port == "input" and (mismatch.has_effect or mismatch.same_kind)
+        is_inside = matters and _is_under(first.location.site.path, path)
         return is_inside and self.compared.index(first) >= mismatch.before
 
     def _beginning(self, first: ComparedTensor) -> ComparedTensor:
@@ -124,9 +125,11 @@ class RoundingJudge:
         if known is None:
             return
         count = comparable(known.tensors, observed.tensors)
+        port = observed.location.site.port
         if sure and count < max(len(known.tensors), len(observed.tensors)):
             self._note_mismatch(observed, known, where, count)
-        port = observed.location.site.port
+        if port == "input" and len(known.tensors) != len(observed.tensors):
+            sure = False  # what one of them adds up inside, the other may have added up before
         modules = (observed.module, known.module) if port == "output" else ()
         for number in range(count):
             one = self._compared(observed, known, number, where, sure)
@@ -168,7 +171,15 @@ class RoundingJudge:
         if location.site.port == "input" or not (count or is_callers):
             shapes = shapes_of(known.tensors), shapes_of(observed.tensors)
             text = f"{in_words(shapes[0])} and {in_words(shapes[1])}"
-            self.mismatches[location] = ShapeMismatch(location, known.location, where, text, len(self.compared), shapes)
+            self.mismatches[location] = ShapeMismatch(
+                location,
+                known.location,
+                where,
+                text,
+                len(self.compared),
+                shapes,
+                known.module.kind == observed.module.kind,
+            )
 
     def _measure_noise(self, observed: Observation, known: Observation | None, where: str, sure: bool) -> None:
         """In a run with noise: measure how far it moves the suspects."""

@@ -49,10 +49,18 @@ class Pairs:
         for mine, other in pairs:
             if mine in self.a and other in self.b and mine not in self.partners and other not in taken:
                 if comparable(self.a[mine].tensors, self.b[other].tensors):
+                    if self._is_doubtful(self.a[mine], self.b[other]):
+                        self.likely[mine] = other
+                        continue
                     self.partners[mine] = other
                     taken.add(other)
                 else:
                     self.misshapen[mine] = other
+
+    def _is_doubtful(self, mine: Observation, other: Observation) -> bool:
+        """Whether two containers do not return the same things, such as a sum and its two terms."""
+        containers = not (mine.module.is_leaf or other.module.is_leaf)
+        return containers and len(mine.tensors) != len(other.tensors)
 
     def align(self, key: Callable[[Observation], Hashable], known: Mapping[Call, Call]) -> None:
         """Match free leaf modules with equal `key` that run in the same order between the same `known` pairs."""

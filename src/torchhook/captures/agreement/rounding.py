@@ -174,12 +174,13 @@ def comparable(a: Sequence[Tensor], b: Sequence[Tensor]) -> int:
 def are_alike(x: tuple[int, ...] | None, y: tuple[int, ...] | None) -> bool:
     """Whether shapes are the same, or are so once samples and positions, which some engines keep in one, are one.
 
-    >>> are_alike((2, 3, 8), (6, 8)), are_alike((2, 3, 8), (3, 2, 8))
-    (True, False)
+    >>> are_alike((2, 3, 8), (6, 8)), are_alike((2, 3), (6,)), are_alike((2, 3, 8), (3, 2, 8))
+    (True, True, False)
     """
     if x is None or y is None or x == y:
         return x is not None and x == y
-    return bool(x and y) and len(x) != len(y) and x[-1] == y[-1] and math.prod(x) == math.prod(y)
+    sizes = sorted((x, y), key=len)
+    return len(x) != len(y) and math.prod(x) == math.prod(y) and (len(sizes[0]) == 1 or x[-1:] == y[-1:])
 
 
 def shapes_of(tensors: Sequence[Tensor]) -> list[tuple[int, ...] | None]:

@@ -123,11 +123,11 @@ def _add(run: RecordedRun, path: str, source: str, change: Change) -> None:
     prefix = f"{source}."
     news = {}
     for name in own:
-        if prefix + name in run.parameters:
-            turned = is_turned(facts) and len(own[name]) > 1
-            found = change(run.parameters[prefix + name], 1 if turned else 0)
-            if found is not None:
-                news[f"{path}.{name}"] = found
+        whole = run.parameters.get(prefix + name)
+        turned = is_turned(facts) and len(own[name]) > 1
+        found = None if whole is None else change(whole, 1 if turned else 0)
+        if found is not None:
+            news[f"{path}.{name}"] = found
     run.parameters = _overlaid(run, news)
     shapes = {name.removeprefix(f"{path}."): tuple(tensor.shape) for name, tensor in news.items()}
     run.modules[path] = replace(facts, is_leaf=True, parameters=shapes)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from torchhook.captures.agreement.evidence import in_words
 from torchhook.captures.agreement.paired_runs import Side
 from torchhook.captures.agreement.pairs import renaming
 from torchhook.captures.agreement.recorded_run import Location, RecordedRun
-from torchhook.captures.agreement.rounding import are_alike, comparable, gap, precision, shapes_of
+from torchhook.captures.agreement.rounding import comparable, gap, precision, shapes_of
 from torchhook.compare.diff.comparison import NO_BATCH, Comparison
 from torchhook.compare.diff.match import Match
 from torchhook.compare.diff.result import Difference
@@ -131,9 +133,12 @@ def _different_inputs(a: RecordedRun, b: RecordedRun) -> Difference | None:
     if mine is None or theirs is None or not mine.tensors or not theirs.tensors:
         return None
     shapes = [shapes_of(one.tensors)[0] for one in (mine, theirs)]
-    if not are_alike(*shapes):
-        return _inputs_differ(f"the first one is {shapes[0]} in a, and {shapes[1]} in b")
-    for number in range(comparable(mine.tensors, theirs.tensors)):
+    if math.prod(shapes[0] or ()) != math.prod(shapes[1] or ()):
+        return _inputs_differ(f"the first one is {in_words(shapes[:1])} in a, and {in_words(shapes[1:])} in b")
+    count = max(
+        1, comparable(mine.tensors, theirs.tensors)
+    )  # of token ids, the number has to be the same, not the shape
+    for number in range(count):
         pair = mine.tensors[number], theirs.tensors[number]
         apart = gap(*pair)
         if apart.error > _ROUNDING * precision(pair):

@@ -7,6 +7,7 @@ others are parts of the features. Modules that only some ranks have, such as the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import cast
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from torchhook.captures.agreement.recorded_run import Location, Observation, RecordedRun
+from torchhook.captures.agreement.rounding import are_alike
 from torchhook.compare.recordings.recording import RecordedRank, StoredParameters, Turn
 from torchhook.compare.recordings.sketch import GROUP, Sketch
 
@@ -68,8 +70,10 @@ def together(parts: Sequence[Tensor], target: Shape | None) -> Tensor | None:
             [0., 0., 0., 1., 1., 1.]])
     """
     shapes = [tuple(part.shape) for part in parts]
-    if target is not None and all(shape == target for shape in shapes):
+    if target is not None and all(are_alike(shape, target) for shape in shapes):
         return parts[0]
+    if target is not None and len(shapes[0]) == 2 < len(target):  # all samples and positions are in one dimension
+        target = math.prod(target[:-1]), target[-1]
     if target is None:
         if _are_equal(parts):
             return parts[0]
@@ -106,7 +110,11 @@ class JoinedParameters(Mapping[str, Tensor]):
         having = [rank for rank in self._ranks if name in rank]
         parts = [rank[name] for rank in having]
         shards = [rank.stored[name].shards for rank in having]
-        found = _by_shards(parts, shards) if any(shards) else together(parts, self._target(name))
+        if any(shards):
+            found = _by_shards(parts, shards)
+        else:  # plain tensors: without a shape to compare with, only copies can be told
+            target = self._target(name)
+            found = together(parts, target) if target or _are_equal(parts) else None
         if found is None:
             raise KeyError(name)
         return found

@@ -60,7 +60,8 @@ class Sketch(Absent):
 
     def gap(self, other: Tensor | Absent, is_first: bool) -> Gap:
         """About how far the two tensors are apart; the worst of the kept entries shows where."""
-        theirs = other if isinstance(other, Sketch) else sketch_of(other, self.dim_of_features)  # type: ignore[arg-type]  # there is no other kind
+        dim = self.dim_of_features if len(other.shape) == len(self.shape) else len(other.shape) - 1
+        theirs = other if isinstance(other, Sketch) else sketch_of(other, dim)  # type: ignore[arg-type]  # there is no other kind
         a, b = (self, theirs) if is_first else (theirs, self)
         x, y = a.sums.double(), b.sums.double()
         scale, other_scale, apart = (_rms(part, a) for part in (x, y, x - y))
