@@ -128,8 +128,9 @@ class RoundingJudge:
         port = observed.location.site.port
         if sure and count < max(len(known.tensors), len(observed.tensors)):
             self._note_mismatch(observed, known, where, count)
-        if port == "input" and len(known.tensors) != len(observed.tensors):
-            sure = False  # what one of them adds up inside, the other may have added up before
+        same_kind = known.module.kind == observed.module.kind
+        if port == "input" and len(known.tensors) != len(observed.tensors) and not same_kind:
+            return  # what one of them adds up inside, the other may have added up before
         modules = (observed.module, known.module) if port == "output" else ()
         for number in range(count):
             one = self._compared(observed, known, number, where, sure)
@@ -171,14 +172,9 @@ class RoundingJudge:
         if location.site.port == "input" or not (count or is_callers):
             shapes = shapes_of(known.tensors), shapes_of(observed.tensors)
             text = f"{in_words(shapes[0])} and {in_words(shapes[1])}"
+            same_kind = known.module.kind == observed.module.kind
             self.mismatches[location] = ShapeMismatch(
-                location,
-                known.location,
-                where,
-                text,
-                len(self.compared),
-                shapes,
-                known.module.kind == observed.module.kind,
+                location, known.location, where, text, len(self.compared), shapes, same_kind
             )
 
     def _measure_noise(self, observed: Observation, known: Observation | None, where: str, sure: bool) -> None:
