@@ -1,6 +1,6 @@
 """Pairs of models that should be the same, each side of which records itself in a process of its own.
 
-``python pairs.py FOLDER SIDE PAIR...`` records side a, or side b as it is and with each of its faults.
+``python recorded_pairs.py FOLDER SIDE PAIR...`` records side a, or side b as it is and with each of its faults.
 """
 
 import sys
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from small_models import FAULTS, HEADS, LAYERS, LENGTH, PLANTED, VOCABULARY, WIDTH, EngineModel, Fault, Language, plant
 from torch import distributed, nn
 from torch.multiprocessing.spawn import spawn
 
-from small_models import FAULTS, HEADS, LAYERS, LENGTH, PLANTED, VOCABULARY, WIDTH, EngineModel, Fault, Language, plant
 from torchhook import record
 
 HEALTHY = "healthy"
