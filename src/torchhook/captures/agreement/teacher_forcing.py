@@ -121,6 +121,8 @@ class TeacherForcedRun:
     def _teachers_value(self, observed: Observation, partner: Observation, number: int) -> Tensor:
         """The teacher's tensor in the dtype and on the device of the student's, connected to its autograd graph."""
         old, new = observed.tensors[number], partner.tensors[number]
+        if old.layout != new.layout:  # a recording has the values of a sparse tensor as a dense one
+            return old
         value = self._noisy(torch.empty_like(old).copy_(new.reshape(old.shape)), [new])
         if not (old.requires_grad and torch.is_grad_enabled()):
             return value

@@ -8,6 +8,7 @@ others are parts of the features. Modules that only some ranks have, such as the
 from __future__ import annotations
 
 import math
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import cast
@@ -26,21 +27,44 @@ Expected = Callable[[Location], "Sequence[Shape | None]"]
 
 
 def joined(ranks: Sequence[RecordedRank], turn: Turn, like: RecordedRun | None, expected: Expected) -> RecordedRun:
-    """What all ranks had in one pass, together."""
-    runs = [rank.run(turn) for rank in ranks if turn in rank.turns]
+    """What all ranks had in one pass, together: those with the same modules joined, then all stages in their order."""
+    stages: dict[frozenset[str], list[RecordedRun]] = {}
+    for rank in ranks:
+        if turn in rank.turns:
+            stages.setdefault(frozenset(rank.about.modules), []).append(rank.run(turn))
+    return _in_sequence([_side_by_side(runs, like, expected) for runs in stages.values()])
+
+
+def _side_by_side(runs: Sequence[RecordedRun], like: RecordedRun | None, expected: Expected) -> RecordedRun:
+    """What ranks with the same modules had."""
     if len(runs) == 1:
         return runs[0]
     whole = RecordedRun()
-    for run in runs:
-        whole.modules = {**run.modules, **whole.modules}
-    whole.coarsest, whole.is_sketched = max(run.coarsest for run in runs), runs[0].is_sketched
+    whole.modules, whole.is_sketched = runs[0].modules, runs[0].is_sketched
+    whole.coarsest = max(run.coarsest for run in runs)
     for location in dict.fromkeys(at for run in runs for at in run.observations):
         parts = [run.observations[location] for run in runs if location in run.observations]
         found = _joined(parts, expected(location))
         if found is not None:
             whole.observations[location] = found
-    _put_output_last(whole)
     whole.parameters = JoinedParameters([cast("StoredParameters", run.parameters) for run in runs], like)
+    return whole
+
+
+def _in_sequence(stages: Sequence[RecordedRun]) -> RecordedRun:
+    """What the stages of a pipeline had: of what they share, the first input and the last output."""
+    if len(stages) == 1:
+        return stages[0]
+    whole = RecordedRun()
+    whole.is_sketched = stages[0].is_sketched
+    whole.coarsest = max(stage.coarsest for stage in stages)
+    whole.parameters = ChainMap(*(cast("dict[str, Tensor]", stage.parameters) for stage in stages))
+    for stage in stages:
+        whole.modules = {**stage.modules, **whole.modules}
+        for location, observed in stage.observations.items():
+            if location.site.port == "output":
+                whole.observations.pop(location, None)  # its place is behind what came since
+            whole.observations.setdefault(location, observed)
     return whole
 
 
@@ -153,9 +177,3 @@ def _are_equal(parts: Sequence[Tensor]) -> bool:
     if isinstance(parts[0], Sketch):
         return all(cast("Sketch", part).sums.equal(parts[0].sums) for part in parts)
     return all(part.equal(parts[0]) for part in parts)
-
-
-def _put_output_last(run: RecordedRun) -> None:
-    """The output of the model itself comes after what all ranks have computed."""
-    for location in [at for at in run.observations if at.site.path == "" and at.site.port == "output"]:
-        run.observations[location] = run.observations.pop(location)

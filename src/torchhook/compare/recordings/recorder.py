@@ -197,16 +197,18 @@ class Recorder(Attaching):
             taps = [Tap(where, CopiedOutputs()), *taps]
             if any(parameter.requires_grad for parameter in self.model.parameters()):
                 taps.append(Tap("", self._see, "param_grad", self._wants))
-        self._writer = RecordingWriter(self.folder, self._about())
-        with ExitStack() as opened:
-            opened.callback(self._finish)
-            on_fault = None if self.raises else self._fail
-            session = Session(self.model, taps, on_silent="ignore", on_fault=on_fault).open()
-            opened.callback(session.abandon)
-            if self._optimizer is not None:
-                for handle in on_step(self._optimizer, _nothing, lambda *_: self.count_step()):
-                    opened.callback(handle.remove)
-            self._attached = opened.pop_all()
+        on_fault = None if self.raises else self._fail
+        session = Session(self.model, taps, on_silent="ignore", on_fault=on_fault).open()
+        try:
+            self._writer = RecordingWriter(self.folder, self._about())
+        except BaseException:
+            session.abandon()
+            raise
+        self._attached.callback(self._finish)  # after everything else
+        self._attached.callback(session.abandon)
+        if self._optimizer is not None:
+            for handle in on_step(self._optimizer, _nothing, lambda *_: self.count_step()):
+                self._attached.callback(handle.remove)
         return self
 
     def close(self) -> None:

@@ -107,7 +107,8 @@ class RecordingWriter:
         key, dtype = str(self._tensors), str(tensor.dtype).removeprefix("torch.")
         self._tensors += 1
         stored = StoredTensor(tuple(tensor.shape), dtype, self._files, key)
-        if whole or tensor.is_nested or is_small(tensor):
+        tensor = tensor if tensor.layout == torch.strided else tensor.to_dense()
+        if whole or is_small(tensor):
             arriving = self._transfer(tensor)
             self._readers.append(lambda: {key: plain_values(read(arriving))})
             self._bytes += tensor.nbytes
