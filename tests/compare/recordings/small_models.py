@@ -46,10 +46,13 @@ class Attention(nn.Module):
         else:
             self.wq, self.wk, self.wv = (nn.Linear(width, size, bias) for size in (width, inner, inner))
         self.fused, self.out = fused, nn.Linear(width, width, bias)
+        self.by_head = False  # whether the fused projection has queries, keys and values of one head, then of the next
 
     def forward(self, x):
         width, inner = self.heads * self.size, self.kv_heads * self.size
-        if self.fused:
+        if self.by_head:
+            q, k, v = (one.flatten(-2) for one in self.qkv(x).unflatten(-1, (self.heads, 3, -1)).unbind(-2))
+        elif self.fused:
             q, k, v = self.qkv(x).split([width, inner, inner], -1)
         else:
             q, k, v = self.wq(x), self.wk(x), self.wv(x)

@@ -31,11 +31,7 @@ _PARTS, _HEADS = "parts", "heads"
 
 def split(run: RecordedRun, pair: Pair, whole: str, parts: Sequence[str], others: RecordedRun) -> dict[str, str]:
     """Replace the calls of `whole` by those of its parts; returns what stands for each of `parts` of the other run."""
-    sizes = [_width(others, path) for path in parts]
-    if _width(run, whole) != sum(sizes):
-        raise ValueError(
-            f"match: {whole!r} returns {_width(run, whole)} features, and {', '.join(parts)} return {sum(sizes)}"
-        )
+    sizes = _sizes(others, parts, run, whole)
     made = {path: f"{whole}[{number}]" for number, path in enumerate(parts)}
     run.stand_ins |= dict.fromkeys(made.values(), (whole,))
     for path, places in reversed(
@@ -46,9 +42,9 @@ def split(run: RecordedRun, pair: Pair, whole: str, parts: Sequence[str], others
     return made
 
 
-def join(run: RecordedRun, pair: Pair, parts: Sequence[str]) -> str:
-    """Replace the calls of `parts` by one that returns all of their outputs; returns its name."""
-    sizes = [_width(run, path) for path in parts]
+def join(run: RecordedRun, pair: Pair, parts: Sequence[str], whole: str, others: RecordedRun) -> str:
+    """Replace the calls of `parts` by one that returns what `whole` of the other run does; returns its name."""
+    sizes = _sizes(run, parts, others, whole)
     places = _places(sizes, pair.heads)
     name = "+".join(parts)
     run.stand_ins[name] = tuple(parts)
@@ -221,6 +217,14 @@ def _overlaid(run: RecordedRun, news: dict[str, Tensor]) -> Mapping[str, Tensor]
 
 def _turned(tensor: Tensor) -> Tensor:
     return tensor if isinstance(tensor, Absent) or tensor.dim() != 2 else tensor.T
+
+
+def _sizes(run: RecordedRun, parts: Sequence[str], others: RecordedRun, whole: str) -> list[int]:
+    """How many features each of `parts` returns; raises unless these are together those of `whole`."""
+    sizes, width = [_width(run, path) for path in parts], _width(others, whole)
+    if width != sum(sizes):
+        raise ValueError(f"match: {whole!r} returns {width} features, and {', '.join(parts)} return {sum(sizes)}")
+    return sizes
 
 
 def _width(run: RecordedRun, path: str) -> int:

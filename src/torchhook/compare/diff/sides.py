@@ -56,10 +56,10 @@ def _translated(runs: tuple[RecordedRun, RecordedRun], pair: Pair, swapped: bool
         return {}
     if len(pair.a) == 1:
         if swapped:  # a, which computes them at once, has to run again
-            return {pair.a[0]: join(b, pair, pair.b)}
+            return {pair.a[0]: join(b, pair, pair.b, pair.a[0], a)}
         return {part: path for path, part in split(a, pair, pair.a[0], pair.b, b).items()}
     if swapped is False:
-        return {join(a, pair, pair.a): pair.b[0]}
+        return {join(a, pair, pair.a, pair.b[0], b): pair.b[0]}
     return split(b, pair, pair.b[0], pair.a, a)
 
 

@@ -1,9 +1,10 @@
 """A sketch of a tensor: a few kilobytes that tell how far two tensors are apart, with neither of them at hand.
 
 The values are multiplied by signs and added up: over groups of neighbouring features, and over some of the rows,
-several times with other random signs. The signs depend on the sizes alone, so the sketch of a difference is the difference of
-the sketches, and its length is about that of the difference itself. Groups keep the order of the features: the sketch
-of a part of them, such as one of several projections that were computed at once, is a part of the sketch.
+several times with other random signs. The signs depend on the sizes alone, so the sketch of a difference is the
+difference of the sketches, and its length is about that of the difference itself. Groups keep the order of the
+features: the sketch of a part of them, such as one of several projections that were computed at once, is a part of the
+sketch.
 """
 
 from __future__ import annotations
