@@ -87,7 +87,10 @@ class Pairs:
             (one, other): gap(self.a[one].tensors[0], self.b[other].tensors[0]).error
             for one, held in mine.items()
             for other, held_there in others.items()
-            if held == held_there and comparable(self.a[one].tensors, self.b[other].tensors)
+            if held == held_there
+            and one in self.a
+            and other in self.b  # a recording may end before they returned
+            and comparable(self.a[one].tensors, self.b[other].tensors)
         }
         taken: set[Call] = set()
         for one, other in sorted(errors, key=errors.__getitem__):

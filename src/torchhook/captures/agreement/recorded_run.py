@@ -91,6 +91,8 @@ class RecordedRun:
         output = self.observations.get(Location(Site(location.site.path), location.call))
         if output is None or output.requires_grad[location.leaf : location.leaf + 1] != [True]:
             return None
+        if self.is_sketched or not self.of("grad_output"):  # there was no backward
+            return None
         return Observation(location, output.module, [torch.zeros_like(output.tensors[location.leaf])])
 
     def of(self, port: str) -> list[Observation]:

@@ -21,6 +21,7 @@ from torchhook.captures.agreement.facts import ModuleFacts
 from torchhook.captures.appendable import as_bytes
 from torchhook.core.errors import FileError
 from torchhook.core.result import replace_file
+from torchhook.core.site import Port
 from torchhook.core.untrusted import built, json_in, json_of
 
 ABOUT, LINES, VALUES = "recording.json", "values.jsonl", "values-{:05}.safetensors"
@@ -82,7 +83,7 @@ class StoredTensor:
 class Moved:
     """How far rounding errors in what a value is computed from have moved its tensors, relative to their sizes."""
 
-    port: str
+    port: Port
     path: str
     call: int
     by: tuple[float, ...]
@@ -94,7 +95,7 @@ class Line:
 
     step: int
     turn: int  # which pass of the step
-    port: str
+    port: Port
     path: str
     call: int = 0
     leaf: int = 0

@@ -28,7 +28,7 @@ from torchhook.compare.recordings.files import (
 from torchhook.compare.recordings.sketch import Sketch
 from torchhook.core.errors import FileError, NotRecordedError
 from torchhook.core.selection import nearest
-from torchhook.core.site import PORTS, Site
+from torchhook.core.site import Site
 from torchhook.core.tabular import Tabular
 from torchhook.core.trees import Arguments
 from torchhook.core.untrusted import json_of
@@ -160,10 +160,10 @@ class RecordedRank:
         run = RecordedRun()
         run.modules, run.coarsest = dict(self.about.modules), self.about.coarsest
         run.parameters, run.is_sketched = self.parameters(turn.step), self.about.keep == "sketch"
-        moved = {Location(_site(one.path, one.port), one.call): one.by for one in read_noise(self.folder)}
+        moved = {Location(Site(one.path, one.port), one.call): one.by for one in read_noise(self.folder)}
         for line in self.lines:
             if (line.step, line.turn) == turn and line.port != "param":
-                location = Location(_site(line.path, line.port), line.call, line.leaf)
+                location = Location(Site(line.path, line.port), line.call, line.leaf)
                 run.observations[location] = Observation(
                     location,
                     run.modules.get(line.path, _UNKNOWN),
@@ -307,12 +307,6 @@ def from_json(text: str, tensors: Sequence[Tensor]) -> Arguments:
         return Arguments(revived(args), revived(kwargs))
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise FileError(f"the arguments in a recording cannot be read: {error}") from error
-
-
-def _site(path: str, port: str) -> Site:
-    if port not in PORTS:
-        raise FileError(f"a recording names the port {port!r:.40}; the ports are {', '.join(PORTS)}")
-    return Site(path, port)
 
 
 def _address(text: str) -> tuple[Any, ...]:
