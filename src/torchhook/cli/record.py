@@ -64,11 +64,11 @@ def record(
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise wrong("--to", f"{str(to)!r} exists already; choose another name, or delete it first")
     options = {"to": to.absolute(), "sites": sites, "kind": model, "grads": grads, "keep": keep.value, "steps": steps}
-    context.obj.append(Launch(Script(script, tuple(args or ()), is_module), options, str(to)))
+    context.obj.append(RecordingLaunch(Script(script, tuple(args or ()), is_module), options, str(to)))
 
 
 @dataclass
-class Launch:
+class RecordingLaunch:
     """A script to run, and how to record it."""
 
     script: Script
@@ -100,6 +100,8 @@ class Launch:
         if self.recording is None or self.recording.recorder is None:
             return "nothing was recorded: no module with parameters was called"
         try:
+            if self.recording.failure is not None:
+                raise self.recording.failure
             found = self.recording.recorder.recording
             model, count = found.model, len(found.steps)
         except Exception as error:

@@ -12,7 +12,7 @@ from torch import nn
 from torchhook import FileError, SelectionError, diff, record
 from torchhook.compare.diff.found import fusions, prefix
 from torchhook.compare.diff.fused import _places
-from torchhook.compare.diff.match import Match, Pair
+from torchhook.compare.diff.match import Counterparts, Match
 
 IDS = torch.arange(48).view(2, 24)
 
@@ -40,7 +40,7 @@ def test_what_a_map_may_say(tmp_path):
     match = Match.of([{"a": "h.*.attn", "b": ["q.*", "k.*"], "heads": 4}, {"a": 'odd"name\\', "b": "b", "rotary": 8}])
     match.save(tmp_path / "map.toml")
     assert list(Match.of(tmp_path / "map.toml")) == list(match) == list(Match.of(match))
-    assert Match.of({("q", "k"): "qk", "a": {"b": "c", "rotary": 2}})[1] == Pair(("a",), ("c",), None, 2)
+    assert Match.of({("q", "k"): "qk", "a": {"b": "c", "rotary": 2}})[1] == Counterparts(("a",), ("c",), None, 2)
     assert list(Match.of(None)) == [] and repr(Match.of({"a": ("b", "c")})) == "Match({'a': ('b', 'c')})"
 
 

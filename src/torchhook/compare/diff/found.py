@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from torchhook.captures.agreement.pairs import Call, renaming
 from torchhook.captures.agreement.recorded_run import Observation, RecordedRun
 from torchhook.captures.agreement.rounding import shapes_of
-from torchhook.compare.diff.match import Pair
+from torchhook.compare.diff.match import Counterparts
 
 _DEEPEST = 4  # names that a wrapper may put before all others
 _MOST = 4  # layers that are computed at once
@@ -32,21 +32,21 @@ def prefix(a: Collection[str], b: Collection[str]) -> dict[str, str]:
     return {"": outer_b[0]} if outer_b and outer_b[1] > same else {}
 
 
-def fusions(a: RecordedRun, b: RecordedRun, renamed: Mapping[str, str]) -> Iterator[Pair]:
+def fusions(a: RecordedRun, b: RecordedRun, renamed: Mapping[str, str]) -> Iterator[Counterparts]:
     """The layers that one model computes at once and the other one by one, in the order of execution."""
     names = {renaming(call.path, renamed) for call in _layers(a)}
     theirs = _layers(b)
     known = names & {call.path for call in theirs}
     mine = [(call, one) for call, one in _layers(a).items() if renaming(call.path, renamed) not in known]
     others = [(call, one) for call, one in theirs.items() if call.path not in known]
-    found: dict[Pair, None] = {}
+    found: dict[Counterparts, None] = {}
     i = j = 0
     while i < len(mine) and j < len(others):
         if (count := _fused(mine[i][1], [one for _, one in others[j : j + _MOST]])) > 1:
-            found[Pair((mine[i][0].path,), tuple(call.path for call, _ in others[j : j + count]))] = None
+            found[Counterparts((mine[i][0].path,), tuple(call.path for call, _ in others[j : j + count]))] = None
             i, j = i + 1, j + count
         elif (count := _fused(others[j][1], [one for _, one in mine[i : i + _MOST]])) > 1:
-            found[Pair(tuple(call.path for call, _ in mine[i : i + count]), (others[j][0].path,))] = None
+            found[Counterparts(tuple(call.path for call, _ in mine[i : i + count]), (others[j][0].path,))] = None
             i, j = i + count, j + 1
         else:
             i, j = _next(i, j, [one for _, one in mine], [one for _, one in others])

@@ -18,7 +18,7 @@ from torch import Tensor
 from torchhook.captures.agreement.facts import ModuleFacts
 from torchhook.captures.agreement.recorded_run import Location, Observation, RecordedRun
 from torchhook.captures.agreement.rounding import Absent, gap, shapes_of
-from torchhook.compare.diff.match import Pair
+from torchhook.compare.diff.match import Counterparts
 from torchhook.compare.recordings.sketch import Sketch
 from torchhook.core.site import Site
 
@@ -29,7 +29,9 @@ _TRANSPOSED = ("Conv1D",)  # classes whose weights have inputs × outputs
 _PARTS, _HEADS = "parts", "heads"
 
 
-def split(run: RecordedRun, pair: Pair, whole: str, parts: Sequence[str], others: RecordedRun) -> dict[str, str]:
+def split(
+    run: RecordedRun, pair: Counterparts, whole: str, parts: Sequence[str], others: RecordedRun
+) -> dict[str, str]:
     """Replace the calls of `whole` by those of its parts; returns what stands for each of `parts` of the other run."""
     sizes = _sizes(others, parts, run, whole)
     made = {path: f"{whole}[{number}]" for number, path in enumerate(parts)}
@@ -42,7 +44,7 @@ def split(run: RecordedRun, pair: Pair, whole: str, parts: Sequence[str], others
     return made
 
 
-def join(run: RecordedRun, pair: Pair, parts: Sequence[str], whole: str, others: RecordedRun) -> str:
+def join(run: RecordedRun, pair: Counterparts, parts: Sequence[str], whole: str, others: RecordedRun) -> str:
     """Replace the calls of `parts` by one that returns what `whole` of the other run does; returns its name."""
     sizes = _sizes(run, parts, others, whole)
     places = _places(sizes, pair.heads)

@@ -20,7 +20,7 @@ from torchhook.core.selection import nearest
 
 
 @dataclass(frozen=True)
-class Pair:
+class Counterparts:
     """Modules of a and their counterparts in b; one side has several if the other computes them at once.
 
     With `heads`, the features of the one that computes several are ordered by head: those of all parts for the first of
@@ -38,14 +38,14 @@ class Pair:
         return len(self.a) == len(self.b) == 1 and self.rotary is None
 
 
-class Match(Sequence[Pair]):
+class Match(Sequence[Counterparts]):
     """The entries of a map between the names of two models; `save` writes them to a file that ``match=`` takes.
 
     >>> Match.of({"h.*.attn": "blocks.*.mix"})
     Match({'h.*.attn': 'blocks.*.mix'})
     """
 
-    def __init__(self, pairs: Sequence[Pair] = ()) -> None:
+    def __init__(self, pairs: Sequence[Counterparts] = ()) -> None:
         self.pairs = tuple(pairs)
 
     @staticmethod
@@ -65,7 +65,8 @@ class Match(Sequence[Pair]):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the entries to a TOML file."""
-        Path(path).write_text("\n".join(map(_toml, self.pairs)), encoding="utf-8")
+        entries = "\n".join(map(_toml, self.pairs))
+        Path(path).write_text(f"# Modules of a, and their counterparts in b.\n{entries}", encoding="utf-8")
 
     def expanded(self, a: Collection[str], b: Collection[str]) -> Match:
         """The entries without stars, given the paths of all modules; raises if they do not fit.
@@ -86,10 +87,10 @@ class Match(Sequence[Pair]):
         return f"Match({{{', '.join(shown)}}})"
 
 
-def _pair(entry: Any) -> Pair:
+def _pair(entry: Any) -> Counterparts:
     if not isinstance(entry, Mapping) or not {"a", "b"} <= entry.keys():
         raise TypeError(f"match must map paths in a to paths in b; {entry!r:.80} does not have a and b")
-    if unknown := entry.keys() - {field.name for field in fields(Pair)}:
+    if unknown := entry.keys() - {field.name for field in fields(Counterparts)}:
         raise ValueError(f"match: an entry has a, b, heads and rotary, not {', '.join(sorted(unknown))}")
     numbers = {name: entry.get(name) for name in ("heads", "rotary")}
     for name, number in numbers.items():
@@ -100,7 +101,7 @@ def _pair(entry: Any) -> Pair:
         raise ValueError(f"match: {_shown(a)} and {_shown(b)}: one side must be a single module")
     if numbers["rotary"] is not None and (len(a), len(b)) != (1, 1):
         raise ValueError(f"match: {_shown(a)} and {_shown(b)}: rotary goes with one module on each side")
-    return Pair(a, b, **numbers)
+    return Counterparts(a, b, **numbers)
 
 
 def _paths(given: Any) -> tuple[str, ...]:
@@ -110,7 +111,7 @@ def _paths(given: Any) -> tuple[str, ...]:
     return paths
 
 
-def _expanded(pair: Pair, a: Collection[str], b: Collection[str]) -> Iterator[Pair]:
+def _expanded(pair: Counterparts, a: Collection[str], b: Collection[str]) -> Iterator[Counterparts]:
     stars = {path.count("*") for path in (*pair.a, *pair.b)}
     if len(stars) > 1:
         raise ValueError(f"match: {_shown(pair.a)} and {_shown(pair.b)} must have the same number of stars")
@@ -148,12 +149,14 @@ def _read(path: Path) -> Match:
     try:
         toml = require("tomllib" if sys.version_info >= (3, 11) else "tomli", "cli", "a map in a file")
         found = toml.loads(path.read_text(encoding="utf-8"))
-        return Match([_pair(entry) for entry in found["match"]])
+        if found.keys() - {"match"}:
+            raise ValueError(f"a map consists of [[match]] entries, not {', '.join(map(repr, found))}")
+        return Match([_pair(entry) for entry in found.get("match", ())])
     except (OSError, ValueError, TypeError, LookupError) as error:
         raise FileError(f"match: cannot read {str(path)!r}: {error}") from error
 
 
-def _toml(pair: Pair) -> str:
+def _toml(pair: Counterparts) -> str:
     numbers = {"heads": pair.heads, "rotary": pair.rotary}
     lines = [f"{name} = {_quoted(paths)}" for name, paths in (("a", pair.a), ("b", pair.b))]
     lines += [f"{name} = {number}" for name, number in numbers.items() if number is not None]
@@ -169,26 +172,26 @@ def _shown(paths: Sequence[str]) -> str:
     return repr(paths[0]) if len(paths) == 1 else repr(tuple(paths))
 
 
-def used(pairs: Sequence[Pair], names: Iterable[tuple[str, str]]) -> Match:
+def used(pairs: Sequence[Counterparts], names: Iterable[tuple[str, str]]) -> Match:
     """The map that was used: the entries, and the names of modules that are called differently, with stars for numbers.
 
     >>> used([], [("h.0.fc", "blocks.0.up"), ("h.1.fc", "blocks.1.up"), ("norm", "norm")])
     Match({'h.*.fc': 'blocks.*.up'})
     """
     known = {path for pair in pairs for path in (*pair.a, *pair.b)}
-    differing = [Pair((a,), (b,)) for a, b in dict.fromkeys(names) if a != b and not {a, b} & known]
+    differing = [Counterparts((a,), (b,)) for a, b in dict.fromkeys(names) if a != b and not {a, b} & known]
     return Match([*_starred(list(pairs)), *_starred(differing)])
 
 
-def _starred(pairs: Sequence[Pair]) -> list[Pair]:
+def _starred(pairs: Sequence[Counterparts]) -> list[Counterparts]:
     """The same pairs, those that differ in numbers alone as one; a number that is not the same on both sides stays."""
-    groups: dict[Pair, list[Pair]] = {}
+    groups: dict[Counterparts, list[Counterparts]] = {}
     for pair in pairs:
         groups.setdefault(_pattern(pair), []).append(pair)
     return [pattern if len(held) > 1 else held[0] for pattern, held in groups.items()]
 
 
-def _pattern(pair: Pair) -> Pair:
+def _pattern(pair: Counterparts) -> Counterparts:
     paths = [path.split(".") for path in (*pair.a, *pair.b)]
     numbers = [[name for name in path if name.isdecimal()] for path in paths]
     if any(found != numbers[0] for found in numbers):

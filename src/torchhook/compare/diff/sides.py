@@ -11,7 +11,7 @@ from torchhook.captures.agreement.pairs import renaming
 from torchhook.captures.agreement.recorded_run import RecordedRun
 from torchhook.compare.diff.found import fusions, prefix
 from torchhook.compare.diff.fused import copied, is_turned, join, oriented, reorder, split
-from torchhook.compare.diff.match import Match, Pair
+from torchhook.compare.diff.match import Counterparts, Match
 
 
 class Sides(NamedTuple):
@@ -20,7 +20,7 @@ class Sides(NamedTuple):
     a: Side
     b: Side
     renamed: Mapping[str, str]
-    pairs: tuple[Pair, ...]
+    pairs: tuple[Counterparts, ...]
 
 
 def matched_sides(a: Side, b: Side, match: Match, ranks: tuple[int, int] = (1, 1)) -> Sides:
@@ -44,7 +44,7 @@ def matched_sides(a: Side, b: Side, match: Match, ranks: tuple[int, int] = (1, 1
     return Sides(Side(runs[0], a.model), Side(runs[1], b.model), renamed, (*given, *found))
 
 
-def _translated(runs: tuple[RecordedRun, RecordedRun], pair: Pair, swapped: bool | None) -> dict[str, str]:
+def _translated(runs: tuple[RecordedRun, RecordedRun], pair: Counterparts, swapped: bool | None) -> dict[str, str]:
     """Put one run into the terms of the other; a student, which has to run again, keeps its own. Returns new names."""
     a, b = runs
     if len(pair.a) == len(pair.b) == 1:

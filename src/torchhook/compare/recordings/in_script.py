@@ -36,6 +36,7 @@ class ScriptRecorder:
         steps: int | None = 1,
     ) -> None:
         self.recorder: Recorder | None = None
+        self.failure: Exception | None = None  # why the model could not be recorded
         self._to = to
         self._sites = sites
         self._kind = kind
@@ -59,14 +60,17 @@ class ScriptRecorder:
         """A module is called; if it is the model, record it from now on."""
         if self.recorder is not None or not self._is_model(module):
             return
+        self._waiting.close()
         self.recorder = Recorder(
             module, self._to, self._sites, self._grads, keep=self._keep, steps=self._steps, counts=self._grads
         )
-        self._attached.enter_context(self.recorder)
-        if self._grads:
-            for handle in on_any_step(_nothing, self._stepped):
-                self._attached.callback(handle.remove)
-        self._waiting.close()
+        try:
+            self._attached.enter_context(self.recorder)
+        except Exception as error:  # a fault of ours, or of an option, must not stop the script
+            self.failure = error
+            return
+        for handle in on_any_step(_nothing, self._stepped) if self._grads else ():
+            self._attached.callback(handle.remove)
 
     def _is_model(self, module: nn.Module) -> bool:
         if torch.compiler.is_compiling() or isinstance(module, torch.jit.ScriptModule):
