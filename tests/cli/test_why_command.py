@@ -1,6 +1,8 @@
 """``torchhook why``: what is wrong with a run and what to try next, for people and for programs."""
 
 import json
+import subprocess
+import sys
 import time
 
 import pytest
@@ -82,6 +84,52 @@ def test_json_has_a_schema_and_all_findings(command, root):
     assert second["next"] == "Warm up." and second["line"] is None and second["tried"] is None
     with Run(folder) as run:
         assert run.why().to_dict()["findings"][0]["code"] == "TH501" and run.why().exit_code == 1
+
+
+FAILED = """
+import torch
+from torchhook import Monitor
+
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+def batch(step):
+    if step == 12:
+        raise OSError("shard 3\\nis damaged")
+    return torch.randn(8, 4)
+
+{before}
+for step in range(25):
+    loss = model(batch(step)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    {after}
+"""
+WATCHED = {"before": "monitor = Monitor(model, optimizer, every=2, price=None)", "after": "monitor.step(loss)"}
+
+
+@pytest.mark.parametrize("how", ["run", "Monitor"])
+def test_a_training_that_failed_says_with_what_and_where(command, root, tmp_path, how):
+    script = tmp_path / "train.py"
+    script.write_text(FAILED.format(**WATCHED if how == "Monitor" else dict.fromkeys(WATCHED, "")))
+    words = ["-m", "torchhook", "run", "--ignore", "TH6"] if how == "run" else []
+    done = subprocess.run([sys.executable, *words, "train.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1 and "is damaged" in done.stderr
+    done = command("why")
+    line = 'train.py:10: raise OSError("shard 3\\nis damaged")'
+    first, second, *_ = done.out.splitlines()
+    assert (done.code, done.err) == (1, "") and first.endswith(", failed at step 11")
+    assert second == f"raised    OSError: shard 3 is damaged, at {line}"
+    said = json.loads(command("why", "--json").out)
+    assert said["ok"] is False and said["findings"] == [] and said["state"] == "failed"
+    assert said["error"] == {
+        "type": "OSError",
+        "message": "shard 3\nis damaged",
+        "line": f"{tmp_path}/{line}",
+    }
+    shown = command("runs", "show", "runs/latest").out
+    assert "unfinished  Linear: nothing found" in shown and "failed with OSError: shard 3" in shown
 
 
 def test_a_healthy_run_says_what_was_looked_at(command, root):
