@@ -1,19 +1,24 @@
 """``torchhook why``: what is wrong with a run and what to try next, for people and for programs."""
 
 import json
+import os
+import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+import jsonschema
 import pytest
 import torch
 from torch import nn
 
-from torchhook import Finding, Report, Trial
+from torchhook import Finding, Report, Trial, render
 from torchhook.core.site import Site
+from torchhook.core.text import printable
 from torchhook.stats.reduce import Reduce
 from torchhook.training.logs import Entry
-from torchhook.training.runs import Run, RunLog
+from torchhook.training.runs import Run, RunLog, why
 from torchhook.training.runs.folders import new_folder
 from torchhook.training.runs.schema import FILE
 
@@ -142,6 +147,38 @@ def test_a_healthy_run_says_what_was_looked_at(command, root):
         "",
     )
     assert json.loads(command("why", "--json").out)["findings"] == []
+
+
+SCHEMA = json.loads(Path(render.__file__).with_name("why.schema.json").read_text())
+
+
+@pytest.mark.parametrize("state", ["ended", "failed", "running"])
+def test_json_is_as_its_schema_says(command, root, state):
+    tried = Trial("a tenth of the learning rate", without=float("inf"), repaired=0.3, steps=50)
+    error = {"type": "OSError", "message": "no data", "line": ""}
+    found = Finding("TH501", "error", "too large", "fc.weight", 3, EVIDENCE, "Lower it.", (BESIDES,), tried)
+    facts = {"skipped": {"TH301": "no optimizer"}, "about": {"error": error}, "notes": ("a note",)}
+    run_in(root, found, DEAD, state=None if state == "running" else state, **facts)
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    said = json.loads(command("why", "--json").out)
+    jsonschema.validate(said, SCHEMA, jsonschema.Draft202012Validator)
+    assert said["schema"] == SCHEMA["properties"]["schema"]["const"] == why.SCHEMA
+    assert {*said} == {*SCHEMA["required"]} and {*said["findings"][0]} == {*SCHEMA["$defs"]["finding"]["required"]}
+
+
+def test_what_cannot_be_printed_is_escaped(command, root):
+    odd = "\ud800\x1b[31m\x9b\u202e"
+    folder = run_in(root, Finding("TH501", "error", odd, "fc", 3, {"cause": [odd], odd: odd}, odd))
+    folder.rename(root / os.fsdecode(b"odd\xff\x1b]0;title\x07 $(date)"))
+    done = command("why", root, "--json")
+    (found,) = json.loads(done.out)["findings"]
+    assert (done.code, done.err) == (1, "") and not re.search("[\x1b\x9b\ud800\u202e]", done.out)
+    assert found["message"] == found["next"] == odd and found["evidence"] == {odd: odd}
+    (folder,) = root.glob("odd*")
+    (folder / FILE).write_bytes(b"SQLite format 3\0" * 99)
+    done = command("why", folder)
+    assert done.code == 2 and "\x1b" not in done.err and "\x07" not in done.err
+    assert f"`sqlite3 '{printable(str(folder))}/run.sqlite' .recover` may" in done.err, "which is safe to paste"
 
 
 def test_exit_codes_are_those_of_diagnose(command, root, tmp_path):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchhook.core.untrusted import json_of
 from torchhook.rules.entry import Entry
 from torchhook.stats.downsample import spread
 from torchhook.stats.moments import Moments
@@ -47,13 +48,13 @@ def life(db: sqlite3.Connection) -> Life:
     """The life of the run."""
     query = "SELECT state, started, ended, owner FROM life"
     ((state, started, ended, owner),) = rows(db, query, (TEXT, NUMBER, MAYBE_NUMBER, TEXT))
-    return Life(state, moment(started), None if ended is None else moment(ended), {**json.loads(owner)})
+    return Life(state, moment(started), None if ended is None else moment(ended), {**json_of(owner)})
 
 
 def told(db: sqlite3.Connection, key: str, default: Any) -> Any:
     """A fact about the whole run, or the default."""
     found = rows(db, "SELECT value FROM about WHERE key = ?", (TEXT,), (key,))
-    return next((json.loads(value) for (value,) in found), default)
+    return next((json_of(value) for (value,) in found), default)
 
 
 def places(db: sqlite3.Connection) -> dict[int, tuple[Place, Row]]:
@@ -81,9 +82,12 @@ def losses(db: sqlite3.Connection, after: int = -_LAST, until: int = _LAST) -> d
 
 
 def loss_curve(db: sqlite3.Connection, most: int) -> dict[int, float]:
-    """At most `most` of the losses, evenly spread. Each is looked up: of 200,000, reading all would take long."""
-    ends = "SELECT min(step), max(step) FROM losses HAVING count(*)"
-    query = "SELECT step, loss FROM losses WHERE step >= ? ORDER BY step LIMIT 1"
+    """At most `most` of the losses, evenly spread. Each is looked up: of 200,000, reading all would take long.
+
+    By its rowid, which is the step: that is quick also in the table of a stranger, which may have no index.
+    """
+    ends = "SELECT min(rowid), max(rowid) FROM losses HAVING count(*)"
+    query = "SELECT step, loss FROM losses WHERE rowid >= ? ORDER BY rowid LIMIT 1"
     found: dict[int, float] = {}
     for first, last in rows(db, ends, (WHOLE, WHOLE)):
         for part in range(most):

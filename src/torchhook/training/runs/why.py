@@ -58,7 +58,7 @@ class Why:
         return 0 if self.ok else 1
 
     def to_dict(self) -> dict[str, Any]:
-        """The answer as numbers, strings, lists and dicts, for JSON."""
+        """The answer as numbers, strings, lists and dicts, for JSON: ``render/why.schema.json`` describes it."""
         return {
             "schema": SCHEMA,
             "run": self.run,
@@ -85,7 +85,7 @@ class Why:
             "code": finding.code,
             "severity": str(finding.severity),
             "message": finding.message,
-            "cause": finding.evidence.get("cause"),
+            "cause": str(finding.evidence["cause"]) if finding.evidence.get("cause") else None,
             "site": finding.site,
             "module": finding.module or None,
             "line": self._line(finding) or None,
