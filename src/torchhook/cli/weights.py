@@ -60,8 +60,8 @@ def _read(file: Path) -> Any:
     except ImportError:
         raise
     except Exception as error:  # torch and safetensors raise many kinds for a damaged file
-        why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise wrong(_OPTION, f"cannot read {str(file)!r} as safetensors or as a state dict: {short(why, 200)}") from error
+        why = short((str(error).strip() or type(error).__name__).splitlines()[0], 200)
+        raise wrong(_OPTION, f"cannot read {str(file)!r} as safetensors or as a state dict: {why}") from error
 
 
 def _tensors(loaded: Any, file: Path) -> dict[str, Tensor]:

@@ -154,7 +154,10 @@ class Finding:
         """The finding that `to_dict` turned into this dictionary."""
         _require(data, code=str, message=str, site=str, step=(int, type(None)), evidence=Mapping, hint=str)
         tried = data.get("tried")  # reports from before repairs were tried have none
-        parts = {"affected": tuple(map(cls.from_dict, data["affected"])), "tried": None if tried is None else Trial.from_dict(tried)}
+        parts = {
+            "affected": tuple(map(cls.from_dict, data["affected"])),
+            "tried": None if tried is None else Trial.from_dict(tried),
+        }
         return cls(**{**data, **parts})
 
     def __str__(self) -> str:

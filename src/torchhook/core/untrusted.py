@@ -128,8 +128,8 @@ _SIMPLE: dict[Any, tuple[str, Callable[[Any], bool]]] = {
 
 
 def _is_deep(value: Any) -> bool:
-    """Whether a value is nested more deeply than any that torchhook writes: what can be read may be too deep to show."""
-    inside = [[value]]
+    """Whether a value is nested more deeply than any that torchhook writes: it may be too deep to be shown."""
+    inside: list[Any] = [[value]]
     for _ in range(_DEEPEST + 1):
         parts = (part for whole in inside for part in (whole.values() if isinstance(whole, dict) else whole))
         inside = [part for part in parts if isinstance(part, (dict, list))]

@@ -273,7 +273,7 @@ def settled(snapshot: Snapshot) -> Snapshot:
 
 
 def own_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """The innermost line that an exception went through, apart from those of torch and torchhook; None if there is none."""
+    """The innermost line that an exception went through which is neither torch's nor torchhook's, if there is one."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not {"torch", "torchhook"} & set(Path(frame.filename).parts)]
     return own[-1] if own else None

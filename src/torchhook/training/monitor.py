@@ -231,8 +231,9 @@ class Monitor:
     def close(self, state: str = "ended", error: BaseException | None = None) -> None:
         """Stop watching, write what is left, and make the final report. Further calls do nothing.
 
-        `error` is what the training failed with, if its state is ``"failed"``. The monitor lets go of the model, which may then be freed while the monitor and its report are still used. A
-        monitor that is never closed does all this when it is garbage collected, or when Python exits.
+        `error` is what the training failed with, if its state is ``"failed"``. The monitor lets go of the model, which
+        may then be freed while the monitor and its report are still used. A monitor that is never closed does all this
+        when it is garbage collected, or when Python exits.
         """
         if not self._open or os.getpid() != self._process:
             return

@@ -159,7 +159,9 @@ READ = {  # such a run has a row like others
         """UPDATE report SET data = replace(data, '"layers": []', '"layers": [{"site": "conv"}]')"""
     ),
     "a report whose layers have lists for numbers": _sql(
-        """UPDATE report SET data = replace(data, '"layers": []', '"layers": [{"site": "a", "kind": "module", "std": []}]')"""
+        """UPDATE report SET data = replace(
+            data, '"layers": []', '"layers": [{"site": "conv", "kind": "module", "std": []}]'
+        )"""
     ),
     "a report whose losses are words": _sql(
         """UPDATE report SET data = replace(data, '"losses": []', '"losses": [[0, "low"]]')"""
@@ -173,7 +175,9 @@ READ = {  # such a run has a row like others
     "settings that can be read and are too deep to show": _sql(
         f"INSERT OR REPLACE INTO about VALUES ('optimizer', '{900 * '['}{900 * ']'}')"
     ),
-    "a report with a lone surrogate": _sql("""UPDATE report SET data = replace(data, 'it is dead', '\\ud800\\u009b')"""),
+    "a report with a lone surrogate": _sql(
+        """UPDATE report SET data = replace(data, 'it is dead', '\\ud800\\u009b')"""
+    ),
     "a name that is not Unicode": _named(b"odd\xff\xfe"),
     "a name with a newline and an escape": _named(b"odd\n\x1b[31mname"),
     "a name like an option": _named(b"--help"),

@@ -159,8 +159,8 @@ def test_a_table_without_an_index_is_listed_at_once(tmp_path):
     folder = good(tmp_path / "run")
     with sqlite3.connect(folder / FILE) as db:
         db.execute("DROP TABLE losses")
-        many = "WITH RECURSIVE c(n) AS (SELECT 0 UNION ALL SELECT n + 1 FROM c LIMIT 1000000) SELECT n AS step, 1.0 AS loss"
-        db.execute(f"CREATE TABLE losses AS {many} FROM c")
+        many = "WITH RECURSIVE c(n) AS (SELECT 0 UNION ALL SELECT n + 1 FROM c LIMIT 1000000)"
+        db.execute(f"CREATE TABLE losses AS {many} SELECT n AS step, 1.0 AS loss FROM c")
     db.close()
     with Run(folder) as run:
         began = time.process_time()

@@ -50,7 +50,7 @@ class Source:
         self.file = file
         self._lock = threading.RLock()
         self._db: sqlite3.Connection | None = None
-        self._beside_then: list[str] | None = None  # the files that were beside it, if the connection does not notice more
+        self._beside_then: list[str] | None = None  # the files beside it, if the connection does not follow changes
         self._copy: TemporaryDirectory[str] | None = None
 
     def read(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
