@@ -14,6 +14,7 @@ from typing import Any
 
 from torchhook.core.cards import boxed, card, text
 from torchhook.core.tabular import frame
+from torchhook.core.untrusted import is_number
 
 SCHEMA = 1
 """The version of the dictionaries that `Report.to_dict` returns; it is raised when older readers would fail."""
@@ -315,19 +316,15 @@ def _layer(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def _number(value: Any) -> Any:
     """A number, or nothing, or the word for a number that JSON does not have."""
-    if value is None or value in _WORDS or isinstance(value, float) or _is_whole(value):
+    if value is None or value in _WORDS or is_number(value):
         return value
     raise ValueError(f"a number must not be {value!r:.80}")
 
 
 def _whole(value: Any) -> int:
-    if not _is_whole(value):
+    if not isinstance(value, int) or not is_number(value):
         raise ValueError(f"a step must not be {value!r:.80}")
-    return int(value)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and abs(value) < 2**63
+    return value
 
 
 def _as_text(finding: Finding) -> str:

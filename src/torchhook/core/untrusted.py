@@ -112,7 +112,8 @@ def _require(fits: bool, name: str, expected: str, value: Any) -> None:
         raise ValueError(f"{name} must be {expected}, not {value!r:.80}")
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether it is a number that fits a float: JSON may have integers of thousands of digits."""
     return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < _MOST)
 
 
@@ -121,7 +122,7 @@ _SIMPLE: dict[Any, tuple[str, Callable[[Any], bool]]] = {
         f"a whole number from 0 to {_MOST - 1}",
         lambda value: isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST,
     ),
-    float: ("a number", _is_number),
+    float: ("a number", is_number),
     bool: ("true or false", lambda value: isinstance(value, bool)),
     str: ("a string", lambda value: isinstance(value, str)),
 }
