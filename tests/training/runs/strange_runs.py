@@ -187,6 +187,8 @@ READ = {  # such a run has a row like others
     "wires that are a number": _sql("INSERT INTO about VALUES ('wires', '5')"),
     "lines that are a number": _sql("INSERT INTO about VALUES ('lines', '5')"),
     "an owner with an endless id": _sql(f"UPDATE life SET owner = '{{\"pid\": {9**99}}}', state = 'running'"),
+    "a path of thousands of levels": _sql(f"UPDATE places SET path = '{3000 * 'a.'}' WHERE id = 1"),
+    "a path of millions of characters": _sql("UPDATE places SET path = hex(zeroblob(1000000)) WHERE id = 1"),
     "a path that is missing": _sql("UPDATE places SET path = NULL WHERE id = 1"),
     "statistics that are no JSON": _sql("UPDATE places SET stats = '{'"),
     "statistics that are a list": _sql("UPDATE places SET stats = '[1]'"),

@@ -24,6 +24,7 @@ from torchhook.training.runs.tables import BYTES, MAYBE_NUMBER, NUMBER, TEXT, WH
 
 AT_ONCE = 128  # steps that are unpacked together
 _LAST = 2**63 - 1  # the largest step that SQLite can store
+_DEEPEST, _LONGEST = 300, 10_000  # levels and characters of a path: Python itself calls no model that is deeper
 _STATES = "states CROSS JOIN layouts ON layouts.id = states.layout"  # in this order: there may be many layouts
 
 
@@ -60,7 +61,8 @@ def told(db: sqlite3.Connection, key: str, default: Any) -> Any:
 def places(db: sqlite3.Connection) -> dict[int, tuple[Place, Row]]:
     """Every place by its id, with a row that has no states."""
     query = "SELECT id, path, port, label, note, stats, failed FROM places ORDER BY id"
-    return {id_: ((path, port), row_of(*facts)) for id_, path, port, *facts in rows(db, query, (WHOLE, *6 * (TEXT,)))}
+    found = rows(db, query, (WHOLE, *6 * (TEXT,)))
+    return {id_: ((_path(path), port), row_of(*facts)) for id_, path, port, *facts in found}
 
 
 def steps(db: sqlite3.Connection) -> list[int]:
@@ -167,6 +169,13 @@ def series(db: sqlite3.Connection, field: str, port: str, most: int | None, afte
                 column = torch.tensor([columns[step] for step in group.steps])
                 values[row[:, None], column] = field_of(group.states[:, here], field).T
     return Series(taken, [path for path, _ in wanted], values)
+
+
+def _path(path: str) -> str:
+    """The path of a module, if a model can have it; a page would draw thousands of levels until memory ends."""
+    if path.count(".") > _DEEPEST or len(path) > _LONGEST:
+        raise ValueError(f"a path of {len(path):,} characters and {path.count('.') + 1:,} levels")
+    return path
 
 
 def _filled(row: Row, states: dict[str, list[Callable[[], Tensor]]]) -> Row:
