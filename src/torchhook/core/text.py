@@ -25,6 +25,15 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub("", text)
 
 
+def escaped(text: str) -> str:
+    """`text` with an escape for each character that `printable` leaves out.
+
+    >>> escaped("fc" + chr(27) + "[31m")
+    'fc\\\\u001b[31m'
+    """
+    return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
 def in_units(size: float) -> str:
     """A number of bytes with its unit.
 
