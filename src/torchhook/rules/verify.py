@@ -72,7 +72,7 @@ def verify(
     case = Case(model, Batch.of(first), loss, optimizer, batch_dim)
     with random_state_kept(model), warnings.catch_warnings(), progress_bar("verify", progress) as tell:
         warnings.filterwarnings("ignore", "a tap is inside")
-        case.output(case.plain)  # raises here if the model cannot run the batch at all
+        case.claims.returned = case.output(case.plain)  # raises here if the model cannot run the batch at all
         results = [_Result(contract) for contract in selected]
         for number, result in enumerate(results):
             if tell is not None:

@@ -16,7 +16,7 @@ from torchhook.captures.agreement.free_runs import Disagreement, FreeRuns, Pairi
 from torchhook.captures.agreement.noise import NoisyOutputs
 from torchhook.captures.agreement.recorded_run import RecordedRun, record
 from torchhook.core.batch import Batch, Guess, Loss, call, fitted, loss_of, on_device, samples_of
-from torchhook.core.model_state import evaluating, state_kept
+from torchhook.core.model_state import attributes_kept, evaluating, state_kept
 from torchhook.core.selection import Selector
 from torchhook.core.session import Session
 from torchhook.core.tap import Tap
@@ -133,7 +133,7 @@ class Case:
     def running(self, variant: Variant) -> Iterator[nn.Module]:
         """The model of a variant, in eval mode and within its context; everything is as before afterwards."""
         model = self.model if variant.model is None else variant.model  # a compiled list of modules may be empty
-        with state_kept(model), evaluating(model), variant.within():
+        with state_kept(model), attributes_kept(model), evaluating(model), variant.within():
             yield model
 
     def output(self, variant: Variant, taps: Sequence[Tap] = ()) -> Any:

@@ -20,7 +20,10 @@ CACHES = ("past_key_values", "cache_params", "past_key_value", "layer_past", "pa
           "mems", "hx")  # fmt: skip
 """What arguments with a cache of earlier positions are called."""
 
-LENGTHS = ("lengths", "length", "lens", "input_lengths", "x_lengths", "src_lengths", "seq_lengths", "seq_lens")
+_STATES = ("state", "hx")
+"""Those of them that any recurrence takes, also one that reads in both directions."""
+
+_LENGTHS = ("lengths", "length", "lens")
 _GRAPHS = ("edge_index", "edge_attr", "edge_weight", "adj", "adj_t", "adjacency", "adjacency_matrix", "graph", "edges")
 _MASKS = ("attention_mask", "padding_mask", "src_key_padding_mask", "key_padding_mask", "pad_mask", "mask")
 _TOKENS = ("input_ids", "inputs_embeds", "decoder_input_ids")
@@ -40,6 +43,7 @@ class Claims:
     def __init__(self, model: nn.Module, given: Mapping[str, Any]) -> None:
         self.model = unwrapped(model)
         self.given = given
+        self.returned: Any = None  # what the model returns for them, if it has run
         self.config = getattr(self.model, "config", None)
         self.keywords = Keywords.of(self.model)
         self.names = {*self.keywords.names, *(name for name in given if isinstance(name, str))}
@@ -89,6 +93,8 @@ class Claims:
             return "it has a decoder"
         if self.option("is_decoder", False):
             return "its config has is_decoder=True"
+        if self.returns_cache and self._is_one_way and not self.is_encoder_decoder:
+            return f"it returns a cache of earlier positions, {self.cache}"
         if self.option("model_type"):  # attributes of their parts are not meant for all of the model
             return ""
         for path, module in walk(self.model):
@@ -132,23 +138,35 @@ class Claims:
     @property
     def mask(self) -> Mask | None:
         """The argument that marks padding."""
-        name = next((name for name in _MASKS if name in self.names), None)
+        named = [*_MASKS, *(name for name in self._ordered if "mask" in name and "pad" in name)]
+        name = next((name for name in named if name in self.names), None)
         given = None if name is None else self.given.get(name)
         if name is None or (isinstance(given, Tensor) and given.dim() != 2):
             return None
-        if isinstance(given, Tensor) and bool((given == given.flatten()[0]).all()):
-            return Mask(name, bool(given.flatten()[0]))
-        return Mask(name, "pad" not in name)
+        real = None if given is None else _real(given)
+        return Mask(name, "pad" not in name if real is None else real)
 
     @property
     def lengths(self) -> str | None:
         """The argument with the length of each sequence."""
-        return next((name for name in LENGTHS if name in self.names), None)
+        named = [*_LENGTHS, *(name for name in self._ordered if name.endswith(("lengths", "_lens")))]
+        return next((name for name in named if name in self.names), None)
+
+    @property
+    def _ordered(self) -> list[str]:
+        """The names of the arguments, in their order, but for those about targets."""
+        names = dict.fromkeys((*self.keywords.names, *map(str, self.given)))
+        return [name for name in names if not name.startswith(("tgt", "target", "decoder", "label", "max"))]
 
     @property
     def cache(self) -> str | None:
         """The argument that takes a cache of earlier positions."""
         return next((name for name in CACHES if name in self.keywords.names), None)
+
+    @property
+    def returns_cache(self) -> bool:
+        """Whether it returns the cache of keys and values, or the like, that it takes for the next positions."""
+        return self.cache not in (None, *_STATES) and cache_of(self.returned, str(self.cache)) is not None
 
     @property
     def has_one_length(self) -> bool:
@@ -181,6 +199,15 @@ class Claims:
         return None if name is None else _whole(getattr(module, name)) or 0
 
 
+def cache_of(output: Any, name: str) -> Any:
+    """The cache in an output, by its name or as the second of two."""
+    if isinstance(output, Mapping):
+        return output.get(name)
+    if isinstance(output, tuple) and not hasattr(output, name):
+        return output[1] if len(output) == 2 else None
+    return getattr(output, name, None)
+
+
 def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
     """The parameters of the model's forward; none if it is not written in Python."""
     try:
@@ -203,6 +230,13 @@ def _has_triangle(module: nn.Module) -> bool:
             if torch.equal(seen, torch.ones_like(seen).tril()):
                 return True
     return False
+
+
+def _real(mask: Tensor) -> bool | None:
+    """The value of a mask where no padding is, if it shows: that of its first or last column, which one side has."""
+    ends = [column for column in (mask[:, 0], mask[:, -1]) if bool((column == column[0]).all())]
+    values = {bool(column[0]) for column in ends}
+    return values.pop() if len(values) == 1 else None
 
 
 def _is_side(name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -11,19 +12,25 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from torchhook.core.batch import loss_of
+from torchhook.core.batch import Batch, call, fitted, loss_of
 from torchhook.core.model_state import training
-from torchhook.core.selection import unwrapped
+from torchhook.core.selection import plain, unwrapped
+from torchhook.core.text import first_few
 from torchhook.core.torch_internals import BATCH_NORMS, DROPOUTS
 from torchhook.core.trees import leaves, mapped
 from torchhook.rules.active_dropout import drops
-from torchhook.rules.contracts.case import Agreement, Case
+from torchhook.rules.contracts.case import Agreement, Case, Variant
 from torchhook.rules.contracts.contract import Breach, Note, contract
-from torchhook.rules.contracts.randomness import random_modules
+from torchhook.rules.contracts.randomness import places, random_modules
+from torchhook.rules.history import owner
+from torchhook.rules.loss_graph import leaves_of
 from torchhook.rules.model_copy import copies_of
 
 _BFLOAT16 = torch.finfo(torch.bfloat16).eps
 Within = Callable[[], AbstractContextManager[Any]]
+_METHODS = ("gradient_checkpointing_enable", "set_grad_checkpointing", "enable_gradient_checkpointing")
+_FLAGS = ("gradient_checkpointing", "grad_checkpointing", "use_checkpoint", "use_checkpointing", "with_cp")
+"""How models call the switch for gradient checkpointing."""
 _ROUNDS = 3  # of looking for modules that draw random numbers in train mode
 
 
@@ -54,10 +61,9 @@ def modes(case: Case, compile: str | None = "aot_eager") -> Iterator[Agreement |
 
 
 def _train_mode(case: Case) -> Iterator[Agreement | Note]:
-    quiet, drawing = _quiet(case, _NoDropout)
-    if drawing:
-        shown = ", ".join(drawing[:3])
-        yield Note(f"train mode of {shown}, which draw random numbers")
+    quiet, unusual = _quiet(case, _NoDropout)
+    if unusual:
+        yield Note(f"train mode of {places(unusual)}, which draw random numbers or write to their buffers")
     actual = case.variant(within=lambda: _quietly(case.model, quiet, _NoDropout))
     if {address for address, _ in leaves(case.output(actual))} != {
         address for address, _ in leaves(case.output(case.plain))
@@ -73,17 +79,13 @@ def _train_mode(case: Case) -> Iterator[Agreement | Note]:
 
 
 def _checkpointed(case: Case) -> Iterator[Agreement | Note]:
-    inner = unwrapped(case.model)
-    switches = ["gradient_checkpointing_enable"] if getattr(inner, "supports_gradient_checkpointing", False) else []
-    name = next((name for name in (*switches, "set_grad_checkpointing") if hasattr(inner, name)), None)
-    if name is None:
-        yield Note("gradient checkpointing: the model has no switch for it")
-        return
     twin = _twin(case)
     if twin is None or not any(parameter.requires_grad for parameter in twin.parameters()):
         yield Note("gradient checkpointing: the model cannot be copied, or is not trained")
         return
-    getattr(unwrapped(twin), name)()
+    if not _switched_on(unwrapped(twin)):
+        yield Note("gradient checkpointing: the model has no switch for it")
+        return
     quiet, _ = _quiet(case)  # functions cannot be switched off here: the backward runs the forward again
     paths = {path for path, module in case.model.named_modules() if module in quiet}
     others = {module for path, module in twin.named_modules() if path in paths}
@@ -96,9 +98,23 @@ def _checkpointed(case: Case) -> Iterator[Agreement | Note]:
     )
 
 
+def _switched_on(model: nn.Module) -> bool:
+    """Switch gradient checkpointing on, if the model has a switch for it: a method, or a flag of its modules."""
+    if not getattr(model, "supports_gradient_checkpointing", True):  # of transformers
+        return False
+    method = next((getattr(model, name) for name in _METHODS if hasattr(model, name)), None)
+    if method is not None:
+        method()
+        return True
+    off = [(module, name) for module in model.modules() for name in _FLAGS if getattr(module, name, None) is False]
+    for module, name in off:
+        setattr(module, name, True)
+    return bool(off)
+
+
 def _copied(case: Case) -> Iterator[Agreement | Breach | Note]:
-    twin, loaded = _twin(case), _twin(case)
-    if twin is None or loaded is None:
+    twin, loaded = copy.deepcopy(case.model), _twin(case)
+    if loaded is None:
         yield Note("copies: the model cannot be copied")
         return
     yield Agreement(case.plain, case.variant(model=twin), "a deep copy gives another result", ("the model", "its copy"))
@@ -116,6 +132,17 @@ def _copied(case: Case) -> Iterator[Agreement | Breach | Note]:
         return
     said = "a copy that loads its state_dict gives another result: something is not saved"
     yield Agreement(case.plain, case.variant(model=loaded), said, ("the model", "the copy"))
+    yield from _shared(case, twin)
+
+
+def _shared(case: Case, twin: nn.Module) -> Iterator[Breach]:
+    """Parameters of the model that a deep copy of it still computes with, as functions that refer to them do."""
+    guess, _ = case.gradients(case.variant(model=twin))
+    used = set(map(id, leaves_of([guess.loss])))
+    paths = [plain(path) for path, parameter in case.model.named_parameters() if id(parameter) in used]
+    if paths:
+        hint = "Call methods instead of keeping a function that refers to the module or its parameters."
+        yield Breach(f"a deep copy computes with parameters of the original: {first_few(paths)}", owner(paths[0]), hint=hint)
 
 
 def _channels_last(case: Case) -> Iterator[Agreement | Note]:
@@ -177,18 +204,31 @@ def _twin(case: Case) -> nn.Module | None:
 
 
 def _quiet(case: Case, within: Within = nullcontext) -> tuple[set[nn.Module], list[str]]:
-    """The modules to leave in eval mode: those that are random or depend on the batch; and paths of unusual ones."""
+    """The modules to leave in eval mode: those that are random or depend on the batch; and paths of unusual ones.
+
+    In train mode, a module that depends on the batch writes to its buffers, like batch norm.
+    """
     quiet = {module for module in case.model.modules() if isinstance(module, (DROPOUTS, BATCH_NORMS))}
     by_path = dict(case.model.named_modules())
     unusual: list[str] = []
     variant = case.variant(within=lambda: _quietly(case.model, quiet, within))
     for _ in range(_ROUNDS):
-        found = [path for path in random_modules(case, variant) if by_path[path] not in quiet]
+        acting = dict.fromkeys((*random_modules(case, variant), *_writing(case, variant)))
+        found = [path for path in acting if by_path[path] not in quiet]
         quiet |= {by_path[path] for path in found}
         unusual += found
         if not found:
             break
     return quiet, unusual
+
+
+def _writing(case: Case, variant: Variant) -> list[str]:
+    """The paths of the modules whose buffers a run changes."""
+    with case.running(variant) as model, torch.no_grad():
+        before = {path: buffer.clone() for path, buffer in model.named_buffers()}
+        call(model, Batch(fitted(variant.make().arguments, model), None))
+        after = dict(model.named_buffers())
+        return [owner(path) for path, value in before.items() if path in after and not torch.equal(value, after[path])]
 
 
 @contextmanager
