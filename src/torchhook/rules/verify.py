@@ -17,6 +17,7 @@ from torchhook.core.progress import Progress, progress_bar
 from torchhook.core.selection import require_module, unwrapped, walk
 from torchhook.rules.contracts import Agreement, Breach, Case, Contract, Note, Skip
 from torchhook.rules.contracts.contract import chosen
+from torchhook.rules.contracts.positions import settle_mask
 
 _RANDOM = "its results are random in eval mode (TV101), so that two runs cannot be compared"
 
@@ -72,7 +73,8 @@ def verify(
     case = Case(model, Batch.of(first), loss, optimizer, batch_dim)
     with random_state_kept(model), warnings.catch_warnings(), progress_bar("verify", progress) as tell:
         warnings.filterwarnings("ignore", "a tap is inside")
-        case.claims.returned = case.output(case.plain)  # raises here if the model cannot run the batch at all
+        case.begin()  # raises here if the model cannot run the batch at all
+        settle_mask(case)
         results = [_Result(contract) for contract in selected]
         for number, result in enumerate(results):
             if tell is not None:

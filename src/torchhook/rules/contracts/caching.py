@@ -107,14 +107,16 @@ def _continued(case: Case, sequence: Positions, stops: list[int], end: int, make
 
 
 def _chunk(case: Case, sequence: Positions, begin: int, end: int, cache: Any) -> Given:
-    """The arguments for some positions: of a mask, those of the cache, too, unless that is one state for all of them."""
-    mask, dim = None if _is_stateful(case) else case.claims.mask, sequence.dim
+    """The arguments for some positions: a mask has those in the cache, too; if that is one state, it is left out."""
+    mask, dim = case.claims.mask, sequence.dim
+    has_keys = not _is_stateful(case) or "position_ids" in case.claims.names  # for attention, in some layers at least
     given = {}
     for name, value in sequence.given.items():
-        if name in sequence.names:
-            start = 0 if mask is not None and name == mask.name else begin
+        is_mask = mask is not None and name == mask.name
+        if name in sequence.names and (has_keys or not is_mask or not begin):
+            start = 0 if is_mask else begin
             given[name] = value.narrow(dim, start, end - start)
-        elif "label" not in name:
+        elif name not in sequence.names and "label" not in name:
             given[name] = value
     if cache is not None:
         given[str(case.claims.cache)] = cache

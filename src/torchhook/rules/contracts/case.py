@@ -88,7 +88,7 @@ class Case:
         self.target = batch.target
         self.claims = Claims(model, self.given)
         self.sample_dim = batch_dim if batch_dim is not None else 0 if self.claims.batch_first else 1
-        self.has_rows = not (self.claims.takes_graph or self.claims.takes_packed)  # of which some can be chosen
+        self.has_rows = not self.claims.without_rows  # of which some can be chosen
         self.count = samples_of(batch).length if not self.sample_dim else _size(batch, self.sample_dim)
         self.is_random = False  # whether its results were found to be
         self.asked = False  # whether the contract that is checked now was asked for by name
@@ -128,6 +128,12 @@ class Case:
     def has_samples(self, x: Tensor) -> bool:
         """Whether a tensor has one entry per sample."""
         return self.has_rows and x.dim() > self.sample_dim and x.shape[self.sample_dim] == self.count
+
+    def begin(self) -> None:
+        """Run the model once: it may set up what it keeps, such as tables or hooks, and what it returns is a claim."""
+        with state_kept(self.model), evaluating(self.model), torch.no_grad():
+            batch = self.plain.make()
+            self.claims.returned = call(self.model, Batch(fitted(batch.arguments, self.model), batch.target))
 
     @contextmanager
     def running(self, variant: Variant) -> Iterator[nn.Module]:

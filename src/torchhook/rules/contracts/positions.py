@@ -9,9 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchhook.captures.agreement.rounding import gap
+from torchhook.core.batch import main_tensor
 from torchhook.rules.contracts.case import Case, Given
+from torchhook.rules.contracts.claims import Mask
 
 _IGNORED = -100  # what losses leave out
+_CLOSE = 1e-3  # an error that a mask which hides nothing may make
+_DTYPES = {True: (torch.long, torch.bool), False: (torch.bool, torch.long)}
+"""The usual dtypes of masks, by their value where nothing is padding."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,12 +68,16 @@ class Positions:
         claims, x = self.case.claims, self.given[self.name]
         given, names = dict(self.given), self.names
         if claims.mask is not None and claims.mask.name not in given:
-            dtype = torch.bool if not claims.mask.real else torch.long
-            mask = torch.full((x.shape[self.case.sample_dim], self.length), int(claims.mask.real), device=x.device)
-            given[claims.mask.name], names = mask.to(dtype), (*names, claims.mask.name)
+            given[claims.mask.name] = self.unpadded(claims.mask).to(x.device)
+            names = (*names, claims.mask.name)
         if claims.lengths is not None and claims.lengths not in given:
             given[claims.lengths] = torch.full((self.case.count,), self.length)
         return replace(self, given=given, names=names)
+
+    def unpadded(self, mask: Mask) -> Tensor:
+        """A mask for which nothing is padding."""
+        x = self.given[self.name]
+        return torch.full((x.shape[self.case.sample_dim], self.length), int(mask.real)).to(mask.dtype)
 
     def _padding(self, name: str, x: Tensor, sizes: list[int]) -> Tensor:
         mask = self.case.claims.mask
@@ -120,6 +130,27 @@ def writing(case: Case) -> Positions | None:
             return None
         given["decoder_input_ids"] = _shifted(case, labels)
     return _positions(case, _uncached(case, given), "decoder_input_ids", lambda name: name.startswith("decoder"))
+
+
+def settle_mask(case: Case) -> None:
+    """Find out how the model takes a mask that it was not given: with that, if nothing is padding, nothing changes."""
+    mask, sequence = case.claims.mask, reading(case)
+    if mask is None or sequence is None or mask.name in case.given:
+        return
+    values = [mask.real] if mask.is_clear else [mask.real, not mask.real]
+    kinds = [mask._replace(real=real, dtype=dtype) for real in values for dtype in _DTYPES[real]]
+    outputs = [(kind, _output(case, {**sequence.given, mask.name: sequence.unpadded(kind)})) for kind in kinds]
+    known = [(kind, output) for kind, output in outputs if output is not None]
+    usual = main_tensor(case.claims.returned)
+    same = [kind for kind, output in known if output.shape == usual.shape and gap(usual, output).error < _CLOSE]
+    case.claims.settled = next(iter((*same, *(kind for kind, _ in known))), None)
+
+
+def _output(case: Case, given: Given) -> Tensor | None:
+    try:
+        return main_tensor(case.output(case.variant(given)))
+    except Exception:  # of a model that wants another dtype
+        return None
 
 
 def _uncached(case: Case, given: Given) -> Given:

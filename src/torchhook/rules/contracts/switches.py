@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -12,11 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from torchhook.core.batch import Batch, call, fitted, loss_of
+from torchhook.captures.agreement.rounding import gap
+from torchhook.core.batch import Batch, call, fitted, loss_of, main_tensor
 from torchhook.core.model_state import training
-from torchhook.core.selection import plain, unwrapped
+from torchhook.core.selection import plain, unwrapped, walk
 from torchhook.core.text import first_few
-from torchhook.core.torch_internals import BATCH_NORMS, DROPOUTS
+from torchhook.core.torch_internals import BATCH_NORMS, COMPILER_LOG, DROPOUTS, graph_count
 from torchhook.core.trees import leaves, mapped
 from torchhook.rules.active_dropout import drops
 from torchhook.rules.contracts.case import Agreement, Case, Variant
@@ -31,6 +34,7 @@ Within = Callable[[], AbstractContextManager[Any]]
 _METHODS = ("gradient_checkpointing_enable", "set_grad_checkpointing", "enable_gradient_checkpointing")
 _FLAGS = ("gradient_checkpointing", "grad_checkpointing", "use_checkpoint", "use_checkpointing", "with_cp")
 """How models call the switch for gradient checkpointing."""
+_CLEAR = 1e-3  # an error that is more than rounding
 _ROUNDS = 3  # of looking for modules that draw random numbers in train mode
 
 
@@ -132,17 +136,36 @@ def _copied(case: Case) -> Iterator[Agreement | Breach | Note]:
         return
     said = "a copy that loads its state_dict gives another result: something is not saved"
     yield Agreement(case.plain, case.variant(model=loaded), said, ("the model", "the copy"))
+    yield from _unsaved(case, twin)
     yield from _shared(case, twin)
+
+
+def _unsaved(case: Case, twin: nn.Module) -> Iterator[Breach]:
+    """Tensors that the result depends on, but that are neither parameters nor buffers."""
+    usual = main_tensor(case.claims.returned)
+    for path, module in walk(twin):
+        for name, value in list(vars(module).items()):
+            if type(value) is not Tensor or not value.is_floating_point():
+                continue
+            vars(module)[name] = value + torch.randn(value.shape).to(value)
+            changed = main_tensor(case.output(case.variant(model=twin)))
+            vars(module)[name] = value
+            if changed.shape != usual.shape or gap(usual, changed).error > _CLEAR:
+                message = f"the result depends on {name}, a tensor that is neither a parameter nor a buffer"
+                said = f"{message}: it is not in the state_dict, and the model does not take it along to a device"
+                yield Breach(said, path, "info", "Register it by register_buffer.")
 
 
 def _shared(case: Case, twin: nn.Module) -> Iterator[Breach]:
     """Parameters of the model that a deep copy of it still computes with, as functions that refer to them do."""
-    guess, _ = case.gradients(case.variant(model=twin))
+    guess, _ = case.gradients(case.variant(model=twin, within=lambda: training(twin)))
     used = set(map(id, leaves_of([guess.loss])))
     paths = [plain(path) for path, parameter in case.model.named_parameters() if id(parameter) in used]
     if paths:
         hint = "Call methods instead of keeping a function that refers to the module or its parameters."
-        yield Breach(f"a deep copy computes with parameters of the original: {first_few(paths)}", owner(paths[0]), hint=hint)
+        yield Breach(
+            f"a deep copy computes with parameters of the original: {first_few(paths)}", owner(paths[0]), hint=hint
+        )
 
 
 def _channels_last(case: Case) -> Iterator[Agreement | Note]:
@@ -187,13 +210,36 @@ def _compiled(case: Case, backend: str | None) -> Iterator[Agreement | Note]:
     if twin is None:
         yield Note("torch.compile: the model cannot be copied")
         return
-    compiled: Any = torch.compile(twin, backend=backend)
+    compiled: Any = torch.compile(twin, backend=backend, **_afresh())
+    before = graph_count()
     yield Agreement(
         case.plain,
-        case.variant(model=compiled),
+        case.variant(model=compiled, within=_without_remarks),
         f"torch.compile ({backend}) changes the result by more than rounding",
         ("eager", "compiled"),
     )
+    if graph_count() == before:
+        yield Note("torch.compile: it found nothing to compile")
+
+
+def _afresh() -> dict[str, Any]:
+    """Options of torch.compile so that functions which were compiled often before are compiled once more."""
+    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+        return {"isolate_recompiles": True}
+    torch.compiler.reset()
+    return {}
+
+
+@contextmanager
+def _without_remarks() -> Iterator[None]:
+    """Without what the compiler says about graph breaks and the like, which was not asked for."""
+    logger = logging.getLogger(COMPILER_LOG)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _twin(case: Case) -> nn.Module | None:
