@@ -105,11 +105,16 @@ class _Result:
         if case.is_random and self.contract.name not in ("deterministic", "used"):
             self.skipped = _RANDOM
             return
+        judged = False
         try:
             for one in self.contract.check(case, **self.contract.options):
                 self._take(case, one)
+                judged |= isinstance(one, (Agreement, Breach))
         except Exception as error:  # of the model, with inputs of another form
-            self.skipped = _raised("it", error)
+            if judged:
+                self.notes.append(_raised("the rest", error))
+            else:
+                self.skipped = _raised("it", error)
 
     def folded(self) -> list[Finding]:
         """The findings; of those that have one cause, the first explains the others, each place once."""

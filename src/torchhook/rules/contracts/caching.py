@@ -25,8 +25,8 @@ _LENGTH = 8  # positions that are decoded: most of them at once, then two togeth
 _SINGLE = 3  # positions that are decoded one at a time
 _PADDING = 2
 _WIDEST = 64  # a window that is wider than this is not filled
-_BACKENDS = {"fp8": torch.finfo(torch.float8_e4m3fn).eps, "quanto": 2.0**-2, "hqq": 2.0**-2}
-"""What quantized caches of transformers compute with, and how coarse it is: the last two keep four bits."""
+_BACKENDS = {"fp8": (2.0**-5, {}), "quanto": (2.0**-3, {"q_group_size": 8}), "hqq": (2.0**-3, {"q_group_size": 8})}
+"""Backends of quantized caches of transformers: about how far they move a value, and options for small models."""
 
 Make = Callable[[], Any]
 """Makes an empty cache, or returns None, so that the model makes its own."""
@@ -142,8 +142,8 @@ def _kinds(case: Case, length: int) -> Iterator[Kind]:
     yield Kind("DynamicCache", dynamic)
     if takes_static:
         yield Kind("StaticCache", static)
-    for backend, epsilon in _BACKENDS.items():
-        quantized = partial(transformers.QuantizedCache, backend=backend, config=config)
+    for backend, (epsilon, options) in _BACKENDS.items():
+        quantized = partial(transformers.QuantizedCache, backend=backend, config=config, **options)
         with suppress(Exception):  # it is not installed, or not for models with windows
             quantized()
             yield Kind(f"QuantizedCache of {backend}", quantized, epsilon)

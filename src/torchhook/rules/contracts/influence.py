@@ -55,7 +55,7 @@ class Attentions:
         self.windows = {
             path: case.claims.window(module)
             for path, module in walk(case.model)
-            if _is_attention(module) and (not decodes or "decoder" in path)
+            if _is_attention(module) and (not decodes or "decoder" in path) and "cross" not in path
         }
 
     def breaches(self, sequence: Positions) -> Iterator[Breach]:
