@@ -201,7 +201,7 @@ class InputBatches:
             batch = self._to_inputs(batch)
         if isinstance(batch, Mapping) and not all(map(self._keywords.takes, batch)):
             raise TypeError(self._unusable(batch))
-        if _holds_several(batch) and 1 < len(batch) <= self._required:
+        if _holds_several(batch) and 1 < len(batch) <= self._required and batch[-1] is not None:
             return (*batch, None)  # all of them are arguments
         return batch
 

@@ -939,6 +939,30 @@ def four_samples_are_expected(broken):
     return nn.Sequential(nn.Conv2d(3, 2, 3), Folded(broken), nn.Linear(72, 2))
 
 
+class Translator(nn.Module):
+    """The transformer of torch; broken, its decoder sees the padding of its source."""
+
+    def __init__(self, broken: bool) -> None:
+        super().__init__()
+        self.embed, self.head, self.broken = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY), broken
+        self.body = nn.Transformer(8, 2, 1, 1, 16, batch_first=True)
+
+    def forward(self, src: Tensor, tgt: Tensor, src_padding_mask: Tensor | None = None) -> Tensor:
+        x = self.body(
+            self.embed(src),
+            self.embed(tgt),
+            tgt_mask=torch.ones(tgt.shape[1], tgt.shape[1]).triu(1).bool(),
+            src_key_padding_mask=src_padding_mask,
+            memory_key_padding_mask=None if self.broken else src_padding_mask,
+        )
+        return self.head(x)
+
+
+@planted("padding", "body.decoder.layers.0.multihead_attn", lambda: {"src": ids(), "tgt": ids()})
+def translator_sees_padding_of_its_source(broken):
+    return Translator(broken)
+
+
 # What is trained
 
 

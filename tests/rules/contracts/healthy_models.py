@@ -153,6 +153,26 @@ def positions_come_first_in_the_result():
     return Hearing(), torch.randn(4, 1, 8, 20)
 
 
+def series(length: int = 6) -> Tensor:
+    return torch.randn(4, length, 8)
+
+
+@healthy
+def a_transformer_of_torch():
+    return nn.Transformer(8, 2, 1, 1, 16, batch_first=True), {"src": series(), "tgt": series()}
+
+
+@healthy
+def attention_of_torch():
+    return nn.MultiheadAttention(8, 2), {"query": torch.randn(6, 4, 8), "key": torch.randn(5, 4, 8),
+                                         "value": torch.randn(5, 4, 8)}  # fmt: skip
+
+
+@healthy
+def a_state_to_begin_with():
+    return nn.GRU(8, 8, 2, batch_first=True), {"input": series(), "hx": torch.randn(2, 4, 8)}
+
+
 # Graphs, sets, lists
 
 

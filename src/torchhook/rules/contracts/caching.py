@@ -108,14 +108,13 @@ def _continued(case: Case, sequence: Positions, stops: list[int], end: int, make
 
 def _chunk(case: Case, sequence: Positions, begin: int, end: int, cache: Any) -> Given:
     """The arguments for some positions: a mask has those in the cache, too; if that is one state, it is left out."""
-    mask, dim = case.claims.mask, sequence.dim
     has_keys = not _is_stateful(case) or "position_ids" in case.claims.names  # for attention, in some layers at least
     given = {}
     for name, value in sequence.given.items():
-        is_mask = mask is not None and name == mask.name
+        is_mask = name in case.claims.masks
         if name in sequence.names and (has_keys or not is_mask or not begin):
             start = 0 if is_mask else begin
-            given[name] = value.narrow(dim, start, end - start)
+            given[name] = value.narrow(sequence.dim_of(name), start, end - start)
         elif name not in sequence.names and "label" not in name:
             given[name] = value
     if cache is not None:

@@ -21,7 +21,7 @@ from torchhook.core.selection import Selector
 from torchhook.core.session import Session
 from torchhook.core.tap import Tap
 from torchhook.core.trees import Arguments, leaves, mapped
-from torchhook.rules.contracts.claims import CACHES, Claims, forward_parameters
+from torchhook.rules.contracts.claims import CACHES, STATES, Claims, forward_parameters
 from torchhook.rules.contracts.pairings import same
 
 _SAMPLES = 4  # more only take time
@@ -116,18 +116,25 @@ class Case:
         pairing = same if then is None else partial(_transformed, then)
         return Agreement(self.plain, self.variant(given), said, ("before the change", "after it"), pairing)
 
-    def taken(self, value: Any, numbers: Sequence[int]) -> Any:
-        """Arguments, or the target, with these samples."""
-        index, dim = torch.tensor(list(numbers)), self.sample_dim
+    def taken(self, value: Any, numbers: Sequence[int], count: int | None = None) -> Any:
+        """Arguments, or the target, with these samples, of `count` if not of as many as the case has."""
+        if isinstance(value, dict):
+            return {name: self._taken(str(name), item, numbers, count or self.count) for name, item in value.items()}
+        return self._taken("", value, numbers, count or self.count)
+
+    def _taken(self, name: str, value: Any, numbers: Sequence[int], count: int) -> Any:
+        index = torch.tensor(list(numbers))
 
         def chosen(x: Tensor) -> Tensor:
-            return x.index_select(dim, index.to(x.device)) if self.has_samples(x) else x
+            dim = self.dim_of(name, x, count)
+            return x if dim is None else x.index_select(dim, index.to(x.device))
 
         return mapped(chosen, value)
 
-    def has_samples(self, x: Tensor) -> bool:
-        """Whether a tensor has one entry per sample."""
-        return self.has_rows and x.dim() > self.sample_dim and x.shape[self.sample_dim] == self.count
+    def dim_of(self, name: str, x: Tensor, count: int) -> int | None:
+        """The dimension of a tensor that has one entry per sample; None if it has none."""
+        dim = 1 if name in STATES and x.dim() == 3 and x.shape[1] == count else self.sample_dim
+        return dim if self.has_rows and x.dim() > dim and x.shape[dim] == count else None
 
     def begin(self) -> None:
         """Run the model once: it may set up what it keeps, such as tables or hooks, and what it returns is a claim."""

@@ -21,8 +21,11 @@ CACHES = ("past_key_values", "cache_params", "past_key_value", "layer_past", "pa
           "mems", "hx")  # fmt: skip
 """What arguments with a cache of earlier positions are called."""
 
-_STATES = ("state", "hx")
-"""Those of them that any recurrence takes, also one that reads in both directions."""
+STATES = ("state", "hx", "hidden", "h0", "h_0", "initial_state", "init_state")
+"""What the state of a recurrence is called, also of one that reads in both directions: layers × samples × features."""
+
+TARGETS = ("tgt", "trg", "target", "decoder")
+"""How the names of arguments begin that are about a second sequence, which the model writes."""
 
 _LENGTHS = ("lengths", "length", "lens")
 _GRAPHS = ("edge_index", "edge_attr", "edge_weight", "adj", "adj_t", "adjacency", "adjacency_matrix", "graph", "edges")
@@ -40,6 +43,7 @@ _LIMITS = (
 )
 """Parts of the names of options of transformers that limit how much of the past an attention sees."""
 _SETS = re.compile(r"(^|[a-z])Sets?([A-Z]|$)")
+_MARK = re.compile("(_key)?_(pad|padding|attention)_mask$|_mask$")
 _WINDOWS = ("sliding_window", "window_size", "attention_window_size", "local_window", "window")
 
 
@@ -182,6 +186,18 @@ class Claims:
         return Mask(name, real, torch.long if real else torch.bool)
 
     @property
+    def masks(self) -> list[str]:
+        """The arguments that mark the same padding: a decoder may take that of its source a second time."""
+        again = [name for name in self._ordered if name.startswith("memory") and "pad" in name]
+        return [] if self.mask is None else list(dict.fromkeys([self.mask.name, *again]))
+
+    @property
+    def padded(self) -> str | None:
+        """The argument whose padding the mask marks: the one that it is named after, or that with the tokens."""
+        stem = "" if self.mask is None else _MARK.sub("", self.mask.name)
+        return stem if isinstance(self.given.get(stem), Tensor) else self.tokens
+
+    @property
     def lengths(self) -> str | None:
         """The argument with the length of each sequence."""
         named = [*_LENGTHS, *(name for name in self._ordered if name.endswith(("lengths", "_lens")))]
@@ -191,7 +207,7 @@ class Claims:
     def _ordered(self) -> list[str]:
         """The names of the arguments, in their order, but for those about targets."""
         names = dict.fromkeys((*self.keywords.names, *map(str, self.given)))
-        return [name for name in names if not name.startswith(("tgt", "target", "decoder", "label", "max"))]
+        return [name for name in names if not name.startswith((*TARGETS, "label", "max"))]
 
     @property
     def cache(self) -> str | None:
@@ -201,7 +217,7 @@ class Claims:
     @property
     def returns_cache(self) -> bool:
         """Whether it returns the cache of keys and values, or the like, that it takes for the next positions."""
-        named = self.cache not in (None, *_STATES) and self._is_one_way
+        named = self.cache not in (None, *STATES) and self._is_one_way
         return named and cache_of(self.returned, str(self.cache)) is not None
 
     @property

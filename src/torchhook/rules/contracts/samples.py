@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def independent(case: Case) -> Iterator[Agreement | Skip | Note]:
     if not case.has_rows:
         yield Skip(case.claims.without_rows)
         return
-    if not any(case.has_samples(x) for _, x in leaves(case.given)):
+    if all(case.dim_of(str(name), x, case.count) is None for (name, *_), x in leaves(case.given)):
         yield Skip("no argument has one entry per sample")
         return
     if any(isinstance(module, BATCH_NORMS) for module in case.model.modules()):
@@ -45,7 +46,7 @@ def independent(case: Case) -> Iterator[Agreement | Skip | Note]:
     last = count - 1
 
     def variant(*numbers: int) -> Variant:
-        return case.variant(mapped(lambda x: _chosen(x, numbers, count, case.sample_dim), given))
+        return case.variant(case.taken(given, numbers, count))
 
     yield Agreement(
         case.variant(given),
@@ -160,19 +161,9 @@ def _larger(case: Case) -> tuple[Given | None, str]:
 
 def _doubled(case: Case) -> Given:
     """The arguments with a second sample, made from the first one."""
-    dim = case.sample_dim
 
-    def double(x: Tensor) -> Tensor:
-        if not case.has_samples(x):
-            return x
-        last = x.dim() - 1
-        return torch.cat([x, x.flip(last) if last != dim else x], dim)
+    def double(name: str, x: Tensor) -> Tensor:
+        dim, last = case.dim_of(name, x, 1), x.dim() - 1
+        return x if dim is None else torch.cat([x, x.flip(last) if last != dim else x], dim)
 
-    doubled: Given = mapped(double, case.given)
-    return doubled
-
-
-def _chosen(x: Tensor, numbers: tuple[int, ...], count: int, dim: int) -> Tensor:
-    if x.dim() <= dim or x.shape[dim] != count:
-        return x
-    return x.index_select(dim, torch.tensor(numbers, device=x.device))
+    return {name: mapped(partial(double, name), value) for name, value in case.given.items()}
