@@ -38,8 +38,8 @@ def verify(
 
     A contract is mostly that two runs of the model agree: with and without padding, token by token and all at once,
     compiled and eager. Where they do not, and rounding is not the reason, the finding names the first module in which
-    they part. The model runs in eval mode, on at most four samples; its buffers, modes and hooks and the random numbers
-    are as before afterwards.
+    they part. The model runs in eval mode, without what it is wrapped in, on at most four samples; its buffers, modes
+    and hooks and the random numbers are as before afterwards.
 
     Args:
         batch: A batch, or a loader, of which the first batch is used: a tensor, a tuple that ends with the target, or a
@@ -64,6 +64,7 @@ def verify(
     1
     """
     require_module(model)
+    model = unwrapped(model)  # a compiled one would be compiled again for every run
     if loss is not None and not callable(loss):
         raise TypeError(f"loss must be a function of output and target, not {loss!r:.80}")
     selected = chosen(contracts)
@@ -82,7 +83,7 @@ def verify(
             result.check(case, asked=contracts is not None)
     return Report(
         findings=tuple(sorted((one for result in results for one in result.folded()), key=_worst_first)),
-        model=type(unwrapped(model)).__name__,
+        model=type(model).__name__,
         fail_on=Severity(fail_on),
         checked=tuple(result.contract.code for result in results if not result.skipped),
         skipped={result.contract.code: result.skipped for result in results if result.skipped},

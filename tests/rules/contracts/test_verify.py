@@ -202,6 +202,17 @@ def test_what_was_compiled_before_does_not_matter():
     assert "torch.compile" in report.findings[0].message
 
 
+@pytest.mark.parametrize("wrap", [nn.DataParallel, partial(torch.compile, backend="eager")])
+def test_what_is_wrapped_or_compiled_is_checked_inside(wrap):
+    class Centred(nn.Module):
+        def forward(self, x):
+            return x - x.mean(0)
+
+    model = nn.Sequential(nn.Linear(8, 8), Centred())
+    report = verify(wrap(model), torch.randn(4, 8), contracts=["independent"], progress=False)
+    assert (report.model, report.findings[0].site) == ("Sequential", "1")
+
+
 def test_diagnose_points_here_where_it_would_help():
     pointer = "torchhook.verify(model, batch) checks them"
     x = torch.randint(6, 20, (4, 6))

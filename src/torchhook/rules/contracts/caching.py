@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -55,8 +54,10 @@ def cached(case: Case) -> Iterator[Agreement | Skip | Note]:
         yield Skip("its tokens follow those of images, which are not decoded")
         return
     sequence = writing(case)
-    windows = [window for window in Attentions(case).windows.values() if window and window <= _WIDEST]
-    length = max(_LENGTH, max(windows, default=0) + 2)  # with single positions before, at and after its end
+    widest = max((window or 0 for window in Attentions(case).windows.values()), default=0)
+    if widest > _WIDEST:
+        yield Note(f"past its window of {widest} positions, which are more than are decoded here")
+    length = max(_LENGTH, widest + 2 if widest <= _WIDEST else 0)  # with single positions before, at and after its end
     if sequence is None or length + _PADDING > (claims.longest or length + _PADDING):
         yield Skip(f"it has no sequence of {length + _PADDING} positions to decode")
         return
@@ -143,9 +144,17 @@ def _kinds(case: Case, length: int) -> Iterator[Kind]:
         yield Kind("StaticCache", static)
     for backend, (epsilon, options) in _BACKENDS.items():
         quantized = partial(transformers.QuantizedCache, backend=backend, config=config, **options)
-        with suppress(Exception):  # it is not installed, or not for models with windows
-            quantized()
+        if _can_make(quantized):
             yield Kind(f"QuantizedCache of {backend}", quantized, epsilon)
+
+
+def _can_make(make: Make) -> bool:
+    """Whether such a cache can be made: its backend is installed, and it is for models like this one."""
+    try:
+        make()
+    except Exception:  # of transformers or the backend
+        return False
+    return True
 
 
 def _source_length(case: Case, default: int) -> int:

@@ -75,20 +75,19 @@ def _never_reached(case: Case, gradients: Mapping[str, Tensor | None]) -> list[s
 
     missing = among(gradients, gradients)
     try:
-        twin = copies_of(case.model, None)[0]
+        twin = copies_of(case.model, None)[0] if missing else case.model
     except ValueError:  # then its own weights have to do
         return [plain(path) for path in missing]
-    for seed in range(_DRAWS):
-        if missing:
-            _move(twin, seed)
-            missing = among(missing, case.gradients(case.variant(model=twin, within=lambda: training(twin)))[1])
+    for seed in range(_DRAWS if missing else 0):
+        _move(twin, seed)
+        missing = among(missing, case.gradients(case.variant(model=twin, within=lambda: training(twin)))[1])
     return [plain(path) for path in missing]
 
 
 def _called(case: Case, variant: Variant, paths: Iterable[str]) -> set[str]:
     """Those of some modules that run and have no parts, so that they use their parameters."""
     called: set[str] = set()
-    leaves = [path for path in dict.fromkeys(paths) if is_leaf(case.model.get_submodule(path))]
+    leaves = {path for path, module in walk(case.model) if is_leaf(module)}.intersection(paths)
     case.output(variant, [Tap(path, lambda event: called.add(event.path)) for path in leaves])
     return called
 
