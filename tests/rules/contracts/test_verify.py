@@ -172,6 +172,13 @@ def test_a_loss_for_which_all_gradients_are_off_has_no_module():
     assert verify(gpt2(), labelled(), loss, ["accumulation"], progress=False).findings[0].site == ""
 
 
+@pytest.mark.parametrize("classes", [9, 5])  # the tokens are classes of the result, or they are not
+def test_a_model_of_tokens_needs_no_loss_for_its_parameters(classes):
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, classes))
+    report = verify(model, torch.randint(5, 9, (2, 7)), contracts=["used"], progress=False)
+    assert report.checked == ("TV108",) and not report.findings
+
+
 def test_what_raises_halfway_leaves_the_rest_checked():
     def halfway(case):
         yield case.agree(lambda x: x)
