@@ -79,6 +79,15 @@ def shape_of(value: Any) -> str:
     return "None" if value is None else type(value).__name__
 
 
+def first_few(names: Sequence[str]) -> str:
+    """The first three of some names, and how many more there are.
+
+    >>> first_few(["a", "b", "c", "d", "e"])
+    'a, b, c and 2 more'
+    """
+    return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Rows under a header in aligned columns, numbers to the right.
 

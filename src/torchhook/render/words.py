@@ -67,10 +67,23 @@ def scope(report: Report) -> str:
     >>> scope(Report(checked=("TH101",), skipped={"TH301": "no optimizer"}))
     '1 rule checked, 1 skipped'
     """
-    checked, skipped = len(report.checked), len(report.skipped)
-    noun = "contract" if any(code.startswith("TV") for code in (*report.checked, *report.skipped)) else "rule"
-    text = f"{checked} {noun}{'' if checked == 1 else 's'} checked"
+    skipped = len(report.skipped)
+    text = f"{_counted(report, len(report.checked))} checked"
     return f"{text}, {skipped} skipped" if skipped else text
+
+
+def left_out(report: Report) -> str:
+    """How many rules, or contracts, were skipped.
+
+    >>> left_out(Report(skipped={"TV104": "it does not claim to be causal"}))
+    '1 contract'
+    """
+    return _counted(report, len(report.skipped))
+
+
+def _counted(report: Report, number: int) -> str:
+    noun = "contract" if any(code.startswith("TV") for code in (*report.checked, *report.skipped)) else "rule"
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def verdict(report: Report) -> str:
