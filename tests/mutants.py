@@ -708,9 +708,34 @@ MUTANTS = [
     ),
     Mutant(
         "rules/contracts/caching.py",
-        "start = 0 if mask is not None and name == mask.name else begin",
+        "start = 0 if is_mask else begin",
         "start = begin",
         "rules/contracts/test_pairings.py::test_a_mask_covers_the_cache",
+    ),
+    Mutant(
+        "rules/contracts/caching.py",
+        "for number in range(1, len(stops) - 1):",
+        "for number in (1, len(stops) - 2):",
+        "rules/contracts/test_planted.py::test_what_is_planted_is_found_at_its_module[writer_rolls_its_window_early]",
+    ),
+    Mutant(
+        "rules/contracts/case.py",
+        "with state_kept(model), attributes_kept(model), evaluating(model), variant.within():",
+        "with state_kept(model), evaluating(model), variant.within():",
+        "rules/contracts/test_planted.py"
+        "::test_what_is_planted_is_found_at_its_module[smoothing_goes_on_from_batch_to_batch]",
+    ),
+    Mutant(
+        "rules/contracts/switches.py",
+        "acting = dict.fromkeys((*random_modules(case, variant), *_writing(case, variant)))",
+        "acting = dict.fromkeys(random_modules(case, variant))",
+        "rules/contracts/test_healthy.py::test_nothing_is_said_of[batch_norm_by_hand]",
+    ),
+    Mutant(
+        "rules/contracts/parameters.py",
+        "_DRAWS = 3",
+        "_DRAWS = 0",
+        "rules/contracts/test_healthy.py::test_nothing_is_said_of[a_correction_that_is_zero_at_first]",
     ),
     Mutant(
         "captures/agreement/free_runs.py",

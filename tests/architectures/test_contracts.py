@@ -1,5 +1,6 @@
 """Standard architectures obey their contracts, except where a released library breaks one: then the reason is here."""
 
+import time
 import warnings
 
 import pytest
@@ -89,6 +90,13 @@ def test_a_well_known_model_obeys_its_contracts(name, monkeypatch):
     monkeypatch.setitem(CONTRACTS, "modes", contracts.modes(compile=None))
     found, report = broken(name)
     assert not found, str(report)
+
+
+def test_a_tiny_transformer_takes_seconds():
+    """With all contracts, torch.compile and all kinds of cache; of the processor, since others may use it, too."""
+    begin = time.process_time()
+    broken("llama")
+    assert time.process_time() - begin < 20
 
 
 @pytest.mark.slow

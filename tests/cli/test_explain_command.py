@@ -246,6 +246,9 @@ class Hostile:
         ("number.pt", lambda file: torch.save({"epoch": 3}, file), "has no state dict"),
         ("other.pt", lambda file: torch.save({"a": torch.ones(2)}, file), "none of the 1 tensors"),
         ("nowhere.pt", lambda file: None, "there is no file"),
+        ("endless.pt", lambda file: torch.save(endless(), file), "has no state dict"),
+        ("meta.pt", lambda file: torch.save({"0.weight": torch.ones(2, device="meta")}, file), "has no state dict"),
+        ("sparse.pt", lambda file: torch.save({"0.weight": torch.eye(2).to_sparse()}, file), "has no state dict"),
     ],
 )
 def test_a_hostile_or_broken_file_of_weights_is_refused(command, folder, trained, name, write, why):
@@ -253,6 +256,27 @@ def test_a_hostile_or_broken_file_of_weights_is_refused(command, folder, trained
     done = drawn(command, "--weights", name)
     assert done.code == 2 and why in done.said and "Traceback" not in done.err
     assert not (folder / "was_here").exists() and not (folder / "cam.png").exists()
+
+
+def endless():
+    """A checkpoint that has itself inside."""
+    first, second = {"epoch": torch.ones(1)}, {}
+    first["state_dict"], second["model"] = second, first
+    return first
+
+
+def test_keys_of_weights_are_text_however_long_and_odd(command, folder, trained):
+    torch.save({"module." * 2000 + key: value for key, value in trained.items()}, folder / "deep.pt")
+    assert drawn(command, "--weights", "deep.pt")[::2] == (0, "")
+    torch.save({**trained, "\x1b]0;title\x07" + 999 * "x": torch.ones(1)}, folder / "odd.pt")
+    done = drawn(command, "--weights", "odd.pt")
+    assert done.code == 0 and len(done.err) < 300 and "1 unexpected (]0;titlexxx" in done.err
+
+
+def test_weights_that_are_not_finite_are_said_and_not_drawn(command, folder, trained):
+    torch.save({**trained, "0.weight": trained["0.weight"] * torch.nan}, folder / "nan.pt")
+    done = drawn(command, "--weights", "nan.pt")
+    assert done.code == 2 and "the map has NaN or Inf" in done.err and not (folder / "cam.png").exists()
 
 
 @pytest.mark.parametrize("method", ["grad_cam", "ablation_cam"])

@@ -1,17 +1,24 @@
 """``torchhook why``: what is wrong with a run and what to try next, for people and for programs."""
 
 import json
+import os
+import re
+import subprocess
+import sys
 import time
+from pathlib import Path
 
+import jsonschema
 import pytest
 import torch
 from torch import nn
 
-from torchhook import Finding, Report, Trial
+from torchhook import Finding, Report, Trial, render
 from torchhook.core.site import Site
+from torchhook.core.text import printable
 from torchhook.stats.reduce import Reduce
 from torchhook.training.logs import Entry
-from torchhook.training.runs import Run, RunLog
+from torchhook.training.runs import Run, RunLog, why
 from torchhook.training.runs.folders import new_folder
 from torchhook.training.runs.schema import FILE
 
@@ -84,6 +91,52 @@ def test_json_has_a_schema_and_all_findings(command, root):
         assert run.why().to_dict()["findings"][0]["code"] == "TH501" and run.why().exit_code == 1
 
 
+FAILED = """
+import torch
+from torchhook import Monitor
+
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+def batch(step):
+    if step == 12:
+        raise OSError("shard 3\\nis damaged")
+    return torch.randn(8, 4)
+
+{before}
+for step in range(25):
+    loss = model(batch(step)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    {after}
+"""
+WATCHED = {"before": "monitor = Monitor(model, optimizer, every=2, price=None)", "after": "monitor.step(loss)"}
+
+
+@pytest.mark.parametrize("how", ["run", "Monitor"])
+def test_a_training_that_failed_says_with_what_and_where(command, root, tmp_path, how):
+    script = tmp_path / "train.py"
+    script.write_text(FAILED.format(**WATCHED if how == "Monitor" else dict.fromkeys(WATCHED, "")))
+    words = ["-m", "torchhook", "run", "--ignore", "TH6"] if how == "run" else []
+    done = subprocess.run([sys.executable, *words, "train.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1 and "is damaged" in done.stderr
+    done = command("why")
+    line = 'train.py:10: raise OSError("shard 3\\nis damaged")'
+    first, second, *_ = done.out.splitlines()
+    assert (done.code, done.err) == (1, "") and first.endswith(", failed at step 11")
+    assert second == f"raised    OSError: shard 3 is damaged, at {line}"
+    said = json.loads(command("why", "--json").out)
+    assert said["ok"] is False and said["findings"] == [] and said["state"] == "failed"
+    assert said["error"] == {
+        "type": "OSError",
+        "message": "shard 3\nis damaged",
+        "line": f"{tmp_path}/{line}",
+    }
+    shown = command("runs", "show", "runs/latest").out
+    assert "unfinished  Linear: nothing found" in shown and "failed with OSError: shard 3" in shown
+
+
 def test_a_healthy_run_says_what_was_looked_at(command, root):
     folder = run_in(root, skipped={"TH301": "no optimizer"})
     done = command("why", "runs")
@@ -94,6 +147,38 @@ def test_a_healthy_run_says_what_was_looked_at(command, root):
         "",
     )
     assert json.loads(command("why", "--json").out)["findings"] == []
+
+
+SCHEMA = json.loads(Path(render.__file__).with_name("why.schema.json").read_text())
+
+
+@pytest.mark.parametrize("state", ["ended", "failed", "running"])
+def test_json_is_as_its_schema_says(command, root, state):
+    tried = Trial("a tenth of the learning rate", without=float("inf"), repaired=0.3, steps=50)
+    error = {"type": "OSError", "message": "no data", "line": ""}
+    found = Finding("TH501", "error", "too large", "fc.weight", 3, EVIDENCE, "Lower it.", (BESIDES,), tried)
+    facts = {"skipped": {"TH301": "no optimizer"}, "about": {"error": error}, "notes": ("a note",)}
+    run_in(root, found, DEAD, state=None if state == "running" else state, **facts)
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    said = json.loads(command("why", "--json").out)
+    jsonschema.validate(said, SCHEMA, jsonschema.Draft202012Validator)
+    assert said["schema"] == SCHEMA["properties"]["schema"]["const"] == why.SCHEMA
+    assert {*said} == {*SCHEMA["required"]} and {*said["findings"][0]} == {*SCHEMA["$defs"]["finding"]["required"]}
+
+
+def test_what_cannot_be_printed_is_escaped(command, root):
+    odd = "\ud800\x1b[31m\x9b\u202e"
+    folder = run_in(root, Finding("TH501", "error", odd, "fc", 3, {"cause": [odd], odd: odd}, odd))
+    folder.rename(root / os.fsdecode(b"odd\xff\x1b]0;title\x07 $(date)"))
+    done = command("why", root, "--json")
+    (found,) = json.loads(done.out)["findings"]
+    assert (done.code, done.err) == (1, "") and not re.search("[\x1b\x9b\ud800\u202e]", done.out)
+    assert found["message"] == found["next"] == odd and found["evidence"] == {odd: odd}
+    (folder,) = root.glob("odd*")
+    (folder / FILE).write_bytes(b"SQLite format 3\0" * 99)
+    done = command("why", folder)
+    assert done.code == 2 and "\x1b" not in done.err and "\x07" not in done.err
+    assert f"`sqlite3 '{printable(str(folder))}/run.sqlite' .recover` may" in done.err, "which is safe to paste"
 
 
 def test_exit_codes_are_those_of_diagnose(command, root, tmp_path):

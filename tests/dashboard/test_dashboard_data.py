@@ -1,6 +1,7 @@
 """What the dashboard reads of runs: which there are, and sheets that grow with them."""
 
 import math
+import re
 import tempfile
 from pathlib import Path
 from unittest import mock
@@ -15,6 +16,7 @@ from torchhook import Finding, Report, Severity, Trial
 from torchhook.core.errors import RunError
 from torchhook.dashboard import sheets
 from torchhook.dashboard.library import Library
+from torchhook.dashboard.pages import overview
 from torchhook.dashboard.parts import card, state_of
 from torchhook.dashboard.sheets import LOSSES, WIDE, Book
 from torchhook.stats.reading import Snapshot
@@ -314,6 +316,32 @@ def test_a_run_in_which_an_error_was_found_did_not_end_well(tmp_path):
         written(tmp_path / state, range(3)).end(Report(), state)
         with Run(tmp_path / state) as run:
             assert state_of(run) == (kind, state)
+
+
+def verdict_of(folder):
+    said = str(overview.page(Book(folder)).to_plotly_json())
+    return re.search(r"P\(children='([^']*)', className='said (\w+)'\)", said).groups()
+
+
+def test_a_training_that_did_not_come_to_its_end_is_not_well(tmp_path):
+    error = {"type": "OSError", "message": "no data", "line": "train.py:9: load()"}
+    expected = {
+        "ended": ("Nothing is wrong, as far as 3 measured steps show.", "passed"),
+        "interrupted": ("Nothing is wrong, as far as 3 measured steps show.", "passed"),
+        "failed": ("the training failed: OSError: no data, at train.py:9: load()", "error"),
+        "unwritten": ("the run could not be written to its end.", "error"),
+    }
+    for state, (words, colour) in expected.items():
+        log = written(tmp_path / state, range(3))
+        if state == "failed":
+            log.found(Finding("TH603", "info", "a small thing"))
+        log.end(Report(about={"error": error} if state == "failed" else {}), state)
+        said, shown = verdict_of(tmp_path / state)
+        assert said.endswith(words) and shown == colour
+    log = written(tmp_path / "killed", range(3))
+    with mock.patch("torchhook.training.runs.run.is_gone", return_value=True):
+        said = verdict_of(log.folder)
+    assert said == ("Nothing wrong was found in 3 measured steps, but the training was killed.", "error")
 
 
 def test_the_stamp_changes_with_every_window_and_in_the_end(tmp_path):

@@ -36,6 +36,8 @@ def folder(tmp_path_factory, one_thread):
     torchhook.sweep(net(0), x, ["0", "2"], torchhook.edits.zero(), torch.sum, progress=False).save(folder / "sweep.th")
     layers = ({"site": "fc", "kind": "module", "grad_norm": 0.1, "std": 1.0},)
     Report((Finding("TH201", "error", "61 % never fire", "fc"),), "Net", layers=layers).save(folder / "diagnose.th")
+    talking = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, track_running_stats=False))
+    torchhook.verify(talking, x, contracts=["independent", "causal"], progress=False).save(folder / "verify.th")
     parts = [Sentence(EVIL), Table([EVIL, "a.b"], [[EVIL, 1.0]] * 3, EVIL), Bars([EVIL], {EVIL: [1.0]}, EVIL, EVIL)]
     more = [Matrix(torch.eye(2), [EVIL, "b"], [EVIL, "b"], EVIL, EVIL), Report((Finding(EVIL, "error", EVIL, EVIL),))]
     write(EVIL, [*parts, *more], folder / "evil.th")
@@ -112,6 +114,17 @@ def test_a_result_has_a_page(browse, name, size, theme):
     if theme == "dark" and name == "diff":
         script = "return getComputedStyle(document.querySelector('.ag-root-wrapper')).backgroundColor"
         assert sum(map(int, chrome.execute_script(script).strip("rgb()").split(","))) < 200, "the table is dark, too"
+
+
+@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_broken_contracts_have_a_page_with_what_was_not_checked(browse, size):
+    chrome = browse("/result/verify.th", size)
+    until(chrome, "return document.querySelector('main').innerText.includes('TV102')")
+    text = chrome.find_element("css selector", "main").text
+    assert chrome.find_element("css selector", "h1").text == "Report on Sequential"
+    assert "changes with the other samples of the batch" in text and "1 contract checked, 1 skipped" in text, text
+    assert "TV104: it needs a sequence of at least 4 positions" in text, text
+    assert chrome.execute_script("return document.documentElement.scrollWidth") <= size[0]
 
 
 def test_the_folder_lists_its_results_and_nothing_else(browse, folder):

@@ -22,6 +22,7 @@ STRANGE = {
     "a trigger": ["CREATE TRIGGER t AFTER INSERT ON losses BEGIN DELETE FROM losses; END"],
     "a start that is text": ["UPDATE life SET started = 'yesterday'"],
     "a start without a calendar": ["UPDATE life SET started = 1e300"],
+    "a path of thousands of levels": [f"UPDATE places SET path = '{3000 * 'a.'}' WHERE id = 1"],
     "a path that is missing": ["UPDATE places SET path = NULL WHERE id = 1"],
     "a shape below zero": ["UPDATE layouts SET shape = '[-1]'"],
     "states that are text": ["UPDATE states SET data = 'x'"],

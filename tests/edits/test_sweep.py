@@ -280,3 +280,5 @@ def test_a_value_without_positions_is_refused_by_name():
     model, ids = Mixing().eval(), torch.randint(20, (2, 4))
     with pytest.raises(ValueError, match="samples × positions × features, but the output of 'head' is 2×2; leave"):
         sweep(model, ids, "head", edits.zero, logit, positions=True, progress=False)
+    with pytest.raises(TypeError, match=r"positions must be True or False, not \[2, 3\]"):
+        sweep(model, ids, "embed", edits.zero, logit, positions=[2, 3], progress=False)

@@ -252,6 +252,7 @@ def test_at_the_end_of_a_block_a_training_that_raised_is_closed(end, tmp_path):
         trainer(tmp_path, callback, model=model).train()
     with Run(callback.run) as run:
         assert run.state == state and list(run.losses) == list(range(1, 11))
+        assert (run.why().to_dict()["error"] or {}).get("type") == ("ValueError" if state == "failed" else None)
     assert {key: value for key, value in hooks_of(model).items() if key[1] != "attributes"} == {
         key: value for key, value in before.items() if key[1] != "attributes"
     }

@@ -265,6 +265,7 @@ def test_a_fit_that_raises_is_closed(end, tmp_path):
         signal.signal(signal.SIGINT, handler)  # Lightning ignores it from then on
     with Run(callback.run) as run:
         assert run.state == end.split()[0] and len(run.losses) == 12
+        assert (run.why().to_dict()["error"] or {}).get("message") == ("no" if end == "failed" else None)
     assert hooks_of(module.net) == before
     assert callback.monitor is None and callback.report is not None
 

@@ -161,7 +161,11 @@ def test_the_tools_are_typed_and_without_allow_code_none_runs_code(runs):
         "title": "Steps",
         "type": "array",
     }
+    finding = plain["why"].output_schema["$defs"]["finding"]["properties"]
+    assert finding["tried"]["anyOf"][0] == {"$ref": "#/$defs/trial"} and finding["next"]["type"] == "string"
+    assert all(tool.output_schema.get("additionalProperties") is not True for tool in plain.values())
     with_code, _ = asyncio.run(tools("--allow-code"))
+    assert with_code["diagnose"].output_schema == plain["why"].output_schema
     assert sorted(with_code) == sorted([*TOOLS, "diagnose"]) and not with_code["diagnose"].annotations.read_only_hint
 
 
@@ -228,6 +232,21 @@ def test_a_link_to_the_latest_run_cannot_lead_outside(tmp_path):
     (tmp_path / "runs" / "latest").symlink_to(tmp_path / "outside")
     (why,) = asked(tmp_path / "runs", ("why", {}))
     assert why["model"] == "Net"
+
+
+def test_no_run_hides_another_by_a_name_that_looks_the_same(tmp_path):
+    for name in ("net", "net\x07", "net\u202e", "net\\u0007"):
+        written(tmp_path / name, range(3), model=SECRET if name != "net" else "Net")
+    listed, plain, bell, again = asked(
+        tmp_path,
+        ("list_runs", {}),
+        ("why", {"run": "net"}),
+        ("why", {"run": "net\x07"}),
+        ("why", {"run": "net\\u202e"}),
+    )
+    assert {row["run"] for row in listed["runs"]} == {"net", "net\\u0007", "net\\u202e"} and len(listed["runs"]) == 4
+    assert (plain["run"], plain["model"]) == ("net", "Net")
+    assert bell["model"] == again["model"] == SECRET and again["run"] == "net\\u202e"
 
 
 def test_answers_are_small_and_say_what_they_left_out(tmp_path):
@@ -307,7 +326,7 @@ def test_broken_runs_are_a_row_that_says_why_beside_healthy_ones(tmp_path):
         root, ("list_runs", {}), ("why", {"run": "net"}), ("why", {"run": "garbage"}), ("list_runs", {"name": "x*"})
     )
     rows = {row["run"]: row for row in listed["runs"]}
-    assert set(rows) == {"garbage", "empty", "line\nbreak", "odd", "net"} and rows["net"]["unreadable"] is None
+    assert set(rows) == {"garbage", "empty", "line\nbreak", "odd\\udcff", "net"} and rows["net"]["unreadable"] is None
     for name in set(rows) - {"net"}:
         assert rows[name]["state"] == "unreadable" and rows[name]["unreadable"]
         assert str(tmp_path) not in rows[name]["unreadable"], "names of files are relative to the folder"

@@ -108,7 +108,8 @@ def file_of(about, tensors=None):
 
 
 def parts_of(*parts):
-    return file_of({"version": VERSION, "kind": "X", "parts": list(parts)}, {"0": torch.ones(2, 2)})
+    tensors = {"0": torch.ones(2, 2), "odd": torch.ones(1, 1).to(torch.float8_e4m3fn)}
+    return file_of({"version": VERSION, "kind": "X", "parts": list(parts)}, tensors)
 
 
 HOSTILE = {
@@ -132,6 +133,17 @@ HOSTILE = {
     ),
     "a picture that is a script": parts_of({"part": "Picture", "png": {"$tensor": "0"}}),
     "bars of words": parts_of({"part": "Bars", "layers": ["a"], "values": {"": ["x"]}, "unit": ""}),
+    "bars of endless numbers": parts_of({"part": "Bars", "layers": ["a"], "values": {"": [10**400]}, "unit": ""}),
+    "a matrix of numbers that cannot be drawn": parts_of(
+        {"part": "Matrix", "values": {"$tensor": "odd"}, "rows": ["a"], "columns": ["a"], "unit": ""}
+    ),
+    "a report with a layer of lists": parts_of(
+        {"part": "Report", **Report().to_dict(), "layers": [{"site": "a", "kind": "module", "std": []}]}
+    ),
+    "a report with a step of words": parts_of({"part": "Report", **Report().to_dict(), "losses": [["x", 1.0]]}),
+    "a report that is too deep to show": parts_of(
+        {"part": "Report", **Report().to_dict(), "about": {"run": json.loads(400 * "[" + 400 * "]")}}
+    ),
     "a report of nothing": parts_of({"part": "Report"}),
     "a finding of numbers": parts_of(
         {"part": "Report", **Report((Finding("TH1", "error", "x"),)).to_dict(), "model": 3, "schema": 1}

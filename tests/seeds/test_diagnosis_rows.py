@@ -435,14 +435,17 @@ class Leaky(nn.Module):
         super().__init__()
         self.mix, self.fault = nn.Linear(8, 8), fault
 
-    def forward(self, x, padding_mask):
-        scores = self.mix(x) @ x.mT
+    def forward(self, x, padding_mask, past):
+        seen = x if past is None else torch.cat([past, x], 1)
+        queries, keys = x.shape[1], seen.shape[1]
+        scores = self.mix(x) @ seen.mT
         if self.fault != "padding":
             scores = scores.masked_fill(padding_mask[:, None], -1e9)
         if self.fault not in ("future", "padding"):  # behind a causal mask, padding would not be seen
-            scores = scores.masked_fill(torch.ones(x.shape[1], x.shape[1]).triu(1).bool(), -1e9)
-        mixed = scores.softmax(-1) @ x
-        return mixed - mixed.mean(0) if self.fault == "samples" else mixed
+            first = 0 if self.fault == "cache" else keys - queries
+            scores = scores.masked_fill(torch.ones(queries, keys).triu(first + 1).bool(), -1e9)
+        mixed = scores.softmax(-1) @ seen
+        return (mixed - mixed.mean(0) if self.fault == "samples" else mixed), seen
 
 
 class Reader(nn.Module):
@@ -451,18 +454,34 @@ class Reader(nn.Module):
         self.embed, self.first, self.second = nn.Embedding(20, 8), Leaky(""), Leaky(fault)
         self.head = nn.Linear(8, 20)
 
-    def forward(self, ids, padding_mask=None):
-        mask = torch.zeros(ids.shape, dtype=torch.bool) if padding_mask is None else padding_mask
-        return self.head(self.second(self.first(self.embed(ids), mask), mask))
+    def forward(self, ids, padding_mask=None, cache=None):
+        keys = ids.shape[1] + (0 if cache is None else cache[0].shape[1])
+        mask = torch.zeros(len(ids), keys, dtype=torch.bool) if padding_mask is None else padding_mask
+        first, second = (None, None) if cache is None else cache
+        x, first = self.first(self.embed(ids), mask, first)
+        x, second = self.second(x, mask, second)
+        return self.head(x), (first, second)
 
 
 @pytest.mark.parametrize(
-    ("fault", "contract"), [("samples", "independent"), ("padding", "padding"), ("future", "causal"), ("", "")]
+    ("fault", "contract"),
+    [("samples", "independent"), ("padding", "padding"), ("future", "causal"), ("cache", "cached"), ("", "")],
 )
 def test_b14_the_contract_that_a_model_breaks_and_the_first_module_that_breaks_it(fault, contract):
-    wanted = [contract, "deterministic", "shapes"] if fault else ["independent", "padding", "causal"]
+    wanted = [contract, "deterministic", "shapes"] if fault else ["independent", "padding", "causal", "cached"]
     report = verify(Reader(fault), torch.randint(20, (3, 9)), contracts=wanted, progress=False)
     assert [(found.evidence["contract"], found.site) for found in report.findings] == [(contract, "second")] * bool(
         fault
     )
     assert report.ok == (not fault)
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_b14_micro_batches_add_up_to_the_batch(broken):
+    def loss(output, target, num_items_in_batch):
+        total = F.cross_entropy(output[0].flatten(0, 1), target.flatten(), reduction="sum")
+        return total / ((target >= 0).sum() if broken else num_items_in_batch)
+
+    ids = torch.randint(20, (3, 9))
+    report = verify(Reader(), (ids, ids.roll(-1, 1)), loss, ["accumulation"], progress=False)
+    assert [(found.code, found.severity) for found in report.findings] == [("TV106", "warning")] * broken

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from torchhook.core.errors import TorchhookError
+from torchhook.core.text import printable
 
 _OTHERS = {*sys.stdlib_module_names, "__main__", "rich", "torch", "torchhook", "typer"}
 _ON_PURPOSE = (ImportError, TorchhookError, ValueError)
@@ -25,7 +26,7 @@ def errors_reported() -> Iterator[None]:
         if os.environ.get("TORCHHOOK_TRACEBACK"):
             traceback.print_exc()
         else:
-            print(f"torchhook: {in_words(error)}", file=sys.stderr)
+            print(f"torchhook: {printable(in_words(error))}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
@@ -37,7 +38,7 @@ def warnings_in_words() -> Iterator[None]:
             yield
         finally:
             for one in said:
-                print(f"torchhook: warning: {one.message}", file=sys.stderr)
+                print(f"torchhook: warning: {printable(str(one.message))}", file=sys.stderr)
 
 
 def in_words(error: Exception) -> str:

@@ -102,6 +102,8 @@ def explain(
         heat = getattr(methods, method.value)(net, batch, target, layer, call=call)
     if not heat.maps.any():
         raise ValueError("the map is zero everywhere, so no image was written; choose another --layer or --target")
+    if not heat.maps.isfinite().all():
+        raise ValueError("the map has NaN or Inf, so no image was written; look for them in the weights")
     heat.positive().normalized().overlay(shown).savefig(out, dpi=150)
     typer.echo(heat)
     typer.echo(f"written: {out}")

@@ -10,6 +10,7 @@ import typer
 
 from torchhook.cli.loaders import wrong
 from torchhook.core.optional import require
+from torchhook.render.words import short
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -59,18 +60,18 @@ def _read(file: Path) -> Any:
     except ImportError:
         raise
     except Exception as error:  # torch and safetensors raise many kinds for a damaged file
-        why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise wrong(_OPTION, f"cannot read {str(file)!r} as safetensors or as a state dict: {why:.200}") from error
+        why = short((str(error).strip() or type(error).__name__).splitlines()[0], 200)
+        raise wrong(_OPTION, f"cannot read {str(file)!r} as safetensors or as a state dict: {why}") from error
 
 
 def _tensors(loaded: Any, file: Path) -> dict[str, Tensor]:
     """The state dict, which a checkpoint has beside the state of an optimizer and other things."""
-    from torch import Tensor
-
-    while isinstance(loaded, Mapping):
+    seen: set[int] = set()
+    while isinstance(loaded, Mapping) and id(loaded) not in seen:  # a file may be made so that it has itself inside
+        seen.add(id(loaded))
         inner = next((loaded[key] for key in _INSIDE if isinstance(loaded.get(key), Mapping)), None)
         if inner is None:
-            found = {str(key): value for key, value in loaded.items() if isinstance(value, Tensor)}
+            found = {str(key): value for key, value in loaded.items() if _is_plain(value)}
             if found:
                 return found
             break
@@ -82,12 +83,24 @@ def _fitting(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """`state` without a prefix that all its keys share and the model does not have."""
     from torchhook.core.torch_internals import WRAPPER_NAMES
 
-    own = model.state_dict().keys()
-    for prefix in (f"{name}." for name in (*_PREFIXES, *WRAPPER_NAMES)):
-        if not own & state.keys() and all(key.startswith(prefix) for key in state):
-            return _fitting({key.removeprefix(prefix): value for key, value in state.items()}, model)
+    own, known = model.state_dict().keys(), tuple(f"{name}." for name in (*_PREFIXES, *WRAPPER_NAMES))
+    while not own & state.keys():
+        prefix = next((one for one in known if all(key.startswith(one) for key in state)), None)
+        if prefix is None:
+            break
+        state = {key.removeprefix(prefix): value for key, value in state.items()}
     return state
 
 
+def _is_plain(value: Any) -> bool:
+    """Whether it is a tensor whose values can be copied: not without memory, sparse, nested or quantized."""
+    from torch import Tensor, strided
+
+    if not isinstance(value, Tensor) or value.is_nested or value.is_quantized:
+        return False
+    return value.layout == strided and not value.is_meta
+
+
 def _some(keys: list[str]) -> str:
-    return ", ".join(keys[:_NAMED]) + ", …" * (len(keys) > _NAMED)
+    """The first of the keys, which may be any text."""
+    return short(", ".join(keys[:_NAMED]), 200) + ", …" * (len(keys) > _NAMED)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
 from torchhook.core.selection import require_module, unwrapped
@@ -32,14 +33,14 @@ class Batch(NamedTuple):
     def of(data: Any) -> Batch:
         """A tuple or list holds inputs and a target, a mapping holds keywords, anything else is the input itself.
 
-        In the last two cases the target is the whole batch.
+        A packed sequence is one input, too. In the last two cases the target is the whole batch.
 
         >>> Batch.of((1, 2))
         Batch(arguments=Arguments(args=(1,), kwargs={}), target=2)
         """
-        if isinstance(data, (tuple, list)) and len(data) > 1:
+        if _holds_several(data) and len(data) > 1:
             return Batch(Arguments(tuple(data[:-1]), {}), data[-1])
-        if isinstance(data, (tuple, list)):
+        if _holds_several(data):
             return Batch(Arguments(tuple(data), {}), None)
         if isinstance(data, Mapping):
             return Batch(Arguments((), dict(data)), data)
@@ -94,10 +95,19 @@ def loss_of(output: Any, target: Any, loss: Loss | None) -> Guess:
         return Guess(output)
     prediction = main_tensor(output)
     if isinstance(target, Tensor) and target.dtype in _CLASSES and target.dim() == prediction.dim() - 1:
-        return Guess(F.cross_entropy(prediction, target), "cross entropy, since the targets are classes")
+        logits = _classes_second(prediction, target)
+        if logits is not None:
+            return Guess(F.cross_entropy(logits, target), "cross entropy, since the targets are classes")
     if isinstance(target, Tensor) and target.shape == prediction.shape and target.is_floating_point():
         return Guess(F.mse_loss(prediction, target), "mean squared error, since the targets look like the outputs")
     return Guess(_along(output), "a random direction of the outputs, since no loss was given", real=False)
+
+
+def _classes_second(prediction: Tensor, target: Tensor) -> Tensor | None:
+    """`prediction` as cross entropy takes it; None if the numbers in `target` are not classes of its last dimension."""
+    if prediction.shape[:-1] != target.shape or prediction.shape[2:] == target.shape[1:]:
+        return prediction
+    return prediction.movedim(-1, 1) if bool((target < prediction.shape[-1]).all()) else None
 
 
 def main_tensor(output: Any) -> Tensor:
@@ -137,9 +147,10 @@ def samples_of(batch: Batch) -> Samples:
 class InputBatches:
     """Batches of a model, from whatever data its user has: a loader, or a single batch.
 
-    A tensor is the input, a tuple holds positional arguments and, last, the target. A dict holds keywords if `forward`
-    takes its keys; otherwise `batch_to_inputs` turns it into one of these. Where there are no `targets`, a tuple of
-    tensors that differ in length alone, as `Tensor.split` returns them, is a list of batches.
+    A tensor is the input, a tuple holds positional arguments and, last, the target; with `targets`, all of them are
+    arguments if `forward` needs that many. A dict holds keywords if `forward` takes its keys; otherwise
+    `batch_to_inputs` turns it into one of these. Where there are no `targets`, a tuple of tensors that differ in length
+    alone, as `Tensor.split` returns them, is a list of batches.
 
     >>> loader = [{"image": torch.ones(1, 2), "label": 1}]
     >>> list(InputBatches(loader, nn.Linear(2, 1), lambda batch: batch["image"]))
@@ -171,6 +182,7 @@ class InputBatches:
         self.argument = argument
         self._model, self._to_inputs = model, batch_to_inputs
         self._keywords = Keywords.of(model)
+        self._required = _required(model) if targets else 0
 
     def __iter__(self) -> Iterator[Any]:
         return map(self._usable, self.loader)
@@ -189,6 +201,8 @@ class InputBatches:
             batch = self._to_inputs(batch)
         if isinstance(batch, Mapping) and not all(map(self._keywords.takes, batch)):
             raise TypeError(self._unusable(batch))
+        if _holds_several(batch) and 1 < len(batch) <= self._required and batch[-1] is not None:
+            return (*batch, None)  # all of them are arguments
         return batch
 
     def _unusable(self, batch: Mapping[Any, Any]) -> str:
@@ -239,6 +253,21 @@ def inputs_of(x: Any, model: nn.Module) -> Arguments:
     return Arguments.of(given)
 
 
+def _holds_several(data: Any) -> bool:
+    """Whether these are several values."""
+    return isinstance(data, (tuple, list)) and not isinstance(data, PackedSequence)
+
+
+def _required(model: nn.Module) -> int:
+    """How many positional arguments the forward of a model must have."""
+    try:
+        found = inspect.signature(unwrapped(model).forward).parameters.values()
+    except (TypeError, ValueError):
+        return 0
+    positional = [one for one in found if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    return sum(one.default is one.empty for one in positional)
+
+
 def _is_split(data: tuple[Any, ...]) -> bool:
     """Whether these are the parts of one tensor of samples."""
     tensors = all(isinstance(part, Tensor) and part.dim() > 1 for part in data)
@@ -260,12 +289,14 @@ def _scalar(loss: Any) -> Tensor:
 
 
 def _along(output: Any) -> Tensor:
-    """The sum of all outputs, each times a random sign, divided by the square root of their number."""
+    """The sum of all outputs, each times a random number, divided by the square root of their number.
+
+    Signs alone would cancel out, now and then, in the gradient of a bias.
+    """
     total: Any = 0.0
     for _, leaf in leaves(output):
-        if leaf.is_floating_point() and leaf.requires_grad and leaf.numel():
-            signs = torch.randint(0, 2, leaf.shape, device=leaf.device).to(leaf.dtype) * 2 - 1
-            total = total + (leaf * signs).sum() / leaf.numel() ** 0.5
+        if leaf.is_floating_point() and leaf.numel() and (leaf.requires_grad or not torch.is_grad_enabled()):
+            total = total + (leaf * torch.randn_like(leaf)).sum() / leaf.numel() ** 0.5
     if not isinstance(total, Tensor):
         raise ValueError("no output of the model has a gradient; pass a loss, or parts=('rest',)")
     return total

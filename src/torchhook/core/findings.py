@@ -14,9 +14,13 @@ from typing import Any
 
 from torchhook.core.cards import boxed, card, text
 from torchhook.core.tabular import frame
+from torchhook.core.untrusted import is_number
 
 SCHEMA = 1
 """The version of the dictionaries that `Report.to_dict` returns; it is raised when older readers would fail."""
+
+_WORDS = ("NaN", "Infinity", "-Infinity")  # which JSON has no numbers for
+_TEXTS = ("site", "kind", "module", "role")  # of a layer: the rest are numbers
 
 
 class Severity(str, Enum):
@@ -71,7 +75,7 @@ class Trial:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Trial:
         """The trial that `to_dict` turned into this dictionary."""
-        _require(data, change=str, steps=int)
+        _require(data, change=str, steps=int, helped=bool)
         losses = {name: float(data[name]) for name in ("without", "repaired")}
         return cls(**{**data, **losses})
 
@@ -151,7 +155,10 @@ class Finding:
         """The finding that `to_dict` turned into this dictionary."""
         _require(data, code=str, message=str, site=str, step=(int, type(None)), evidence=Mapping, hint=str)
         tried = data.get("tried")  # reports from before repairs were tried have none
-        parts = {"affected": tuple(map(cls.from_dict, data["affected"])), "tried": tried and Trial.from_dict(tried)}
+        parts = {
+            "affected": tuple(map(cls.from_dict, data["affected"])),
+            "tried": None if tried is None else Trial.from_dict(tried),
+        }
         return cls(**{**data, **parts})
 
     def __str__(self) -> str:
@@ -243,17 +250,18 @@ class Report:
                 f"cannot read a report of schema {data.get('schema')!r}: this torchhook reads schema {SCHEMA}"
             )
         span = data.get("span")
-        _require(data, model=str, skipped=Mapping, checked=list, layers=list, notes=list)
+        _require(data, model=str, skipped=Mapping, checked=list, layers=list, losses=list, notes=list)
+        _require({"span": span, "about": {}, **data}, span=(list, type(None)), about=Mapping)
         return cls(
             findings=tuple(map(Finding.from_dict, data["findings"])),
             model=data["model"],
             fail_on=Severity(data["fail_on"]),
             checked=tuple(map(str, data["checked"])),
             skipped={str(code): str(reason) for code, reason in data["skipped"].items()},
-            layers=tuple(map(dict, data["layers"])),
-            losses=dict(data["losses"]),
+            layers=tuple(map(_layer, data["layers"])),
+            losses={_whole(step): _number(loss) for step, loss in data["losses"]},
             notes=tuple(map(str, data["notes"])),
-            span=None if span is None else (int(span[0]), int(span[1])),
+            span=None if span is None else (_whole(span[0]), _whole(span[1])),
             about=dict(data.get("about", {})),
         )
 
@@ -292,15 +300,35 @@ def json_value(value: Any) -> Any:
         return [json_value(item) for item in value]
     if isinstance(value, dict):
         return {name: json_value(item) for name, item in value.items()}
-    words = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
-    return words[str(value)] if isinstance(value, float) and not math.isfinite(value) else value
+    is_odd = isinstance(value, float) and not math.isfinite(value)
+    return dict(zip(("nan", "inf", "-inf"), _WORDS, strict=True))[str(value)] if is_odd else value
 
 
 def _require(data: Mapping[str, Any], **kinds: type | tuple[type, ...]) -> None:
     """Raise if a value is not of its kind: a file may contain anything."""
     for name, kind in kinds.items():
-        if not isinstance(data[name], kind):
-            raise ValueError(f"{name} must not be {data[name]!r:.80}")
+        if not isinstance(data.get(name), kind):
+            raise ValueError(f"{name} must not be {data.get(name)!r:.80}")
+
+
+def _layer(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of a layer, if they are as pages draw them."""
+    _require(data, site=str, kind=str)
+    _require({"module": None, "role": None, **data}, module=(str, type(None)), role=(str, type(None)))
+    return {name: value if name in _TEXTS else _number(value) for name, value in data.items()}
+
+
+def _number(value: Any) -> Any:
+    """A number, or nothing, or the word for a number that JSON does not have."""
+    if value is None or value in _WORDS or is_number(value):
+        return value
+    raise ValueError(f"a number must not be {value!r:.80}")
+
+
+def _whole(value: Any) -> int:
+    if not isinstance(value, int) or not is_number(value):
+        raise ValueError(f"a step must not be {value!r:.80}")
+    return value
 
 
 def _as_text(finding: Finding) -> str:

@@ -9,10 +9,13 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchhook.core.selection import require_module
 from torchhook.core.torch_internals import is_dynamo_loaded, own_buffers, submodules
+
+_TORCHS = frozenset(vars(nn.Module()))
+"""The attributes that every module has, such as its parameters, hooks and mode."""
 
 
 def parts(model: nn.Module) -> list[nn.Module]:
@@ -96,6 +99,54 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
                 owner[name] = buffer
                 if not torch.equal(buffer, value):  # otherwise keep its version, since a graph may have saved it
                     buffer.copy_(value)
+
+
+@contextmanager
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Restore what modules keep in plain attributes, such as a state that a forward leaves for the next one.
+
+    >>> class Counter(nn.Module):
+    ...     calls = ()
+    ...     def forward(self, x):
+    ...         self.calls = (*self.calls, x)
+    >>> model = Counter()
+    >>> with attributes_kept(model):
+    ...     _ = model(torch.ones(1))
+    >>> model.calls
+    ()
+    """
+    kept = [(module, dict(_own(module))) for module in parts(model)]
+    values = [value for _, attributes in kept for value in attributes.values()]
+    written = [(one, one.detach().clone()) for value in values for one in _tensors(value)]
+    filled = [(value, value.copy()) for value in values if type(value) in (list, dict)]
+    try:
+        yield
+    finally:
+        for module, attributes in kept:
+            for name in [name for name, _ in _own(module) if name not in attributes]:
+                del vars(module)[name]
+            vars(module).update(attributes)
+        for container, contents in filled:
+            container.clear()
+            container.extend(contents) if isinstance(container, list) else container.update(contents)
+        with torch.no_grad():
+            for tensor, contents in written:
+                if not torch.equal(tensor, contents):
+                    tensor.copy_(contents)
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The attributes of a module that are neither torch's nor functions, such as another forward."""
+    return ((name, value) for name, value in vars(module).items() if name not in _TORCHS and not callable(value))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """A tensor, or those in lists, tuples and dicts of them."""
+    if type(value) is Tensor:
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torchhook.core.findings import Report
+from torchhook.core.untrusted import is_number
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,7 +75,7 @@ class Bars:
     def __post_init__(self) -> None:
         _require(_are_texts([*self.layers, *self.values, self.unit, self.title]), "the names of bars must be strings")
         lines = list(self.values.values())
-        numbers = all(value is None or isinstance(value, (int, float)) for line in lines for value in line)
+        numbers = all(value is None or is_number(value) for line in lines for value in line)
         _require(numbers and all(len(line) == len(self.layers) for line in lines), "bars need one number per layer")
 
 
@@ -94,6 +95,8 @@ class Matrix:
         )
         shape = tuple(getattr(self.values, "shape", ()))
         _require(shape == (len(self.rows), len(self.columns)), f"a matrix of shape {shape} does not fit its names")
+        is_real = self.values.dtype.is_floating_point and self.values.element_size() > 1
+        _require(is_real, f"a matrix must have real numbers, not {self.values.dtype}")
 
 
 @dataclass(frozen=True, eq=False)

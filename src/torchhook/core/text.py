@@ -25,6 +25,15 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub("", text)
 
 
+def escaped(text: str) -> str:
+    """`text` with an escape for each character that `printable` leaves out.
+
+    >>> escaped("fc" + chr(27) + "[31m")
+    'fc\\\\u001b[31m'
+    """
+    return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
 def in_units(size: float) -> str:
     """A number of bytes with its unit.
 
@@ -68,6 +77,15 @@ def shape_of(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return "(" + ", ".join(map(shape_of, value)) + ")"
     return "None" if value is None else type(value).__name__
+
+
+def first_few(names: Sequence[str]) -> str:
+    """The first three of some names, and how many more there are.
+
+    >>> first_few(["a", "b", "c", "d", "e"])
+    'a, b, c and 2 more'
+    """
+    return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

@@ -367,6 +367,10 @@ modes_disabled: Callable[[], AbstractContextManager[Any]] = _of_torch(
 )
 
 
+COMPILER_LOG = "torch._dynamo"
+"""The name of the log in which torch's compiler makes remarks."""
+
+
 def is_dynamo_loaded() -> bool:
     """Whether anything can have been compiled. This must not import the compiler."""
     return "torch._dynamo" in sys.modules

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from torchhook.core.torch_internals import sparse_indices, sparse_values
 
@@ -35,7 +36,7 @@ class Arguments(NamedTuple):
         >>> Arguments.of({"x": 1})
         Arguments(args=(), kwargs={'x': 1})
         """
-        if isinstance(x, tuple):
+        if isinstance(x, tuple) and not isinstance(x, PackedSequence):
             return Arguments(x, {})
         return Arguments((), dict(x)) if isinstance(x, Mapping) else Arguments((x,), {})
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 T = TypeVar("T")
 _MOST = 2**63  # counts, lengths and sizes are below it
 _LARGEST = 2**28  # bytes of a JSON file
+_DEEPEST = 100  # objects and lists within one another
 
 
 def json_of(text: str | bytes) -> Any:
@@ -23,9 +24,12 @@ def json_of(text: str | bytes) -> Any:
     ValueError: the key 'rows' is there twice
     """
     try:
-        return json.loads(text, object_pairs_hook=_object)
+        found = json.loads(text, object_pairs_hook=_object)
     except RecursionError:
         raise ValueError("its JSON is nested too deeply") from None
+    if _is_deep(found):
+        raise ValueError("its JSON is nested too deeply")
+    return found
 
 
 def json_in(file: Path) -> Any:
@@ -108,7 +112,8 @@ def _require(fits: bool, name: str, expected: str, value: Any) -> None:
         raise ValueError(f"{name} must be {expected}, not {value!r:.80}")
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether it is a number that fits a float: JSON may have integers of thousands of digits."""
     return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < _MOST)
 
 
@@ -117,10 +122,21 @@ _SIMPLE: dict[Any, tuple[str, Callable[[Any], bool]]] = {
         f"a whole number from 0 to {_MOST - 1}",
         lambda value: isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST,
     ),
-    float: ("a number", _is_number),
+    float: ("a number", is_number),
     bool: ("true or false", lambda value: isinstance(value, bool)),
     str: ("a string", lambda value: isinstance(value, str)),
 }
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether a value is nested more deeply than any that torchhook writes: it may be too deep to be shown."""
+    inside: list[Any] = [[value]]
+    for _ in range(_DEEPEST + 1):
+        parts = (part for whole in inside for part in (whole.values() if isinstance(whole, dict) else whole))
+        inside = [part for part in parts if isinstance(part, (dict, list))]
+        if not inside:
+            return False
+    return True
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

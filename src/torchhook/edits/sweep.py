@@ -82,7 +82,8 @@ class Sweep(Result, Sequence[SweepRow]):
 
     def _title(self) -> str:
         clean = "" if self.clean is None else f", clean run {self.clean:.4g}"
-        over = f"{len(dict.fromkeys(row.site for row in self.rows))} sites"
+        count = len(dict.fromkeys(row.site for row in self.rows))
+        over = f"{count} site{'' if count == 1 else 's'}"
         if self._has_positions():
             over += f" × {len({row.position for row in self.rows})} positions"
         return f"Sweep over {over}: without an edit {self.baseline:.4g}{clean}"
@@ -145,6 +146,8 @@ def sweep(
     require_module(model)
     if batch is not None:
         require_count(batch, "batch")
+    if not isinstance(positions, bool):
+        raise TypeError(f"positions must be True or False, not {positions!r:.80}: each is edited in turn")
     chosen = _sites(model, sites, port)
     given, clean_value = inputs_of(x, model), None
     if model.training:

@@ -20,6 +20,7 @@ from typing import Any
 
 from torchhook.core.errors import NotRecordedError, RunError, TorchhookError
 from torchhook.core.findings import json_value
+from torchhook.core.text import escaped
 from torchhook.integrations.answers import (
     ComparedRun,
     Comparison,
@@ -208,11 +209,13 @@ class Questions:
     def _opened(self, name: str) -> Iterator[Run]:
         """The run of this name."""
         _require_short(name, "run")
-        known = {_name(folder): folder for folder in reversed(self._folders())}
+        folders = self._folders()[::-1]
+        shown = {_name(folder): folder for folder in folders}
+        known = shown | {folder.name: folder for folder in folders}  # a name is not that of another run, escaped
         if name == LATEST and known:
-            name = _name(latest(self.root))
+            name = latest(self.root).name
         if name not in known:
-            near = get_close_matches(name, known, 3) or list(known)[-3:]
+            near = get_close_matches(name, shown, 3) or list(shown)[-3:]
             hint = f"did you mean {', '.join(map(repr, near))}?" if near else "there are no runs in the folder yet"
             raise RunError(f"there is no run {short(name, 80)!r}; {hint}")
         with self._opened_at(known[name]) as run:
@@ -288,7 +291,12 @@ def _rule_row(rule: Rule, is_brief: bool) -> RuleRow:
 
 
 def _name(folder: Path) -> str:
-    return short(folder.name, _LONGEST)
+    """The name of a run, with escapes for what is unprintable: without it, two names might be the same.
+
+    >>> _name(Path("runs/net" + chr(7)))
+    'net\\\\u0007'
+    """
+    return short(escaped(folder.name), _LONGEST)
 
 
 def _number(value: float) -> Number:

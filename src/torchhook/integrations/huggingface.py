@@ -100,12 +100,12 @@ class TorchhookCallback(require("transformers", "huggingface", "TorchhookCallbac
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.close()
 
-    def close(self, state: str = "ended") -> None:
-        """Stop watching and make the report. Calling it again does nothing."""
+    def close(self, state: str = "ended", error: BaseException | None = None) -> None:
+        """Stop watching and make the report; `error` is what the training failed with. Further calls do nothing."""
         monitor, self.monitor = self.monitor, None
         if monitor is not None and self._losses is not None:
             self._losses.close()
-            monitor.close(state)
+            monitor.close(state, error)
             self.report = monitor.report
 
     def __enter__(self) -> TorchhookCallback:
@@ -114,7 +114,7 @@ class TorchhookCallback(require("transformers", "huggingface", "TorchhookCallbac
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(state_of(error))
+        self.close(state_of(error), error)
 
     def _agreed(self, args: Any) -> bool:
         """Whether any process found an error: they must stop together, or they would wait for each other forever."""

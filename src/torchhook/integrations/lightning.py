@@ -112,7 +112,8 @@ class TorchhookCallback(require(f"{_package()}.callbacks", "lightning", "Torchho
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         # Lightning raises SystemExit when the machine asks it to stop.
-        self._close("interrupted" if isinstance(exception, (KeyboardInterrupt, SystemExit)) else "failed")
+        is_asked = isinstance(exception, (KeyboardInterrupt, SystemExit))
+        self._close("interrupted" if is_asked else "failed", exception)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._close("interrupted")  # does nothing if one of the hooks above has closed it
@@ -125,10 +126,10 @@ class TorchhookCallback(require(f"{_package()}.callbacks", "lightning", "Torchho
         self._losses.clear()
         return parts.mean() * trainer.accumulate_grad_batches if pl_module.automatic_optimization else parts.sum()
 
-    def _close(self, state: str) -> None:
+    def _close(self, state: str, error: BaseException | None = None) -> None:
         monitor, self.monitor = self.monitor, None  # a callback may be copied; a monitor cannot
         if monitor is not None:
-            monitor.close(state)
+            monitor.close(state, error)
             self.report = monitor.report
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import wraps
+from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -44,15 +45,16 @@ def server(folder: str | os.PathLike[str], allow_code: bool = False, seconds: fl
     """
     sdk = require("mcp.server.mcpserver", "mcp", "torchhook mcp")
     ask = Questions(folder)
-    questions = ask.list_runs, ask.why, ask.series, ask.layers, ask.compare_runs, ask.rules
-    tools = [_tool(_answering(ask, question), reads=True) for question in questions]
+    why = json.loads(files("torchhook.render").joinpath("why.schema.json").read_text(encoding="utf-8"))
+    others = ask.list_runs, ask.series, ask.layers, ask.compare_runs, ask.rules
+    tools = [_tool(_answering(ask, ask.why), schema=why), *(_tool(_answering(ask, question)) for question in others)]
     if allow_code:
-        tools.append(_tool(_Diagnoses(seconds).diagnose, reads=False))
+        tools.append(_tool(_Diagnoses(seconds).diagnose, reads=False, schema=why))
     version = sys.modules["torchhook"].__version__
     return sdk.MCPServer("torchhook", instructions=_ABOUT, version=version, tools=tools, log_level="WARNING")
 
 
-def _tool(function: Callable[..., Any], reads: bool) -> Any:
+def _tool(function: Callable[..., Any], reads: bool = True, schema: dict[str, Any] | None = None) -> Any:
     """A function as a tool. It refuses arguments that it does not have; the SDK's would ignore them."""
     hints = require("mcp.types", "mcp").ToolAnnotations(read_only_hint=reads, open_world_hint=not reads)
     tool = require("mcp.server.mcpserver.tools", "mcp").Tool.from_function(function, annotations=hints)
@@ -60,6 +62,8 @@ def _tool(function: Callable[..., Any], reads: bool) -> Any:
     arguments.model_config["extra"] = "forbid"
     arguments.model_rebuild(force=True)
     tool.parameters = arguments.model_json_schema(by_alias=True)
+    if schema is not None:  # of what it returns, if its annotation does not say that
+        tool.fn_metadata.output_schema, tool.fn_metadata.output_model = schema, None
     return tool
 
 

@@ -17,7 +17,7 @@ from torchhook.render.figures import activations, gradient_flow, loss_curve, upd
 from torchhook.render.figures.results import caption, drawn
 from torchhook.render.figures.style import SCRIPT
 from torchhook.render.tables import listed, tables
-from torchhook.render.words import by_reason, counts, header, scope, span, verdict
+from torchhook.render.words import by_reason, counts, header, left_out, scope, span, verdict
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; base-uri 'none'"
 STYLE = Path(__file__).with_name("page.css")
@@ -185,7 +185,7 @@ def _checks(report: Report) -> str:
     notes = "".join(f"<li>{text(note)}</li>" for note in report.notes)
     lists = {
         "Checked": checked and f'<ul class="codes">{checked}</ul>',
-        "Skipped": skipped and f"<details><summary>{len(report.skipped)} rules</summary><dl>{skipped}</dl></details>",
+        "Skipped": skipped and f"<details><summary>{left_out(report)}</summary><dl>{skipped}</dl></details>",
         "Notes": notes and f"<ul>{notes}</ul>",
     }
     return "".join(f"<h3>{name}</h3>{body}" for name, body in lists.items() if body)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from torchhook.core.findings import Report
+from torchhook.core.text import escaped
 from torchhook.core.untrusted import json_of
 from torchhook.render.words import spelled
 
@@ -30,12 +31,14 @@ def json(report: Report) -> str:
 
 
 def as_json(value: Any) -> str:
-    """Any value as strict JSON.
+    """Any value as strict JSON, which can be encoded and printed whatever its strings contain.
 
     >>> as_json({"loss": math.inf})
     '{\\n  "loss": "Infinity"\\n}\\n'
+    >>> print(as_json(chr(0xd800) + chr(0x9b)).strip())
+    "\\ud800\\u009b"
     """
-    return codec.dumps(_plain(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return escaped(codec.dumps(_plain(value), indent=2, ensure_ascii=False, allow_nan=False)) + "\n"
 
 
 def from_json(text: str) -> Report:

@@ -67,10 +67,23 @@ def scope(report: Report) -> str:
     >>> scope(Report(checked=("TH101",), skipped={"TH301": "no optimizer"}))
     '1 rule checked, 1 skipped'
     """
-    checked, skipped = len(report.checked), len(report.skipped)
-    noun = "contract" if any(code.startswith("TV") for code in (*report.checked, *report.skipped)) else "rule"
-    text = f"{checked} {noun}{'' if checked == 1 else 's'} checked"
+    skipped = len(report.skipped)
+    text = f"{_counted(report, len(report.checked))} checked"
     return f"{text}, {skipped} skipped" if skipped else text
+
+
+def left_out(report: Report) -> str:
+    """How many rules, or contracts, were skipped.
+
+    >>> left_out(Report(skipped={"TV104": "it does not claim to be causal"}))
+    '1 contract'
+    """
+    return _counted(report, len(report.skipped))
+
+
+def _counted(report: Report, number: int) -> str:
+    noun = "contract" if any(code.startswith("TV") for code in (*report.checked, *report.skipped)) else "rule"
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def verdict(report: Report) -> str:
@@ -84,8 +97,21 @@ def verdict(report: Report) -> str:
     return "unfinished" if report.about.get("state") in ("failed", "interrupted") else "passed"
 
 
+def failure(report: Report) -> str:
+    """What the training failed with, and where; empty if it did not fail, or that is not known.
+
+    >>> failure(Report(about={"error": {"type": "ValueError", "message": "no data", "line": "train.py:3: load()"}}))
+    'ValueError: no data, at train.py:3: load()'
+    """
+    error = report.about.get("error")
+    if not isinstance(error, Mapping):
+        return ""
+    kind, message, line = (str(error.get(name, "")) for name in ("type", "message", "line"))
+    return short(": ".join(filter(None, [kind, message])) + (f", at {line}" if line else ""))
+
+
 def header(report: Report) -> list[str]:
-    """Where a report comes from, in at most three lines.
+    """Where a report comes from, and what the training failed with, in at most four lines.
 
     >>> header(Report(about={"run": "runs/net", "versions": {"torch": "2.13"}, "command": "train.py --fast"}))
     ['runs/net', 'torch 2.13', '$ train.py --fast']
@@ -95,6 +121,8 @@ def header(report: Report) -> list[str]:
     named = [f"{name} {version}" for name, version in versions.items()] if isinstance(versions, Mapping) else []
     first = [str(about[name]) for name in ("run", "started", "device", "watching") if about.get(name)]
     lines = [", ".join(first), ", ".join(named), f"$ {about['command']}" if about.get("command") else ""]
+    if failed := failure(report):
+        lines.append(f"failed with {failed}")
     return [short(line) for line in lines if line]
 
 

@@ -69,9 +69,8 @@ class Raised:
     @staticmethod
     def of(error: Exception, step: int) -> Raised:
         """The exception as plain data."""
-        frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if not {"torch", "torchhook"} & set(Path(frame.filename).parts)]
-        line = f"{Path(own[-1].filename).name}:{own[-1].lineno}: {own[-1].line}" if own else ""
+        at = own_frame(error)
+        line = "" if at is None else f"{Path(at.filename).name}:{at.lineno}: {at.line}"
         return Raised(type(error).__name__, str(error), line, step)
 
 
@@ -271,6 +270,13 @@ def joined(snapshots: Iterable[Snapshot]) -> Snapshot:
 def settled(snapshot: Snapshot) -> Snapshot:
     """The snapshot with one state per statistic, which is merged once, when it is first read."""
     return Snapshot({place: _with_merged_states(row) for place, row in snapshot.rows.items()})
+
+
+def own_frame(error: BaseException) -> traceback.FrameSummary | None:
+    """The innermost line that an exception went through which is neither torch's nor torchhook's, if there is one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not {"torch", "torchhook"} & set(Path(frame.filename).parts)]
+    return own[-1] if own else None
 
 
 def samples(reading: Reading) -> int:

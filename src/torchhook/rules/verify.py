@@ -17,6 +17,7 @@ from torchhook.core.progress import Progress, progress_bar
 from torchhook.core.selection import require_module, unwrapped, walk
 from torchhook.rules.contracts import Agreement, Breach, Case, Contract, Note, Skip
 from torchhook.rules.contracts.contract import chosen
+from torchhook.rules.contracts.positions import settle_mask
 
 _RANDOM = "its results are random in eval mode (TV101), so that two runs cannot be compared"
 
@@ -37,8 +38,8 @@ def verify(
 
     A contract is mostly that two runs of the model agree: with and without padding, token by token and all at once,
     compiled and eager. Where they do not, and rounding is not the reason, the finding names the first module in which
-    they part. The model runs in eval mode, on at most four samples; its buffers, modes and hooks and the random numbers
-    are as before afterwards.
+    they part. The model runs in eval mode, without what it is wrapped in, on at most four samples; its buffers, modes
+    and hooks and the random numbers are as before afterwards.
 
     Args:
         batch: A batch, or a loader, of which the first batch is used: a tensor, a tuple that ends with the target, or a
@@ -63,6 +64,7 @@ def verify(
     1
     """
     require_module(model)
+    model = unwrapped(model)  # a compiled one would be compiled again for every run
     if loss is not None and not callable(loss):
         raise TypeError(f"loss must be a function of output and target, not {loss!r:.80}")
     selected = chosen(contracts)
@@ -72,7 +74,8 @@ def verify(
     case = Case(model, Batch.of(first), loss, optimizer, batch_dim)
     with random_state_kept(model), warnings.catch_warnings(), progress_bar("verify", progress) as tell:
         warnings.filterwarnings("ignore", "a tap is inside")
-        case.output(case.plain)  # raises here if the model cannot run the batch at all
+        case.begin()  # raises here if the model cannot run the batch at all
+        settle_mask(case)
         results = [_Result(contract) for contract in selected]
         for number, result in enumerate(results):
             if tell is not None:
@@ -80,7 +83,7 @@ def verify(
             result.check(case, asked=contracts is not None)
     return Report(
         findings=tuple(sorted((one for result in results for one in result.folded()), key=_worst_first)),
-        model=type(unwrapped(model)).__name__,
+        model=type(model).__name__,
         fail_on=Severity(fail_on),
         checked=tuple(result.contract.code for result in results if not result.skipped),
         skipped={result.contract.code: result.skipped for result in results if result.skipped},
@@ -103,11 +106,16 @@ class _Result:
         if case.is_random and self.contract.name not in ("deterministic", "used"):
             self.skipped = _RANDOM
             return
+        judged = False
         try:
             for one in self.contract.check(case, **self.contract.options):
                 self._take(case, one)
+                judged |= isinstance(one, (Agreement, Breach))
         except Exception as error:  # of the model, with inputs of another form
-            self.skipped = _raised("it", error)
+            if judged:
+                self.notes.append(_raised("the rest", error))
+            else:
+                self.skipped = _raised("it", error)
 
     def folded(self) -> list[Finding]:
         """The findings; of those that have one cause, the first explains the others, each place once."""

@@ -9,6 +9,7 @@ from shlex import quote
 
 from torchhook.core.findings import Report
 from torchhook.render.words import counts, short
+from torchhook.rules.history import own_frame
 
 _UNTIL = {"failed": " until it failed", "interrupted": " until it was interrupted"}
 
@@ -37,6 +38,17 @@ def ending(report: Report, steps: int, state: str, run: str | None, unwritten: s
     elif run is not None:
         said += f" → torchhook dashboard {quote(run)}"
     return " ".join(short(f"torchhook: {said}", 1000).split())
+
+
+def failure(error: BaseException) -> dict[str, str]:
+    """What a training failed with, for its report: the type, the message, and the line of the user's code.
+
+    >>> failure(ValueError("no data"))
+    {'type': 'ValueError', 'message': 'no data', 'line': ''}
+    """
+    at = own_frame(error)
+    line = "" if at is None else f"{at.filename}:{at.lineno}: {at.line}"
+    return {"type": type(error).__name__, "message": short(str(error), 1000), "line": short(line)}
 
 
 def tell(line: str) -> None:

@@ -34,7 +34,7 @@ from torchhook.rules.rest import Rest, at_rest
 from torchhook.stats.optimizer.steps import unwrapped as torch_optimizer
 from torchhook.stats.reading import Snapshot
 from torchhook.training.beside import norms_of_ranks
-from torchhook.training.ending import ending, from_here, tell
+from torchhook.training.ending import ending, failure, from_here, tell
 from torchhook.training.instruments import SELDOM, Instruments
 from torchhook.training.judge import Judge
 from torchhook.training.logs import Entry, Log, Target, targets
@@ -228,16 +228,17 @@ class Monitor:
         """Whether an error was found."""
         return any(finding.severity >= Severity.ERROR for finding in self.findings)
 
-    def close(self, state: str = "ended") -> None:
+    def close(self, state: str = "ended", error: BaseException | None = None) -> None:
         """Stop watching, write what is left, and make the final report. Further calls do nothing.
 
-        The monitor lets go of the model, which may then be freed while the monitor and its report are still used. A
-        monitor that is never closed does all this when it is garbage collected, or when Python exits.
+        `error` is what the training failed with, if its state is ``"failed"``. The monitor lets go of the model, which
+        may then be freed while the monitor and its report are still used. A monitor that is never closed does all this
+        when it is garbage collected, or when Python exits.
         """
         if not self._open or os.getpid() != self._process:
             return
         if self._worker.is_current_thread:  # garbage was collected there, and a thread cannot wait for itself
-            threading.Thread(target=self.close, args=(state,)).start()
+            threading.Thread(target=self.close, args=(state, error)).start()
             return
         self._open, self._quiet, self.state = False, 0, state
         last = None
@@ -249,9 +250,11 @@ class Monitor:
             if self.notes is not None:
                 self.notes.has_ended = state == "ended"
                 history.loop = self.notes.facts()()
+            if state == "failed" and error is not None:
+                self._worker.about = {**self._worker.about, "error": failure(error)}
             last = self._last()
-        except Exception as error:
-            self._worker.fail("reading the last step", error)
+        except Exception as fault:
+            self._worker.fail("reading the last step", fault)
         self._at_exit.detach()
         report = _finished(self._instruments, self._worker, state, last)
         if self.unwritten:  # then a report does not name the run as the place where it comes from
@@ -279,7 +282,7 @@ class Monitor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(state_of(error))
+        self.close(state_of(error), error)
 
     def __del__(self) -> None:
         if getattr(self, "_at_exit", None) is not None:  # else it was never complete
@@ -455,7 +458,8 @@ def _closed_at_exit(monitor: weakref.ref[Monitor]) -> None:
     found = monitor()
     if found is not None:  # else it was garbage collected
         is_interactive = hasattr(sys, "ps1")  # there, an error is that of some other line
-        found.close("ended" if is_interactive else state_of(getattr(sys, "last_value", None)))
+        error = None if is_interactive else getattr(sys, "last_value", None)
+        found.close(state_of(error), error)
 
 
 def _sent(losses: dict[int, Loss]) -> dict[int, Callable[[], float]]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
 
 from architectures.transformers_models import BART, BERT, GPT, LLAMA, T5, VIT, VOCABULARY, built
 
@@ -370,7 +372,55 @@ def gemma_has_windows_on_the_wrong_layers(broken):
     return model
 
 
+@planted("causal", "model.layers.0.self_attn", words)
+def llama_forgets_the_far_past(broken):
+    """Its config has no window."""
+
+    def near(args, kwargs):
+        length = kwargs["hidden_states"].shape[1]
+        return args, {**kwargs, "attention_mask": torch.ones(1, 1, length, length, dtype=torch.bool).tril().triu(-4)}
+
+    return spoil(llama(), "model.layers.0.self_attn", broken, given=near)
+
+
+# Kinds of caches
+
+
+def with_cache(name: str) -> Callable[[tuple, dict], tuple[tuple, dict]]:
+    """Other inputs for one kind of cache."""
+
+    def changed(args, kwargs):
+        is_kind = type(kwargs.get("past_key_values")).__name__ == name
+        return args, {**kwargs, "hidden_states": kwargs["hidden_states"].flip(-1)} if is_kind else kwargs
+
+    return changed
+
+
+@planted("cached", "model.layers.1.self_attn", words)
+def llama_cannot_use_a_static_cache(broken):
+    return spoil(llama(), "model.layers.1.self_attn", broken, given=with_cache("StaticCache"))
+
+
+@planted("cached", "model.layers.1.self_attn", words)
+def llama_cannot_use_a_quantized_cache(broken):
+    return spoil(llama(), "model.layers.1.self_attn", broken, given=with_cache("QuantizedCache"))
+
+
+@planted("causal", "h.0.mlp", words)
+def gpt2_looks_ahead_without_a_head(broken):
+    """What says that it is causal is the cache that it returns."""
+    return spoil(built("GPT2Model", **GPT), "h.0.mlp", broken, returned=from_next)
+
+
 # T5, Mixtral, ViT, Whisper, Mamba
+
+
+@planted("cached", "decoder.block.1.layer.1.EncDecAttention", translated)
+def t5_sees_padding_with_a_cache(broken):
+    def unmasked(args, kwargs):
+        return args, {**kwargs, "mask": None} if args[0].shape[1] == 1 else kwargs
+
+    return spoil(t5(), "decoder.block.1.layer.1.EncDecAttention", broken, given=unmasked)
 
 
 @planted("padding", "encoder.block.0.layer.0.SelfAttention", translated)
@@ -565,6 +615,11 @@ def lstm_averages_what_is_not_there(broken):
     return Packed(broken)
 
 
+@planted("padding", "", lambda: packed()["packed"])
+def lstm_takes_a_packed_sequence_alone(broken):
+    return Packed(broken)
+
+
 class Remembering(nn.Module):
     """Broken, it starts with the state that the last batch ended with."""
 
@@ -582,6 +637,25 @@ class Remembering(nn.Module):
 @planted("deterministic", "", series)
 def lstm_carries_its_state_over(broken):
     return Remembering(broken)
+
+
+class Smoothing(nn.Module):
+    """Broken, it mixes its input with that of the last call."""
+
+    def __init__(self, broken: bool) -> None:
+        super().__init__()
+        self.broken, self.last = broken, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        last = x if self.last is None or self.last.shape != x.shape else self.last
+        if self.broken:
+            self.last = (0.5 * x + 0.5 * last).detach()
+        return 0.5 * x + 0.5 * last if self.broken else x
+
+
+@planted("deterministic", "1", lambda: torch.randn(4, 8))
+def smoothing_goes_on_from_batch_to_batch(broken):
+    return nn.Sequential(nn.Linear(8, 8), Smoothing(broken), nn.Linear(8, 2))
 
 
 class Continued(nn.LSTM):
@@ -633,16 +707,54 @@ def graph_knows_the_numbers_of_nodes(broken):
     return Graph(broken)
 
 
+# A set
+
+
+class DeepSets(nn.Module):
+    """Sums over what is in a set; broken, it knows which came first."""
+
+    def __init__(self, broken: bool) -> None:
+        super().__init__()
+        self.number, self.each, self.all = Numbered(broken), nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.all(self.each(self.number(x)).relu().sum(1))
+
+
+class Numbered(nn.Module):
+    def __init__(self, broken: bool) -> None:
+        super().__init__()
+        self.broken = broken
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.linspace(0, 1, x.shape[1])[:, None] if self.broken else x
+
+
+@planted("equivariant", "number", series)
+def set_has_an_order(broken):
+    return DeepSets(broken)
+
+
+@planted("equivariant", "number", series, set_dim=1)
+def set_has_an_order_and_its_dimension_is_given(broken):
+    return nn.Sequential(OrderedDict(number=Numbered(broken), each=nn.Linear(8, 8), act=nn.ReLU(), mix=Summed()))
+
+
+class Summed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum(1)
+
+
 # Attention by hand
 
 
 class Attention(nn.Module):
-    """Causal attention with a cache. `fault` is what is wrong with it."""
+    """Causal attention with a cache, less to what is far away. `fault` is what is wrong with it."""
 
-    def __init__(self, width: int = 16, fault: str = "", window: int | None = None) -> None:
+    def __init__(self, width: int = 16, fault: str = "", window: int | None = None, slope: float = 0.0) -> None:
         super().__init__()
         self.qkv, self.out, self.fault = nn.Linear(width, 3 * width), nn.Linear(width, width), fault
-        self.causal = True
+        self.causal, self.slope = True, slope
         if window is not None:
             self.window = window
 
@@ -656,11 +768,14 @@ class Attention(nn.Module):
         places, seen = torch.arange(queries)[:, None] + first, torch.arange(keys)
         mask = seen <= places + ahead
         if hasattr(self, "window"):
-            mask = mask & (seen > places - self.window + (1 if self.fault == "narrow" else 0))
+            is_early = self.fault == "rolls early" and cache is not None and keys == self.window  # transformers #37574
+            mask = mask & (seen > places - self.window + (1 if self.fault == "narrow" or is_early else 0))
         if padding_mask is not None:
             hidden = ~padding_mask if self.fault == "inverted" else padding_mask
             mask = mask & ~hidden[:, None, :]
-        bias = torch.zeros(mask.shape).masked_fill(~mask, -1e9)
+        start = 0 if self.fault == "distances from zero" else keys - queries  # transformers #19045
+        distances = torch.arange(queries)[:, None] + start - seen
+        bias = (-self.slope * distances.abs()).masked_fill(~mask, -1e9)
         values = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
         return self.out(values), (k, v)
 
@@ -668,10 +783,10 @@ class Attention(nn.Module):
 class Writer(nn.Module):
     """A small GPT by hand."""
 
-    def __init__(self, fault: str = "", window: int | None = None) -> None:
+    def __init__(self, fault: str = "", window: int | None = None, slope: float = 0.0) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
-        self.blocks = nn.ModuleList([Attention(window=window), Attention(fault=fault, window=window)])
+        self.blocks = nn.ModuleList(Attention(fault=one, window=window, slope=slope) for one in ("", fault))
 
     def forward(self, ids: Tensor, cache: Any = None, padding_mask: Tensor | None = None) -> tuple[Tensor, Any]:
         x, kept = self.embed(ids), []
@@ -696,6 +811,18 @@ def writer_masks_from_the_top_left(broken):
     return Writer("top left" if broken else "")
 
 
+@planted("cached", "blocks.1", ids)
+def writer_measures_distances_from_zero(broken):
+    """As in https://github.com/huggingface/transformers/issues/19045."""
+    return Writer("distances from zero" if broken else "", slope=0.3)
+
+
+@planted("cached", "blocks.1", ids)
+def writer_rolls_its_window_early(broken):
+    """As in https://github.com/huggingface/transformers/issues/37574: one position is wrong, the next ones are not."""
+    return Writer("rolls early" if broken else "", window=9)
+
+
 @planted("causal", "blocks.1", ids)
 def writer_has_a_narrow_window(broken):
     return Writer("narrow" if broken else "", window=5)
@@ -707,7 +834,7 @@ def writer_inverts_its_mask(broken):
 
 
 class Cropped(Writer):
-    """Keeps only the window in its cache; broken, one position less, as transformers #37574 did."""
+    """Keeps only the window in its cache; broken, one position less."""
 
     def __init__(self, broken: bool) -> None:
         super().__init__(window=5)
@@ -720,8 +847,120 @@ class Cropped(Writer):
 
 @planted("cached", "blocks.0", ids)
 def writer_crops_its_cache_too_soon(broken):
-    """As in https://github.com/huggingface/transformers/issues/37574."""
     return Cropped(broken)
+
+
+class Answering(nn.Module):
+    """Says nothing of being causal, but returns a cache; broken, it puts new values before the old ones."""
+
+    def __init__(self, broken: bool) -> None:
+        super().__init__()
+        self.embed, self.qkv, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, 24), nn.Linear(8, VOCABULARY)
+        self.broken = broken
+
+    def forward(self, ids: Tensor, past_key_values: Any = None) -> dict[str, Any]:
+        q, k, v = self.qkv(self.embed(ids)).chunk(3, -1)
+        if past_key_values is not None:
+            old_k, old_v = past_key_values
+            k, v = torch.cat([old_k, k], 1), torch.cat([v, old_v] if self.broken else [old_v, v], 1)
+        mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+        return {"logits": self.head(F.scaled_dot_product_attention(q, k, v, mask)), "past_key_values": (k, v)}
+
+
+@planted("cached", "", ids)
+def answers_come_with_values_in_the_wrong_order(broken):
+    return Answering(broken)
+
+
+# Switches of models by hand
+
+
+class Economical(nn.Module):
+    """Can be checkpointed; broken, the mask is lost then."""
+
+    def __init__(self, broken: bool) -> None:
+        super().__init__()
+        self.embed, self.mix, self.head = nn.Embedding(VOCABULARY, 8), Masked(), nn.Linear(8, 2)
+        self.use_checkpoint, self.broken = False, broken
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        x = self.embed(ids)
+        if self.use_checkpoint:
+            given = torch.ones_like(mask) if self.broken else mask
+            return self.head(checkpoint(self.mix, x, given, use_reentrant=False))
+        return self.head(self.mix(x, mask))
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        scores = (x @ x.mT).masked_fill(~mask[:, None], -1e9)
+        return (scores.softmax(-1) @ self.values(x)).masked_fill(~mask[..., None], 0).sum(1) / mask.sum(1, keepdim=True)
+
+
+@planted("modes", "mix", lambda: {"ids": ids(), "mask": torch.arange(LENGTH) < torch.tensor([[12], [9], [7], [4]])})
+def checkpointing_loses_the_mask(broken):
+    return Economical(broken)
+
+
+class Scaling(nn.Module):
+    """Broken, it keeps a function that refers to its parameter, which every deep copy then shares."""
+
+    def __init__(self, broken: bool) -> None:
+        super().__init__()
+        self.scale = scale = nn.Parameter(torch.ones(8))
+        self.function = (lambda x: x * scale) if broken else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x) if self.function else x * self.scale
+
+
+@planted("modes", "1", lambda: torch.randn(4, 8))
+def copies_share_a_parameter(broken):
+    return nn.Sequential(nn.Linear(8, 8), Scaling(broken), nn.Linear(8, 2))
+
+
+class Folded(nn.Module):
+    """Joins all dimensions but the first; broken, it knows the number of samples."""
+
+    def __init__(self, broken: bool) -> None:
+        super().__init__()
+        self.broken = broken
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(4, -1) if self.broken else x.flatten(1)
+
+
+@planted("shapes", "1", lambda: torch.randn(4, 3, 8, 8))
+def four_samples_are_expected(broken):
+    return nn.Sequential(nn.Conv2d(3, 2, 3), Folded(broken), nn.Linear(72, 2))
+
+
+class Translator(nn.Module):
+    """The transformer of torch; broken, its decoder sees the padding of its source."""
+
+    def __init__(self, broken: bool) -> None:
+        super().__init__()
+        self.embed, self.head, self.broken = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY), broken
+        self.body = nn.Transformer(8, 2, 1, 1, 16, batch_first=True)
+
+    def forward(self, src: Tensor, tgt: Tensor, src_padding_mask: Tensor | None = None) -> Tensor:
+        x = self.body(
+            self.embed(src),
+            self.embed(tgt),
+            tgt_mask=torch.ones(tgt.shape[1], tgt.shape[1]).triu(1).bool(),
+            src_key_padding_mask=src_padding_mask,
+            memory_key_padding_mask=None if self.broken else src_padding_mask,
+        )
+        return self.head(x)
+
+
+@planted("padding", "body.decoder.layers.0.multihead_attn", lambda: {"src": ids(), "tgt": ids()})
+def translator_sees_padding_of_its_source(broken):
+    return Translator(broken)
 
 
 # What is trained
@@ -777,3 +1016,42 @@ class Spare(nn.Module):
 @planted("used", "norm", classes)
 def a_norm_is_never_called(broken):
     return Spare(broken)
+
+
+class Steps(nn.Module):
+    """Broken, what it rounds to has no gradient."""
+
+    def __init__(self, broken: bool) -> None:
+        super().__init__()
+        self.body, self.head, self.broken = nn.Linear(8, 8), nn.Linear(8, 2), broken
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = 3 * self.body(x)
+        return self.head(features.round() if self.broken else features + (features.round() - features).detach())
+
+
+@planted("used", "body", classes)
+def rounding_stops_the_gradient(broken):
+    return Steps(broken)
+
+
+class Gated(nn.Module):
+    """Starts with a gate of zero; broken, it stays there."""
+
+    def __init__(self, broken: bool) -> None:
+        super().__init__()
+        self.body, self.side, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+        self.gate = 0.0 if broken else nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).relu() + self.gate * self.side(x))
+
+
+@planted("used", "side", classes)
+def a_gate_stays_closed(broken):
+    return Gated(broken)
+
+
+@planted("used", "side", lambda: torch.randn(4, 8))
+def a_gate_stays_closed_without_a_loss(broken):
+    return Gated(broken)

@@ -1,15 +1,17 @@
 """What `verify` says, skips and leaves as it was."""
 
 import copy
+import random
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from contract_faults import Listed, Writer, classes, gpt2, ids, labelled, token_loss
 from torch import nn
 
-from torchhook import contracts, hooks, render, verify
+from torchhook import contracts, diagnose, hooks, render, verify
 from torchhook.rules.contracts.contract import CONTRACTS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -94,9 +96,10 @@ def test_everything_is_left_as_it_was():
     before = {name: value.clone() for name, value in model.state_dict().items()}
     modes = [module.training for module in model.modules()]
     batch = torch.randn(3, 3, 8, 8), torch.randint(2, (3,))
-    state = torch.get_rng_state()
+    state, pythons, numpys = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
     verify(model, batch, progress=False)
     assert torch.get_rng_state().equal(state)
+    assert random.getstate() == pythons and (np.random.get_state()[1] == numpys).all()
     assert [module.training for module in model.modules()] == modes
     assert all(value.equal(before[name]) for name, value in model.state_dict().items())
     assert not hooks(model) and all(parameter.grad is None for parameter in model.parameters())
@@ -135,6 +138,94 @@ def test_an_optimizer_of_other_parameters_is_found():
     assert found.severity == "error" and "holds 2 parameters that the model does not have" in found.message
     own = torch.optim.SGD(model.parameters(), 0.1)
     assert not codes(verify(model, classes(), contracts=["used"], optimizer=own, progress=False))
+
+
+def test_an_optimizer_with_an_old_head_is_found_at_the_new_one():
+    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model[1] = nn.Linear(4, 2)
+    found = verify(model, classes(), contracts=["used"], optimizer=optimizer, progress=False).findings[0]
+    assert found.site == "1" and "does not hold 1.weight, 1.bias" in found.message
+
+
+def test_a_tensor_that_is_not_registered_is_an_info():
+    class Fourier(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.directions, self.spare = torch.randn(4, 8), torch.randn(3)
+
+        def forward(self, x):
+            return (x @ self.directions).cos()
+
+    report = verify(nn.Sequential(Fourier(), nn.Linear(8, 2)), torch.randn(3, 4), contracts=["modes"], progress=False)
+    (found,) = report.findings
+    assert (found.severity, found.site) == ("info", "0") and "depends on directions" in found.message
+
+
+def test_a_loss_that_nobody_gave_is_not_accumulated():
+    report = verify(nn.Linear(8, 2), classes(), contracts=["accumulation"], progress=False)
+    assert report.skipped == {"TV106": "no loss was given, and the output has none"}
+
+
+def test_a_loss_for_which_all_gradients_are_off_has_no_module():
+    loss = partial(token_loss, broken=True)
+    assert verify(gpt2(), labelled(), loss, ["accumulation"], progress=False).findings[0].site == ""
+
+
+@pytest.mark.parametrize("classes", [9, 5])  # the tokens are classes of the result, or they are not
+def test_a_model_of_tokens_needs_no_loss_for_its_parameters(classes):
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, classes))
+    report = verify(model, torch.randint(5, 9, (2, 7)), contracts=["used"], progress=False)
+    assert report.checked == ("TV108",) and not report.findings
+
+
+def test_what_raises_halfway_leaves_the_rest_checked():
+    def halfway(case):
+        yield case.agree(lambda x: x)
+        raise RuntimeError("no more")
+
+    report = verify(nn.Linear(4, 2), torch.randn(3, 4), contracts=[halfway], progress=False)
+    assert report.checked == ("TV199",) and "RuntimeError: no more" in report.notes[0]
+
+
+def test_what_was_compiled_before_does_not_matter():
+    """torch.compile gives up on code that it has compiled eight times, such as a wrapper that all models share."""
+
+    def wrapped(function):
+        def wrapper(self, x):
+            x = x + 1 if torch.compiler.is_compiling() else x
+            return function(self, x * x.sum().item())  # which ends a graph, so that this function has one of its own
+
+        return wrapper
+
+    def net(number):
+        forward = eval(f"lambda self, x: x + {number}")  # other code each time, as models have
+        return nn.Sequential(type(f"Net{number}", (nn.Module,), {"forward": wrapped(forward)})())
+
+    before = [net(number) for number in range(12)]
+    for one in before:
+        torch.compile(one, backend="eager")(torch.ones(2))
+    report = verify(net(12), torch.randn(3, 4), contracts=[contracts.modes(compile="eager")], progress=False)
+    assert "torch.compile" in report.findings[0].message
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, partial(torch.compile, backend="eager")])
+def test_what_is_wrapped_or_compiled_is_checked_inside(wrap):
+    class Centred(nn.Module):
+        def forward(self, x):
+            return x - x.mean(0)
+
+    model = nn.Sequential(nn.Linear(8, 8), Centred())
+    report = verify(wrap(model), torch.randn(4, 8), contracts=["independent"], progress=False)
+    assert (report.model, report.findings[0].site) == ("Sequential", "1")
+
+
+def test_diagnose_points_here_where_it_would_help():
+    pointer = "torchhook.verify(model, batch) checks them"
+    x = torch.randint(6, 20, (4, 6))
+    assert any(pointer in note for note in diagnose(Writer(), [x], lambda out, _: out[0].mean(), parts=("rest",)).notes)
+    plain = diagnose(nn.Linear(4, 2), [torch.randn(3, 4)], lambda out, _: out.mean(), parts=("rest",))
+    assert not any(pointer in note for note in plain.notes)
 
 
 def test_copies_of_an_embedding_were_tied_once():

@@ -48,6 +48,15 @@ def _log_of_another_file(folder):
     (folder / f"{FILE}-wal").write_bytes(b"garbage" * 1000)
 
 
+def _log_without_its_index(folder):
+    """As a copy of a run that was being written has it, if not all files were copied."""
+    with closing(sqlite3.connect(folder / FILE, isolation_level=None)) as db:
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("UPDATE life SET ended = ended")
+        log = (folder / f"{FILE}-wal").read_bytes()
+    (folder / f"{FILE}-wal").write_bytes(log)
+
+
 def _hole_to_recover(folder):
     os.truncate(folder / FILE, 2**40)  # a hole, which takes no room
     (folder / f"{FILE}-journal").write_bytes(bytes.fromhex("d9d505f920a163d7") + bytes(2000))
@@ -107,6 +116,7 @@ REFUSED = {  # such a run is a row that says why
     "a hole of a terabyte to recover": _hole_to_recover,
     "a file that is a link to a run": lambda folder: _file_is_a_link(folder.with_name("first") / FILE)(folder),
     "a log that is a link": lambda folder: (folder / f"{FILE}-wal").symlink_to(folder.with_name("first") / FILE),
+    "a log that is a pipe": _log_is_a_pipe,
     "a life without a row": _sql("DELETE FROM life"),
     "two lives": _instead(
         "life",
@@ -144,16 +154,41 @@ REFUSED = {  # such a run is a row that says why
     ),
 }
 READ = {  # such a run has a row like others
+    "a log without its index": _log_without_its_index,
+    "a report whose layers have no kind": _sql(
+        """UPDATE report SET data = replace(data, '"layers": []', '"layers": [{"site": "conv"}]')"""
+    ),
+    "a report whose layers have lists for numbers": _sql(
+        """UPDATE report SET data = replace(
+            data, '"layers": []', '"layers": [{"site": "conv", "kind": "module", "std": []}]'
+        )"""
+    ),
+    "a report whose losses are words": _sql(
+        """UPDATE report SET data = replace(data, '"losses": []', '"losses": [[0, "low"]]')"""
+    ),
+    "a report whose trial is empty text": _sql(
+        """UPDATE report SET data = replace(data, '"tried": null', '"tried": ""')"""
+    ),
+    "a report whose evidence can be read and is too deep to show": _sql(
+        f"""UPDATE report SET data = replace(data, '"evidence": {{}}', '"evidence": {{"a": {900 * "["}{900 * "]"}}}')"""
+    ),
+    "settings that can be read and are too deep to show": _sql(
+        f"INSERT OR REPLACE INTO about VALUES ('optimizer', '{900 * '['}{900 * ']'}')"
+    ),
+    "a report with a lone surrogate": _sql(
+        """UPDATE report SET data = replace(data, 'it is dead', '\\ud800\\u009b')"""
+    ),
     "a name that is not Unicode": _named(b"odd\xff\xfe"),
     "a name with a newline and an escape": _named(b"odd\n\x1b[31mname"),
     "a name like an option": _named(b"--help"),
     "a log of another file": _log_of_another_file,
-    "a log that is a pipe": _log_is_a_pipe,
     "a model that is a table": _sql("""UPDATE about SET value = '{"a": [1]}' WHERE key = 'model'"""),
     "a model with markup": _sql("""UPDATE about SET value = '"[red]<b>\\u001b[31m\\ud800"' WHERE key = 'model'"""),
     "wires that are a number": _sql("INSERT INTO about VALUES ('wires', '5')"),
     "lines that are a number": _sql("INSERT INTO about VALUES ('lines', '5')"),
     "an owner with an endless id": _sql(f"UPDATE life SET owner = '{{\"pid\": {9**99}}}', state = 'running'"),
+    "a path of thousands of levels": _sql(f"UPDATE places SET path = '{3000 * 'a.'}' WHERE id = 1"),
+    "a path of millions of characters": _sql("UPDATE places SET path = hex(zeroblob(1000000)) WHERE id = 1"),
     "a path that is missing": _sql("UPDATE places SET path = NULL WHERE id = 1"),
     "statistics that are no JSON": _sql("UPDATE places SET stats = '{'"),
     "statistics that are a list": _sql("UPDATE places SET stats = '[1]'"),

@@ -163,6 +163,25 @@ def test_what_a_killed_start_left_is_found_and_cleared(tmp_path):
     assert leftovers(tmp_path) == [] and list(tmp_path.iterdir()) == [kept]
 
 
+def test_what_others_named_like_leftovers_stays(tmp_path, command):
+    root, kept = tmp_path / "runs", run_in(tmp_path / "runs" / "kept")
+    (root / "essays").mkdir()
+    (root / "essays" / "unwritten").write_text("chapter one")
+    (root / "folders" / "unwritten").mkdir(parents=True)
+    (root / "folders" / ".run.sqlite.4194999").mkdir()
+    (kept / "unwritten").mkdir()
+    (root / ".run.sqlite.4194998").touch()  # ours, in the folder of the runs itself
+    (tmp_path / "latest").symlink_to("a disk that is not mounted")
+    (root / "latest").symlink_to("elsewhere")
+    assert leftovers(root) == [root / ".run.sqlite.4194998"]
+    done = command("runs", "prune", root, "--keep", "0", "--yes")
+    assert done.code == 0 and done.out.count("removed") == 2, done.out
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == {
+        *("latest", "runs", "runs/latest", "runs/kept", "runs/kept/unwritten", "runs/essays", "runs/essays/unwritten"),
+        *("runs/folders", "runs/folders/unwritten", "runs/folders/.run.sqlite.4194999"),
+    }
+
+
 def test_a_run_is_deleted_with_what_a_killed_start_left_in_it(tmp_path):
     folder = run_in(tmp_path / "run")
     (folder / ".run.sqlite.4194999").touch()

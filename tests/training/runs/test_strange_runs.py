@@ -8,9 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
+from run_samples import written
 from strange_runs import READ, REFUSED, UNLISTED, good
 
+from torchhook import Report, render
 from torchhook.core.errors import RunError
+from torchhook.render.to_json import as_json
 from torchhook.training.runs import Run, RunLog
 from torchhook.training.runs.folders import find, prunable, summaries
 from torchhook.training.runs.schema import FILE
@@ -89,7 +92,7 @@ def test_why_is_answered_or_refused_in_one_line(runs, command):
 
 @strange
 def test_every_reader_works_or_says_that_the_run_is_corrupt(runs):
-    began = time.monotonic()
+    began, before = time.monotonic(), contents(runs)
     try:
         run = Run(strange_in(runs))
     except RunError:
@@ -102,13 +105,20 @@ def test_every_reader_works_or_says_that_the_run_is_corrupt(runs):
         read(lambda: str(run.why()))
         read(lambda: (repr(run), run._repr_html_()))
         read(lambda: str(run.report))
+        read(lambda: all(save(run.judged()) for save in (render.html, render.json, render.junit, render.markdown)))
+        read(lambda: as_json(run.why().to_dict()).encode())
         read(lambda: list(run.windows()))
         read(lambda: [run.window(step).rows for step in run.steps])
         read(lambda: run.series("mean"))
         read(lambda: list(run.blocks()))
         read(run.history)
         read(run.loss_curve)
-    assert time.monotonic() - began < SOON
+    assert time.monotonic() - began < SOON and contents(runs) == before
+
+
+def contents(folder):
+    """All files, and when each was written."""
+    return {path: path.lstat().st_mtime_ns for path in folder.rglob("*")}
 
 
 def read(work):
@@ -128,6 +138,47 @@ def test_a_statement_that_takes_too_long_is_interrupted(tmp_path, monkeypatch):
     with Run(folder) as run:
         with pytest.raises(RunError, match=r"run.sqlite' takes too long to read: more than 0.05 s"):
             _ = run.losses
+        assert run.state == "ended"
+
+
+def test_a_thousand_short_statements_are_interrupted_too(tmp_path, monkeypatch):
+    """Without an index, each step of a series is a look at the whole table."""
+    folder = good(tmp_path / "run")
+    with sqlite3.connect(folder / FILE) as db:
+        count = "WITH RECURSIVE c(n) AS (SELECT 0 UNION ALL SELECT n + 1 FROM c LIMIT {}) SELECT {} FROM c"
+        db.execute(f"INSERT OR REPLACE INTO windows {count.format(1000, 'n, 1.0, NULL')}")
+        db.execute("DROP TABLE states")
+        db.execute(f"CREATE TABLE states AS {count.format(50_000, '-1 - n AS step, 1 AS layout, 0 AS data')}")
+    db.close()
+    monkeypatch.setattr("torchhook.training.runs.location._MOST", 0.2)
+    with Run(folder) as run, pytest.raises(RunError, match="takes too long to read"):
+        run.series("mean", most=None)
+
+
+def test_a_table_without_an_index_is_listed_at_once(tmp_path):
+    folder = good(tmp_path / "run")
+    with sqlite3.connect(folder / FILE) as db:
+        db.execute("DROP TABLE losses")
+        many = "WITH RECURSIVE c(n) AS (SELECT 0 UNION ALL SELECT n + 1 FROM c LIMIT 1000000)"
+        db.execute(f"CREATE TABLE losses AS {many} SELECT n AS step, 1.0 AS loss FROM c")
+    db.close()
+    with Run(folder) as run:
+        began = time.process_time()
+        once = run.last_step
+        whole = time.process_time() - began
+        began = time.process_time()
+        assert len(run.loss_curve()) == 60 and once == 999_999
+        assert time.process_time() - began < 10 * whole, "not a look at the whole table for each of 60 points"
+
+
+def test_a_run_whose_log_has_no_index_is_read_again_when_it_goes_on(tmp_path):
+    folder = good(tmp_path / "run")
+    READ["a log without its index"](folder)
+    with Run(folder) as run:
+        assert run.last_step == 2 and not (folder / f"{FILE}-shm").exists()
+        log = written(RunLog(folder), range(3, 6))
+        assert run.last_step == 5 and run.state == "running"
+        log.end(Report(), "ended")
         assert run.state == "ended"
 
 

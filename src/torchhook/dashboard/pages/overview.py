@@ -28,12 +28,18 @@ from torchhook.dashboard.sheets import Book, Curve
 from torchhook.render.figures import Stretch, health_map, layer_name, loss_curve, not_measured, smoothed
 from torchhook.render.figures.curves import FAINT
 from torchhook.render.palette import SEVERITY
-from torchhook.render.words import counts, printable
+from torchhook.render.words import counts, failure, printable
 from torchhook.stats.downsample import spread
+from torchhook.training.runs.schema import UNWRITTEN
 
 _SMOOTHING, _RATES = 0.6, 500
 _GROWN = 1.02  # times as many steps are worth another picture of the health
 _CONSEQUENCE = 0.45  # opacity of what another finding explains
+_BROKEN = {
+    "failed": "the training failed",
+    "killed": "the training was killed",
+    UNWRITTEN: "the run could not be written to its end",
+}
 
 
 def page(book: Book) -> Component:
@@ -209,7 +215,11 @@ def _facts(book: Book) -> list[Component]:
 
 def _verdict(book: Book) -> Component:
     """What is wrong, in one sentence, or that nothing is."""
-    found, steps = _worst_first(book), len(book.run.steps)
+    found, steps, broken = _worst_first(book), len(book.run.steps), _BROKEN.get(book.run.state)
+    if broken and not any(finding.severity > "info" for finding in found):
+        raised = failure(book.run.report or Report())
+        text = f"Nothing wrong was found in {steps:,} measured steps, but {broken}{f': {raised}' if raised else '.'}"
+        return html.P(text, className="said error")
     if not found:
         text = f"Nothing is wrong, as far as {steps:,} measured steps show." if steps else "Nothing was measured yet."
         return html.P(text, className="said passed" if steps else "said")

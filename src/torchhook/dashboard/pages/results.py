@@ -15,7 +15,7 @@ from torchhook.dashboard.pages.runs import THEME
 from torchhook.dashboard.parts import address, card, graph, section
 from torchhook.render.figures.results import caption, drawn
 from torchhook.render.to_html import PLOTS
-from torchhook.render.words import printable, shown
+from torchhook.render.words import by_reason, printable, scope, shown
 
 _ROWS = 10_000  # of a table
 _HIGH, _ROW = 560, 36  # pixels: greatest height of a table, height of a row
@@ -63,7 +63,15 @@ def _report(report: Report) -> Component:
         for name, (draw, said) in PLOTS.items()
         if (figure := draw(report)) is not None
     ]
-    return html.Div([section("Findings", *(cards or [html.P("Nothing found.", className="quiet")])), *figures])
+    found = section("Findings", *(cards or [html.P("Nothing found.", className="quiet")]))
+    return html.Div([found, *figures, *_checks(report)])
+
+
+def _checks(report: Report) -> list[Component]:
+    """What was checked, and what was not, with the reason."""
+    skipped = [f"{', '.join(codes)}: {reason}" for reason, codes in by_reason(report.skipped).items()]
+    lines = [html.Li(line) for line in (*skipped, *map(printable, report.notes))]
+    return [section("Checked", html.P(scope(report)), html.Ul(lines))] if report.checked or lines else []
 
 
 def _left_out(table: Table) -> str:

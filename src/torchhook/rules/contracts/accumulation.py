@@ -41,8 +41,8 @@ def accumulation(case: Case) -> Iterator[Breach | Skip]:
     elif count_name is not None:
         given = {**given, count_name: torch.tensor(total)}
     guess, whole = case.gradients(case.variant(given, target), loss)
-    if not guess.real or not any(gradient is not None for gradient in whole.values()):
-        yield Skip("no loss was given, and the output has none" if not guess.real else "no parameter gets a gradient")
+    if guess.how or not any(gradient is not None for gradient in whole.values()):
+        yield Skip("no loss was given, and the output has none" if guess.how else "no parameter gets a gradient")
         return
     parts = []
     for number in range(case.count):
@@ -108,19 +108,19 @@ def _count_name(case: Case) -> str | None:
 def _differing(whole: Gradients, parts: Sequence[Gradients], weights: Sequence[float]) -> tuple[float, str] | None:
     """The relative error of a weighted sum, and the module of the first parameter that is off; None if it is right."""
     errors: dict[str, float] = {}
-    total = 0.0
+    sizes: dict[str, float] = {}
     for path, gradient in whole.items():
         own = [weight * part[path] for weight, part in zip(weights, parts, strict=True) if part[path] is not None]  # type: ignore[operator]  # checked
-        expected = 0.0 if gradient is None else gradient.double()
-        difference = torch.as_tensor(sum(own) - expected).double()
-        errors[path] = float(difference.square().sum())
-        total += float(torch.as_tensor(expected).double().square().sum())
-    error = math.sqrt(sum(errors.values()) / total) if total else 0.0
+        expected = torch.zeros(()) if gradient is None else gradient
+        errors[path] = float((sum(own) - expected).double().norm())
+        sizes[path] = float(expected.double().norm())
+    total = math.hypot(*sizes.values())
+    error = math.hypot(*errors.values()) / total if total else 0.0
     precision = max((torch.finfo(one.dtype).eps for one in whole.values() if one is not None), default=0.0)
     if error <= math.sqrt(precision):
         return None
-    off = [path for path in errors if math.sqrt(errors[path] / total) > error / 10]
-    return error, owner(plain(off[0])) if len(off) < len(errors) / 2 else ""
+    off = [path for path in errors if errors[path] > math.sqrt(precision) * max(sizes[path], error * total / 100)]
+    return error, owner(plain(off[0])) if len(off) < len(errors) else ""
 
 
 def _best_weights(whole: Gradients, parts: Sequence[Gradients]) -> list[float]:

@@ -3,25 +3,40 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchhook.core.batch import Batch, call, fitted
 from torchhook.rules.contracts.case import Agreement, Case, Given, Variant, arguments_of
+from torchhook.rules.contracts.claims import cache_of
 from torchhook.rules.contracts.contract import Note, Skip, contract
+from torchhook.rules.contracts.influence import Attentions
 from torchhook.rules.contracts.pairings import chunk
-from torchhook.rules.contracts.positions import Positions, writing
+from torchhook.rules.contracts.positions import Positions, reading, writing
 
-_LENGTH = 8  # positions that are decoded: the first half at once, then two together, then one at a time
+_LENGTH = 8  # positions that are decoded: most of them at once, then two together, then one at a time
+_SINGLE = 3  # positions that are decoded one at a time
 _PADDING = 2
 _WIDEST = 64  # a window that is wider than this is not filled
+_BACKENDS = {"fp8": (2.0**-5, {}), "quanto": (2.0**-3, {"q_group_size": 8}), "hqq": (2.0**-3, {"q_group_size": 8})}
+"""Backends of quantized caches of transformers: about how far they move a value, and options for small models."""
 
 Make = Callable[[], Any]
 """Makes an empty cache, or returns None, so that the model makes its own."""
+
+
+class Kind(NamedTuple):
+    """A kind of cache, and the machine epsilon of what it keeps, if that is coarser than what the model computes."""
+
+    name: str
+    make: Make
+    epsilon: float = 0.0
 
 
 @contract(
@@ -32,44 +47,48 @@ Make = Callable[[], Any]
 def cached(case: Case) -> Iterator[Agreement | Skip | Note]:
     """Decoding token by token with a cache gives the same as one forward."""
     claims = case.claims
-    if claims.cache is None or not (claims.is_causal or _is_recurrent(case) or case.asked):
+    if claims.cache is None or not (claims.is_causal or claims.returns_cache or _is_recurrent(case) or case.asked):
         yield Skip("it takes no cache of earlier positions")
         return
     if claims.takes_images and not claims.is_encoder_decoder:
         yield Skip("its tokens follow those of images, which are not decoded")
         return
     sequence = writing(case)
-    window = claims.option("sliding_window", 0)
-    length = max(_LENGTH, window + 3 if isinstance(window, int) and window <= _WIDEST else 0)
+    widest = max((window or 0 for window in Attentions(case).windows.values()), default=0)
+    if widest > _WIDEST:
+        yield Note(f"past its window of {widest} positions, which are more than are decoded here")
+    length = max(_LENGTH, widest + 2 if widest <= _WIDEST else 0)  # with single positions before, at and after its end
     if sequence is None or length + _PADDING > (claims.longest or length + _PADDING):
         yield Skip(f"it has no sequence of {length + _PADDING} positions to decode")
         return
     sequence = sequence.repeated(length)
-    pads = claims.mask is not None and "position_ids" in claims.names and not claims.is_encoder_decoder
-    if not pads:
-        yield Note("with padding: it does not take a mask and position_ids, which would have to skip it")
-    if pads and getattr(claims.model, "_is_stateful", False):  # where the first layer may not know the position
-        sequence = _padded(case, sequence, 0)
-    for kind, make in _kinds(case, length + _PADDING):
-        yield from _decoded(case, sequence, kind, make)
-        if pads:
-            yield from _decoded(case, _padded(case, sequence, _PADDING), f"{kind}, padded on the left", make)
+    padded = _padded(case, sequence, _PADDING)
+    if padded is None:
+        yield Note("with padding: it takes no mask that would mark it")
+    elif _is_stateful(case):  # where the first layer may not know the position
+        sequence = _padded(case, sequence, 0) or sequence
+    for kind in _kinds(case, length + _PADDING):
+        yield from _decoded(case, sequence, kind)
+        if padded is not None:
+            yield from _decoded(case, padded, kind, padded=True)
 
 
-def _decoded(case: Case, sequence: Positions, kind: str, make: Make) -> Iterator[Agreement]:
+def _decoded(case: Case, sequence: Positions, kind: Kind, padded: bool = False) -> Iterator[Agreement]:
     """One agreement for each part that is decoded with what came before it in the cache."""
-    half = sequence.length // 2
-    together = not getattr(case.claims.model, "_is_stateful", False)  # state-space models take one at a time
-    stops = [half, *([half + 2] if together else []), *range(half + (3 if together else 1), sequence.length + 1)]
-    for begin, end in [(half, stops[1]), (sequence.length - 1, sequence.length)]:
-        earlier = [0, *(stop for stop in stops if stop <= begin)]
+    name = f"{kind.name}, with padding" if padded else kind.name
+    together = 1 if _is_stateful(case) else 2  # state-space models take one at a time
+    first = sequence.length - _SINGLE - together
+    stops = [0, first, *range(first + together, sequence.length + 1)]
+    for number in range(1, len(stops) - 1):
+        begin, end = stops[number], stops[number + 1]
         yield Agreement(
             case.variant(sequence.given),
-            Variant(lambda earlier=earlier, end=end: _continued(case, sequence, earlier, end, make)),  # type: ignore[misc]  # mypy does not infer the defaults of a lambda
-            f"decoding with a cache ({kind}) gives another result than one forward",
+            Variant(partial(_continued, case, sequence, stops[: number + 1], end, kind.make)),
+            f"decoding with a cache ({name}) gives another result than one forward",
             ("in one forward", "with the cache"),
-            chunk(begin, end, case.count, sequence.length),
-            evidence={"cache": kind, "positions": [begin, end - 1]},
+            chunk(begin, end, case.count, sequence.length, earlier=not padded),
+            epsilon=kind.epsilon,
+            evidence={"cache": name, "positions": [begin, end - 1]},
         )
 
 
@@ -81,59 +100,94 @@ def _continued(case: Case, sequence: Positions, stops: list[int], end: int, make
         given = _chunk(case, sequence, begin, stop, cache)
         with torch.no_grad():
             output = call(case.model, Batch(fitted(arguments_of(given), case.model), None))
-        cache = _cache_of(output, name) if cache is None or begin or _cache_of(output, name) is not None else cache
+        returned = cache_of(output, name)
+        cache = returned if returned is not None or begin else cache
         if cache is None:
             raise ValueError(f"it returned no {name}")
     return Batch(arguments_of(_chunk(case, sequence, stops[-1], end, cache)), None)
 
 
 def _chunk(case: Case, sequence: Positions, begin: int, end: int, cache: Any) -> Given:
-    """The arguments for some positions: of a mask, those of the cache, too."""
-    mask, dim = case.claims.mask, sequence.dim
+    """The arguments for some positions: a mask has those in the cache, too; if that is one state, it is left out."""
+    has_keys = not _is_stateful(case) or "position_ids" in case.claims.names  # for attention, in some layers at least
     given = {}
     for name, value in sequence.given.items():
-        if name in sequence.names:
-            start = 0 if mask is not None and name == mask.name else begin
-            given[name] = value.narrow(dim, start, end - start)
-        elif "label" not in name:
+        is_mask = name in case.claims.masks
+        if name in sequence.names and (has_keys or not is_mask or not begin):
+            start = 0 if is_mask else begin
+            given[name] = value.narrow(sequence.dim_of(name), start, end - start)
+        elif name not in sequence.names and "label" not in name:
             given[name] = value
     if cache is not None:
         given[str(case.claims.cache)] = cache
     return {**given, "use_cache": True} if "use_cache" in case.claims.names else given
 
 
-def _cache_of(output: Any, name: str) -> Any:
-    """The cache in an output, by its name or as the second of two."""
-    if isinstance(output, Mapping):
-        return output.get(name)
-    if isinstance(output, tuple) and not hasattr(output, name):
-        return output[1] if len(output) == 2 else None
-    return getattr(output, name, None)
-
-
-def _kinds(case: Case, length: int) -> Iterator[tuple[str, Make]]:
+def _kinds(case: Case, length: int) -> Iterator[Kind]:
     """The kinds of cache that the model takes."""
-    yield "its own cache", lambda: None
+    yield Kind("its own cache", lambda: None)
     transformers, config = sys.modules.get("transformers"), case.claims.config
-    if transformers is None or case.claims.cache != "past_key_values" or case.claims.is_encoder_decoder:
+    if transformers is None or config is None or case.claims.cache != "past_key_values" or _is_stateful(case):
         return
-    if not getattr(case.claims.model, "_is_stateful", False):
-        yield "DynamicCache", lambda: transformers.DynamicCache()
-    if getattr(case.claims.model, "_can_compile_fullgraph", False):  # models that say so take a static cache
-        yield "StaticCache", lambda: transformers.StaticCache(config=config, max_cache_len=length)
+    dynamic: Make = transformers.DynamicCache
+    static = partial(transformers.StaticCache, config=config, max_cache_len=length)
+    takes_static = getattr(case.claims.model, "_can_compile_fullgraph", False)  # models that say so do
+    if case.claims.is_encoder_decoder:
+        both = transformers.EncoderDecoderCache
+        yield Kind("EncoderDecoderCache of DynamicCache", lambda: both(dynamic(), dynamic()))
+        if takes_static:
+            read = partial(static, max_cache_len=_source_length(case, length))
+            yield Kind("EncoderDecoderCache of StaticCache", lambda: both(static(), read()))
+        return
+    yield Kind("DynamicCache", dynamic)
+    if takes_static:
+        yield Kind("StaticCache", static)
+    for backend, (epsilon, options) in _BACKENDS.items():
+        quantized = partial(transformers.QuantizedCache, backend=backend, config=config, **options)
+        if _can_make(quantized):
+            yield Kind(f"QuantizedCache of {backend}", quantized, epsilon)
 
 
-def _padded(case: Case, sequence: Positions, amount: int) -> Positions:
-    """The same sequence with padding on the left of the first sample, and position ids that skip it."""
+def _can_make(make: Make) -> bool:
+    """Whether such a cache can be made: its backend is installed, and it is for models like this one."""
+    try:
+        make()
+    except Exception:  # of transformers or the backend
+        return False
+    return True
+
+
+def _source_length(case: Case, default: int) -> int:
+    """How many positions an encoder returns."""
+    hidden = getattr(case.claims.returned, "encoder_last_hidden_state", None)
+    return hidden.shape[1] if isinstance(hidden, Tensor) else default
+
+
+def _padded(case: Case, sequence: Positions, amount: int) -> Positions | None:
+    """The same sequence, but some positions of the first sample are padding; None if the model takes no mask.
+
+    Those are the first ones, which position ids skip, or, if the mask is for what an encoder reads, the last ones.
+    """
     mask = case.claims.mask
-    assert mask is not None
-    masked = sequence.with_mask()
+    read = reading(case) if case.claims.is_encoder_decoder else sequence
+    if mask is None or read is None or case.sample_dim:
+        return None
+    masked = read.with_mask()
     marks = masked.given[mask.name].clone()
+    if case.claims.is_encoder_decoder:
+        marks[0, marks.shape[1] - amount :] = int(not mask.real)
+        return replace(sequence, given={**sequence.given, mask.name: marks})
     marks[0, :amount] = int(not mask.real)
-    places = ((marks.bool() == mask.real).long().cumsum(1) - 1).clamp(min=0)
-    names = tuple(dict.fromkeys((*masked.names, mask.name, "position_ids")))
-    given = {**masked.given, mask.name: marks, "position_ids": places}
-    return Positions(case, given, masked.name, names, masked.dim, masked.length)
+    given, names = {**masked.given, mask.name: marks}, [*masked.names, mask.name]
+    if "position_ids" in case.claims.names:
+        given["position_ids"] = ((marks.bool() == mask.real).long().cumsum(1) - 1).clamp(min=0)
+        names.append("position_ids")
+    return replace(masked, given=given, names=tuple(dict.fromkeys(names)))
+
+
+def _is_stateful(case: Case) -> bool:
+    """Whether it is a state-space model of transformers, or the like."""
+    return bool(getattr(case.claims.model, "_is_stateful", False))
 
 
 def _is_recurrent(case: Case) -> bool:

@@ -16,12 +16,12 @@ from torchhook.captures.agreement.free_runs import Disagreement, FreeRuns, Pairi
 from torchhook.captures.agreement.noise import NoisyOutputs
 from torchhook.captures.agreement.recorded_run import RecordedRun, record
 from torchhook.core.batch import Batch, Guess, Loss, call, fitted, loss_of, on_device, samples_of
-from torchhook.core.model_state import evaluating, state_kept
+from torchhook.core.model_state import attributes_kept, evaluating, state_kept
 from torchhook.core.selection import Selector
 from torchhook.core.session import Session
 from torchhook.core.tap import Tap
 from torchhook.core.trees import Arguments, leaves, mapped
-from torchhook.rules.contracts.claims import CACHES, Claims, forward_parameters
+from torchhook.rules.contracts.claims import CACHES, STATES, Claims, forward_parameters
 from torchhook.rules.contracts.pairings import same
 
 _SAMPLES = 4  # more only take time
@@ -88,7 +88,7 @@ class Case:
         self.target = batch.target
         self.claims = Claims(model, self.given)
         self.sample_dim = batch_dim if batch_dim is not None else 0 if self.claims.batch_first else 1
-        self.has_rows = not (self.claims.takes_graph or self.claims.takes_packed)  # of which some can be chosen
+        self.has_rows = not self.claims.without_rows  # of which some can be chosen
         self.count = samples_of(batch).length if not self.sample_dim else _size(batch, self.sample_dim)
         self.is_random = False  # whether its results were found to be
         self.asked = False  # whether the contract that is checked now was asked for by name
@@ -116,24 +116,37 @@ class Case:
         pairing = same if then is None else partial(_transformed, then)
         return Agreement(self.plain, self.variant(given), said, ("before the change", "after it"), pairing)
 
-    def taken(self, value: Any, numbers: Sequence[int]) -> Any:
-        """Arguments, or the target, with these samples."""
-        index, dim = torch.tensor(list(numbers)), self.sample_dim
+    def taken(self, value: Any, numbers: Sequence[int], count: int | None = None) -> Any:
+        """Arguments, or the target, with these samples, of `count` if not of as many as the case has."""
+        if isinstance(value, dict):
+            return {name: self._taken(str(name), item, numbers, count or self.count) for name, item in value.items()}
+        return self._taken("", value, numbers, count or self.count)
+
+    def _taken(self, name: str, value: Any, numbers: Sequence[int], count: int) -> Any:
+        index = torch.tensor(list(numbers))
 
         def chosen(x: Tensor) -> Tensor:
-            return x.index_select(dim, index.to(x.device)) if self.has_samples(x) else x
+            dim = self.dim_of(name, x, count)
+            return x if dim is None else x.index_select(dim, index.to(x.device))
 
         return mapped(chosen, value)
 
-    def has_samples(self, x: Tensor) -> bool:
-        """Whether a tensor has one entry per sample."""
-        return self.has_rows and x.dim() > self.sample_dim and x.shape[self.sample_dim] == self.count
+    def dim_of(self, name: str, x: Tensor, count: int) -> int | None:
+        """The dimension of a tensor that has one entry per sample; None if it has none."""
+        dim = 1 if name in STATES and x.dim() == 3 and x.shape[1] == count else self.sample_dim
+        return dim if self.has_rows and x.dim() > dim and x.shape[dim] == count else None
+
+    def begin(self) -> None:
+        """Run the model once: it may set up what it keeps, such as tables or hooks, and what it returns is a claim."""
+        with state_kept(self.model), evaluating(self.model), torch.no_grad():
+            batch = self.plain.make()
+            self.claims.returned = call(self.model, Batch(fitted(batch.arguments, self.model), batch.target))
 
     @contextmanager
     def running(self, variant: Variant) -> Iterator[nn.Module]:
         """The model of a variant, in eval mode and within its context; everything is as before afterwards."""
         model = self.model if variant.model is None else variant.model  # a compiled list of modules may be empty
-        with state_kept(model), evaluating(model), variant.within():
+        with state_kept(model), attributes_kept(model), evaluating(model), variant.within():
             yield model
 
     def output(self, variant: Variant, taps: Sequence[Tap] = ()) -> Any:

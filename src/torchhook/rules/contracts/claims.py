@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -20,18 +21,43 @@ CACHES = ("past_key_values", "cache_params", "past_key_value", "layer_past", "pa
           "mems", "hx")  # fmt: skip
 """What arguments with a cache of earlier positions are called."""
 
-LENGTHS = ("lengths", "length", "lens", "input_lengths", "x_lengths", "src_lengths", "seq_lengths", "seq_lens")
+STATES = ("state", "hx", "hidden", "h0", "h_0", "initial_state", "init_state")
+"""What the state of a recurrence is called, also of one that reads in both directions: layers × samples × features."""
+
+TARGETS = ("tgt", "trg", "target", "decoder")
+"""How the names of arguments begin that are about a second sequence, which the model writes."""
+
+_LENGTHS = ("lengths", "length", "lens")
 _GRAPHS = ("edge_index", "edge_attr", "edge_weight", "adj", "adj_t", "adjacency", "adjacency_matrix", "graph", "edges")
 _MASKS = ("attention_mask", "padding_mask", "src_key_padding_mask", "key_padding_mask", "pad_mask", "mask")
 _TOKENS = ("input_ids", "inputs_embeds", "decoder_input_ids")
+_LIMITS = (
+    "window",
+    "local_att",
+    "sparse",
+    "block_size",
+    "attention_chunk",
+    "stride",
+    "attention_type",
+    "attention_layers",
+)
+"""Parts of the names of options of transformers that limit how much of the past an attention sees."""
+_SETS = re.compile(r"(^|[a-z])Sets?([A-Z]|$)")
+_MARK = re.compile("(_key)?_(pad|padding|attention)_mask$|_mask$")
 _WINDOWS = ("sliding_window", "window_size", "attention_window_size", "local_window", "window")
 
 
 class Mask(NamedTuple):
-    """The argument that says which positions are padding, and the value it has for those that are not."""
+    """The argument that says which positions are padding, the value it has for those that are not, and its dtype."""
 
     name: str
     real: bool
+    dtype: torch.dtype
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether its name says what its values mean."""
+        return self.name == "attention_mask" or "pad" in self.name
 
 
 class Claims:
@@ -40,6 +66,8 @@ class Claims:
     def __init__(self, model: nn.Module, given: Mapping[str, Any]) -> None:
         self.model = unwrapped(model)
         self.given = given
+        self.returned: Any = None  # what the model returns for them, if it has run
+        self.settled: Mask | None = None  # the mask as the model takes it, if that was found out
         self.config = getattr(self.model, "config", None)
         self.keywords = Keywords.of(self.model)
         self.names = {*self.keywords.names, *(name for name in given if isinstance(name, str))}
@@ -60,9 +88,21 @@ class Claims:
         return any(name in self.names for name in _GRAPHS)
 
     @property
-    def takes_packed(self) -> bool:
-        """Whether an argument is a packed sequence."""
-        return any(isinstance(value, PackedSequence) for value in self.given.values())
+    def without_rows(self) -> str:
+        """Why the rows of its arguments are not samples; empty if they are."""
+        if self.takes_graph:
+            return "it takes a graph, whose rows are not samples"
+        if any(isinstance(value, PackedSequence) for value in self.given.values()):
+            return "it takes packed sequences, whose rows are not samples"
+        if any(_are_samples(value) for value in self.given.values()):
+            return "it takes its samples in a list"
+        return ""
+
+    @property
+    def set_dim(self) -> int | None:
+        """The dimension of the entries of a set, if the model is named after them: DeepSets, SetTransformer."""
+        named = _SETS.search(type(self.model).__name__) and self.lengths is None
+        return 1 if named else None
 
     @property
     def takes_images(self) -> bool:
@@ -89,6 +129,8 @@ class Claims:
             return "it has a decoder"
         if self.option("is_decoder", False):
             return "its config has is_decoder=True"
+        if self.returns_cache and not (self.is_encoder_decoder or self.takes_images):
+            return f"it returns a cache of earlier positions, {self.cache}"
         if self.option("model_type"):  # attributes of their parts are not meant for all of the model
             return ""
         for path, module in walk(self.model):
@@ -132,23 +174,51 @@ class Claims:
     @property
     def mask(self) -> Mask | None:
         """The argument that marks padding."""
-        name = next((name for name in _MASKS if name in self.names), None)
+        if self.settled is not None:
+            return self.settled
+        named = [*_MASKS, *(name for name in self._ordered if "mask" in name and "pad" in name)]
+        name = next((name for name in named if name in self.names), None)
         given = None if name is None else self.given.get(name)
         if name is None or (isinstance(given, Tensor) and given.dim() != 2):
             return None
-        if isinstance(given, Tensor) and bool((given == given.flatten()[0]).all()):
-            return Mask(name, bool(given.flatten()[0]))
-        return Mask(name, "pad" not in name)
+        real = None if given is None else _real(given)
+        real = "pad" not in name if real is None else real
+        return Mask(name, real, torch.long if real else torch.bool)
+
+    @property
+    def masks(self) -> list[str]:
+        """The arguments that mark the same padding: a decoder may take that of its source a second time."""
+        again = [name for name in self._ordered if name.startswith("memory") and "pad" in name]
+        return [] if self.mask is None else list(dict.fromkeys([self.mask.name, *again]))
+
+    @property
+    def padded(self) -> str | None:
+        """The argument whose padding the mask marks: the one that it is named after, or that with the tokens."""
+        stem = "" if self.mask is None else _MARK.sub("", self.mask.name)
+        return stem if isinstance(self.given.get(stem), Tensor) else self.tokens
 
     @property
     def lengths(self) -> str | None:
         """The argument with the length of each sequence."""
-        return next((name for name in LENGTHS if name in self.names), None)
+        named = [*_LENGTHS, *(name for name in self._ordered if name.endswith(("lengths", "_lens")))]
+        return next((name for name in named if name in self.names), None)
+
+    @property
+    def _ordered(self) -> list[str]:
+        """The names of the arguments, in their order, but for those about targets."""
+        names = dict.fromkeys((*self.keywords.names, *map(str, self.given)))
+        return [name for name in names if not name.startswith((*TARGETS, "label", "max"))]
 
     @property
     def cache(self) -> str | None:
         """The argument that takes a cache of earlier positions."""
         return next((name for name in CACHES if name in self.keywords.names), None)
+
+    @property
+    def returns_cache(self) -> bool:
+        """Whether it returns the cache of keys and values, or the like, that it takes for the next positions."""
+        named = self.cache not in (None, *STATES) and self._is_one_way
+        return named and cache_of(self.returned, str(self.cache)) is not None
 
     @property
     def has_one_length(self) -> bool:
@@ -176,9 +246,21 @@ class Claims:
             known = {"sliding_attention": _whole(self.option("sliding_window")), "full_attention": 0}
             return known.get(kinds[number])
         name = next((name for name in _WINDOWS if hasattr(module, name)), None)
-        if name is None and hasattr(module, "config"):
-            return _whole(self.option("sliding_window"))
-        return None if name is None else _whole(getattr(module, name)) or 0
+        if name is not None:
+            return _whole(getattr(module, name)) or 0
+        if not hasattr(module, "config") or self.is_encoder_decoder:  # some attend to the encoder
+            return None
+        limited = any(word in key for key in vars(module.config) for word in _LIMITS)
+        return _whole(self.option("sliding_window")) if limited else 0
+
+
+def cache_of(output: Any, name: str) -> Any:
+    """The cache in an output, by its name or as the second of two."""
+    if isinstance(output, Mapping):
+        return output.get(name)
+    if isinstance(output, tuple) and not hasattr(output, name):
+        return output[1] if len(output) == 2 else None
+    return getattr(output, name, None)
 
 
 def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
@@ -187,6 +269,14 @@ def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
         return inspect.signature(unwrapped(model).forward).parameters
     except (TypeError, ValueError):
         return {}
+
+
+def _are_samples(value: Any) -> bool:
+    """Whether these are samples in a list: images, or whatever differs in length."""
+    if not isinstance(value, list) or not value or not all(isinstance(one, Tensor) for one in value):
+        return False
+    dims, lengths = {one.dim() for one in value}, {len(one) for one in value if one.dim()}
+    return dims == {3} or (len(dims) == 1 and len(lengths) > 1)
 
 
 def _batch_first(model: nn.Module) -> bool | None:
@@ -203,6 +293,13 @@ def _has_triangle(module: nn.Module) -> bool:
             if torch.equal(seen, torch.ones_like(seen).tril()):
                 return True
     return False
+
+
+def _real(mask: Tensor) -> bool | None:
+    """The value of a mask where no padding is, if it shows: that of its first or last column, which one side has."""
+    ends = [column for column in (mask[:, 0], mask[:, -1]) if bool((column == column[0]).all())]
+    values = {bool(column[0]) for column in ends}
+    return values.pop() if len(values) == 1 else None
 
 
 def _is_side(name: str) -> bool:

@@ -55,7 +55,7 @@ class Attentions:
         self.windows = {
             path: case.claims.window(module)
             for path, module in walk(case.model)
-            if _is_attention(module) and (not decodes or "decoder" in path)
+            if _is_attention(module) and (not decodes or "decoder" in path) and "cross" not in path
         }
 
     def breaches(self, sequence: Positions) -> Iterator[Breach]:
@@ -72,7 +72,7 @@ class Attentions:
                 continue
             seen = _seen([returned[:, last:]], [given], 1)
             first = max(0, last - window + 1) if window else 0
-            says = f"its window is {window}" if window else "it says that it sees all of them"
+            says = f"its window is {window}" if window else "nothing says that it sees fewer"
             if seen and min(seen) < first:
                 yield Breach(f"it sees {last - min(seen) + 1} positions, but {says}", path)
             elif last - first < _FAR and first not in seen:

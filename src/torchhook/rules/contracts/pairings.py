@@ -95,8 +95,11 @@ def until(stop: int, count: int, length: int) -> Pairing:
     return pair
 
 
-def chunk(begin: int, end: int, count: int, length: int) -> Pairing:
-    """Positions `begin` to `end` of the first run, of `length` in all, and all of the second, which has only those."""
+def chunk(begin: int, end: int, count: int, length: int, earlier: bool = True) -> Pairing:
+    """Positions `begin` to `end` of the first run, of `length` in all, and all of the second, which has only those.
+
+    What has the positions before `begin`, too, like the keys of a cache, is compared if `earlier` ones are.
+    """
     width = end - begin
 
     def pair(a: Tensor, b: Tensor, _: Tensor | None) -> Views:
@@ -109,6 +112,8 @@ def chunk(begin: int, end: int, count: int, length: int) -> Pairing:
             (count * length, count * width): (Cut(begin, width, count), Cut(0, width, count)),
         }
         sizes = {dim: (a.shape[dim], b.shape[dim]) for dim in dims}
+        if not earlier and set(sizes.values()) == {(length, end)}:
+            return []
         return _views(a, b, {dim: [known[both]] if both in known else [] for dim, both in sizes.items()})
 
     return pair

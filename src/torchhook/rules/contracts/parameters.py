@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
+from torchhook.captures.agreement.rounding import is_leaf
 from torchhook.core.batch import loss_of, on_device
 from torchhook.core.model_state import training
 from torchhook.core.selection import plain, walk
-from torchhook.rules.contracts.case import Case
+from torchhook.core.tap import Tap
+from torchhook.core.text import first_few
+from torchhook.rules.contracts.case import Case, Variant
 from torchhook.rules.contracts.contract import Breach, Skip, contract
 from torchhook.rules.effects import effects_of, unused_part
 from torchhook.rules.history import owner
 from torchhook.rules.loss_graph import leaves_of
+from torchhook.rules.model_copy import copies_of
 from torchhook.rules.rest import installed_modules
 
 _BY_DESIGN = re.compile("mask|expert")  # parameters that only some batches need
+_DRAWS = 3  # of other weights
 
 
 @contract(
@@ -35,8 +40,8 @@ def used(case: Case) -> Iterator[Breach | Skip]:
     guess, gradients = case.gradients(in_training)
     trained = {path: one for path, one in case.model.named_parameters() if one.requires_grad}
     yield from _unlisted(guess.loss, trained)
-    missing = [plain(path) for path, gradient in gradients.items() if gradient is None]
-    reached = [plain(path) for path, gradient in gradients.items() if gradient is not None]
+    missing = _never_reached(case, gradients)
+    reached = [path for path in map(plain, gradients) if path not in set(missing)]
     if not reached:
         yield Skip("no parameter gets a gradient")
         return
@@ -44,16 +49,57 @@ def used(case: Case) -> Iterator[Breach | Skip]:
         given = on_device(case.given, model)
         effects = effects_of(missing, model, given, lambda out, _: loss_of(out, case.target, case.loss).loss)
     installed = set(installed_modules(case.model))
+    dropped = set() if guess.real else _called(case, in_training, [path for path in map(owner, missing) if path])
     parts: dict[tuple[str, bool, bool], list[str]] = {}
     for path in missing:
         part, user = unused_part(owner(path), reached)
-        meant = {user, owner(path)} <= installed or bool(_BY_DESIGN.search(path)) or not guess.real
-        parts.setdefault((part, effects.get(path, False), meant), []).append(path)
+        matters = effects.get(path, False)
+        sure = guess.real or matters or owner(path) in dropped  # without a loss, it may be for one that is not here
+        meant = {user, owner(path)} <= installed or bool(_BY_DESIGN.search(path))
+        parts.setdefault((part, matters, meant or not sure), []).append(path)
     for (part, matters, meant), paths in parts.items():
-        names = _listed(paths, part)
+        names = first_few([path.removeprefix(f"{part}.") for path in paths])
         message = f"no gradient reaches {names}, although the loss depends on it" if matters else f"{names}: not used"
-        hint = "Look for detach(), no_grad(), argmax or .data after it." if matters else None
+        hint = "Look for detach(), no_grad(), argmax, round() or .data after it." if matters else None
         yield Breach(message, part, "info" if meant else None, hint)
+
+
+def _never_reached(case: Case, gradients: Mapping[str, Tensor | None]) -> list[str]:
+    """The parameters without a gradient, or with one of zeros, also if the model has other weights.
+
+    With those, the weight that another one is multiplied by is no longer zero, and other experts are chosen.
+    """
+
+    def among(paths: Iterable[str], gradients: Mapping[str, Tensor | None]) -> list[str]:
+        return [path for path in paths if (gradient := gradients[path]) is None or not gradient.any()]
+
+    missing = among(gradients, gradients)
+    try:
+        twin = copies_of(case.model, None)[0] if missing else case.model
+    except ValueError:  # then its own weights have to do
+        return [plain(path) for path in missing]
+    for seed in range(_DRAWS if missing else 0):
+        _move(twin, seed)
+        missing = among(missing, case.gradients(case.variant(model=twin, within=lambda: training(twin)))[1])
+    return [plain(path) for path in missing]
+
+
+def _called(case: Case, variant: Variant, paths: Iterable[str]) -> set[str]:
+    """Those of some modules that run and have no parts, so that they use their parameters."""
+    called: set[str] = set()
+    leaves = {path for path, module in walk(case.model) if is_leaf(module)}.intersection(paths)
+    case.output(variant, [Tap(path, lambda event: called.add(event.path)) for path in leaves])
+    return called
+
+
+@torch.no_grad()
+def _move(model: nn.Module, seed: int) -> None:
+    """Give a model other weights of about the same size."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.is_floating_point():
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+            parameter.add_(noise * (0.1 + parameter.abs().mean()))
 
 
 def _untied(model: nn.Module) -> Iterator[Breach]:
@@ -80,15 +126,17 @@ def _are_copies(a: Tensor, b: Tensor) -> bool:
 
 
 def _strangers(case: Case) -> Iterator[Breach]:
-    """Parameters of the optimizer that the model does not have."""
-    groups = getattr(case.optimizer, "param_groups", [])
-    own = set(map(id, case.model.parameters()))
-    foreign = [one for group in groups for one in group["params"] if id(one) not in own]
+    """Parameters of the optimizer that the model does not have, and what it has instead."""
+    held = [one for group in getattr(case.optimizer, "param_groups", []) for one in group["params"]]
+    named, known = dict(case.model.named_parameters()), set(map(id, held))
+    foreign = [one for one in held if id(one) not in set(map(id, named.values()))]
+    without = [plain(path) for path, one in named.items() if one.requires_grad and id(one) not in known]
     if foreign:
-        shapes = ", ".join("×".join(map(str, one.shape)) for one in foreign[:3])
-        message = f"the optimizer holds {len(foreign)} parameters that the model does not have, such as {shapes}"
+        shapes = first_few(["×".join(map(str, one.shape)) for one in foreign])
+        message = f"the optimizer holds {len(foreign)} parameters that the model does not have: {shapes}"
+        instead = f"; it does not hold {first_few(without)}" if without else ""
         hint = "Make the optimizer after the model is moved, wrapped or replaced."
-        yield Breach(message, severity="error", hint=hint)
+        yield Breach(message + instead, owner(without[0]) if without else "", severity="error", hint=hint)
 
 
 def _unlisted(loss: Tensor, trained: Mapping[str, nn.Parameter]) -> Iterator[Breach]:
@@ -96,11 +144,6 @@ def _unlisted(loss: Tensor, trained: Mapping[str, nn.Parameter]) -> Iterator[Bre
     own = set(map(id, trained.values()))
     foreign = [one for one in leaves_of([loss]) if id(one) not in own and isinstance(one, nn.Parameter)]
     if foreign:
-        shapes = ", ".join("×".join(map(str, one.shape)) for one in foreign[:3])
-        message = f"the loss depends on {len(foreign)} parameters that the model does not list, such as {shapes}"
+        shapes = first_few(["×".join(map(str, one.shape)) for one in foreign])
+        message = f"the loss depends on {len(foreign)} parameters that the model does not list: {shapes}"
         yield Breach(f"{message}: they are neither trained nor saved", hint=used.hint)
-
-
-def _listed(paths: Sequence[str], site: str) -> str:
-    names = [path.removeprefix(f"{site}.") for path in paths]
-    return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"

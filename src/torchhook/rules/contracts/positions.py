@@ -9,9 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchhook.captures.agreement.rounding import gap
+from torchhook.core.batch import main_tensor
 from torchhook.rules.contracts.case import Case, Given
+from torchhook.rules.contracts.claims import TARGETS, Mask
 
 _IGNORED = -100  # what losses leave out
+_CLOSE = 1e-3  # an error that a mask which hides nothing may make
+_DTYPES = {True: (torch.long, torch.bool), False: (torch.bool, torch.long)}
+"""The usual dtypes of masks, by their value where nothing is padding."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +37,7 @@ class Positions:
     def cut(self, start: int, length: int) -> Given:
         """Only some of the positions."""
         lengths = self.case.claims.lengths
-        given = self._mapped(lambda name, x: x.narrow(self.dim, start, length))
+        given = self._mapped(lambda name, x: x.narrow(self.dim_of(name), start, length))
         return given if lengths not in given else {**given, lengths: given[lengths].clamp(max=length)}
 
     def changed(self, start: int) -> Given:
@@ -43,17 +49,17 @@ class Positions:
     def repeated(self, length: int) -> Positions:
         """As many positions as asked for, by repeating tokens."""
         index = torch.arange(length) % self.length
-        given = self._mapped(lambda name, x: x.index_select(self.dim, index.to(x.device)))
+        given = self._mapped(lambda name, x: x.index_select(self.dim_of(name), index.to(x.device)))
         return replace(self, given=given, length=length)
 
     def padded(self, amount: int, left: bool = False) -> Given:
         """More positions at the end, or at the beginning, which are marked as padding."""
 
         def pad(name: str, x: Tensor) -> Tensor:
-            sizes = [*x.shape]
-            sizes[self.dim] = amount
+            sizes, dim = [*x.shape], self.dim_of(name)
+            sizes[dim] = amount
             parts = [x, self._padding(name, x, sizes)]
-            return torch.cat(parts[::-1] if left else parts, self.dim)
+            return torch.cat(parts[::-1] if left else parts, dim)
 
         return self._mapped(pad)
 
@@ -61,17 +67,27 @@ class Positions:
         """With the mask, the lengths, or both, that the model takes, and no padding where there is none yet."""
         claims, x = self.case.claims, self.given[self.name]
         given, names = dict(self.given), self.names
-        if claims.mask is not None and claims.mask.name not in given:
-            dtype = torch.bool if not claims.mask.real else torch.long
-            mask = torch.full((x.shape[self.case.sample_dim], self.length), int(claims.mask.real), device=x.device)
-            given[claims.mask.name], names = mask.to(dtype), (*names, claims.mask.name)
+        if claims.mask is not None:
+            mask = given.get(claims.mask.name)
+            mask = self.unpadded(claims.mask).to(x.device) if mask is None else mask
+            given = {**dict.fromkeys(claims.masks, mask), **given}
+            names = tuple(dict.fromkeys((*names, *claims.masks)))
         if claims.lengths is not None and claims.lengths not in given:
             given[claims.lengths] = torch.full((self.case.count,), self.length)
         return replace(self, given=given, names=names)
 
+    def dim_of(self, name: str) -> int:
+        """The dimension of positions of an argument: masks have it after that of the samples, also in torch."""
+        return 1 if name in self.case.claims.masks else self.dim
+
+    def unpadded(self, mask: Mask) -> Tensor:
+        """A mask for which nothing is padding."""
+        x = self.given[self.name]
+        return torch.full((x.shape[self.case.sample_dim], self.length), int(mask.real)).to(mask.dtype)
+
     def _padding(self, name: str, x: Tensor, sizes: list[int]) -> Tensor:
         mask = self.case.claims.mask
-        if mask is not None and name == mask.name:
+        if mask is not None and name in self.case.claims.masks:
             return torch.full(sizes, int(not mask.real)).to(x)
         if x.is_floating_point():
             return torch.randn(sizes, generator=torch.Generator().manual_seed(0)).to(x)
@@ -96,16 +112,20 @@ class Positions:
         return {name: change(name, x) if name in self.names else x for name, x in self.given.items()}
 
 
-def reading(case: Case) -> Positions | None:
-    """The sequence that the model reads, if it says that it does, or if its contract was asked for."""
+def reading(case: Case, padded: bool = False) -> Positions | None:
+    """The sequence that the model reads, if it says that it does, or if its contract was asked for.
+
+    If it reads several, it is the first one, or, if it is to be `padded`, the one that has a mask.
+    """
     claims = case.claims
-    if claims.tokens is None or not (claims.reads_sequence or case.asked):
+    name = claims.padded if padded else claims.tokens
+    if name is None or not (claims.reads_sequence or case.asked):
         return None
-    if claims.is_encoder_decoder:
-        decoded = writing(case)
-        given = case.given if decoded is None else decoded.given
-        return _positions(case, given, claims.tokens, lambda name: not name.startswith(("decoder", "label")))
-    return _positions(case, case.given, claims.tokens, lambda name: True)
+    decoded = writing(case) if claims.is_encoder_decoder else None
+    others = () if name.startswith(TARGETS) else (*TARGETS, *(["label"] if claims.is_encoder_decoder else []))
+    return _positions(
+        case, case.given if decoded is None else decoded.given, name, lambda one: not one.startswith(others)
+    )
 
 
 def writing(case: Case) -> Positions | None:
@@ -122,6 +142,28 @@ def writing(case: Case) -> Positions | None:
     return _positions(case, _uncached(case, given), "decoder_input_ids", lambda name: name.startswith("decoder"))
 
 
+def settle_mask(case: Case) -> None:
+    """Find out how the model takes a mask that it was not given: with that, if nothing is padding, nothing changes."""
+    mask, sequence = case.claims.mask, reading(case, padded=True)
+    if mask is None or sequence is None or mask.name in case.given:
+        return
+    values = [mask.real] if mask.is_clear else [mask.real, not mask.real]
+    kinds = [mask._replace(real=real, dtype=dtype) for real in values for dtype in _DTYPES[real]]
+    names = case.claims.masks
+    outputs = [(kind, _output(case, sequence.given | dict.fromkeys(names, sequence.unpadded(kind)))) for kind in kinds]
+    known = [(kind, output) for kind, output in outputs if output is not None]
+    usual = main_tensor(case.claims.returned)
+    same = [kind for kind, output in known if output.shape == usual.shape and gap(usual, output).error < _CLOSE]
+    case.claims.settled = next(iter((*same, *(kind for kind, _ in known))), None)
+
+
+def _output(case: Case, given: Given) -> Tensor | None:
+    try:
+        return main_tensor(case.output(case.variant(given)))
+    except Exception:  # of a model that wants another dtype
+        return None
+
+
 def _uncached(case: Case, given: Given) -> Given:
     """The arguments of one forward over all positions, for models that may also keep a cache for the next one."""
     return {**given, "use_cache": False} if "use_cache" in case.claims.names else given
@@ -130,10 +172,14 @@ def _uncached(case: Case, given: Given) -> Given:
 def _positions(case: Case, given: Given, name: str, belongs: Callable[[str], bool]) -> Positions | None:
     x, dim = given[name], 1 - case.sample_dim
     length = x.shape[dim]
+    masks = case.claims.masks
     names = [
         other
         for other, value in given.items()
-        if belongs(other) and isinstance(value, Tensor) and value.dim() > 1 and value.shape[dim] == length
+        if isinstance(value, Tensor)
+        and value.dim() > 1
+        and belongs(other)
+        and value.shape[1 if other in masks else dim] == length
     ]
     return Positions(case, given, name, tuple(names), dim, length)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,8 @@ from torchhook.captures.agreement.recorded_run import everywhere
 from torchhook.core.batch import Batch, call, fitted
 from torchhook.core.event import Event
 from torchhook.core.tap import Tap
-from torchhook.rules.contracts.case import Agreement, Case, Variant, arguments_of
+from torchhook.core.text import first_few
+from torchhook.rules.contracts.case import Agreement, Case, Given, Variant, arguments_of
 from torchhook.rules.contracts.contract import contract
 
 
@@ -27,22 +28,30 @@ from torchhook.rules.contracts.contract import contract
 def deterministic(case: Case) -> Iterator[Agreement]:
     """The same input twice gives the same result in eval mode."""
     drawing = random_modules(case, case.plain)
+    drawn = f"; random numbers are drawn in {places(drawing)}" if drawing else ""
 
-    def after_another() -> Batch:
+    def after(given: Given) -> Variant:
         """The batch, after the model has seen another one."""
-        other = arguments_of(case.taken(case.given, range(case.count)[::-1]))
-        with torch.no_grad():
-            call(case.model, Batch(fitted(other, case.model), None))
-        return case.plain.make()
 
-    drawn = f"; random numbers are drawn in {_listed(drawing)}" if drawing else ""
-    yield Agreement(
-        case.variant(within=lambda: _seeded(1)),
-        Variant(after_another, within=lambda: _seeded(2)),
-        f"the same input gives different results in eval mode{drawn}",
-        ("the first time", "the second time"),
-        evidence={"random": drawing} if drawing else None,
-    )
+        def make() -> Batch:
+            with torch.no_grad():
+                call(case.model, Batch(fitted(arguments_of(given), case.model), None))
+            return case.plain.make()
+
+        return Variant(make, within=lambda: _seeded(2))
+
+    reverse = case.taken(case.given, range(case.count)[::-1])
+    for expected, actual, names in (
+        (after(case.given), after(reverse), ("after the same batch", "after another one")),
+        (case.variant(within=lambda: _seeded(1)), after(case.given), ("the first time", "the second time")),
+    ):
+        yield Agreement(
+            expected,
+            actual,
+            f"the same input gives different results in eval mode{drawn}",
+            names,
+            evidence={"random": drawing} if drawing else None,
+        )
 
 
 def random_modules(case: Case, variant: Variant) -> list[str]:
@@ -69,6 +78,11 @@ def random_modules(case: Case, variant: Variant) -> list[str]:
     return list(drawing)
 
 
+def places(paths: Sequence[str]) -> str:
+    """The first few of some modules."""
+    return first_few([path or "the model itself" for path in paths])
+
+
 def _states() -> list[Tensor]:
     """The states of all random number generators: torch's, and a digest of those of Python and NumPy."""
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
@@ -83,8 +97,3 @@ def _seeded(seed: int) -> Iterator[None]:
     """Other random numbers; the case restores the generators."""
     torch.manual_seed(seed)
     yield
-
-
-def _listed(paths: list[str]) -> str:
-    shown = ", ".join(path or "the model itself" for path in paths[:3])
-    return f"{shown} and {len(paths) - 3} more" if len(paths) > 3 else shown

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,13 +13,14 @@ from torchhook.captures.agreement.recorded_run import everywhere
 from torchhook.core.event import Event
 from torchhook.core.selection import walk
 from torchhook.core.tap import Tap
-from torchhook.core.text import shape_of
 from torchhook.core.torch_internals import BATCH_NORMS
 from torchhook.core.trees import leaves, mapped
 from torchhook.rules.contracts.case import Agreement, Case, Given, Variant
 from torchhook.rules.contracts.contract import Breach, Note, Skip, contract
 from torchhook.rules.contracts.pairings import by_sample
 from torchhook.rules.contracts.positions import reading
+
+Shape = tuple[int, ...]
 
 _POOLS = (nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d)
 _MIXING = ("Attention", "Attn", "Transformer", "Mixer", "Window")
@@ -32,9 +35,9 @@ _SIZED = ("img_size", "image_size", "input_size", "input_resolution", "feat_size
 def independent(case: Case) -> Iterator[Agreement | Skip | Note]:
     """The result of a sample does not depend on the others in the batch, nor on its place in it."""
     if not case.has_rows:
-        yield Skip("it takes a graph or packed sequences, whose rows are not samples")
+        yield Skip(case.claims.without_rows)
         return
-    if not any(case.has_samples(x) for _, x in leaves(case.given)):
+    if all(case.dim_of(str(name), x, case.count) is None for (name, *_), x in leaves(case.given)):
         yield Skip("no argument has one entry per sample")
         return
     if any(isinstance(module, BATCH_NORMS) for module in case.model.modules()):
@@ -43,7 +46,7 @@ def independent(case: Case) -> Iterator[Agreement | Skip | Note]:
     last = count - 1
 
     def variant(*numbers: int) -> Variant:
-        return case.variant(mapped(lambda x: _chosen(x, numbers, count, case.sample_dim), given))
+        return case.variant(case.taken(given, numbers, count))
 
     yield Agreement(
         case.variant(given),
@@ -64,14 +67,12 @@ def independent(case: Case) -> Iterator[Agreement | Skip | Note]:
 def shapes(case: Case) -> Iterator[Breach | Note]:
     """Batches and sequences of other sizes run, and so do images, if the model says so."""
     if not case.has_rows:
-        yield Note("other batch sizes: it takes a graph or packed sequences, whose rows are not samples")
+        yield Note(f"other batch sizes: {case.claims.without_rows}")
     else:
         for count in (1, case.count + 1):
             numbers = [number % case.count for number in range(count)]
-            what = f"a batch of {count}" if count > 1 else "a batch of one sample"
-            yield from _runs(
-                case, case.variant(case.taken(case.given, numbers), case.taken(case.target, numbers)), what
-            )
+            variant = case.variant(case.taken(case.given, numbers), case.taken(case.target, numbers))
+            yield from _runs(case, variant, f"a batch of {count}" if count > 1 else "a batch of one sample", count)
     shorter, why = _shorter(case)
     if shorter is not None:
         yield from _runs(case, case.variant(shorter), "a sequence that is one shorter")
@@ -84,40 +85,51 @@ def shapes(case: Case) -> Iterator[Breach | Note]:
         yield Note(f"other image sizes: {why}")
 
 
-def _runs(case: Case, variant: Variant, what: str) -> Iterator[Breach]:
-    """Broken if the model raises, or if a dimension of its results is missing."""
-    usual = _Dimensions(case, case.plain)
-    found = _Dimensions(case, variant)
-    lost = next((path for path, dims in found.dims.items() if usual.dims.get(path, dims) != dims), None)
+def _runs(case: Case, variant: Variant, what: str, count: int = 0) -> Iterator[Breach]:
+    """Broken if the model raises, or if its result loses a dimension. `count` is the number of samples, if another."""
+    usual, found = _Shapes(case, case.plain), _Shapes(case, variant)
+    both = [path for path in found.outputs if path in usual.outputs]
+    lost = next((path for path in both if len(usual.outputs[path]) != len(found.outputs[path])), None)
     if found.error is not None:
+        fixed = next((path for path in both if count and _is_fixed(usual, found, path, (case.count, count))), None)
         said = f"it raises {type(found.error).__name__} for {what}: {str(found.error).partition(chr(10))[0]:.200}"
-        yield Breach(said, found.running[-1] if lost is None else lost)
-    elif usual.shape.count("×") != found.shape.count("×"):
-        said = f"its result loses a dimension: {found.shape} for {what}, {usual.shape} for {case.count} samples"
-        yield Breach(said, lost or "")
+        yield Breach(said, next(path for path in (lost, fixed, found.running[-1]) if path is not None))
+    elif len(usual.outputs[""]) != len(found.outputs[""]):
+        before, after = ("×".join(map(str, run.outputs[""])) or "a scalar" for run in (usual, found))
+        yield Breach(f"its result loses a dimension: {after} for {what}, {before} for {case.count} samples", lost or "")
 
 
-class _Dimensions:
-    """A run: how many dimensions the output of each module has, and what it raised, if it did."""
+class _Shapes:
+    """A run: the shapes that each module takes and returns, and what it raised, if it did."""
 
     def __init__(self, case: Case, variant: Variant) -> None:
-        self.dims: dict[str, int] = {}
+        self.inputs: dict[str, Shape] = {}
+        self.outputs: dict[str, Shape] = {}
         self.running = [""]  # the calls in progress
         self.error: Exception | None = None
-        self.shape = ""
         where = everywhere(case.model)
         try:
-            output = case.output(variant, [Tap(where, self._enter, "input"), Tap(where, self._leave)])
-            self.shape = shape_of(next((x for _, x in leaves(output) if x.dim()), None))
+            case.output(variant, [Tap(where, self._enter, "input"), Tap(where, self._leave)])
         except Exception as error:  # whatever the model raises
             self.error = error
 
     def _enter(self, event: Event) -> None:
         self.running.append(event.path)
+        self.inputs.setdefault(event.path, _shape((event.live, event.kwargs)))
 
     def _leave(self, event: Event) -> None:
         self.running.pop()
-        self.dims.setdefault(event.path, next((x.dim() for _, x in leaves(event.live)), 0))
+        self.outputs.setdefault(event.path, _shape(event.live))
+
+
+def _shape(value: Any) -> Shape:
+    return next((tuple(x.shape) for _, x in leaves(value) if x.dim()), ())
+
+
+def _is_fixed(usual: _Shapes, found: _Shapes, path: str, counts: tuple[int, int]) -> bool:
+    """Whether a module takes another number of samples than usual, but returns as many as usual."""
+    taken = usual.inputs[path][:1] + found.inputs[path][:1]
+    return taken == counts and usual.outputs[path][:1] == found.outputs[path][:1] == counts[:1]
 
 
 def _shorter(case: Case) -> tuple[Given | None, str]:
@@ -149,19 +161,9 @@ def _larger(case: Case) -> tuple[Given | None, str]:
 
 def _doubled(case: Case) -> Given:
     """The arguments with a second sample, made from the first one."""
-    dim = case.sample_dim
 
-    def double(x: Tensor) -> Tensor:
-        if not case.has_samples(x):
-            return x
-        last = x.dim() - 1
-        return torch.cat([x, x.flip(last) if last != dim else x], dim)
+    def double(name: str, x: Tensor) -> Tensor:
+        dim, last = case.dim_of(name, x, 1), x.dim() - 1
+        return x if dim is None else torch.cat([x, x.flip(last) if last != dim else x], dim)
 
-    doubled: Given = mapped(double, case.given)
-    return doubled
-
-
-def _chosen(x: Tensor, numbers: tuple[int, ...], count: int, dim: int) -> Tensor:
-    if x.dim() <= dim or x.shape[dim] != count:
-        return x
-    return x.index_select(dim, torch.tensor(numbers, device=x.device))
+    return {name: mapped(partial(double, name), value) for name, value in case.given.items()}

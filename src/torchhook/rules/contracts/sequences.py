@@ -30,7 +30,7 @@ def padding(case: Case) -> Iterator[Agreement | Skip | Note]:
     if any(isinstance(value, PackedSequence) for value in case.given.values()):
         yield _packed(case)
         return
-    sequence = reading(case)
+    sequence = reading(case, padded=True)
     if sequence is None or (claims.mask is None and claims.lengths is None):
         yield Skip("it takes no mask and no lengths that would mark padding")
         return

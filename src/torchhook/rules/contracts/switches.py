@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -11,19 +14,27 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from torchhook.core.batch import loss_of
+from torchhook.captures.agreement.rounding import gap
+from torchhook.core.batch import Batch, call, fitted, loss_of, main_tensor
 from torchhook.core.model_state import training
-from torchhook.core.selection import unwrapped
-from torchhook.core.torch_internals import BATCH_NORMS, DROPOUTS
+from torchhook.core.selection import plain, unwrapped, walk
+from torchhook.core.text import first_few
+from torchhook.core.torch_internals import BATCH_NORMS, COMPILER_LOG, DROPOUTS, graph_count
 from torchhook.core.trees import leaves, mapped
 from torchhook.rules.active_dropout import drops
-from torchhook.rules.contracts.case import Agreement, Case
+from torchhook.rules.contracts.case import Agreement, Case, Variant
 from torchhook.rules.contracts.contract import Breach, Note, contract
-from torchhook.rules.contracts.randomness import random_modules
+from torchhook.rules.contracts.randomness import places, random_modules
+from torchhook.rules.history import owner
+from torchhook.rules.loss_graph import leaves_of
 from torchhook.rules.model_copy import copies_of
 
 _BFLOAT16 = torch.finfo(torch.bfloat16).eps
 Within = Callable[[], AbstractContextManager[Any]]
+_METHODS = ("gradient_checkpointing_enable", "set_grad_checkpointing", "enable_gradient_checkpointing")
+_FLAGS = ("gradient_checkpointing", "grad_checkpointing", "use_checkpoint", "use_checkpointing", "with_cp")
+"""How models call the switch for gradient checkpointing."""
+_CLEAR = 1e-3  # an error that is more than rounding
 _ROUNDS = 3  # of looking for modules that draw random numbers in train mode
 
 
@@ -54,10 +65,9 @@ def modes(case: Case, compile: str | None = "aot_eager") -> Iterator[Agreement |
 
 
 def _train_mode(case: Case) -> Iterator[Agreement | Note]:
-    quiet, drawing = _quiet(case, _NoDropout)
-    if drawing:
-        shown = ", ".join(drawing[:3])
-        yield Note(f"train mode of {shown}, which draw random numbers")
+    quiet, unusual = _quiet(case, _NoDropout)
+    if unusual:
+        yield Note(f"train mode of {places(unusual)}, which draw random numbers or write to their buffers")
     actual = case.variant(within=lambda: _quietly(case.model, quiet, _NoDropout))
     if {address for address, _ in leaves(case.output(actual))} != {
         address for address, _ in leaves(case.output(case.plain))
@@ -73,17 +83,13 @@ def _train_mode(case: Case) -> Iterator[Agreement | Note]:
 
 
 def _checkpointed(case: Case) -> Iterator[Agreement | Note]:
-    inner = unwrapped(case.model)
-    switches = ["gradient_checkpointing_enable"] if getattr(inner, "supports_gradient_checkpointing", False) else []
-    name = next((name for name in (*switches, "set_grad_checkpointing") if hasattr(inner, name)), None)
-    if name is None:
-        yield Note("gradient checkpointing: the model has no switch for it")
-        return
     twin = _twin(case)
     if twin is None or not any(parameter.requires_grad for parameter in twin.parameters()):
         yield Note("gradient checkpointing: the model cannot be copied, or is not trained")
         return
-    getattr(unwrapped(twin), name)()
+    if not _switched_on(unwrapped(twin)):
+        yield Note("gradient checkpointing: the model has no switch for it")
+        return
     quiet, _ = _quiet(case)  # functions cannot be switched off here: the backward runs the forward again
     paths = {path for path, module in case.model.named_modules() if module in quiet}
     others = {module for path, module in twin.named_modules() if path in paths}
@@ -96,9 +102,23 @@ def _checkpointed(case: Case) -> Iterator[Agreement | Note]:
     )
 
 
+def _switched_on(model: nn.Module) -> bool:
+    """Switch gradient checkpointing on, if the model has a switch for it: a method, or a flag of its modules."""
+    if not getattr(model, "supports_gradient_checkpointing", True):  # of transformers
+        return False
+    method = next((getattr(model, name) for name in _METHODS if hasattr(model, name)), None)
+    if method is not None:
+        method()
+        return True
+    off = [(module, name) for module in model.modules() for name in _FLAGS if getattr(module, name, None) is False]
+    for module, name in off:
+        setattr(module, name, True)
+    return bool(off)
+
+
 def _copied(case: Case) -> Iterator[Agreement | Breach | Note]:
-    twin, loaded = _twin(case), _twin(case)
-    if twin is None or loaded is None:
+    twin, loaded = copy.deepcopy(case.model), _twin(case)
+    if loaded is None:
         yield Note("copies: the model cannot be copied")
         return
     yield Agreement(case.plain, case.variant(model=twin), "a deep copy gives another result", ("the model", "its copy"))
@@ -116,6 +136,36 @@ def _copied(case: Case) -> Iterator[Agreement | Breach | Note]:
         return
     said = "a copy that loads its state_dict gives another result: something is not saved"
     yield Agreement(case.plain, case.variant(model=loaded), said, ("the model", "the copy"))
+    yield from _unsaved(case, twin)
+    yield from _shared(case, twin)
+
+
+def _unsaved(case: Case, twin: nn.Module) -> Iterator[Breach]:
+    """Tensors that the result depends on, but that are neither parameters nor buffers."""
+    usual = main_tensor(case.claims.returned)
+    for path, module in walk(twin):
+        for name, value in list(vars(module).items()):
+            if type(value) is not Tensor or not value.is_floating_point():
+                continue
+            vars(module)[name] = value + torch.randn(value.shape).to(value)
+            changed = main_tensor(case.output(case.variant(model=twin)))
+            vars(module)[name] = value
+            if changed.shape != usual.shape or gap(usual, changed).error > _CLEAR:
+                message = f"the result depends on {name}, a tensor that is neither a parameter nor a buffer"
+                said = f"{message}: it is not in the state_dict, and the model does not take it along to a device"
+                yield Breach(said, path, "info", "Register it by register_buffer.")
+
+
+def _shared(case: Case, twin: nn.Module) -> Iterator[Breach]:
+    """Parameters of the model that a deep copy of it still computes with, as functions that refer to them do."""
+    guess, _ = case.gradients(case.variant(model=twin, within=lambda: training(twin)))
+    used = set(map(id, leaves_of([guess.loss])))
+    paths = [plain(path) for path, parameter in case.model.named_parameters() if id(parameter) in used]
+    if paths:
+        hint = "Call methods instead of keeping a function that refers to the module or its parameters."
+        yield Breach(
+            f"a deep copy computes with parameters of the original: {first_few(paths)}", owner(paths[0]), hint=hint
+        )
 
 
 def _channels_last(case: Case) -> Iterator[Agreement | Note]:
@@ -160,13 +210,36 @@ def _compiled(case: Case, backend: str | None) -> Iterator[Agreement | Note]:
     if twin is None:
         yield Note("torch.compile: the model cannot be copied")
         return
-    compiled: Any = torch.compile(twin, backend=backend)
+    compiled: Any = torch.compile(twin, backend=backend, **_afresh())
+    before = graph_count()
     yield Agreement(
         case.plain,
-        case.variant(model=compiled),
+        case.variant(model=compiled, within=_without_remarks),
         f"torch.compile ({backend}) changes the result by more than rounding",
         ("eager", "compiled"),
     )
+    if graph_count() == before:
+        yield Note("torch.compile: it found nothing to compile")
+
+
+def _afresh() -> dict[str, Any]:
+    """Options of torch.compile so that functions which were compiled often before are compiled once more."""
+    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+        return {"isolate_recompiles": True}
+    torch.compiler.reset()
+    return {}
+
+
+@contextmanager
+def _without_remarks() -> Iterator[None]:
+    """Without what the compiler says about graph breaks and the like, which was not asked for."""
+    logger = logging.getLogger(COMPILER_LOG)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _twin(case: Case) -> nn.Module | None:
@@ -177,18 +250,31 @@ def _twin(case: Case) -> nn.Module | None:
 
 
 def _quiet(case: Case, within: Within = nullcontext) -> tuple[set[nn.Module], list[str]]:
-    """The modules to leave in eval mode: those that are random or depend on the batch; and paths of unusual ones."""
+    """The modules to leave in eval mode: those that are random or depend on the batch; and paths of unusual ones.
+
+    In train mode, a module that depends on the batch writes to its buffers, like batch norm.
+    """
     quiet = {module for module in case.model.modules() if isinstance(module, (DROPOUTS, BATCH_NORMS))}
     by_path = dict(case.model.named_modules())
     unusual: list[str] = []
     variant = case.variant(within=lambda: _quietly(case.model, quiet, within))
     for _ in range(_ROUNDS):
-        found = [path for path in random_modules(case, variant) if by_path[path] not in quiet]
+        acting = dict.fromkeys((*random_modules(case, variant), *_writing(case, variant)))
+        found = [path for path in acting if by_path[path] not in quiet]
         quiet |= {by_path[path] for path in found}
         unusual += found
         if not found:
             break
     return quiet, unusual
+
+
+def _writing(case: Case, variant: Variant) -> list[str]:
+    """The paths of the modules whose buffers a run changes."""
+    with case.running(variant) as model, torch.no_grad():
+        before = {path: buffer.clone() for path, buffer in model.named_buffers()}
+        call(model, Batch(fitted(variant.make().arguments, model), None))
+        after = dict(model.named_buffers())
+        return [owner(path) for path, value in before.items() if path in after and not torch.equal(value, after[path])]
 
 
 @contextmanager

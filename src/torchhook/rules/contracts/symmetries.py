@@ -13,19 +13,27 @@ from torchhook.rules.contracts.case import Agreement, Case, Given
 from torchhook.rules.contracts.contract import Skip, contract
 
 Change = Callable[[Tensor], Tensor]
+_MOST = 3  # dimensions of a value that may have the entries of a set
 
 
 @contract("TV110", "Look for code that depends on an order or a direction that the model should not know of.")
-def equivariant(case: Case, change: Change | None = None, then: Change | None = None) -> Iterator[Agreement | Skip]:
-    """Changing the input changes the result in the same way, or not at all; nodes of a graph may come in any order.
+def equivariant(
+    case: Case, change: Change | None = None, then: Change | None = None, set_dim: int | None = None
+) -> Iterator[Agreement | Skip]:
+    """Changing the input changes the result in the same way, or not at all; nodes and sets may come in any order.
 
     `change` is applied to every floating-point argument. `then` is what should happen to the result: by default the
-    same change, if it has as many dimensions as the argument, and otherwise nothing.
+    same change, if it has as many dimensions as the argument, and otherwise nothing. `set_dim` is a dimension whose
+    entries are a set; models whose class is called so have it after that of the samples.
     """
     if change is not None:
         yield _changed(case, change, then)
-    elif case.claims.takes_graph and (rows := _nodes(case)):
+        return
+    dim = case.claims.set_dim if set_dim is None else set_dim
+    if set_dim is None and case.claims.takes_graph and (rows := _nodes(case)):
         yield _renumbered(case, rows)
+    elif dim is not None and (main := _main(case, dim)) is not None:
+        yield _shuffled(case, main, dim)
     else:
         yield Skip("no symmetry was asked for; pass contracts.equivariant(change)")
 
@@ -65,11 +73,42 @@ def _renumbered(case: Case, count: int) -> Agreement:
     )
 
 
+def _shuffled(case: Case, main: Tensor, dim: int) -> Agreement:
+    """The entries of a set in another order; so is whatever belongs to them."""
+    order = torch.randperm(main.shape[dim], generator=torch.Generator().manual_seed(0))
+
+    def shuffled(x: Tensor) -> Tensor:
+        return _along(x, dim, order) if x.shape[: dim + 1] == main.shape[: dim + 1] else x
+
+    def pair(a: Tensor, b: Tensor, _: Tensor | None) -> Views:
+        """Any dimension of that size may have the entries, or be something else."""
+        if a.shape != b.shape:
+            return []
+        views = [a]
+        for place in [place for place in range(a.dim()) if a.shape[place] == len(order)][:_MOST]:
+            views += [_along(view, place, order) for view in views]
+        return [(view, b) for view in views]
+
+    said, names = "the result changes with the order of a set", ("in one order", "in another order")
+    return Agreement(case.plain, case.variant(mapped(shuffled, case.given)), said, names, pair)
+
+
+def _along(x: Tensor, dim: int, order: Tensor) -> Tensor:
+    return x.index_select(dim, order.to(x.device))
+
+
+def _main(case: Case, dim: int) -> Tensor | None:
+    """The first argument that has entries along a dimension."""
+    return next(
+        (x for _, x in leaves(case.given) if x.is_floating_point() and x.dim() > dim and x.shape[dim] > 1), None
+    )
+
+
 def _ordered(x: Tensor, order: Tensor) -> Tensor:
     """`x` with its rows in another order, if it has one per node; and its columns, if there are as many."""
     for dim in range(min(2, x.dim())):
         if x.shape[dim] == len(order) and (not dim or x.shape[0] == len(order)):
-            x = x.index_select(dim, order.to(x.device))
+            x = _along(x, dim, order)
     return x
 
 

@@ -147,9 +147,9 @@ class Discovery:
         for training in [training for training in self._trainings if not training.has_begun]:
             self._drop(training)
         for training in self._trainings:
-            training.close(state_of(error))
+            training.close(state_of(error), error)
         for monitor in self.watched:
-            monitor.close(state_of(error))
+            monitor.close(state_of(error), error)
         self._brief += [training.monitor for training in self._trainings if training.steps < _FLEETING]
         if len(self._brief) < len(self.watched):
             for monitor in self._brief:

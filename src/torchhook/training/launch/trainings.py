@@ -59,11 +59,11 @@ class Training:
         self.others += 1
         return self.others > _REPLACED
 
-    def close(self, state: str = "ended") -> None:
-        """The training is over."""
+    def close(self, state: str = "ended", error: BaseException | None = None) -> None:
+        """The training is over; `error` is what it failed with."""
         if self._handle is not None:
             self._handle.remove()
-        self.monitor.close(state)
+        self.monitor.close(state, error)
 
 
 def total(losses: Sequence[Tensor]) -> Tensor | None:

@@ -50,6 +50,7 @@ class Database:
             raise
 
     def _prepare(self) -> None:
+        self._db.execute("PRAGMA trusted_schema = OFF")  # a run that is continued may be that of a stranger
         version = self._number("PRAGMA user_version")
         if self._number("PRAGMA application_id") != APPLICATION or version > VERSION:
             raise RunError(f"cannot write to {str(self.file)!r}: another program or a newer torchhook wrote it")

@@ -11,6 +11,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
@@ -130,20 +131,17 @@ def delete(folder: Path) -> bool:
     _remove_empty(folder / SAMPLES)
     for left in filter(_is_left, _listed(folder)):
         remove(left)
-    (folder / UNWRITTEN).unlink(missing_ok=True)
+    if _is_mark(mark := folder / UNWRITTEN):
+        mark.unlink()
     remove(folder / FILE)
-    gone = _remove_empty(folder)
-    _unlink_latest(folder.parent)
-    return gone
+    return _remove_empty(folder)
 
 
 def clear(left: Path) -> None:
     """Delete one of the `leftovers`, and its folder if nothing else is in it."""
     remove(left)
-    if left.name.startswith(f".{LATEST}."):
-        return
-    _remove_empty(left.parent)
-    _unlink_latest(left.parent.parent)
+    if not left.name.startswith(f".{LATEST}."):
+        _remove_empty(left.parent)
 
 
 def _folder(root: str | os.PathLike[str]) -> Path:
@@ -167,9 +165,15 @@ def _listed(folder: Path) -> list[Path]:
 def _is_left(file: Path) -> bool:
     """Whether a file is left of a start that did not end: the draft of a run or of a link, or a mark without a run."""
     if file.name == UNWRITTEN:
-        return not is_file(file.with_name(FILE))
+        return _is_mark(file) and not is_file(file.with_name(FILE))
     process = _DRAFT.fullmatch(file.name)
-    return process is not None and not is_running(int(process[1]))
+    is_ours = file.is_symlink() or is_file(file)  # a folder of that name is not
+    return process is not None and is_ours and not is_running(int(process[1]))
+
+
+def _is_mark(file: Path) -> bool:
+    """Whether it says that a run could not be written. Such a file is empty; others may have one of the same name."""
+    return not file.is_symlink() and is_file(file) and not file.stat().st_size
 
 
 def _runs_below(folder: Path) -> list[Path]:
@@ -184,18 +188,16 @@ def _pictures(folder: Path) -> Iterator[Path]:
 
 
 def _remove_empty(folder: Path) -> bool:
+    """Delete a folder if it is empty, and the link to the latest run if it leads there; whether the folder is gone."""
     try:
         folder.rmdir()
     except OSError:  # it is not empty, or not a folder
         return False
+    latest = folder.with_name(LATEST)
+    with suppress(OSError):  # it is not a link, or another thread does the same
+        if str(latest.readlink()) == folder.name:
+            latest.unlink()
     return True
-
-
-def _unlink_latest(root: Path) -> None:
-    """Delete the link to the latest run if that is gone."""
-    latest = root / LATEST
-    if latest.is_symlink() and not latest.exists():
-        latest.unlink(missing_ok=True)  # another thread may do the same
 
 
 def _lead_to(folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 import sqlite3
 import threading
@@ -10,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from shlex import quote
 from tempfile import TemporaryDirectory
 from typing import TypeVar
 
@@ -18,7 +18,7 @@ from torchhook.core.text import in_units
 from torchhook.training.runs.schema import APPLICATION, BESIDE, FILE, VERSION, require_tables
 
 _PATIENCE = 10.0  # seconds to wait for a writer
-_MOST = 10.0  # seconds that one statement may take
+_MOST = 10.0  # seconds that SQLite may take for one reading
 _OPERATIONS = 10_000  # of SQLite, between two looks at the clock
 _LARGEST = 2**31  # bytes that are copied to recover a run
 
@@ -50,7 +50,7 @@ class Source:
         self.file = file
         self._lock = threading.RLock()
         self._db: sqlite3.Connection | None = None
-        self._is_frozen = False
+        self._beside_then: list[str] | None = None  # the files beside it, if the connection does not follow changes
         self._copy: TemporaryDirectory[str] | None = None
 
     def read(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
@@ -72,7 +72,7 @@ class Source:
                 self._require_time(error)
                 raise RunError(
                     f"{str(self.file)!r} is not a run, or is corrupt ({error});"
-                    f" `sqlite3 {self.file} .recover` may salvage it"
+                    f" `sqlite3 {quote(str(self.file))} .recover` may salvage it"
                 ) from error
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ class Source:
             raise RunError(f"{str(self.file)!r} takes too long to read: more than {_MOST:g} s") from error
 
     def _once(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
-        if self._db is not None and self._is_frozen and self._is_written():
+        if self._db is not None and self._beside_then not in (None, self._suffixes()):  # a writer has come, or gone
             self.close()
         if self._db is None:
             self._db = self._opened()
@@ -106,19 +106,25 @@ class Source:
         for file in map(self._beside, ("", *BESIDE)):
             if file.is_symlink():
                 raise RunError(f"{str(self.file)!r} is refused: {file.name!r} is a link, which may lead anywhere")
-        # A writer always has a second file next to the first. Without one, SQLite is told not to create any, since it
-        # may not even have the permission.
-        self._is_frozen = not self._is_written()
+        # A writer always has other files next to the first. Without them, SQLite is told not to create any, since it
+        # may not even have the permission; and it would create the second file of a write-ahead log.
+        beside = self._beside_then = self._suffixes()
+        if not beside or beside == ["-shm"]:
+            return _connected(self.file, "mode=ro&immutable=1")
+        if beside == ["-wal"]:
+            return self._mended()
         try:
-            return _connected(self.file, "mode=ro&immutable=1" if self._is_frozen else "mode=ro")
+            opened = _connected(self.file, "mode=ro")
         except sqlite3.OperationalError as error:
-            if self._is_frozen or "locked" in str(error):
+            if "locked" in str(error):
                 raise
             return self._mended()
+        self._beside_then = None
+        return opened
 
-    def _is_written(self) -> bool:
-        """Whether the run is being written, or its writer was killed."""
-        return self._beside("-wal").exists() or self._beside("-journal").exists()
+    def _suffixes(self) -> list[str]:
+        """Those of the files beside it: of a writer, or of one that was killed."""
+        return [suffix for suffix in BESIDE if self._beside(suffix).exists()]
 
     def _mended(self) -> sqlite3.Connection:
         """Recover what a crash left behind, in a copy."""
@@ -127,7 +133,7 @@ class Source:
         if size > _LARGEST:
             raise RunError(
                 f"{str(self.file)!r} was not closed, and takes {in_units(size)}, which is too much to recover it in a"
-                f" copy; `sqlite3 {self.file} .tables` recovers it in place"
+                f" copy; `sqlite3 {quote(str(self.file))} .tables` recovers it in place"
             )
         self._copy = TemporaryDirectory(prefix="torchhook-run-")
         for file in files:
@@ -139,18 +145,25 @@ class Source:
 
 
 class _Clock:
-    """Interrupts a statement that takes too long: a file may be made so that reading it never ends."""
+    """Interrupts a reading that takes too long: a file may be made so that it never ends, or is slow a thousand times.
+
+    Only the time inside of SQLite counts, not that of what is done with the rows.
+    """
 
     def __init__(self, db: sqlite3.Connection) -> None:
-        self._end = math.inf
+        self._spent, self._last = 0.0, time.monotonic()
         db.set_trace_callback(self._start)
         db.set_progress_handler(self._is_over, _OPERATIONS)
 
     def _start(self, statement: str) -> None:
-        self._end = time.monotonic() + _MOST
+        self._last = time.monotonic()
+        if statement == "BEGIN":
+            self._spent = 0.0
 
     def _is_over(self) -> bool:
-        return time.monotonic() > self._end
+        now = time.monotonic()
+        self._spent, self._last = self._spent + now - self._last, now
+        return self._spent > _MOST
 
 
 def _connected(file: Path, how: str) -> sqlite3.Connection:

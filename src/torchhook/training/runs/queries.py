@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchhook.core.untrusted import json_of
 from torchhook.rules.entry import Entry
 from torchhook.stats.downsample import spread
 from torchhook.stats.moments import Moments
@@ -23,6 +24,7 @@ from torchhook.training.runs.tables import BYTES, MAYBE_NUMBER, NUMBER, TEXT, WH
 
 AT_ONCE = 128  # steps that are unpacked together
 _LAST = 2**63 - 1  # the largest step that SQLite can store
+_DEEPEST, _LONGEST = 300, 10_000  # levels and characters of a path: Python itself calls no model that is deeper
 _STATES = "states CROSS JOIN layouts ON layouts.id = states.layout"  # in this order: there may be many layouts
 
 
@@ -47,19 +49,20 @@ def life(db: sqlite3.Connection) -> Life:
     """The life of the run."""
     query = "SELECT state, started, ended, owner FROM life"
     ((state, started, ended, owner),) = rows(db, query, (TEXT, NUMBER, MAYBE_NUMBER, TEXT))
-    return Life(state, moment(started), None if ended is None else moment(ended), {**json.loads(owner)})
+    return Life(state, moment(started), None if ended is None else moment(ended), {**json_of(owner)})
 
 
 def told(db: sqlite3.Connection, key: str, default: Any) -> Any:
     """A fact about the whole run, or the default."""
     found = rows(db, "SELECT value FROM about WHERE key = ?", (TEXT,), (key,))
-    return next((json.loads(value) for (value,) in found), default)
+    return next((json_of(value) for (value,) in found), default)
 
 
 def places(db: sqlite3.Connection) -> dict[int, tuple[Place, Row]]:
     """Every place by its id, with a row that has no states."""
     query = "SELECT id, path, port, label, note, stats, failed FROM places ORDER BY id"
-    return {id_: ((path, port), row_of(*facts)) for id_, path, port, *facts in rows(db, query, (WHOLE, *6 * (TEXT,)))}
+    found = rows(db, query, (WHOLE, *6 * (TEXT,)))
+    return {id_: ((_path(path), port), row_of(*facts)) for id_, path, port, *facts in found}
 
 
 def steps(db: sqlite3.Connection) -> list[int]:
@@ -81,9 +84,12 @@ def losses(db: sqlite3.Connection, after: int = -_LAST, until: int = _LAST) -> d
 
 
 def loss_curve(db: sqlite3.Connection, most: int) -> dict[int, float]:
-    """At most `most` of the losses, evenly spread. Each is looked up: of 200,000, reading all would take long."""
-    ends = "SELECT min(step), max(step) FROM losses HAVING count(*)"
-    query = "SELECT step, loss FROM losses WHERE step >= ? ORDER BY step LIMIT 1"
+    """At most `most` of the losses, evenly spread. Each is looked up: of 200,000, reading all would take long.
+
+    By its rowid, which is the step: that is quick also in the table of a stranger, which may have no index.
+    """
+    ends = "SELECT min(rowid), max(rowid) FROM losses HAVING count(*)"
+    query = "SELECT step, loss FROM losses WHERE rowid >= ? ORDER BY rowid LIMIT 1"
     found: dict[int, float] = {}
     for first, last in rows(db, ends, (WHOLE, WHOLE)):
         for part in range(most):
@@ -163,6 +169,13 @@ def series(db: sqlite3.Connection, field: str, port: str, most: int | None, afte
                 column = torch.tensor([columns[step] for step in group.steps])
                 values[row[:, None], column] = field_of(group.states[:, here], field).T
     return Series(taken, [path for path, _ in wanted], values)
+
+
+def _path(path: str) -> str:
+    """The path of a module, if a model can have it; a page would draw thousands of levels until memory ends."""
+    if path.count(".") > _DEEPEST or len(path) > _LONGEST:
+        raise ValueError(f"a path of {len(path):,} characters and {path.count('.') + 1:,} levels")
+    return path
 
 
 def _filled(row: Row, states: dict[str, list[Callable[[], Tensor]]]) -> Row:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -15,6 +14,7 @@ from torchhook.core.cards import boxed, card, text
 from torchhook.core.errors import NotRecordedError, RunError
 from torchhook.core.findings import Finding, Report
 from torchhook.core.text import in_units
+from torchhook.core.untrusted import json_of
 from torchhook.render.to_json import from_json
 from torchhook.render.words import printable
 from torchhook.rules.check import check
@@ -93,7 +93,7 @@ class Run:
     def about(self) -> dict[str, Any]:
         """Names, versions and settings of the training, and how its layers are connected."""
         return self._source.read(
-            lambda db: {key: json.loads(value) for key, value in rows(db, "SELECT key, value FROM about", (TEXT, TEXT))}
+            lambda db: {key: json_of(value) for key, value in rows(db, "SELECT key, value FROM about", (TEXT, TEXT))}
         )
 
     @property

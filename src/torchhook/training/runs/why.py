@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torchhook.core.findings import Finding, Report, Trial
-from torchhook.render.words import counts, finding_title, printable, scope, short, shown
+from torchhook.render.words import counts, failure, finding_title, printable, scope, short, shown
 
 SCHEMA = 1
 """The version of the dictionaries that `Why.to_dict` returns; it is raised when older readers would fail."""
@@ -48,19 +48,25 @@ class Why:
     lines: Mapping[str, str] = field(default_factory=dict)
 
     @property
+    def ok(self) -> bool:
+        """Whether the training did not fail, and no finding is as bad as the report's `fail_on`."""
+        return self.report.ok and self.state != "failed"
+
+    @property
     def exit_code(self) -> int:
-        """0 if no finding is as bad as the report's `fail_on`, otherwise 1."""
-        return self.report.exit_code
+        """The exit code for a program: 0 if `ok`, otherwise 1."""
+        return 0 if self.ok else 1
 
     def to_dict(self) -> dict[str, Any]:
-        """The answer as numbers, strings, lists and dicts, for JSON."""
+        """The answer as numbers, strings, lists and dicts, for JSON: ``render/why.schema.json`` describes it."""
         return {
             "schema": SCHEMA,
             "run": self.run,
             "model": self.report.model,
             "state": self.state,
             "last_step": self.last_step,
-            "ok": self.report.ok,
+            "error": self._error(),
+            "ok": self.ok,
             "fail_on": str(self.report.fail_on),
             "looked_at": {
                 "measured_steps": self.measured,
@@ -79,7 +85,7 @@ class Why:
             "code": finding.code,
             "severity": str(finding.severity),
             "message": finding.message,
-            "cause": finding.evidence.get("cause"),
+            "cause": str(finding.evidence["cause"]) if finding.evidence.get("cause") else None,
             "site": finding.site,
             "module": finding.module or None,
             "line": self._line(finding) or None,
@@ -93,6 +99,12 @@ class Why:
             "next": _next(finding),
         }
 
+    def _error(self) -> dict[str, str | None] | None:
+        error = self.report.about.get("error")
+        if not isinstance(error, Mapping):
+            return None
+        return {name: str(error[name]) if error.get(name) else None for name in ("type", "message", "line")}
+
     def _line(self, finding: Finding) -> str:
         """The source line of the finding: its own, or that of the call of its module, or of its parameter's module."""
         owner = finding.site.rpartition(".")[0]
@@ -102,6 +114,8 @@ class Why:
         last = "" if self.last_step is None else f" at step {self.last_step}"
         line = f"{self.report.model}: {counts(self.report)}, in {self.run}, {self.state}{last}"
         yield short(" ".join(line.split()))  # there may be newlines in the name of a folder
+        if raised := failure(self.report):
+            yield _folded("raised", _relative(" ".join(raised.split())), "")
         if not self.report.findings:
             yield f"Looked at {scope(self.report).replace(' checked', '')} in {self.measured:,} measured steps."
         else:
@@ -162,6 +176,6 @@ def _filled(text: str, first: str, indent: str) -> str:
     )
 
 
-def _relative(line: str) -> str:
-    """A source line whose file is named relative to the current folder, if it is below it."""
-    return line.removeprefix(f"{Path.cwd()}/")
+def _relative(text: str) -> str:
+    """A text in which files below the current folder are named relative to it."""
+    return text.replace(f"{Path.cwd()}/", "")
