@@ -65,7 +65,7 @@ def facts_of(module: nn.Module) -> ModuleFacts:
     own = [spacing(parameter) for parameter in module.parameters(recurse=False)]
     return ModuleFacts(
         kind=type(module).__name__,
-        is_leaf=not submodules(module) or _is_quantized(module),
+        is_leaf=is_leaf(module),
         is_passive=isinstance(module, (DROPOUTS, nn.Identity)),
         is_dropout=isinstance(module, DROPOUTS),
         training=module.training,
@@ -74,6 +74,11 @@ def facts_of(module: nn.Module) -> ModuleFacts:
         numbers={name: float(value) for name, value in settings.items() if type(value) in (int, float)},
         sizes={name: value for name, value in settings.items() if isinstance(value, tuple) and _are_sizes(value)},
     )
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Whether a module has no submodules, not counting those in which a quantized one keeps its weights."""
+    return not submodules(module) or _is_quantized(module)
 
 
 def _terms(shapes: Iterable[tuple[int, ...]]) -> float:
