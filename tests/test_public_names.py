@@ -13,11 +13,11 @@ import torchhook
 NAMES = """
 Activations BudgetError Calls Capture Channels Covariance Difference Edit Entry Event FeatureExtractor FileError
 Finding HarvestError Histogram HookInfo HookManager Log ModelDiagnostics Moments Monitor Need NonfiniteError
-NotRecordedError OverwrittenError Profile Quantiles Reading Record Reduce Report Ring Rule Run RunError
+NotRecordedError OverwrittenError Profile Quantiles Reading Record Recording Reduce Report Ring Rule Run RunError
 SelectionError Selector Session SessionError Severity SilentError Sink Site Snapshot Stat Stats StopTraining Store
 Sweep Tap TapError TopK TorchhookError Trial Why arm capture catch_nonfinite check clip_gradients count_parameters
 detach diagnose diff edit every first format_parameter_count get_layerwise_parameter_count glob harvest hooks mark
-marked measure model_summary of_type overhead regex sample select skip sweep trace verify
+marked measure model_summary of_type overhead record regex sample select skip sweep trace verify
 """
 
 PACKAGES = {
@@ -56,7 +56,7 @@ INTEGRATIONS = {
 }
 """What one imports by hand, each from the file of its tool."""
 
-COMMANDS = "dashboard diagnose diff doctor explain harvest mcp replay rules run runs verify why"
+COMMANDS = "dashboard diagnose diff doctor explain harvest mcp record replay rules run runs verify why"
 
 
 def test_the_names_at_the_top():

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from torchhook.captures.trace import trace
     from torchhook.compare.diff.result import Difference
     from torchhook.compare.diff.verb import diff
+    from torchhook.compare.recordings.recorder import record
+    from torchhook.compare.recordings.recording import Recording
     from torchhook.core.edit import Edit
     from torchhook.core.errors import (
         BudgetError,
@@ -114,6 +116,7 @@ _NAMES = {
     "Quantiles": "stats",
     "Reading": "stats.reading",
     "Record": "captures.record",
+    "Recording": "compare.recordings.recording",
     "Reduce": "stats.reduce",
     "Report": "core.findings",
     "Ring": "captures.record",
@@ -163,6 +166,7 @@ _NAMES = {
     "model_summary": "captures.summary",
     "of_type": "core.selection",
     "overhead": "captures.overhead",
+    "record": "compare.recordings.recorder",
     "regex": "core.selection",
     "sample": "core.tap",
     "select": "core.selection",
@@ -216,6 +220,7 @@ __all__ = [
     "Quantiles",
     "Reading",
     "Record",
+    "Recording",
     "Reduce",
     "Report",
     "Ring",
@@ -265,6 +270,7 @@ __all__ = [
     "model_summary",
     "of_type",
     "overhead",
+    "record",
     "regex",
     "sample",
     "select",

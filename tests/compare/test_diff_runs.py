@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchhook.compare.diff.verb import diff
-from torchhook.core.errors import SelectionError
+from torchhook.core.errors import FileError, SelectionError
 from torchhook.core.site import Site
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -286,7 +286,9 @@ def test_a_tolerance_is_on_plain_errors():
             diff(a, b, X, tolerance=wrong)
     with pytest.raises(ValueError, match="tolerance must not be negative"):
         diff(a, b, X, tolerance=-1.0)
-    with pytest.raises(TypeError, match="b must be a torch.nn.Module"):
+    with pytest.raises(TypeError, match="b must be a model, a recording or its path"):
+        diff(a, 3, X)
+    with pytest.raises(FileError, match="cannot open the recording 'b': it does not exist"):
         diff(a, "b", X)
     with pytest.raises(TypeError, match="loss must be a function"):
         diff(a, b, X, loss="mse")

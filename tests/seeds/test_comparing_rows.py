@@ -1,7 +1,10 @@
-"""The rows of comparing and pruning: C18, C23, C28, C29, C36, C41, C42, B05."""
+"""The rows of comparing and pruning: C18, C23, C28, C29, C36, C41, C42, B05, B15."""
 
 import copy
 import math
+import subprocess
+import sys
+import textwrap
 
 import numpy as np
 import pytest
@@ -238,3 +241,44 @@ def test_b05_where_two_models_first_part(digits):
     found = th.diff(original, ported, x[:8])
     assert (found.first.path, found.module) == ("2", "2") and "a and b diverge at 2 (Linear)" in found.verdict
     assert th.diff(original, copy.deepcopy(original).bfloat16(), x[:8]).first is None
+
+
+def test_b15_recordings_of_two_processes_part_at_the_module_at_fault(tmp_path):
+    """One side has split projections, the other fused ones with other names, each recorded in its own process."""
+    script = """
+        import sys, torch, torch.nn.functional as F, torchhook as th
+        from torch import nn
+
+        class Attention(nn.Module):
+            def __init__(self, fused):
+                super().__init__()
+                if fused:
+                    self.qkv = nn.Linear(32, 96)
+                else:
+                    self.query, self.key, self.value = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+                self.fused, self.project = fused, nn.Linear(32, 32)
+
+            def forward(self, x):
+                q, k, v = self.qkv(x).chunk(3, -1) if self.fused else (self.query(x), self.key(x), self.value(x))
+                return self.project(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+
+        torch.manual_seed(0)
+        split, x = nn.Sequential(*(Attention(False) for _ in range(3))), torch.randn(4, 16, 32)
+        if sys.argv[1] != "split":
+            fused = nn.Sequential(*(Attention(True) for _ in range(3)))
+            for mine, theirs in zip(fused, split):
+                parts = [theirs.query, theirs.key, theirs.value]
+                mine.qkv.weight.data = torch.cat([part.weight.data for part in parts])
+                mine.qkv.bias.data = torch.cat([part.bias.data for part in parts])
+                mine.project = theirs.project
+            if sys.argv[1] == "faulty":
+                fused[1].qkv.weight.data[32:64] = fused[1].qkv.weight.data[:32].clone()
+        th.record(split if sys.argv[1] == "split" else fused, x, to=sys.argv[1] + sys.argv[2], keep=sys.argv[2][1:])
+    """
+    for keep in (".all", ".sketch"):
+        for side in ("split", "fused", "faulty"):
+            subprocess.run([sys.executable, "-c", textwrap.dedent(script), side, keep], cwd=tmp_path, check=True)
+        assert th.diff(tmp_path / f"split{keep}", tmp_path / f"fused{keep}").same
+        found = th.diff(tmp_path / f"split{keep}", tmp_path / f"faulty{keep}")
+        assert (found.module, found.first.path) == ("1.key", "1.key")
+        assert found.match[0].a == ("*.query", "*.key", "*.value") and found.match[0].b == ("*.qkv",)

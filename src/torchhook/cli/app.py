@@ -16,6 +16,7 @@ from torchhook.cli import (
     explain,
     harvest,
     mcp,
+    record,
     replay,
     rules,
     run,
@@ -40,6 +41,7 @@ app.command("diagnose")(diagnose.diagnose)
 app.command("verify")(verify.verify)
 app.command("rules")(rules.rules)
 app.command("replay")(replay.replay)
+app.command("record", context_settings=record.PARSING)(record.record)
 app.command("diff")(diff.diff)
 app.command("explain")(explain.explain)
 app.command("harvest")(harvest.harvest)
@@ -61,7 +63,7 @@ def torchhook(
     """See, record, change and diagnose what happens inside a PyTorch model.
 
     Exit codes: 0 if all is well, 1 if something was found, 2 for a failure;
-    run ends like the script that it runs.
+    run and record end like the script that they run.
     """
 
 

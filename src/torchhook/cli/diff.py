@@ -1,8 +1,10 @@
-"""``torchhook diff``: where two models diverge; exit code 1 if they do."""
+"""``torchhook diff``: where two models or recordings diverge; exit code 1 if they do."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,21 +19,26 @@ if TYPE_CHECKING:
 
     from torchhook.compare.diff.result import Difference
 
+_FORMATS = (".html", ".json", ".th")
+
 
 def diff(
     a: Annotated[
         str,
-        typer.Argument(metavar="A", help="package.module:name of a model, or of a function or class that returns one."),
+        typer.Argument(
+            metavar="A",
+            help="A recording, or package.module:name of a model, or of a function or class that returns one.",
+        ),
     ],
-    b: Annotated[str, typer.Argument(metavar="B", help="The same for the other model.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The same for the other one; ranks are separated by commas.")],
     shapes: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option(
             "--input",
             metavar="SHAPE",
             help="Shape of a random input: 2,3,224,224, or 2,64:int for token ids. Repeat it for each input.",
         ),
-    ],
+    ] = None,
     loss: Annotated[
         str | None, typer.Option(metavar="NAME", help="A loss function of the output; also compares gradients.")
     ] = None,
@@ -41,37 +48,90 @@ def diff(
     ] = None,
     match: Annotated[
         list[str] | None,
-        typer.Option(metavar="A=B", help="Path of a module in A and its path in B, with all below. Repeatable."),
+        typer.Option(
+            metavar="A=B",
+            help="Path of a module in A and its path in B, with all below; or a TOML file of these. Repeatable.",
+        ),
     ] = None,
-    evaluated: Annotated[bool, typer.Option("--eval", help="Put both models in eval mode first.")] = False,
+    evaluated: Annotated[bool, typer.Option("--eval", help="Put models in eval mode first.")] = False,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the random input and of each model's weights.")] = 0,
+    report: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Write the result: .html, .json, or .th for the dashboard. Repeatable."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    save_match: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write which modules were compared to a TOML file.")
+    ] = None,
 ) -> None:
-    """Run two models on the same input and find where they first diverge.
+    """Find where two models first diverge, each of which is run here or was recorded.
 
     A, B and NAME are package.module:name; modules in the current folder work too.
     Rounding does not count: float32 and bfloat16 copies of a model agree.
     Exits with 0 if they agree and with 1 if they diverge.
 
-    [bold]torchhook diff net:original net:ported --input 2,3,224,224 --eval[/]
+    [bold]torchhook diff net:original net:ported --input 2,3,224,224 --eval
+    torchhook diff a.th b.th --match map.toml --report diff.html[/]
     """
-    inputs = [Shape.of(text) for text in shapes]
+    inputs = [Shape.of(text) for text in shapes or ()]
     if loss is not None and ":" not in loss:
         raise wrong(
             "--loss",
             f"{loss} needs targets, but random inputs have none: pass package.module:name of a loss of the output",
         )
-    renamed = dict(_pair(text) for text in match or ())
+    for path in report or ():
+        if path.suffix.lower() not in _FORMATS:
+            raise wrong("--report", f"{path.name!r} must end in {', '.join(_FORMATS)}")
+    renamed = _match(match or [])
 
     import torch
 
     from torchhook.compare.diff.verb import diff as compare
 
-    models = [_made(name, option, seed, evaluated) for name, option in ((a, "A"), (b, "B"))]
+    sides = [_side(name, option, seed, evaluated) for name, option in ((a, "A"), (b, "B"))]
+    models = [side for side in sides if isinstance(side, torch.nn.Module)]
+    if len(models) == 2 and not inputs:
+        raise wrong("--input", "two models need the shape of an input to run on")
     torch.manual_seed(seed)
-    x = tuple(shape.random() for shape in inputs)
-    found = compare(models[0], models[1], x, loss_of(loss) if loss else None, tolerance, renamed or None)
-    _show(found)
+    x = tuple(shape.random() for shape in inputs) if inputs else None
+    found = compare(sides[0], sides[1], x, loss_of(loss) if loss else None, tolerance, renamed)
+    if as_json:
+        typer.echo(json.dumps(found.to_dict()))
+    else:
+        _show(found)
+    _write(found, report or [], save_match)
     raise typer.Exit(0 if found.same else 1)
+
+
+def _side(name: str, option: str, seed: int, evaluated: bool) -> Any:
+    """A model, or the paths of recordings."""
+    paths = name.split(",")
+    if all(Path(path).exists() for path in paths):
+        return paths
+    if ":" not in name:
+        raise wrong(option, f"there is no recording {name!r}; a model is package.module:name")
+    return _made(name, option, seed, evaluated)
+
+
+def _match(texts: list[str]) -> Any:
+    """The map that was given: one file, or pairs of paths."""
+    if len(texts) == 1 and texts[0].endswith(".toml"):
+        return texts[0]
+    return dict(_pair(text) for text in texts) or None
+
+
+def _write(found: Difference, reports: list[Path], save_match: Path | None) -> None:
+    from torchhook import render
+
+    for path in reports:
+        if path.suffix.lower() == ".json":
+            path.write_text(json.dumps(found.to_dict(), indent=1), encoding="utf-8")
+        else:
+            render.save(found, path)
+        typer.echo(f"written: {path}", err=True)
+    if save_match is not None:
+        found.match.save(save_match)
+        typer.echo(f"written: {save_match}", err=True)
 
 
 def _made(name: str, option: str, seed: int, evaluated: bool) -> nn.Module:
@@ -85,7 +145,7 @@ def _made(name: str, option: str, seed: int, evaluated: bool) -> nn.Module:
 def _pair(text: str) -> tuple[str, str]:
     left, equals, right = text.partition("=")
     if not equals:
-        raise wrong("--match", f"must be path-in-A=path-in-B, not {text!r}")
+        raise wrong("--match", f"must be path-in-A=path-in-B, not {text!r} (the name of a file ends in .toml)")
     return left, right
 
 

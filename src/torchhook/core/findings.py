@@ -296,6 +296,10 @@ def json_value(value: Any) -> Any:
     >>> json_value(float("inf")), json_value(2.0)
     ('Infinity', 2.0)
     """
+    if isinstance(value, (list, tuple)):
+        return [json_value(item) for item in value]
+    if isinstance(value, dict):
+        return {name: json_value(item) for name, item in value.items()}
     is_odd = isinstance(value, float) and not math.isfinite(value)
     return dict(zip(("nan", "inf", "-inf"), _WORDS, strict=True))[str(value)] if is_odd else value
 

@@ -31,6 +31,19 @@ def local(tensor: Tensor) -> Tensor:
     return arrived
 
 
+def placements(tensor: Tensor) -> tuple[tuple[int, int, int], ...]:
+    """Which part of a sharded tensor is here: dimension, number of the part and number of parts, for each mesh dim."""
+    if not is_sharded(tensor):
+        return ()
+    sharded: Any = tensor
+    mesh = sharded.device_mesh
+    return tuple(
+        (placement.dim, mesh.get_local_rank(number), mesh.size(number))
+        for number, placement in enumerate(sharded.placements)
+        if placement.is_shard()
+    )
+
+
 def whole(tensor: Tensor) -> Tensor:
     """A detached real copy of `tensor`. If it is sharded, all shards are gathered, which all ranks must do together."""
     detached: Any = tensor.detach()

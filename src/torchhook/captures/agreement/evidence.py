@@ -15,8 +15,8 @@ from torchhook.captures.agreement.rounding import TINY, Gap, difference, peak_of
 _FAR = 8.0
 _NARROW = 1e-4  # kernels sum dtypes with a larger machine epsilon in a wider dtype, others in themselves
 
-Shapes = list[tuple[int, ...]]
-"""The shapes of several tensors."""
+Shapes = list[tuple[int, ...] | None]
+"""The shapes of several tensors; None for nested ones."""
 
 
 class Slack(NamedTuple):
@@ -51,6 +51,7 @@ class ComparedTensor:
     reach: Tensor | None = None  # how far noise has moved each element; None if not measured
     reshaped: bool = False  # whether noise has changed the shape
     excused: bool = False  # whether it depends on something that noise reshapes
+    carried: float = 0.0  # the difference (RMS) that comes from what it was computed from, if that differs already
 
     def note_moved(self, tensor: Tensor) -> None:
         """Remember how far noise has moved each element, given what the student had in a run with noise."""
@@ -61,7 +62,7 @@ class ComparedTensor:
     def explained(self) -> float:
         """How large a difference (RMS) rounding explains."""
         moved = 0.0 if self.reach is None else rms(self.reach)
-        return self._allowed + self._slack.noise * moved
+        return self._allowed + self.carried + self._slack.noise * moved
 
     @property
     def diverges(self) -> bool:
@@ -69,7 +70,8 @@ class ComparedTensor:
         if self.excused:
             return False
         if self.reach is None:
-            return self.gap.rms > self._allowed or self.gap.peak > self._allowed_peak
+            is_far = not self.carried and self.gap.peak > self._allowed_peak  # where it was carried to is not known
+            return self.gap.rms > self._allowed + self.carried or is_far
         reach = self._slack.noise * self.reach
         rest, rest_peak = unexplained(*self.tensors, reach, self.gap.scale)
         explained_peak = self._allowed_peak + peak_of(reach, self.tensors[0], self.gap.scale)
@@ -118,6 +120,7 @@ class ShapeMismatch:
     text: str  # both shapes in words
     before: int  # how many tensors were compared before
     shapes: tuple[Shapes, Shapes]  # the teacher's and the student's
+    same_kind: bool = True  # whether the modules are of one class, which takes the same arguments
     excused: bool = False
 
     @property
@@ -126,9 +129,14 @@ class ShapeMismatch:
         return self.location.site.port == "output" or len(self.shapes[0]) == len(self.shapes[1])
 
 
-def shapes_of(tensors: list[Tensor]) -> Shapes:
-    """The shapes of some tensors; () for nested ones."""
-    return [() if tensor.is_nested else tuple(tensor.shape) for tensor in tensors]
+def in_words(shapes: Shapes) -> str:
+    """Some shapes in one short line.
+
+    >>> in_words([(2, 3)]), in_words([(2, 3), ()])
+    ('(2×3)', '(2×3, scalar)')
+    """
+    words = ["nested" if shape is None else "×".join(map(str, shape)) or "scalar" for shape in shapes]
+    return f"({', '.join(words)})"
 
 
 def size_change(a: Shapes, b: Shapes) -> float:
@@ -137,6 +145,8 @@ def size_change(a: Shapes, b: Shapes) -> float:
     >>> size_change([(4, 8)], [(6, 8)])
     2
     """
-    if [len(shape) for shape in a] != [len(shape) for shape in b]:
+    x, y = ([shape or () for shape in shapes] for shapes in (a, b))
+    if [len(shape) for shape in x] != [len(shape) for shape in y]:
         return math.inf
-    return max((abs(m - n) for x, y in zip(a, b, strict=True) for m, n in zip(x, y, strict=True)), default=0)
+    pairs = zip(x, y, strict=True)
+    return max((abs(m - n) for one, other in pairs for m, n in zip(one, other, strict=True)), default=0)

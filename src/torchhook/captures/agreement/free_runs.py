@@ -11,11 +11,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchhook.captures.agreement.evidence import ComparedTensor
 from torchhook.captures.agreement.recorded_run import Location, Observation, RecordedRun
-from torchhook.captures.agreement.rounding import floor, gap, is_leaf, matmul_precision, precision
+from torchhook.captures.agreement.rounding import floor, gap, matmul_precision, precision
 from torchhook.core.site import Site
 from torchhook.core.trees import Address
 
@@ -118,10 +118,10 @@ class FreeRuns:
         """Two parts compared; the noise will be measured in the first run, so its part comes second."""
         location, module = observed.location, observed.module
         is_output = location.site.port == "output"
-        epsilon = max(self.epsilon, precision([mine, part], *([module] if is_output else [])))
-        if not (is_output and is_leaf(module)):
+        epsilon = max(self.epsilon, precision([mine, part]), module.epsilon if is_output else 0.0)
+        if not (is_output and module.is_leaf):
             epsilon = max(epsilon, matmul_precision([mine, part]))
-        growth = math.sqrt(_terms(module) / _TERMS)
+        growth = math.sqrt(module.terms / _TERMS)
         return ComparedTensor(
             location, location, "", gap(mine, part), epsilon, floor([mine, part]), growth, (part, mine)
         )
@@ -186,9 +186,3 @@ def _judged(observed: Observation) -> Iterator[tuple[Address, Tensor]]:
 def _at(observed: Observation, address: Address) -> Tensor | None:
     addresses = observed.addresses or [()]
     return observed.tensors[addresses.index(address)] if address in addresses else None
-
-
-def _terms(module: nn.Module) -> float:
-    """About how many products the longest sum in a module has."""
-    weights = [parameter for parameter in module.parameters() if parameter.dim() > 1 and len(parameter)]
-    return max((weight.numel() / len(weight) for weight in weights), default=1.0)

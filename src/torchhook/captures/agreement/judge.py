@@ -16,15 +16,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from torch import nn
-
-from torchhook.captures.agreement.evidence import ComparedTensor, ShapeMismatch, shapes_of, size_change
+from torchhook.captures.agreement.evidence import ComparedTensor, ShapeMismatch, in_words, size_change
+from torchhook.captures.agreement.facts import ModuleFacts
 from torchhook.captures.agreement.recorded_run import Location, Observation
-from torchhook.captures.agreement.rounding import comparable, floor, gap, is_leaf, matmul_precision, precision
+from torchhook.captures.agreement.rounding import comparable, floor, gap, matmul_precision, precision, shapes_of
 from torchhook.captures.agreement.teacher_forcing import Observer
 from torchhook.core.site import Site
-from torchhook.core.text import shape_of
-from torchhook.core.torch_internals import DROPOUTS
 
 _LOUD = 16.0  # rounding errors of noise: the code before a choice, like the softmax of a router, rounds without noise
 _DRAWS = 8  # at most: a value close to a threshold, like that of a ReLU, crosses it only in some draws
@@ -96,7 +93,8 @@ class RoundingJudge:
         if mismatch.has_effect and next((one for one in self.compared[mismatch.before :] if one.sure), None) is first:
             return True
         path = mismatch.location.site.path
-        is_inside = mismatch.location.site.port == "input" and _is_under(first.location.site.path, path)
+        matters = mismatch.location.site.port == "input" and (mismatch.has_effect or mismatch.same_kind)
+        is_inside = matters and _is_under(first.location.site.path, path)
         return is_inside and self.compared.index(first) >= mismatch.before
 
     def _beginning(self, first: ComparedTensor) -> ComparedTensor:
@@ -127,29 +125,44 @@ class RoundingJudge:
         if known is None:
             return
         count = comparable(known.tensors, observed.tensors)
+        port = observed.location.site.port
         if sure and count < max(len(known.tensors), len(observed.tensors)):
             self._note_mismatch(observed, known, where, count)
-        port = observed.location.site.port
+        same_kind = known.module.kind == observed.module.kind
+        if port == "input" and len(known.tensors) != len(observed.tensors) and not same_kind:
+            return  # what one of them adds up inside, the other may have added up before
         modules = (observed.module, known.module) if port == "output" else ()
         for number in range(count):
-            pair = known.tensors[number], observed.tensors[number]
-            epsilon = precision(pair, *modules)
-            if port != "output" or not is_leaf(observed.module):
-                epsilon = max(epsilon, matmul_precision(pair))
-            if "grad" in port:
-                epsilon = max(epsilon, self.coarsest)
-            least = floor(pair) + epsilon * self.incoming
-            one = ComparedTensor(
-                observed.location, known.location, where, gap(*pair), epsilon, least, observed.growth, pair, sure
-            )
+            one = self._compared(observed, known, number, where, sure)
             if one.diverges and _are_dropouts(modules):
                 self.random[observed.location.site.path] = None
                 continue
             if one.diverges:
-                one.tensors = pair[0], pair[1].detach().clone()
-                self.suspects[observed.location, number] = one
+                self._suspect(one, number)
             self.compared.append(one)
             self.incoming = one.gap.scale if port == "grad_output" else 0.0
+
+    def _compared(
+        self, observed: Observation, known: Observation, number: int, where: str, sure: bool
+    ) -> ComparedTensor:
+        """One tensor of the student next to the teacher's."""
+        pair, port = (known.tensors[number], observed.tensors[number]), observed.location.site.port
+        epsilon = precision(pair)
+        if port == "output":
+            epsilon = max(epsilon, observed.module.epsilon, known.module.epsilon)
+        if port != "output" or not observed.module.is_leaf:
+            epsilon = max(epsilon, matmul_precision(pair))
+        if "grad" in port:
+            epsilon = max(epsilon, self.coarsest)
+        least = floor(pair) + epsilon * self.incoming
+        return ComparedTensor(
+            observed.location, known.location, where, gap(*pair), epsilon, least, observed.growth, pair, sure
+        )
+
+    def _suspect(self, one: ComparedTensor, number: int) -> None:
+        """Keep a tensor that diverges, to see how far noise moves it."""
+        one.tensors = one.tensors[0], one.tensors[1].detach().clone()
+        self.suspects[one.location, number] = one
 
     def _note_mismatch(self, observed: Observation, known: Observation, where: str, count: int) -> None:
         """Note that only `count` tensors can be compared, unless the cause is a mismatch in the module's input."""
@@ -158,8 +171,11 @@ class RoundingJudge:
         is_callers = given is not None and given.has_effect
         if location.site.port == "input" or not (count or is_callers):
             shapes = shapes_of(known.tensors), shapes_of(observed.tensors)
-            text = f"{shape_of(known.tensors)} and {shape_of(observed.tensors)}"
-            self.mismatches[location] = ShapeMismatch(location, known.location, where, text, len(self.compared), shapes)
+            text = f"{in_words(shapes[0])} and {in_words(shapes[1])}"
+            same_kind = known.module.kind == observed.module.kind
+            self.mismatches[location] = ShapeMismatch(
+                location, known.location, where, text, len(self.compared), shapes, same_kind
+            )
 
     def _measure_noise(self, observed: Observation, known: Observation | None, where: str, sure: bool) -> None:
         """In a run with noise: measure how far it moves the suspects."""
@@ -184,7 +200,7 @@ def _is_under(path: str, above: str) -> bool:
     return not above or path == above or path.startswith(f"{above}.")
 
 
-def _are_dropouts(modules: tuple[nn.Module, ...]) -> bool:
+def _are_dropouts(modules: tuple[ModuleFacts, ...]) -> bool:
     """Whether both modules are dropouts with the same probability."""
-    probabilities = [module.p for module in modules if isinstance(module, DROPOUTS) and module.training]
+    probabilities = [module.numbers.get("p") for module in modules if module.is_dropout and module.training]
     return len(probabilities) == 2 and probabilities[0] == probabilities[1]

@@ -6,22 +6,16 @@ forward what the caller of the block does in the other model. So teacher forcing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from difflib import SequenceMatcher
 from typing import Any, NamedTuple
 
-from torch import nn
-
+from torchhook.captures.agreement.evidence import in_words
 from torchhook.captures.agreement.recorded_run import Location, Observation, RecordedRun
-from torchhook.captures.agreement.rounding import comparable, gap, is_leaf
+from torchhook.captures.agreement.rounding import comparable, gap, shapes_of
 from torchhook.core.errors import SelectionError
-from torchhook.core.selection import nearest, walk
+from torchhook.core.selection import nearest
 from torchhook.core.site import Site
-from torchhook.core.text import shape_of
-from torchhook.core.torch_internals import DROPOUTS
-
-PASSIVE = (DROPOUTS, nn.Identity)
-"""Modules that return their input in eval mode."""
 
 
 class Unmatched(NamedTuple):
@@ -55,10 +49,18 @@ class Pairs:
         for mine, other in pairs:
             if mine in self.a and other in self.b and mine not in self.partners and other not in taken:
                 if comparable(self.a[mine].tensors, self.b[other].tensors):
+                    if self._is_doubtful(self.a[mine], self.b[other]):
+                        self.likely[mine] = other
+                        continue
                     self.partners[mine] = other
                     taken.add(other)
                 else:
                     self.misshapen[mine] = other
+
+    def _is_doubtful(self, mine: Observation, other: Observation) -> bool:
+        """Whether two containers do not return the same things, such as a sum and its two terms."""
+        containers = not (mine.module.is_leaf or other.module.is_leaf)
+        return containers and len(mine.tensors) != len(other.tensors)
 
     def align(self, key: Callable[[Observation], Hashable], known: Mapping[Call, Call]) -> None:
         """Match free leaf modules with equal `key` that run in the same order between the same `known` pairs."""
@@ -85,7 +87,10 @@ class Pairs:
             (one, other): gap(self.a[one].tensors[0], self.b[other].tensors[0]).error
             for one, held in mine.items()
             for other, held_there in others.items()
-            if held == held_there and comparable(self.a[one].tensors, self.b[other].tensors)
+            if held == held_there
+            and one in self.a
+            and other in self.b  # a recording may end before they returned
+            and comparable(self.a[one].tensors, self.b[other].tensors)
         }
         taken: set[Call] = set()
         for one, other in sorted(errors, key=errors.__getitem__):
@@ -141,13 +146,13 @@ def renaming(path: str, renamed: Mapping[str, str]) -> str:
     return path
 
 
-def require_mapping(match: Any, a: nn.Module, b: nn.Module) -> dict[str, str]:
-    """Return `match` as a dict; raise unless it maps paths in a to paths in b."""
+def require_mapping(match: Any, a: Collection[str], b: Collection[str]) -> dict[str, str]:
+    """Return `match` as a dict; raise unless it maps paths in a to paths in b, given all of these."""
     if match is None:
         return {}
     if not isinstance(match, Mapping):
         raise TypeError(f"match must map paths in a to paths in b, not {match!r:.80}")
-    known = {path for path, _ in walk(a)}, {path for path, _ in walk(b)}
+    known = a, b
     for pair in match.items():
         for name, path, paths in zip("ab", pair, known, strict=True):
             if path not in paths:
@@ -155,9 +160,9 @@ def require_mapping(match: Any, a: nn.Module, b: nn.Module) -> dict[str, str]:
     return dict(match)
 
 
-def unmatched(pairs: Pairs, a: nn.Module, b: nn.Module) -> list[Unmatched]:
-    """The modules of each model that ran without a match in the other, with the reason."""
-    modules = {path for path, _ in walk(a)}, {path for path, _ in walk(b)}
+def unmatched(pairs: Pairs, a: Collection[str], b: Collection[str]) -> list[Unmatched]:
+    """The modules of each model that ran without a match in the other, with the reason; `a` and `b` have all paths."""
+    modules = a, b
     everyone = pairs.everyone
     taken = set(everyone.values())
     lonely = [
@@ -183,7 +188,8 @@ def _shapes_differ(a: Observation, b: Observation) -> str:
     """Why the outputs of two modules cannot be compared; empty if neither has tensors."""
     if not a.tensors and not b.tensors:
         return ""
-    return f"it returns {shape_of(a.tensors)} in a and {shape_of(b.tensors)} in b"
+    shapes = [in_words(shapes_of(one.tensors)) for one in (a, b)]
+    return f"it returns {shapes[0]} in a and {shapes[1]} in b"
 
 
 def _calls(run: RecordedRun) -> dict[Call, Observation]:
@@ -197,7 +203,7 @@ def _free(calls: Mapping[Call, Observation], known: Mapping[Call, Call]) -> dict
     for call, output in calls.items():
         if call in known:
             before = known[call]
-        elif is_leaf(output.module):
+        elif output.module.is_leaf:
             free[call] = before
     return free
 
@@ -224,16 +230,15 @@ def _inverted(calls: Mapping[Call, Call]) -> dict[Call, Call]:
 
 def _shapes_and_size(output: Observation) -> Hashable:
     """What a module has in common with its match of another name: output shapes and the number of parameters."""
-    return *_shapes(output), sum(parameter.numel() for parameter in output.module.parameters())
+    return *_shapes(output), output.module.size
 
 
 def _shapes(output: Observation) -> tuple[Hashable, ...]:
     """The same without the number of parameters."""
-    has_parameters = next(output.module.parameters(), None) is not None
-    shapes = tuple(tuple(tensor.shape) for tensor in output.tensors)
-    return isinstance(output.module, PASSIVE), has_parameters, shapes
+    shapes = tuple(shapes_of(output.tensors))
+    return output.module.is_passive, bool(output.module.parameters), shapes
 
 
 def _type_and_parameters(output: Observation) -> Hashable:
     """What a module has in common with a match whose output has another shape: its type and parameter shapes."""
-    return type(output.module), tuple(tuple(parameter.shape) for parameter in output.module.parameters())
+    return output.module.kind, tuple(output.module.parameters.values())

@@ -7,14 +7,17 @@ same state. No ``.grad`` is written.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from torchhook.captures.agreement.facts import KnownModules, ModuleFacts
+from torchhook.captures.agreement.rounding import precision
 from torchhook.core.batch import Batch, Loss, fitted, on_device
 from torchhook.core.call_wrapper import compiled_among
 from torchhook.core.edit import Edit
@@ -41,11 +44,12 @@ class Observation:
     """The tensors that flowed at a location, in order, and the module they belong to."""
 
     location: Location
-    module: nn.Module
-    tensors: list[Tensor]
+    module: ModuleFacts
+    tensors: Sequence[Tensor]
     addresses: list[Address] = field(default_factory=list)
     requires_grad: list[bool] = field(default_factory=list)  # of each tensor
     growth: float = 1.0  # factor by which long sums, if added in order, may exceed the error of one rounding
+    moved: Sequence[float] = ()  # how far rounding errors in what it is computed from move each tensor, if known
 
 
 class RecordedRun:
@@ -53,6 +57,12 @@ class RecordedRun:
 
     def __init__(self) -> None:
         self.observations: dict[Location, Observation] = {}
+        self.known = KnownModules()
+        self.modules: dict[str, ModuleFacts] = {}  # all of the model, by path
+        self.parameters: Mapping[str, Tensor] = {}  # and buffers, by name
+        self.coarsest = 0.0  # the machine epsilon of the coarsest parameter
+        self.is_sketched = False  # whether values are only sketches, which no model can run on
+        self.stand_ins: dict[str, tuple[str, ...]] = {}  # calls that were never made, and the modules they stand for
 
     def record(self, event: Event) -> None:
         """Add what a tap saw."""
@@ -61,14 +71,14 @@ class RecordedRun:
             output = self.observations.get(Location(Site(site.path), call))
             if output is not None and event.leaf in output.addresses:
                 location = Location(site, call, output.addresses.index(event.leaf))
-                self.observations[location] = Observation(location, event.module, [event.value])
+                self.observations[location] = Observation(location, self.known[event.module], [event.value])
             return
         value = (event.value, snapshot(event.kwargs)) if event.args and event.kwargs else event.value
         found = list(leaves(value))
         location = Location(site, call)
         self.observations[location] = Observation(
             location,
-            event.module,
+            self.known[event.module],
             [tensor for _, tensor in found],
             [address for address, _ in found],
             [tensor.requires_grad for _, tensor in leaves(event.live)],
@@ -80,6 +90,8 @@ class RecordedRun:
             return self.observations.get(location)
         output = self.observations.get(Location(Site(location.site.path), location.call))
         if output is None or output.requires_grad[location.leaf : location.leaf + 1] != [True]:
+            return None
+        if self.is_sketched or not self.of("grad_output"):  # there was no backward
             return None
         return Observation(location, output.module, [torch.zeros_like(output.tensors[location.leaf])])
 
@@ -138,6 +150,9 @@ def record(
     It is recorded everywhere, or only at the modules that `where` selects. `change` edits all outputs before that.
     """
     recorded = RecordedRun()
+    recorded.modules = {path: recorded.known[module] for path, module in walk(model)}
+    recorded.parameters = parameters_of(model)
+    recorded.coarsest = precision(model.parameters())
     places = everywhere(model)
     where = where or places
     taps = [Tap(where, recorded.record, "input"), Tap(where, recorded.record, "output")]
@@ -146,7 +161,7 @@ def record(
     if change is not None:
         taps = [Tap(places, change), *taps]
     for location, gradient in run(model, batch, loss, taps).items():
-        recorded.observations[location] = Observation(location, model, [gradient])
+        recorded.observations[location] = Observation(location, recorded.known[model], [gradient])
     return recorded
 
 
@@ -171,6 +186,12 @@ def _gradients(model: nn.Module, loss: Tensor) -> dict[Location, Tensor]:
         Location(Site(path, "param_grad"), 0): torch.zeros_like(parameter) if gradient is None else gradient
         for (path, parameter), gradient in zip(named.items(), found, strict=True)
     }
+
+
+def parameters_of(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a model, by every name that they have."""
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {plain(name): tensor.detach() for name, tensor in named if not is_lazy(tensor)}
 
 
 def is_compiled(model: nn.Module) -> bool:

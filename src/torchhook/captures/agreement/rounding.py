@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
-from torch import Tensor, nn
-
-from torchhook.core.torch_internals import CONVOLUTIONS, submodules
+from torch import Tensor
 
 TINY = torch.finfo(torch.float64).tiny  # added to divisors that may be zero
-_TF32 = 2.0**-10
-_INT8 = 2.0**-5  # eight bits span the range from the smallest to the largest value, several times a typical one
-_QUANTIZED = ("torch.ao.nn.", "torchao.")
+TF32 = 2.0**-10
+INT8 = 2.0**-5  # eight bits span the range from the smallest to the largest value, several times a typical one
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,35 @@ class Gap:
         return self.rms / self.scale if self.scale else math.inf if self.rms else 0.0
 
 
+class Absent(ABC):
+    """Stands for a tensor whose values are not here, but whose distance from another one can still be told."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    is_cuda = is_meta = is_nested = is_quantized = False
+    requires_grad = False
+
+    @abstractmethod
+    def gap(self, other: Tensor | Absent, is_first: bool) -> Gap:
+        """The distance from `other`, of the same shape; `is_first` if the other one's is measured relative to this."""
+
+    def is_complex(self) -> bool:
+        """Whether its numbers are complex."""
+        return self.dtype.is_complex
+
+    def is_floating_point(self) -> bool:
+        """Whether its numbers are floating-point."""
+        return self.dtype.is_floating_point
+
+    def dim(self) -> int:
+        """The number of its dimensions."""
+        return len(self.shape)
+
+    def numel(self) -> int:
+        """The number of its values."""
+        return self.shape.numel()
+
+
 def gap(a: Tensor, b: Tensor) -> Gap:
     """The difference of `b` from `a`, a tensor of the same shape.
 
@@ -52,6 +80,8 @@ def gap(a: Tensor, b: Tensor) -> Gap:
     >>> gap(torch.tensor([1.0, 2.0]), torch.tensor([1.0, torch.nan])).worst
     (1,)
     """
+    if isinstance(a, Absent) or isinstance(b, Absent):
+        return a.gap(b, is_first=True) if isinstance(a, Absent) else cast("Absent", b).gap(a, is_first=False)
     given = _numbers(a)
     if not given.numel():
         return Gap(0.0, 0.0, 0.0, 1.0, (), (0.0, 0.0))
@@ -60,7 +90,7 @@ def gap(a: Tensor, b: Tensor) -> Gap:
     if _are_equal(a, b):  # most are, in a copy that was changed in one place
         first = float(given.flatten()[0])
         return Gap(0.0, scale, 0.0, 1.0, (), (first, first))
-    other = _numbers(b).to(given.device)
+    other = _numbers(b).to(given.device).reshape(given.shape)
     d = _difference(given, other)
     y = torch.where(other.isfinite(), other, 0.0)
     farthest = int((d / _weight(x, scale)).argmax())
@@ -76,21 +106,19 @@ def gap(a: Tensor, b: Tensor) -> Gap:
     )
 
 
-def precision(tensors: Iterable[Tensor], *modules: nn.Module) -> float:
-    """The coarsest machine epsilon among `tensors` and what `modules` compute with; 0 for integers.
+def precision(tensors: Iterable[Tensor]) -> float:
+    """The coarsest machine epsilon among `tensors`; 0 for integers.
 
     >>> precision([torch.ones(1), torch.ones(1, dtype=torch.bfloat16)])
     0.0078125
     """
-    kept = [parameter for module in modules for parameter in module.parameters(recurse=False)]
-    reduced = [_reduced_precision(module) for module in modules]
-    return max([0.0, *reduced, *(spacing(tensor) for tensor in [*tensors, *kept])])
+    return max(map(spacing, tensors), default=0.0)
 
 
 def matmul_precision(tensors: Iterable[Tensor]) -> float:
     """The machine epsilon of TF32 if code outside of modules may have computed `tensors` with it, else 0."""
     fast = torch.backends.cuda.matmul.allow_tf32
-    return _TF32 if fast and any(one.is_cuda and one.dtype == torch.float32 for one in tensors) else 0.0
+    return TF32 if fast and any(one.is_cuda and one.dtype == torch.float32 for one in tensors) else 0.0
 
 
 def floor(tensors: Iterable[Tensor]) -> float:
@@ -110,7 +138,7 @@ def difference(a: Tensor, b: Tensor) -> Tensor:
     [2.0, 0.0]
     """
     x = _numbers(a)
-    return _difference(x, _numbers(b).to(x.device))
+    return _difference(x, _numbers(b).to(x.device).reshape(x.shape))
 
 
 def peak_of(differences: Tensor, a: Tensor, scale: float) -> float:
@@ -128,40 +156,39 @@ def unexplained(a: Tensor, b: Tensor, reach: Tensor, scale: float) -> tuple[floa
 def spacing(tensor: Tensor) -> float:
     """The machine epsilon of a tensor's dtype: the spacing of numbers just above 1; 0 for integers, which are exact."""
     if tensor.is_quantized:
-        return _INT8
+        return INT8
     dtype = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
     return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
 
 
 def comparable(a: Sequence[Tensor], b: Sequence[Tensor]) -> int:
-    """How many tensors at the start of both sequences have the same shapes, so that they can be compared."""
+    """How many tensors at the start of both sequences have shapes that can be compared."""
     count = 0
-    for x, y in zip(a, b, strict=False):
-        if x.is_nested or y.is_nested or x.shape != y.shape or x.is_meta or y.is_meta:
+    for x, y in zip(shapes_of(a), shapes_of(b), strict=False):
+        if not are_alike(x, y):
             break
         count += 1
     return count
 
 
-def is_leaf(module: nn.Module) -> bool:
-    """Whether a module has no submodules, not counting those in which a quantized one keeps its weights."""
-    return not submodules(module) or _is_quantized(module)
+def are_alike(x: tuple[int, ...] | None, y: tuple[int, ...] | None) -> bool:
+    """Whether shapes are the same, or are so once samples and positions, which some engines keep in one, are one.
+
+    >>> are_alike((2, 3, 8), (6, 8)), are_alike((2, 3), (6,)), are_alike((2, 3, 8), (3, 2, 8))
+    (True, True, False)
+    """
+    if x is None or y is None or x == y:
+        return x is not None and x == y
+    sizes = sorted((x, y), key=len)
+    return len(x) != len(y) and math.prod(x) == math.prod(y) and (len(sizes[0]) == 1 or x[-1:] == y[-1:])
 
 
-def _is_quantized(module: nn.Module) -> bool:
-    return type(module).__module__.startswith(_QUANTIZED)
-
-
-def _reduced_precision(module: nn.Module) -> float:
-    """The machine epsilon of a module that computes with less precision than its dtype has; 0 if it does not."""
-    if _is_quantized(module):
-        return _INT8
-    first = next(module.parameters(recurse=False), None)
-    if first is None or first.device.type != "cuda" or first.dtype != torch.float32:
-        return 0.0
-    convolves = isinstance(module, CONVOLUTIONS)
-    fast = torch.backends.cudnn.allow_tf32 if convolves else torch.backends.cuda.matmul.allow_tf32
-    return _TF32 if fast else 0.0
+def shapes_of(tensors: Sequence[Tensor]) -> list[tuple[int, ...] | None]:
+    """The shapes of tensors, without reading those on disk; None for what has no plain shape or no values."""
+    known: list[tuple[int, ...] | None] | None = getattr(tensors, "shapes", None)
+    if known is not None:
+        return known
+    return [None if tensor.is_nested or tensor.is_meta else tuple(tensor.shape) for tensor in tensors]
 
 
 def _numbers(tensor: Tensor) -> Tensor:

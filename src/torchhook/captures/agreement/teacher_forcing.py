@@ -12,12 +12,13 @@ rounding alone can do there.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torchhook.captures.agreement.facts import KnownModules, ModuleFacts
 from torchhook.captures.agreement.noise import nudged
 from torchhook.captures.agreement.recorded_run import Location, Observation, RecordedRun, everywhere, run
 from torchhook.captures.agreement.rounding import comparable, floor, precision
@@ -69,7 +70,8 @@ class TeacherForcedRun:
         self.coarsest = coarsest
         self.noise = noise
         self.loudness = loudness
-        self.running: list[tuple[str, nn.Module]] = []  # the calls in progress, outermost first
+        self.known = KnownModules()
+        self.running: list[tuple[str, ModuleFacts]] = []  # the calls in progress, outermost first
         self.output_sizes: dict[str, int] = {}  # elements that each module returned
         self.awaited: dict[Location, Observation] = {}  # outputs whose gradients have not been computed yet
 
@@ -83,7 +85,8 @@ class TeacherForcedRun:
             self._report(Observation(location, output.module, [zeros]), _parent(location))
         for location, gradient in gradients.items():
             terms = self.output_sizes.get(_parent(location), 1) / (len(gradient) if gradient.dim() else 1)
-            self._report(Observation(location, student, [gradient], growth=terms / _EQUAL_TERMS), _parent(location))
+            observed = Observation(location, self.known[student], [gradient], growth=terms / _EQUAL_TERMS)
+            self._report(observed, _parent(location))
 
     def _report(self, observed: Observation, where: str) -> Observation | None:
         """Call the observer, and return what the teacher had if that replaces the student's value."""
@@ -99,15 +102,15 @@ class TeacherForcedRun:
         value = (event.value, event.kwargs) if event.args and event.kwargs else event.value
         tensors = [tensor for _, tensor in leaves(value)]
         caller = self.running[-1][0] if self.running else ""
-        self._report(Observation(Location(event.site, event.call), event.module, tensors), caller)
-        self.running.append((event.path, event.module))
+        self._report(Observation(Location(event.site, event.call), self.known[event.module], tensors), caller)
+        self.running.append((event.path, self.known[event.module]))
 
     def leave(self, location: Location, value: Any) -> Any:
         """A module has returned `value`: report it, and return what takes its place."""
         path, module = self.running.pop()
         tensors = [tensor for _, tensor in leaves(value)]
         self.output_sizes[path] = self.output_sizes.get(path, 0) + sum(tensor.numel() for tensor in tensors)
-        observed = Observation(location, module, tensors, growth=math.sqrt(_fan_in(module) / _TERMS))
+        observed = Observation(location, module, tensors, growth=math.sqrt(module.fan_in / _TERMS))
         partner = self._report(observed, path)
         if partner is None:
             return value
@@ -118,7 +121,9 @@ class TeacherForcedRun:
     def _teachers_value(self, observed: Observation, partner: Observation, number: int) -> Tensor:
         """The teacher's tensor in the dtype and on the device of the student's, connected to its autograd graph."""
         old, new = observed.tensors[number], partner.tensors[number]
-        value = self._noisy(torch.empty_like(old).copy_(new), [new])
+        if old.layout != new.layout:  # a recording has the values of a sparse tensor as a dense one
+            return old
+        value = self._noisy(torch.empty_like(old).copy_(new.reshape(old.shape)), [new])
         if not (old.requires_grad and torch.is_grad_enabled()):
             return value
         location = Location(Site(observed.location.site.path, "grad_output"), observed.location.call, number)
@@ -126,13 +131,14 @@ class TeacherForcedRun:
         forced: Tensor = TeacherValue.apply(old, value, self, location, observed.module)  # type: ignore[no-untyped-call]  # torch's
         return forced
 
-    def receive_gradient(self, location: Location, module: nn.Module, gradient: Tensor) -> Tensor:
+    def receive_gradient(self, location: Location, module: ModuleFacts, gradient: Tensor) -> Tensor:
         """A gradient was computed: report it, and return the one that flows on."""
         self.awaited.pop(location, None)
         partner = self._report(Observation(location, module, [gradient]), _parent(location))
         if partner is None or not comparable(partner.tensors, [gradient]):
             return gradient
-        return self._noisy(torch.empty_like(gradient).copy_(partner.tensors[0]), partner.tensors, self.coarsest)
+        known = torch.empty_like(gradient).copy_(partner.tensors[0].reshape(gradient.shape))
+        return self._noisy(known, partner.tensors, self.coarsest)
 
     def _noisy_batch(self, batch: Batch, student: nn.Module) -> Batch:
         given = self.teacher.observations.get(Location(Site("", "input"), 0))
@@ -140,7 +146,7 @@ class TeacherForcedRun:
         arguments = mapped(lambda tensor: self._noisy(tensor, known), fitted(batch.arguments, student))
         return Batch(arguments, batch.target)
 
-    def _noisy(self, value: Tensor, others: list[Tensor], coarsest: float = 0.0) -> Tensor:
+    def _noisy(self, value: Tensor, others: Sequence[Tensor], coarsest: float = 0.0) -> Tensor:
         """`value` moved up or down, at random, by the rounding error of the coarsest dtype of it and `others`."""
         if self.noise is None or not value.is_floating_point():
             return value
@@ -173,7 +179,7 @@ class TeacherValue(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, old: Tensor, value: Tensor, forced: TeacherForcedRun, location: Location, module: nn.Module
+        ctx: Any, old: Tensor, value: Tensor, forced: TeacherForcedRun, location: Location, module: ModuleFacts
     ) -> Tensor:
         ctx.where = forced, location, module
         return value.clone()  # an argument itself must not be overwritten later
@@ -182,12 +188,6 @@ class TeacherValue(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         forced, location, module = ctx.where
         return forced.receive_gradient(location, module, gradient), None, None, None, None
-
-
-def _fan_in(module: nn.Module) -> float:
-    """About how many products each output of a module with weights sums up."""
-    weights = [parameter for parameter in module.parameters(recurse=False) if parameter.dim() > 1 and len(parameter)]
-    return max((weight.numel() / len(weight) for weight in weights), default=1.0)
 
 
 def _parent(location: Location) -> str:

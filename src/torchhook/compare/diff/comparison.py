@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-
-from torch import nn
 
 from torchhook.captures.agreement.evidence import ComparedTensor, ShapeMismatch
 from torchhook.captures.agreement.paired_runs import Judgement, PairedRuns
 from torchhook.captures.agreement.pairs import unmatched
 from torchhook.captures.agreement.recorded_run import Location, Observation, is_compiled
 from torchhook.captures.agreement.rounding import comparable, gap
+from torchhook.compare.diff.fits import better_fits
+from torchhook.compare.diff.fused import real_module
+from torchhook.compare.diff.match import used
 from torchhook.compare.diff.names import Names, explanation
 from torchhook.compare.diff.result import Difference, Row, place_of
+from torchhook.compare.diff.sides import Sides
 from torchhook.core.batch import Batch, Loss
 from torchhook.core.site import Site
+from torchhook.core.trees import Arguments
 
 _ROUTED = "rounding alone changes the shapes inside {}: what depends on them was not judged"
+NO_BATCH = Batch(Arguments((), {}), None)  # of two recordings, neither model is run
 _COMPILED = "{} is compiled: it was recompiled with taps inside, by the same backend with the same options"
 
 
 class Comparison:
     """Two models that were run on the same batch, and what is known about their differences."""
 
-    def __init__(self, a: nn.Module, b: nn.Module, batch: Batch, loss: Loss | None, renamed: Mapping[str, str]) -> None:
-        self.runs = PairedRuns(a, b, batch, loss, renamed)
-        self.compiled = [name for name, model in zip("ab", (a, b), strict=True) if is_compiled(model)]
+    def __init__(self, sides: Sides, batch: Batch = NO_BATCH, loss: Loss | None = None, trusting: bool = False) -> None:
+        self.sides = sides
+        self.runs = PairedRuns(sides.a, sides.b, batch, loss, sides.renamed, trusting)
+        models = {"a": sides.a.model, "b": sides.b.model}
+        self.compiled = [name for name, model in models.items() if model is not None and is_compiled(model)]
         self.notes = [_COMPILED.format(name) for name in self.compiled]
 
     def within(self, tolerance: float) -> Difference:
@@ -48,7 +54,7 @@ class Comparison:
         if len(self.compiled) == 2:
             self.notes.append("both are compiled: column 'own error' is that of b uncompiled")
         judgement = self.runs.judged()
-        names = Names(self.runs.pairs, self.runs.models, judgement)
+        names = Names(self.runs.pairs, self.runs.records[0].modules, judgement)
         for path in judgement.judge.random:
             self.notes.append(f"{path!r} was not judged: it drops different elements in each model")
         for path in judgement.judge.unjudged:
@@ -79,11 +85,23 @@ class Comparison:
         off = f"not of the same shape: {found.text}" if isinstance(found, ShapeMismatch) else _excess(found)
         before = judgement.judge.last_agreement(found)
         module, sentence = explanation(names, self.runs.records, found, before, off)
+        tensors = None if isinstance(found, ShapeMismatch) else found.tensors
+        module = real_module(self.runs.records[0], module, tensors)
+        if isinstance(found, ComparedTensor):
+            self.notes += better_fits(self.runs, judgement, found)
         return self._result(rows, judgement.in_both(found).a.site, module, sentence)
 
+    def _names(self) -> Iterator[tuple[str, str]]:
+        """The paths of modules that were compared, in a and in b; not what stands for a part or a union of some."""
+        invented = {path for record in self.runs.records for path in record.stand_ins}
+        for mine, theirs in self.runs.pairs.partners.items():
+            if not invented & {mine.path, theirs.path}:
+                yield mine.path, theirs.path
+
     def _result(self, rows: list[Row], first: Site | None, module: str | None, verdict: str) -> Difference:
-        lonely = unmatched(self.runs.pairs, *self.runs.models)
-        return Difference(first, module, verdict, tuple(rows), tuple(lonely), tuple(self.notes))
+        lonely = unmatched(self.runs.pairs, *(record.modules for record in self.runs.records))
+        match = used(self.sides.pairs, self._names())
+        return Difference(first, module, verdict, tuple(rows), tuple(lonely), tuple(self.notes), match=match)
 
 
 def _row(mine: Observation, other: Observation) -> Row | None:
@@ -97,7 +115,7 @@ def _row(mine: Observation, other: Observation) -> Row | None:
     dtypes = dict.fromkeys(
         str(tensor.dtype).removeprefix("torch.") for tensor in (mine.tensors[number], other.tensors[number])
     )
-    kinds = dict.fromkeys(type(observed.module).__name__ for observed in (mine, other))
+    kinds = dict.fromkeys(observed.module.kind for observed in (mine, other))
     return Row(
         site=location.site,
         call=location.call,

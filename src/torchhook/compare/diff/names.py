@@ -5,22 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import takewhile
 
-from torch import nn
-
 from torchhook.captures.agreement.evidence import ComparedTensor, ShapeMismatch
+from torchhook.captures.agreement.facts import ModuleFacts
 from torchhook.captures.agreement.paired_runs import Both, Judgement
-from torchhook.captures.agreement.pairs import PASSIVE, Call, Pairs
+from torchhook.captures.agreement.pairs import Call, Pairs
 from torchhook.captures.agreement.recorded_run import Location, RecordedRun
-from torchhook.captures.agreement.rounding import is_leaf
-from torchhook.core.selection import walk
 
 
 class Names:
     """The names of the modules of two models, one of which was judged."""
 
-    def __init__(self, pairs: Pairs, models: tuple[nn.Module, nn.Module], judgement: Judgement) -> None:
+    def __init__(self, pairs: Pairs, modules: Mapping[str, ModuleFacts], judgement: Judgement) -> None:
         self.calls = pairs.everyone
-        self.modules = dict(walk(models[0])), dict(walk(models[1]))
+        self.modules = modules  # of a
         self.in_both = judgement.in_both
         self.swapped = judgement.swapped
         self.in_b = {mine.path: other.path for mine, other in reversed(self.calls.items())}
@@ -34,7 +31,7 @@ class Names:
 
     def of(self, path: str, kind: bool = True) -> str:
         """The module of a at `path` in words, with its class if `kind`."""
-        known = type(self.modules[0][path]).__name__ if kind and path in self.modules[0] else ""
+        known = self.modules[path].kind if kind and path in self.modules else ""
         other = self.in_b.get(path, path)
         words = ", ".join(filter(None, (known, f"{other} in b" if other != path else "")))
         return f"{path or 'the model itself'}{f' ({words})' if words else ''}"
@@ -50,9 +47,9 @@ class Names:
             ran = _entered(records[which], after[which] if after else None, until[which])
             for location in ran:
                 module = records[which].observations[location].module
-                idle = isinstance(module, PASSIVE) and not module.training
+                idle = module.is_passive and not module.training
                 if not idle and Call(location.site.path, location.call) not in known[which]:
-                    return f"{'ab'[which]} runs {location.site.path} ({type(module).__name__}), which has no match"
+                    return f"{'ab'[which]} runs {location.site.path} ({module.kind}), which has no match"
         return ""
 
 
@@ -74,7 +71,7 @@ def explanation(
     since = names.in_both(before) if before else None
     extra = names.unpartnered(records, since, both)
     if site.port == "output":
-        code = "at" if site.path in names.modules[0] and is_leaf(names.modules[0][site.path]) else "in the code of"
+        code = "at" if site.path in names.modules and names.modules[site.path].is_leaf else "in the code of"
         return module, f"a and b diverge {code} {call}{f', where {extra}' if extra else ''}: its output is {off}"
     if extra and before and since:
         module = names.module(_common(before.location.site.path, found.where))

@@ -7,9 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchhook.captures.agreement.pairs import Unmatched
+from torchhook.compare.diff.match import Match
+from torchhook.core.findings import json_value
 from torchhook.core.parts import Bars
 from torchhook.core.result import Result
 from torchhook.core.site import Site
+
+VERSION = 1
+"""The version of `Difference.to_dict`; it is raised when older readers would fail."""
 
 _HEADER = ("site", "module", "error", "cosine", "own error", "explained", "worst at", "a", "b", "dtype", "")
 
@@ -67,7 +72,8 @@ class Difference(Result):
     `first` is the first site where they diverge, or None. `module` is the path of the module at fault: that of the
     site or, if already its input differs, the module that calls it. `verdict` says so in a sentence. `rows` has one
     row per location in execution order (gradients in the order of the backward), `unmatched` the modules without a
-    match, and `notes` other remarks.
+    match, and `notes` other remarks. `step` is the step of a training at which recordings of several diverge. `match`
+    is which modules of a were compared with which of b, if they are called differently; ``match.save(path)`` keeps it.
     """
 
     first: Site | None
@@ -76,6 +82,8 @@ class Difference(Result):
     rows: tuple[Row, ...] = ()
     unmatched: tuple[Unmatched, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    step: int | None = None
+    match: Match = field(default_factory=Match)
 
     HEADER = _HEADER
 
@@ -83,6 +91,23 @@ class Difference(Result):
     def same(self) -> bool:
         """Whether the models agree everywhere."""
         return self.first is None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as JSON values, for programs; numbers that are not finite are strings."""
+        found = {
+            "version": VERSION,
+            "same": self.same,
+            "verdict": self.verdict,
+            "step": self.step,
+            "first": None if self.first is None else self.first._asdict(),
+            "module": self.module,
+            "notes": self.notes,
+            "unmatched": [one._asdict() for one in self.unmatched],
+            "match": [{"a": pair.a, "b": pair.b, "heads": pair.heads, "rotary": pair.rotary} for pair in self.match],
+            "rows": self._records(),
+        }
+        plain: dict[str, Any] = json_value(found)
+        return plain
 
     def lines(self) -> list[str]:
         """The notes, including one for each module that was not compared."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from torchhook.captures.agreement.rounding import is_leaf
+from torchhook.captures.agreement.facts import is_leaf
 from torchhook.core.batch import loss_of, on_device
 from torchhook.core.model_state import training
 from torchhook.core.selection import plain, walk

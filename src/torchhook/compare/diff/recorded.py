@@ -1,0 +1,151 @@
+"""Recordings as sides of a comparison: the ranks of one joined, and several steps compared one after the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from torchhook.captures.agreement.evidence import in_words
+from torchhook.captures.agreement.paired_runs import Side
+from torchhook.captures.agreement.pairs import renaming
+from torchhook.captures.agreement.recorded_run import Location, RecordedRun
+from torchhook.captures.agreement.rounding import comparable, gap, precision, shapes_of
+from torchhook.compare.diff.comparison import NO_BATCH, Comparison
+from torchhook.compare.diff.match import Match
+from torchhook.compare.diff.result import Difference
+from torchhook.compare.diff.sides import matched_sides
+from torchhook.compare.diff.updates import diff_updates
+from torchhook.compare.recordings.ranks import Shape, joined
+from torchhook.compare.recordings.recording import RecordedRank, Recording, Turn
+from torchhook.core.batch import Batch, Loss
+from torchhook.core.site import Site
+from torchhook.core.trees import Arguments
+
+_ROUNDING = 2.0  # rounding errors by which the inputs of the two may differ
+
+
+class Recorded:
+    """A side that was recorded, by one or by several ranks."""
+
+    def __init__(self, recordings: Sequence[Recording], name: str) -> None:
+        self.ranks: list[RecordedRank] = [rank for recording in recordings for rank in recording.ranks]
+        self.name = name  # "a" or "b"
+
+    @property
+    def turns(self) -> list[Turn]:
+        """The passes that were recorded, of all ranks."""
+        return list(dict.fromkeys(turn for rank in self.ranks for turn in rank.turns))
+
+    @property
+    def first(self) -> Turn:
+        """The first pass."""
+        return self.ranks[0].first
+
+    def inputs(self) -> Arguments:
+        """The arguments of the model in the first pass."""
+        return self.ranks[0].inputs(None)
+
+    def side(self, like: RecordedRun | None, match: Match, turn: Turn | None = None) -> Side:
+        """One pass (None: the first) in the shapes of `like`, the run that it is compared with."""
+        at = self.first if turn is None else turn
+        return Side(joined(self.ranks, at, like, partial(self._expected, like, self._renamed(like, match))))
+
+    def _renamed(self, like: RecordedRun | None, match: Match) -> dict[str, str]:
+        """What the user says that modules of this side are called in the other one."""
+        if like is None:
+            return {}
+        own = {path for rank in self.ranks for path in rank.about.modules}
+        a, b = (own, like.modules) if self.name == "a" else (like.modules, own)
+        plain = [(pair.a[0], pair.b[0]) for pair in match.expanded(a, b) if len(pair.a) == len(pair.b) == 1]
+        return dict(plain) if self.name == "a" else {theirs: mine for mine, theirs in plain}
+
+    def _expected(self, like: RecordedRun | None, renamed: dict[str, str], at: Location) -> Sequence[Shape | None]:
+        if like is None:
+            return ()
+        there = at._replace(site=Site(renaming(at.site.path, renamed), at.site.port))
+        found = like.observations.get(there)
+        return () if found is None else shapes_of(found.tensors)
+
+
+def compared(
+    a: Side,
+    b: Side,
+    match: Match,
+    tolerance: float | None,
+    batch: Batch = NO_BATCH,
+    loss: Loss | None = None,
+    ranks: tuple[int, int] = (1, 1),
+    trusting: bool = False,
+) -> Difference:
+    """Where two sides diverge in one pass."""
+    if (other := _different_inputs(a.run, b.run)) is not None:
+        return other
+    sides = matched_sides(a, b, match, ranks)
+    comparison = Comparison(sides, batch, loss, trusting)
+    return comparison.judged() if tolerance is None else comparison.within(tolerance)
+
+
+def diff_recordings(a: Recorded, b: Recorded, match: Match, tolerance: float | None) -> Difference:
+    """The first pass in which two recordings diverge; of each step forward, then backward, then the update."""
+    if len(a.ranks) > 1 and len(b.ranks) > 1:
+        raise ValueError(
+            "a and b both have several ranks; compare each with a recording of one process, or rank by rank"
+        )
+    turns = list(zip(a.turns, b.turns, strict=False))
+    if not turns:
+        raise ValueError("a or b is empty: the model was not called while it was recorded")
+    several = len(a.turns) > 1 or len(b.turns) > 1
+    for number, (mine, theirs) in enumerate(turns):
+        found = _diff_turn(a, b, mine, theirs, match, tolerance)
+        is_last = number + 1 == len(turns) or turns[number + 1][0].step != mine.step
+        if found.same and is_last:
+            found = diff_updates(a.ranks, b.ranks, mine.step, theirs.step, found)
+        if not found.same:
+            break
+    if several:
+        found = replace(found, step=None if found.same else mine.step, verdict=_with_step(found, mine, len(turns)))
+    if len(a.turns) != len(b.turns):
+        found = replace(found, notes=(*found.notes, f"a has {len(a.turns)} passes, and b {len(b.turns)}"))
+    return found
+
+
+def _diff_turn(a: Recorded, b: Recorded, mine: Turn, theirs: Turn, match: Match, tolerance: float | None) -> Difference:
+    if len(a.ranks) > 1:
+        second = b.side(None, match, theirs)
+        first = a.side(second.run, match, mine)
+    else:
+        first = a.side(None, match, mine)
+        second = b.side(first.run, match, theirs)
+    ranks = len(a.ranks), len(b.ranks)
+    return compared(first, second, match, tolerance, ranks=ranks, trusting=mine.step > a.first.step)
+
+
+def _with_step(found: Difference, turn: Turn, turns: int) -> str:
+    return f"{turns} passes: {found.verdict}" if found.same else f"step {turn.step}: {found.verdict}"
+
+
+def _different_inputs(a: RecordedRun, b: RecordedRun) -> Difference | None:
+    """The verdict if the models were not run on the same input, as far as both say."""
+    at = Location(Site("", "input"), 0)
+    mine, theirs = a.observations.get(at), b.observations.get(at)
+    if mine is None or theirs is None or not mine.tensors or not theirs.tensors:
+        return None
+    shapes = [shapes_of(one.tensors)[0] for one in (mine, theirs)]
+    if math.prod(shapes[0] or ()) != math.prod(shapes[1] or ()):
+        return _inputs_differ(f"the first one is {in_words(shapes[:1])} in a, and {in_words(shapes[1:])} in b")
+    count = max(
+        1, comparable(mine.tensors, theirs.tensors)
+    )  # of token ids, the number has to be the same, not the shape
+    for number in range(count):
+        pair = mine.tensors[number], theirs.tensors[number]
+        apart = gap(*pair)
+        if apart.error > _ROUNDING * precision(pair):
+            where = f" at ({', '.join(map(str, apart.worst))})" if apart.worst else ""
+            return _inputs_differ(f"{apart.values[0]:.6g} in a and {apart.values[1]:.6g} in b{where} of input {number}")
+    return None
+
+
+def _inputs_differ(how: str) -> Difference:
+    return Difference(Site("", "input"), "", f"the inputs differ: {how}")

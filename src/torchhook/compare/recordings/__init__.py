@@ -1,0 +1,1 @@
+"""Recordings: what flowed in a run of a model, on disk."""

@@ -1,0 +1,190 @@
+"""Maps between the names of two models: what they may say, what is refused, and what they do."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from small_models import HEADS, WIDTH, Language
+from torch import nn
+
+from torchhook import FileError, SelectionError, diff, record
+from torchhook.compare.diff.found import fusions, prefix
+from torchhook.compare.diff.fused import _places
+from torchhook.compare.diff.match import Counterparts, Match
+
+IDS = torch.arange(48).view(2, 24)
+
+
+@pytest.fixture
+def models():
+    torch.manual_seed(0)
+    return Language(llama=True, fused=False).eval(), Language(llama=True, fused=True).eval()
+
+
+def fused_from(split, layout):
+    """The model with fused projections, from one without; `layout` orders the rows of q, k and v."""
+    fused = Language(llama=True, fused=True).eval()
+    state = {name: value for name, value in split.state_dict().items() if name in fused.state_dict()}
+    for number, block in enumerate(split.blocks):
+        state[f"blocks.{number}.attn.qkv.weight"] = layout(
+            block.attn.wq.weight, block.attn.wk.weight, block.attn.wv.weight
+        )
+        state[f"blocks.{number}.mlp.gate_up.weight"] = torch.cat([block.mlp.gate.weight, block.mlp.up.weight])
+    fused.load_state_dict(state)
+    return fused
+
+
+def test_what_a_map_may_say(tmp_path):
+    match = Match.of([{"a": "h.*.attn", "b": ["q.*", "k.*"], "heads": 4}, {"a": 'odd"name\\', "b": "b", "rotary": 8}])
+    match.save(tmp_path / "map.toml")
+    assert list(Match.of(tmp_path / "map.toml")) == list(match) == list(Match.of(match))
+    assert Match.of({("q", "k"): "qk", "a": {"b": "c", "rotary": 2}})[1] == Counterparts(("a",), ("c",), None, 2)
+    assert list(Match.of(None)) == [] and repr(Match.of({"a": ("b", "c")})) == "Match({'a': ('b', 'c')})"
+
+
+@pytest.mark.parametrize(
+    ("match", "error", "said"),
+    [
+        (3, TypeError, "match must map paths"),
+        ({"a": 3}, TypeError, "paths of modules"),
+        ({("a", "b"): ("c", "d")}, ValueError, "one side must be a single module"),
+        ({"a": {"b": "c", "heads": 0}}, ValueError, "heads must be a positive whole number"),
+        ({"a": {"b": "c", "head": 2}}, ValueError, "not head"),
+        ({"a": {"b": ("c", "d"), "rotary": 2}}, ValueError, "rotary goes with one module on each side"),
+        ([{"a": "x"}], TypeError, "does not have a and b"),
+        ("missing.toml", FileError, "cannot read 'missing.toml'"),
+    ],
+)
+def test_what_is_no_map_is_refused(match, error, said):
+    with pytest.raises(error, match=said):
+        Match.of(match)
+
+
+def test_a_file_that_is_no_map_is_refused(tmp_path):
+    for text in ("[[match]]\na = 1\n", "nothing = 1", "[[match", "match = 3"):
+        (tmp_path / "map.toml").write_text(text)
+        with pytest.raises(FileError, match="cannot read"):
+            Match.of(tmp_path / "map.toml")
+
+
+@pytest.mark.parametrize(
+    ("match", "error", "said"),
+    [
+        ({"blocks.*.attn.wqq": "blocks.*.attn.qkv"}, SelectionError, r"a has no module 'blocks.\*.attn.wqq'; nearest"),
+        ({"blocks.0.attn.wq": "blocks.0.attn.qk"}, SelectionError, "b has no module 'blocks.0.attn.qk'"),
+        ({"blocks.*.attn.wq": "blocks.0.attn.qkv"}, ValueError, "the same number of stars"),
+        (
+            {("blocks.*.attn.wq", "blocks.*.attn.wk"): "blocks.*.attn.qkv"},
+            ValueError,
+            "returns 192 features, and .* return 128",
+        ),
+        ({"blocks.0.attn": "blocks.0.attn", "tok": {"b": "tok", "rotary": 48}}, ValueError, "not heads of 48"),
+    ],
+)
+def test_a_map_that_does_not_fit_is_refused(models, match, error, said):
+    with pytest.raises(error, match=said):
+        diff(*models, IDS, match=match)
+
+
+def test_counts_that_differ_are_refused():
+    torch.manual_seed(0)
+    two, three = Language(llama=True, layers=2), Language(llama=True, layers=3)
+    with pytest.raises(ValueError, match=r"is there 2 times in a, and 'blocks.\*' 3 times in b \(as 2 only in b\)"):
+        diff(two, three, IDS, match={"blocks.*": "blocks.*"})
+
+
+def by_head(*weights):
+    parts = [weight.view(HEADS, -1, WIDTH) for weight in weights]
+    return torch.cat(parts, 1).reshape(-1, WIDTH)
+
+
+QKV = tuple(f"blocks.*.attn.w{name}" for name in "qkv")
+
+
+@pytest.mark.parametrize("keep", ["all", "sketch"])
+def test_projections_that_are_interleaved_by_head(models, tmp_path, keep):
+    split, fused = models[0], fused_from(models[0], by_head)
+    for block in fused.blocks:
+        block.attn.by_head = True
+    match = {QKV: {"b": "blocks.*.attn.qkv", "heads": HEADS}}
+    record(split, IDS, to=tmp_path / "a.th", keep=keep)
+    record(fused, IDS, to=tmp_path / "b.th", keep=keep)
+    assert diff(tmp_path / "a.th", tmp_path / "b.th", match=match).same
+    assert diff(tmp_path / "a.th", fused, match=match).same and diff(split, tmp_path / "b.th", match=match).same
+    wrong = diff(tmp_path / "a.th", tmp_path / "b.th")  # found as plain parts, which is followed
+    assert wrong.module == "blocks.0.attn.wq"
+
+
+def test_halves_that_are_interleaved_for_rotary_positions(tmp_path):
+    torch.manual_seed(0)
+    size, x = 8, torch.randn(3, 5, 32)
+    a = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Tanh())
+    b = copy.deepcopy(a)
+    order = torch.arange(32).view(-1, 2, size // 2).transpose(1, 2).flatten()  # from halves to interleaved
+    with torch.no_grad():
+        b[0].weight.copy_(a[0].weight[order])
+    for name, model in (("a", a), ("b", b)):
+        record(model, x, to=tmp_path / f"{name}.th")
+    assert diff(a, b, x).module == "0"
+    match = {"0": {"b": "0", "rotary": size}}
+    for one, other in ((a, b), (tmp_path / "a.th", b), (a, tmp_path / "b.th"), (tmp_path / "a.th", tmp_path / "b.th")):
+        result = diff(one, other, x if one is a and other is b else None, match=match)
+        assert result.module != "0", result.verdict  # what follows has another order in b, too
+    with torch.no_grad():
+        b[0].weight[3] += 1
+    assert diff(a, b, x, match=match).module == "0"
+
+
+def test_a_map_by_hand_is_followed_and_a_better_one_is_a_note(models):
+    split = models[0]
+    exchanged = {"blocks.1.attn.wq": "blocks.1.attn.wk", "blocks.1.attn.wk": "blocks.1.attn.wq"}
+    result = diff(split, copy.deepcopy(split), IDS, match=exchanged)
+    assert result.module == "blocks.1.attn.wk"  # which b calls first, under the name of the other
+    (note,) = [note for note in result.notes if "fits" in note]
+    assert note == "blocks.1.attn.wk in b fits blocks.1.attn.wk better than blocks.1.attn.wq: they may be exchanged"
+
+
+def test_swapped_projections_are_a_difference_and_not_another_pairing(models):
+    split = models[0]
+    fused = fused_from(split, lambda q, k, v: torch.cat([k, q, v]))
+    result = diff(split, fused, IDS)
+    assert result.module == "blocks.0.attn.wq"
+    assert {pair.a: pair.b for pair in result.match}[QKV] == ("blocks.*.attn.qkv",)
+    same = fused_from(split, lambda q, k, v: torch.cat([q, k, v]))
+    assert diff(split, same, IDS).same and diff(same, split, IDS).same
+
+
+def test_gradients_of_fused_projections_are_compared_with_those_of_their_parts(models, tmp_path):
+    split, fused = models[0], fused_from(models[0], lambda q, k, v: torch.cat([q, k, v]))
+    for name, model in (("a", split), ("b", fused)):
+        record(model, IDS, to=tmp_path / f"{name}.th", loss=lambda output: output.square().mean(), noise=False)
+    result = diff(tmp_path / "a.th", tmp_path / "b.th")
+    assert result.same
+    ports = {row.site.port for row in result.rows if row.partner.startswith("blocks.0.attn.qkv[1]")}
+    assert ports == {"output", "grad_output"}
+
+
+def test_a_wrapper_around_all_names():
+    inner = ["", "model", "model.fc", "lm_head"]
+    outer = ["", "base", "base.net", *(f"base.net.{name}" for name in inner if name)]
+    assert prefix(inner, outer) == {"": "base.net"} and prefix(outer, inner) == {"base.net": ""}
+    assert prefix(inner, inner) == prefix(["a"], ["b"]) == {}
+
+
+def test_no_layers_are_fused_by_chance(models):
+    from torchhook.captures.agreement.recorded_run import record as run
+    from torchhook.core.batch import Batch
+
+    runs = [run(model, Batch.of(IDS), None) for model in models]
+    assert list(fusions(runs[0], runs[0], {})) == []
+    assert len(list(fusions(*runs, {}))) == 6
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(1, 4))
+def test_parts_cover_the_whole_once(sizes, heads):
+    places = _places([size * heads for size in sizes], heads)
+    covered = sorted(at for part in places for place in part for at in range(place.start, place.stop))
+    assert covered == list(range(heads * sum(sizes)))
+    assert [sum(place.stop - place.start for place in part) for part in places] == [size * heads for size in sizes]
