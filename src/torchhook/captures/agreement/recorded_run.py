@@ -191,7 +191,7 @@ def _gradients(model: nn.Module, loss: Tensor) -> dict[Location, Tensor]:
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:
     """The parameters and buffers of a model, by every name that they have."""
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    return {plain(name): tensor.detach() for name, tensor in named if not is_lazy(tensor)}
+    return {plain(name): tensor for name, tensor in named if not is_lazy(tensor)}
 
 
 def is_compiled(model: nn.Module) -> bool:

@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
@@ -35,6 +36,7 @@ from torchhook.core.snapshot import snapshot
 from torchhook.core.tap import Tap, require_count
 from torchhook.core.text import warn
 from torchhook.core.trees import Arguments, leaves
+from torchhook.training.process import rank, world_size
 
 
 @overload
@@ -176,11 +178,12 @@ class Recorder(Attaching):
         self._turns: dict[int, tuple[int, int]] = {}  # from the number of a pass: its step, and which pass of that
         self._has_parameters = False  # whether those of this step were written
         self._failure = ""
+        self._lock = threading.Lock()
 
     @property
     def folder(self) -> Path:
         """Where this process writes: with several ranks, below the folder that they share."""
-        return self.path / f"{RANK}{_rank()}" if _world_size() > 1 else self.path
+        return self.path / f"{RANK}{rank()}" if world_size() > 1 else self.path
 
     @property
     def recording(self) -> Recording:
@@ -197,8 +200,10 @@ class Recorder(Attaching):
             taps = [Tap(where, CopiedOutputs()), *taps]
             if any(parameter.requires_grad for parameter in self.model.parameters()):
                 taps.append(Tap("", self._see, "param_grad", self._wants))
-        on_fault = None if self.raises else self._fail
-        session = Session(self.model, taps, on_silent="ignore", on_fault=on_fault).open()
+        if self.raises:
+            session = Session(self.model, taps, on_silent="ignore").open()
+        else:  # the model may run in another thread, as that of a server
+            session = Session(self.model, taps, scope="all", on_silent="ignore", on_fault=self._fail).open()
         try:
             self._writer = RecordingWriter(self.folder, self._about())
         except BaseException:
@@ -221,8 +226,7 @@ class Recorder(Attaching):
     def _where(self) -> Selector:
         if self._sites is None:
             return everywhere(self.model)
-        several = [self._sites] if isinstance(self._sites, (str, type, Selector)) else self._sites
-        return Selector.union(["", *(several if isinstance(several, Iterable) else [several])])
+        return Selector.union(["", self._sites])
 
     def _about(self) -> About:
         return About(
@@ -232,12 +236,16 @@ class Recorder(Attaching):
             coarsest=precision(self.model.parameters()),
             modules={path: facts_of(module) for path, module in walk(self.model)},
             environment=_environment(self.model),
-            rank=_rank(),
-            world_size=_world_size(),
+            rank=rank(),
+            world_size=world_size(),
         )
 
     def _see(self, event: Event) -> None:
         """Write one value."""
+        with self._lock:
+            self._write(event)
+
+    def _write(self, event: Event) -> None:
         if self._failure or (event.recomputed and event.port in ("input", "output")):
             return
         step, turn = self._turn_of(event.pass_number)
@@ -285,7 +293,7 @@ class Recorder(Attaching):
         for name, tensor in parameters_of(self.model).items():
             own = shards.get(id(tensor), tensor)
             line = Line(self._step, 0, "param", name)
-            self._writer.add(line, [local(snapshot(own))], [local(own.detach())], shards=placements(own))
+            self._writer.add(line, [snapshot(own)], [local(own.detach())], shards=placements(own))
 
     def count_step(self) -> None:
         """The optimizer has stepped: the parameters are those of the next step."""
@@ -317,18 +325,6 @@ class Recorder(Attaching):
 
 def _nothing(*_: Any) -> None:
     pass
-
-
-def _rank() -> int:
-    return torch.distributed.get_rank() if _is_distributed() else 0
-
-
-def _world_size() -> int:
-    return torch.distributed.get_world_size() if _is_distributed() else 1
-
-
-def _is_distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _environment(model: nn.Module) -> dict[str, str]:

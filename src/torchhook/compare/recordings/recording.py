@@ -127,7 +127,8 @@ class Recording(Tabular):
     def _title(self) -> str:
         several = f", {len(self.ranks)} ranks" if len(self.ranks) > 1 else ""
         kept = "sketches" if self.keep == "sketch" else "tensors"
-        return f"Recording of {self.model}: {len(self.steps)} steps{several}, {kept} in {self.path.name}"
+        steps = f"{len(self.steps)} step{'' if len(self.steps) == 1 else 's'}"
+        return f"Recording of {self.model}: {steps}{several}, {kept} in {self.path.name}"
 
 
 class RecordedRank:
