@@ -743,4 +743,53 @@ MUTANTS = [
         "suspects = list(suspects)",
         "rules/contracts/test_planted.py::test_what_is_planted_is_found_at_its_module[mixtral_shares_its_tokens]",
     ),
+    # recordings
+    Mutant(
+        "compare/recordings/writer.py",
+        "if where is not None and known == state:",
+        "if where is not None:",
+        "compare/recordings/test_record.py::test_values_are_those_that_flowed",
+    ),
+    Mutant(
+        "compare/recordings/files.py",
+        "if math.prod(field.shape) * dtype.itemsize != end - begin:",
+        "if False:",
+        "compare/recordings/test_hostile_recordings.py::test_tensors_that_do_not_fit_their_file",
+    ),
+    Mutant(
+        "compare/recordings/sketch.py",
+        "columns = [self.sums[:, place.start // GROUP : math.ceil(place.stop / GROUP)] for place in places]",
+        "columns = [self.sums[:, : math.ceil((place.stop - place.start) / GROUP)] for place in places]",
+        "compare/recordings/test_maps.py::test_projections_that_are_interleaved_by_head[sketch]",
+    ),
+    Mutant(
+        "compare/recordings/ranks.py",
+        "whole.observations.pop(location, None)",
+        "pass",
+        "compare/recordings/test_record.py::test_ranks_that_only_have_stages_of_a_pipeline_are_put_together",
+    ),
+    Mutant(
+        "compare/diff/fused.py",
+        "shape = (-1, 2, size // 2) if interleave else (-1, size // 2, 2)",
+        "shape = (-1, size // 2, 2) if interleave else (-1, 2, size // 2)",
+        "compare/recordings/test_maps.py::test_halves_that_are_interleaved_for_rotary_positions",
+    ),
+    Mutant(
+        "compare/diff/updates.py",
+        "explained = _SLACK * (epsilon + start) * size + _SIGNS * math.sqrt(gradients.get(name, 0.0))",
+        "explained = _SLACK * (epsilon + start) * size",
+        "compare/recordings/test_recorded_steps.py::test_rounding_that_grows_from_step_to_step_is_no_difference[all]",
+    ),
+    Mutant(
+        "captures/agreement/file_judge.py",
+        "return _MEASURED * max([1.0, *gains]) if gains else _GUESSED",
+        "return _MEASURED",
+        "compare/recordings/test_record.py::test_noise_makes_small_mistakes_visible",
+    ),
+    Mutant(
+        "captures/agreement/formulas.py",
+        "yield lambda x: F.linear(x.double(), weight.T, bias)",
+        "yield lambda x: F.linear(x.double(), weight, bias)",
+        "compare/recordings/test_maps.py::test_small_mistakes_after_large_rounding_errors_show_where_a_formula_fits",
+    ),
 ]

@@ -188,3 +188,27 @@ def test_parts_cover_the_whole_once(sizes, heads):
     covered = sorted(at for part in places for place in part for at in range(place.start, place.stop))
     assert covered == list(range(heads * sum(sizes)))
     assert [sum(place.stop - place.start for place in part) for part in places] == [size * heads for size in sizes]
+
+
+def test_small_mistakes_after_large_rounding_errors_show_where_a_formula_fits(tmp_path):
+    """In bfloat16 the input of the last layer is off by a hundredth; a mistake of that size there is still found."""
+
+    class Conv1D(nn.Module):
+        """A linear layer with its weight the other way around, as in GPT-2, and perhaps a mistake in its code."""
+
+        def __init__(self, factor):
+            super().__init__()
+            self.weight, self.factor = nn.Parameter(torch.randn(64, 32)), factor
+
+        def forward(self, x):
+            return x @ self.weight * self.factor
+
+    def deep(factor):
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)), Conv1D(factor))
+
+    x = torch.randn(16, 64)
+    record(deep(1.0), x, to=tmp_path / "a.th", noise=False)
+    for factor, module in ((1.0, None), (1.04, "8")):
+        record(deep(factor).bfloat16(), x, to=tmp_path / f"{factor}.th", noise=False)
+        assert diff(tmp_path / "a.th", tmp_path / f"{factor}.th").module == module

@@ -11,7 +11,7 @@ from torchhook import diff, record
 def train(to, fault=None, at=1, dtype=torch.float32, optimizer=torch.optim.AdamW, keep="all", **options):
     """Train a small Llama for three steps, with one mistake in one of them."""
     torch.manual_seed(0)
-    model = language("healthy", llama=True, layers=2).to(dtype).train()
+    model = language("healthy", llama=True).to(dtype).train()
     taught = optimizer(model.parameters(), **{"lr": 1e-3, **options})
     with record(model, to=to, grads=True, optimizer=taught, keep=keep):
         for step in range(3):
@@ -82,7 +82,7 @@ def test_weight_decay_that_was_forgotten(tmp_path):
 def test_fewer_steps_are_a_note(reference, tmp_path):
     file, keep = reference
     torch.manual_seed(0)
-    model = language("healthy", llama=True, layers=2).train()
+    model = language("healthy", llama=True).train()
     with record(model, to=tmp_path / "b.th", keep=keep):
         model(ids())
     found = diff(file, tmp_path / "b.th")
