@@ -39,11 +39,12 @@ def test_a_resnet_gives_the_same_as_one_without_in_place_ops():
         assert torch.equal(grads[0][path].grad, grads[1][path].grad), path
 
 
-def test_containers_keep_their_shape():
+@pytest.mark.parametrize("dtype", [None, torch.float64], ids=["as they are", "converted"])
+def test_containers_keep_their_shape(dtype):
     net = Containers()
-    with capture(net, "pair", "mapping", "data", grads=True) as acts:
+    with capture(net, "pair", "mapping", "data", grads=True, dtype=dtype) as acts:
         net(torch.ones(2, 4, requires_grad=True)).sum().backward()
-    w = net.head.weight.detach().expand(2, 4)
+    w = net.head.weight.detach().expand(2, 4).to(dtype)
     assert torch.allclose(acts["data"].grad.hidden, w) and type(acts["data"].grad).__name__ == "Result"
     assert torch.allclose(acts["data"].grad.extra["h"], w) and acts["data"].grad.extra["n"] is None
     assert torch.allclose(acts["mapping"].grad["b"]["c"], 5 * w)
