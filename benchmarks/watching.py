@@ -8,6 +8,7 @@ training; on a GPU in wall time, until the device is done. Rows that say "later 
 steps, and with it what is overdrawn at the beginning.
 
     python benchmarks/watching.py [--device cuda] [--only NAME ...] [--every 10] [--price 0.02]
+    python benchmarks/watching.py --ranks 2 | --tree 2 4 8     several processes: see ranks.py
 """
 
 import argparse
@@ -70,6 +71,9 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--price", default=None, help="of the monitor; 'off' for none")
     parser.add_argument("--share", type=float, default=1.0, help="of the steps of each row, for a quick look")
+    parser.add_argument("--ranks", type=int, help="train on as many ranks instead")
+    parser.add_argument("--blocks", type=int, default=40, help="with --ranks, of steps of each copy")
+    parser.add_argument("--tree", type=int, nargs="+", metavar="RANKS", help="time windows on their way up instead")
     options = parser.parse_args()
     where = machine() if options.device == "cpu" else torch.cuda.get_device_name()
     watching: dict[str, Any] = {"every": options.every}
@@ -77,6 +81,14 @@ def main() -> None:
         watching["price"] = None if options.price == "off" else float(options.price)
     print(f"{where}, torch {torch.__version__}, Monitor({', '.join(f'{k}={v}' for k, v in watching.items())})\n")
     let_torchvision_import()
+    if options.ranks or options.tree:
+        import ranks
+
+        if options.ranks:
+            ranks.watched(options.ranks, watching, options.blocks)
+        if options.tree:
+            ranks.climbed(options.tree)
+        return
     if options.device == "cpu":
         torch.set_num_threads(1)
     else:
@@ -245,18 +257,18 @@ def told(row: Row, copies: dict[str, Timed]) -> list[str]:
 
 def judged(row: Row, copies: dict[str, Timed]) -> list[str]:
     watched, low, high = ratio(copies["watched"].blocks, copies["plain"].blocks)
-    lines = [_verdict(f"{row.name}: mean {watched:.3f}× ({low:.3f}–{high:.3f})", row.mean, low <= row.mean)]
+    lines = [verdict(f"{row.name}: mean {watched:.3f}× ({low:.3f}–{high:.3f})", row.mean, low <= row.mean)]
     if row.idle is not None:
-        lines.append(_verdict(f"{row.name}: idle steps {idle(copies):.3f}×", row.idle, idle(copies) <= row.idle))
+        lines.append(verdict(f"{row.name}: idle steps {idle(copies):.3f}×", row.idle, idle(copies) <= row.idle))
     if row.longest is not None:
         usual = median(copies["plain"].seconds())
         ours, plain = (max(copies[name].seconds()) / usual for name in ("watched", "plain"))
         said = f"{row.name}: longest step {ours:.2f}× (of plain ones {plain:.2f}×)"
-        lines.append(_verdict(said, row.longest, ours <= max(row.longest, plain)))
+        lines.append(verdict(said, row.longest, ours <= max(row.longest, plain)))
     return lines
 
 
-def _verdict(what: str, target: float, met: bool) -> str:
+def verdict(what: str, target: float, met: bool) -> str:
     return f"- {'met' if met else 'MISSED'}: {what}; target: at most {target}×"
 
 

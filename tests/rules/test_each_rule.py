@@ -20,6 +20,7 @@ from torchhook import Profile, check, diagnose, measure
 from torchhook.rules import RULES, History
 from torchhook.rules.loop import Feeding, Loop
 from torchhook.rules.loss_graph import loss_terms
+from torchhook.rules.ranks import LOST, Member, RankStep, Split
 from torchhook.rules.rest import at_rest as state_of
 from torchhook.rules.watch import Watch
 
@@ -1127,39 +1128,133 @@ def an_iterator_for_every_epoch(code):
     return looped(code, feedings=(Feeding(batches=10, iterators=5, taken=50),))
 
 
-def parallel(code, model, change):
-    """The report of one rule on two ranks, of which the other one's norms differ by a factor for each parameter."""
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with Watch(model, [RULES[code]], optimizer) as watch:
-        for x, _ in batches(4):
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-            watch.step()
-    for (path, _), by_step in watch.history.summaries("param_norm").items():
-        other = watch.history.ranks.setdefault(1, {})
-        other[path] = {step: moments.mean * change(path, step) for step, moments in by_step.items()}
-    return check(watch.history, [code])
+# --- TR1: several ranks
 
 
-@example("TH521", "1", step=2)
-def a_layer_that_comes_apart_between_ranks(code):
-    return parallel(code, mlp(), lambda path, step: 1.001 if path == "1.weight" and step >= 2 else 1.0)
+def seen_by_ranks(code, steps):
+    """The report of one rule on what two ranks saw in some steps, each of which changes what is usual."""
+    history = History()
+    for number, changes in enumerate(steps):
+        members = {rank: Member(f"host{rank}", 0, rank, number) for rank in (0, 1)}
+        facts = {rank: {"loss": 1.0, "grad_norm": 1.0, "inputs": [10 * number + rank]} for rank in (0, 1)}
+        table = torch.tensor([[0.0, 1.0, -3.0, 3.0, 0.0, 0.0]])
+        usual = RankStep(number, 2, members, facts, [("1", "output")], {0: table, 1: table.clone()}, averages=True)
+        history.ranks.append(replace(usual, **changes))
+    return check(history, [code])
 
 
-@example("TH521")
-def ranks_that_agree(code):
-    return parallel(code, mlp(), lambda path, step: 1.0)
+def split(port, *values):
+    return Split("1.weight", port, "", tuple((value, rank, 1) for rank, value in enumerate(values)))
 
 
-@example("TH521")
-def shards_that_were_never_the_same(code):
-    return parallel(code, mlp(), lambda path, step: 1.1 + 0.1 * step if path == "1.weight" else 1.0)
+@example("TR101", "1", step=2)
+def a_copy_that_has_other_bits(code):
+    alike = {"checked": frozenset({"param"})}
+    return seen_by_ranks(code, [alike, alike, alike | {"splits": (split("param", 3, 4),)}])
 
 
-@example("TH521")
-def shards_of_a_norm_that_start_with_ones(code):
-    return parallel(code, mlp(nn.LayerNorm(32)), lambda path, step: 1.0 + 0.1 * step if path == "1.weight" else 1.0)
+@example("TR101", "1", step=1)
+def a_table_that_only_one_rank_has(code):
+    apart = {"checked": frozenset({"buffer"}), "splits": (split("buffer", 3, 4),)}
+    return seen_by_ranks(code, [apart, apart])
+
+
+@example("TR101")
+def batch_norms_of_their_own(code):
+    steps = [{"checked": frozenset({"buffer"}), "splits": (split("buffer", 3 + n, 40 + n),)} for n in range(4)]
+    return seen_by_ranks(code, steps)
+
+
+@example("TR101")
+def ranks_that_were_never_the_same(code):
+    apart = {"checked": frozenset({"param"}), "splits": (split("param", 3, 4),), "averages": False}
+    return seen_by_ranks(code, [apart] * 4)
+
+
+@example("TR102", "1", step=0)
+def gradients_that_are_not_averaged(code):
+    return seen_by_ranks(
+        code, [{"splits": (split("step_grad_norm", 1.0, 1.5), split("param_grad_norm", 1.0, 1.5))}] * 3
+    )
+
+
+@example("TR102")
+def gradients_that_are_rounded_apart(code):
+    return seen_by_ranks(code, [{"splits": (split("step_grad_norm", 1.0, 1.0000001),)}] * 3)
+
+
+@example("TR104", "1", step=2)
+def activations_of_one_rank_that_are_far_larger(code):
+    small, large = torch.tensor([[0.0, 1.0, -3, 3, 0, 0]]), torch.tensor([[0.0, 50.0, -150, 150, 0, 0]])
+    return seen_by_ranks(code, [{}, {}, {"tables": {0: small, 1: large}}, {"tables": {0: small, 1: large}}])
+
+
+@example("TR104", "", step=1)
+def a_loss_of_one_rank_that_is_far_larger(code):
+    return seen_by_ranks(code, [{}, *[{"facts": {0: {"loss": 1.0}, 1: {"loss": 30.0}}}] * 3])
+
+
+@example("TR104")
+def losses_that_vary(code):
+    return seen_by_ranks(code, [{"facts": {0: {"loss": 1.0 + n % 3}, 1: {"loss": 4.0 - n % 3}}} for n in range(8)])
+
+
+@example("TR105", "")
+def a_rank_that_was_lost(code):
+    return seen_by_ranks(
+        code, [{}, {"members": {0: Member("a", 0, 0, 8, 9, "ended"), 1: Member("b", 0, 1, 3, None, LOST)}}]
+    )
+
+
+@example("TR105")
+def a_rank_with_one_step_less(code):
+    return seen_by_ranks(
+        code, [{"members": {0: Member("a", 0, 0, 99, 100, "ended"), 1: Member("b", 0, 1, 98, 99, "ended")}}]
+    )
+
+
+@example("TR106", "", step=0)
+def the_same_batch_on_both_ranks(code):
+    return seen_by_ranks(code, [{"facts": {rank: {"inputs": [n]} for rank in (0, 1)}} for n in range(3)])
+
+
+@example("TR106")
+def the_same_batch_within_a_team(code):
+    members = {rank: Member("a", 0, 0, 3) for rank in (0, 1)}
+    return seen_by_ranks(code, [{"members": members, "facts": {r: {"inputs": [n]} for r in (0, 1)}} for n in range(3)])
+
+
+@example("TR107", "1", step=0)
+def a_parameter_that_one_rank_does_not_train(code):
+    return seen_by_ranks(code, [{"splits": (split("update_norm", 0.1, 0.0),)}] * 2)
+
+
+@example("TR107")
+def updates_that_differ(code):
+    return seen_by_ranks(code, [{"splits": (split("update_norm", 0.1, 0.2),)}] * 2)
+
+
+@example("TR108", "1", step=1)
+def a_nan_on_one_rank(code):
+    broken = {"nonfinite": ["1", "output"]}
+    return seen_by_ranks(code, [{}, {"facts": {0: {}, 1: broken}}, {"facts": {0: broken, 1: broken}}])
+
+
+@example("TR108")
+def a_nan_on_all_ranks_at_once(code):
+    return seen_by_ranks(code, [{}, {"facts": {rank: {"nonfinite": ["1", "output"]} for rank in (0, 1)}}])
+
+
+@example("TR109", "")
+def a_slow_rank(code):
+    return seen_by_ranks(code, [{"facts": {0: {"seconds": 0.01}, 1: {"seconds": 0.03}}}] * 12)
+
+
+@example("TR109")
+def ranks_that_take_turns_at_being_slow(code):
+    return seen_by_ranks(
+        code, [{"facts": {0: {"seconds": 0.01 + 0.03 * (n % 2)}, 1: {"seconds": 0.025}}} for n in range(12)]
+    )
 
 
 # --- TH6: losses

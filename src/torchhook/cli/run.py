@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -116,6 +117,8 @@ class Launch:
             if self.discovery is not None:
                 self.discovery.__exit__(None, None, None)
             raise
+        if os.environ.get("WORLD_SIZE", "1") != "1":  # the launcher ends all ranks once one has failed: report first
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
             try:
                 if ended is not None:

@@ -15,13 +15,13 @@ from flask import Response, send_file
 from torchhook.core.errors import TorchhookError
 from torchhook.dashboard.guard import Guard
 from torchhook.dashboard.library import Library
-from torchhook.dashboard.pages import compare, flow, graph, layer, layers, overview, results, runs
+from torchhook.dashboard.pages import compare, flow, graph, layer, layers, overview, ranks, results, runs
 from torchhook.dashboard.parts import PAGES, address, waiting
 from torchhook.render.figures.style import SCRIPT
 from torchhook.render.to_html import STYLE
 from torchhook.render.words import printable
 
-_PAGES = (compare, flow, graph, layer, layers, overview, runs)
+_PAGES = (compare, flow, graph, layer, layers, overview, ranks, runs)
 _INDEX = """<!doctype html>
 <html lang="en">
 <head>
@@ -138,15 +138,18 @@ def _routed(library: Library, pathname: str, query: dict[str, list[str]]) -> tup
         page = flow.page(book, int(first["step"]) if first.get("step", "").isdecimal() else None)
     elif name == "graph":
         page = graph.page(book)
+    elif name == "ranks":
+        page = ranks.page(book)
     else:
         page = html.P(f"There is no page {printable(name)!r}.", role="alert")
-    return page, _header(book.name, "layers" if name == "layer" else name)
+    return page, _header(book.name, "layers" if name == "layer" else name, bool(book.run.rank_steps))
 
 
-def _header(run: str, current: str) -> Component:
+def _header(run: str, current: str, has_ranks: bool) -> Component:
     """The name of a run and links to its pages."""
     links = [
         dcc.Link(text, href=address(run, page), className="current" if page == current else "")
         for page, text in PAGES.items()
+        if page != "ranks" or has_ranks
     ]
     return html.Div([html.H1(printable(run)), html.Nav(links, **{"aria-label": "Pages of this run"})])

@@ -166,19 +166,19 @@ class Book:
     def health(self) -> dict[str, Severity]:
         """The worst severity found at each site."""
         worst: dict[str, Severity] = {}
-        for found in self._found():
+        for found in self.found():
             worst[found.site] = max(worst.get(found.site, found.severity), found.severity, key=lambda one: one.rank)
         return worst
 
     def findings_at(self, layer: str) -> list[Finding]:
         """The findings at a layer or at its parameters, including those that another finding explains."""
-        return [found for found in self._found() if found.site == layer or found.site.startswith(f"{layer}.")]
+        return [found for found in self.found() if found.site == layer or found.site.startswith(f"{layer}.")]
 
     def cause_of(self, finding: Finding) -> Finding | None:
         """The finding that explains this one, if there is one."""
         return next((found for found in self.run.findings if finding in found.affected), None)
 
-    def _found(self) -> list[Finding]:
+    def found(self) -> list[Finding]:
         """All findings, including those that others explain."""
         return [one for finding in self.run.findings for one in (finding, *finding.affected)]
 

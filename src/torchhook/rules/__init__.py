@@ -12,6 +12,7 @@ from torchhook.rules.families import (  # noqa: F401 (to register them)
     losses,
     nonfinite,
     norms,
+    ranks,
     representation,
     targets,
     units,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchhook.rules.loop import Loop
 from torchhook.rules.loss_graph import LossTerm
+from torchhook.rules.ranks import RankStep
 from torchhook.stats.reading import Snapshot
 
 _SHOWN = ("mean", "std", "zero_fraction", "grad_norm", "norm", "update_ratio")
@@ -25,7 +26,8 @@ class Entry:
     of one sample (channels × height × width) by layer path. `wires` are pairs of layers whose first feeds the second.
     `lines` are the source lines of the calls, by layer path, and `shapes` those of the outputs. Most entries have none
     of the four. `terms` is what the loss compares, by step, and `loop` what the script did so far between its steps, if
-    that was seen.
+    that was seen. `ranks` is what each of several ranks saw, whose statistics are merged in `snapshot`; before they
+    are, `local` has what only one rank is asked.
     """
 
     step: int
@@ -40,6 +42,8 @@ class Entry:
     loop: Loop | None = None
     lines: Mapping[str, str] = field(default_factory=dict)
     shapes: Mapping[str, str] = field(default_factory=dict)
+    local: Mapping[str, Any] = field(default_factory=dict)
+    ranks: RankStep | None = None
 
     def __iter__(self) -> Iterator[Any]:
         yield self.step

@@ -19,6 +19,7 @@ from torchhook.rules.entry import Entry
 from torchhook.rules.kinds import kind_of
 from torchhook.rules.loop import Loop
 from torchhook.rules.loss_graph import LossTerm, merged
+from torchhook.rules.ranks import RankStep
 from torchhook.stats.downsample import thinned
 from torchhook.stats.moments import Summary
 from torchhook.stats.reading import Place, Reading, Row, Snapshot
@@ -70,7 +71,7 @@ class Raised:
     def of(error: Exception, step: int) -> Raised:
         """The exception as plain data."""
         at = own_frame(error)
-        line = "" if at is None else f"{Path(at.filename).name}:{at.lineno}: {at.line}"
+        line = "" if at is None else f"{Path(at.filename).name}:{at.lineno}: {at.line}".removesuffix(": ")
         return Raised(type(error).__name__, str(error), line, step)
 
 
@@ -87,7 +88,7 @@ class History:
     terms: dict[int, Sequence[LossTerm]] = field(default_factory=dict)  # what the loss compares, in some steps
     modes: Modes | None = None
     loop: Loop | None = None
-    ranks: dict[int, dict[str, dict[int, float]]] = field(default_factory=dict)  # norms of parameters in other ranks
+    ranks: list[RankStep] = field(default_factory=list)  # what each of several ranks saw
     profile: Profile | None = None
     first_step: int = 0
     own_optimizer: bool = False  # whether the user passed one
@@ -122,6 +123,7 @@ class History:
             gone = set(thinned(steps, keep))
             self.windows = [window for window in self.windows if window.step not in gone]
             self._moments = {step: known for step, known in self._moments.items() if step not in gone}
+            self.ranks = [known for known in self.ranks if known.step not in gone]
             self._tables.clear()
         for step in thinned(list(self.terms), keep) if len(self.terms) > most else ():
             del self.terms[step]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchhook.core.selection import plain, unwrapped
+from torchhook.core.shards import local, shards_of_gathered
 from torchhook.core.torch_internals import BATCH_NORMS
 from torchhook.rules.step import wants_closure
 from torchhook.stats import Moments
@@ -87,7 +89,9 @@ def at_rest(model: nn.Module, optimizer: Any = None) -> Rest:
     """
     groups = [] if optimizer is None else optimizer.param_groups
     model = unwrapped(model)
-    known = {plain(path): p for path, p in model.named_parameters() if not is_lazy(p) and not p.is_meta}
+    shards = shards_of_gathered(model)  # which are what is trained
+    own_parameters = ((path, shards.get(id(p), p)) for path, p in model.named_parameters())
+    known = {plain(path): p for path, p in own_parameters if not is_lazy(p) and not p.is_meta}
     own = {id(parameter) for parameter in known.values()}
     buffers = {plain(path): buffer for path, buffer in model.named_buffers() if _is_measurable(buffer)}
     classes = {plain(path): type(module).__name__ for path, module in model.named_modules()}
@@ -112,23 +116,29 @@ def installed_modules(model: nn.Module) -> Iterator[str]:
     for path, module in model.named_modules():
         around = known.get(path.rpartition(".")[0], False)
         is_container = type(module) in (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-        known[path] = around if is_container else _is_installed(type(module))
+        known[path] = around if is_container else is_installed(type(module))
         if known[path]:
             yield plain(path)
 
 
-def _is_installed(cls: type[nn.Module]) -> bool:
+def is_installed(cls: type[Any]) -> bool:
+    """Whether a class is from an installed package.
+
+    >>> is_installed(nn.Linear)
+    True
+    """
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     return file is not None and not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
 def _parameter(parameter: nn.Parameter, groups: list[dict[str, Any]], module: str) -> ParameterState:
+    here = local(parameter.detach())  # of a sharded parameter, what is here: no rank may have to wait for others
     inside = [number for number, group in enumerate(groups) if any(p is parameter for p in group["params"])]
     return ParameterState(
         summary=Moments().of(parameter),
-        weights=parameter[0].numel() if parameter.dim() and len(parameter) else 0,
+        weights=math.prod(parameter.shape[1:]) if parameter.dim() and len(parameter) else 0,
         trainable=parameter.requires_grad,
-        alike=parameter.dim() > 1 and len(parameter) > 1 and bool((parameter == parameter[:1]).all()),
+        alike=here.dim() > 1 and len(here) > 1 and bool((here == here[:1]).all()),
         groups=tuple(inside),
         lr=max((rate for number in inside if (rate := rate_of(groups[number])) is not None), default=None),
         dtype=parameter.dtype,

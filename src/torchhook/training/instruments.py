@@ -6,6 +6,7 @@ In steps that are not measured, the hooks are taken out of the model.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -22,6 +23,7 @@ from torchhook.stats.clock import Clock, SlowClock
 from torchhook.stats.reading import Snapshot
 from torchhook.training.maps import Maps
 from torchhook.training.price import Kind, Price
+from torchhook.training.ranks.probe import Probe, checksums
 from torchhook.training.wires import Wires
 
 SELDOM = 10  # one in this many measured steps includes what is expensive
@@ -44,8 +46,10 @@ class Instruments:
         every: int,
         price: Price | None,
         on_fault: Callable[[Exception], None],
+        has_ranks: bool = False,
     ) -> None:
         self.price = price
+        self.stretch = 1 if has_ranks else 0  # with several ranks, one step in `every` times this is measured
         self.clock = Clock(every, by_passes=False, training_only=True, allows=self._allows)
         self.seldom = SlowClock(self.clock, SELDOM)
         self.watch = Watch(
@@ -61,7 +65,9 @@ class Instruments:
             on_fault=on_fault,
         )
         self._on_fault = on_fault
+        self._model = weakref.ref(model)
         self._maps = Maps(self.seldom)
+        self._probe = Probe(self.clock)
         self._wires = Wires()
         self._wiring = ExitStack()  # is closed after the first measured step
         self._sessions: list[Session] = []  # whose hooks are taken out of the model in idle steps
@@ -77,8 +83,9 @@ class Instruments:
             attached.callback(self.watch.forget_thorough)  # half a step must not enter the history
             attached.push(self._wiring)
             if not compiled_among(model.modules()):
-                self._attach(model, self._maps.taps(model), attached)
-                self._attach(model, self._wires.taps(model), self._wiring)
+                self._attach(model, self._maps.taps(model), attached, self.seldom)
+                self._attach(model, self._wires.taps(model), self._wiring, self.seldom)
+                self._attach(model, self._probe.taps() if has_ranks else [], attached, self.clock)
             self.watch.begin_thorough()
             self._attached = attached.pop_all()
         if price is not None and not self.watch.sees_steps:
@@ -102,6 +109,15 @@ class Instruments:
         wires, self._wires = self._wires, Wires()
         return joined(snapshots), self._maps.taken(), wires
 
+    def take_local(self) -> Callable[[], Mapping[str, Any]]:
+        """A reader of what only this rank is asked: checksums are taken seldom."""
+        seen = self._probe.taken()
+        model = self._model()
+        is_seldom = model is not None and self._measured is not None and self._measured >= Kind.SELDOM
+        sums = checksums(model, self.watch.optimizer) if model is not None and is_seldom else dict
+        apart = 1 if self.price is None else self.price.affordable
+        return lambda: {**seen(), "sums": sums(), "apart": apart}
+
     def plan(self) -> None:
         """Begin to measure what is most expensive, if the next step includes it and the one before was taken."""
         if self._kind is Kind.RARE and not self.has_measured and not self.watch.is_thorough:
@@ -112,6 +128,8 @@ class Instruments:
         begun = time.perf_counter()
         self._measured, was_measured = self._kind, self._kind is not None
         self._kind = self._next if clock.active else None
+        if self.stretch:
+            self._probe.turn(self.watch.model, clock.active)
         if self._kind is not None:
             for session in self._sessions:
                 session.resume()
@@ -145,14 +163,19 @@ class Instruments:
         self.clock.followers.clear()  # which are in a cycle with the clock
         self.clock.allows = lambda: False
 
-    def _attach(self, model: nn.Module, taps: list[Tap], stack: ExitStack) -> None:
+    def _attach(self, model: nn.Module, taps: list[Tap], stack: ExitStack, when: Clock) -> None:
         if taps:
-            session = Session(model, taps, scope="all", on_silent="ignore", on_fault=self._on_fault, when=self.seldom)
+            session = Session(model, taps, scope="all", on_silent="ignore", on_fault=self._on_fault, when=when)
             stack.callback(session.open().abandon)
             self._sessions.append(session)
 
     def _allows(self) -> bool:
-        """Whether the next step may be measured; what is most expensive waits until it can be afforded."""
+        """Whether the next step may be measured; what is most expensive waits until it can be afforded.
+
+        With several ranks, all measure the same steps: the root says how far apart.
+        """
+        if self.stretch:
+            return self._allows_all_ranks()
         if self.price is not None and self.price.is_refusing:
             return False
         number = self.clock.number + 1
@@ -162,6 +185,17 @@ class Instruments:
         self._next = next((kind for kind in kinds if self.price is None or self.price.allows(kind)), None)
         self._owes &= self._next is not Kind.RARE
         return self._next is not None
+
+    def _allows_all_ranks(self) -> bool:
+        apart = self.clock.every * self.stretch
+        if self.clock.step % apart and not self.clock.hurries:
+            return False
+        number = self.clock.number + 1
+        is_usual = not self.seldom.includes(number)
+        self._next = Kind.RARE if _is_rare(number) else Kind.OFTEN if is_usual else Kind.SELDOM
+        if self.price is not None:
+            self.price.begin(self._next)
+        return True
 
 
 def _is_rare(number: int) -> bool:

@@ -61,6 +61,10 @@ class Judge:
         """Add a measured step. Returns the new findings, or None if it is not time for a check."""
         if entry.snapshot:
             self.history.add(entry.step, entry.snapshot)
+        if entry.ranks is not None:
+            if self.history.ranks and self.history.ranks[-1].step == entry.ranks.step:  # known better at the end
+                self.history.ranks.pop()
+            self.history.ranks.append(entry.ranks)
         self.history.losses.update(entry.losses)
         self.history.rates.update(entry.rates)
         self.history.terms.update(entry.terms)

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,13 +19,14 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from torchhook.core.errors import StopTraining
+from torchhook.core.errors import RunError, StopTraining
 from torchhook.core.findings import Finding, Report, Severity
 from torchhook.core.renamed import renamed
 from torchhook.core.selection import require_module, unwrapped, walk
 from torchhook.core.tap import require_count
 from torchhook.core.text import warn
 from torchhook.core.transfer import sent_home
+from torchhook.render.to_json import from_json
 from torchhook.rules.check import check
 from torchhook.rules.history import History, settled
 from torchhook.rules.loop import Loop
@@ -33,14 +35,20 @@ from torchhook.rules.registry import Choice, chosen
 from torchhook.rules.rest import Rest, at_rest
 from torchhook.stats.optimizer.steps import unwrapped as torch_optimizer
 from torchhook.stats.reading import Snapshot
-from torchhook.training.beside import norms_of_ranks
 from torchhook.training.ending import ending, failure, from_here, tell
 from torchhook.training.instruments import SELDOM, Instruments
 from torchhook.training.judge import Judge
 from torchhook.training.logs import Entry, Log, Target, targets
 from torchhook.training.price import Price
-from torchhook.training.process import agreed, described, device_of, header, rank, world_size
+from torchhook.training.process import described, device_of, header, rank, world_size
+from torchhook.training.ranks.connect import connected
+from torchhook.training.ranks.gather import Answers, Gather
+from torchhook.training.ranks.probe import checksums
+from torchhook.training.ranks.seat import require_mesh, seat_of
+from torchhook.training.ranks.signals import TERMINATED, Terminated
+from torchhook.training.ranks.tree import Tree
 from torchhook.training.runs.folders import new_folder
+from torchhook.training.runs.run import Run
 from torchhook.training.runs.writer import RunLog
 from torchhook.training.wires import Wires
 from torchhook.training.worker import Arriving, Worker
@@ -82,6 +90,10 @@ class Monitor:
             steps than one in `every` are measured, and rules are checked less often. A training of under a minute may
             overdraw it, by at most a second, because its first steps are measured anyway. With None, `every` alone
             counts.
+        mesh: With several ranks, the mesh of devices, if the model does not tell: its dims have names such as ``"dp"``,
+            ``"tp"`` and ``"pp"``.
+
+    Of several ranks, each of which has a monitor, one writes the run for all, and reports; `docs/ranks.md` has more.
 
     >>> from torchhook import Monitor
     >>> _ = torch.manual_seed(0)
@@ -114,8 +126,10 @@ class Monitor:
         first_step: int = 0,
         max_bytes: int = 2**28,
         price: float | None = 0.02,
+        mesh: Any = None,
     ) -> None:
         require_module(model)
+        require_mesh(mesh)
         require_count(every, "every")
         _require_share(price)
         _require_usable(on_finding)
@@ -127,6 +141,7 @@ class Monitor:
         self.first_step = first_step
         self.steps = first_step  # the number of the next step
         self.tells = rank() == 0  # at the end, in one line
+        self.writes = True  # whether it writes a run, which only one of several ranks does
         self.state = "running"
         self.findings: list[Finding] = []
         self.run: Path | None = None
@@ -134,7 +149,6 @@ class Monitor:
         self._place: str | None = None  # of the run, as seen from the folder where the training began
         self._report: Report | None = None
         self._process = os.getpid()
-        self._has_ranks = rank() == 0 and world_size() > 1
         self._open = True
         self._broken: int | None = None  # the step since which the loss is not finite, as far as it is known here
         self._quiet = 0  # how many of the next steps need no look, if they are not measured
@@ -146,11 +160,17 @@ class Monitor:
         checked = partial(check, rules=applied, per_module=per_module, model=self.model_name)
         faulted = partial(_faulted, weakref.ref(self))
         self._price = None if price is None else Price(price, model, is_prompt=on_finding is not None)
-        self._instruments = Instruments(model, optimizer, applied, history, every, self._price, faulted)
+        tree = connected()
+        self._terminated: Terminated | None = None  # tells other ranks and the run about the end
+        self._instruments = Instruments(
+            model, optimizer, applied, history, every, self._price, faulted, tree is not None
+        )
         self._clock = self._instruments.clock
         try:
             judge = Judge(history, checked, on_finding is not None, self._price)
-            self._worker = Worker(judge, self._logs(where, name, max_bytes), self._price)
+            self._make_logs = partial(self._logs, where, name or self.model_name, max_bytes)
+            first_logs = self._make_logs(None) if tree is None or tree.is_root else ()
+            self._worker = Worker(judge, first_logs, self._price)
         except BaseException:
             self._instruments.detach()
             raise
@@ -167,8 +187,15 @@ class Monitor:
             },
             **described(),
         }
+        self._about = about
         self._worker.about = header(about, self._place)
         self._worker.begin(about)
+        if tree is not None:
+            try:
+                self._join(tree, model, mesh)
+            except Exception as error:  # a fault of ours must not stop the training: this rank is watched alone
+                self._worker.fail("joining the other ranks", error)
+                _taken_over(weakref.ref(self), self._worker, None)
 
     def step(self, loss: Tensor | float | None = None, step: int | None = None) -> None:
         """Call this after each step of the training.
@@ -193,7 +220,7 @@ class Monitor:
         except Exception as error:  # a fault of ours must not stop the training
             self._give_up(error)
         self.steps += 1
-        if self._open and not self._worker.findings.empty():
+        if self._open and not self._worker.findings.empty() and self.steps >= self._worker.act_at:
             self._react()
 
     def wait(self, rest: Rest | None = None) -> None:
@@ -241,12 +268,12 @@ class Monitor:
             threading.Thread(target=self.close, args=(state, error)).start()
             return
         self._open, self._quiet, self.state = False, 0, state
+        if self._terminated is not None:
+            self._terminated.begin_to_end()
         last = None
         try:
             history = self._worker.judge.history
             history.after = self._instruments.watch.rest()
-            if self._has_ranks and self.run is not None:
-                history.ranks = norms_of_ranks(self.run)
             if self.notes is not None:
                 self.notes.has_ended = state == "ended"
                 history.loop = self.notes.facts()()
@@ -256,11 +283,16 @@ class Monitor:
         except Exception as fault:
             self._worker.fail("reading the last step", fault)
         self._at_exit.detach()
+        self._worker.steps = self.steps - self.first_step
         report = _finished(self._instruments, self._worker, state, last)
         if self.unwritten:  # then a report does not name the run as the place where it comes from
             report = replace(report, about={name: fact for name, fact in report.about.items() if name != "run"})
         self._report = report
         self._collect()
+        if self._terminated is not None:
+            self._terminated.close()
+        self.writes = self._worker.writes
+        self.tells &= self.writes
         del self._instruments, self._worker, self._clock
         self.notes = None  # which know the model
         if self.tells:
@@ -269,7 +301,8 @@ class Monitor:
     @property
     def ending(self) -> str:
         """The line with which the training ends: what was found, and where to look."""
-        return ending(self.report, self.steps - self.first_step, self.state, self._place, self.unwritten)
+        missing = "" if self._log is None else self._log.missing
+        return ending(self.report, self.steps - self.first_step, self.state, self._place, self.unwritten, missing)
 
     @property
     def unwritten(self) -> str:
@@ -340,6 +373,7 @@ class Monitor:
         self._losses = dict(readers)  # in case they have to wait for the next entry, they are not sent again
         rates, terms, now = dict(self._rates), dict(self._terms), time.time()
         loop = None if self.notes is None else self.notes.facts()
+        local = self._instruments.take_local() if self._worker.gather is not None else dict
         seen = wires or Wires()
         pairs, lines, shapes = list(seen.pairs), dict(seen.lines), dict(seen.shapes)  # without the graph
         return lambda: Entry(
@@ -355,6 +389,7 @@ class Monitor:
             None if loop is None else loop(),
             lines,
             shapes,
+            local(),
         )
 
     def _give(self, entry: Arriving) -> bool:
@@ -377,6 +412,28 @@ class Monitor:
             self._give(self._entry(self.steps))
             self._price.book(time.perf_counter() - begun)
 
+    def _join(self, tree: Tree, model: nn.Module, mesh: Any) -> None:
+        """Be one of several ranks from now on."""
+        self.tells = True  # if it writes the run
+        worker, found = self._worker, weakref.ref(self)
+        calls = Answers(
+            partial(_arrived, found, worker),
+            partial(_taken_over, found, worker),
+            partial(_heard, found, worker),
+            partial(worker.fail, "gathering the ranks"),
+        )
+        worker.writes = tree.is_root
+        worker.apart = self.every
+        seat = seat_of(model, rank(), mesh)
+        if seat.pipelined:
+            self._instruments.clock.wait()
+        worker.gather = Gather(seat, world_size(), tree, calls)
+        if self.run is not None:
+            worker.gather.say({"run": str(self.run.absolute())})
+        sums = checksums(model, self._instruments.watch.optimizer)
+        worker.put(lambda: Entry(self.first_step - 1, time.time(), Snapshot({}), local={"sums": sums()}))
+        self._terminated = Terminated(partial(_terminated, found))
+
     def _react(self) -> None:
         """Act on new findings, as `on_finding` says."""
         for finding in self._collect():
@@ -398,14 +455,15 @@ class Monitor:
         self._worker.fail("watching (which has stopped)", error)
         self.close("failed")
 
-    def _logs(self, to: list[Target], name: str | None, max_bytes: int) -> Iterable[Log]:
+    def _logs(self, to: list[Target], name: str, max_bytes: int, known: str | None) -> Iterable[Log]:
+        """The logs. The first run goes on in the folder that is `known`, if another rank has begun it."""
         for one in to:
             if isinstance(one, Log):
                 yield one
                 continue
-            folder = _folder(Path(one), name or self.model_name)
+            folder = Path(known) if known and self._log is None else new_folder(one, name)
             log = RunLog(folder, max_bytes=max_bytes)
-            if self.run is None:
+            if self._log is None:
                 self.run, self._log, self._place = folder, log, from_here(folder)
             yield log
 
@@ -427,16 +485,6 @@ def _kept(loss: Tensor) -> Tensor | float:
     return loss.item() if loss.device.type == "cpu" else loss.detach().clone().reshape(())
 
 
-def _folder(root: Path, name: str) -> Path:
-    """Where this process writes: rank 0 into the run itself, other ranks below it."""
-    number = rank()
-    if number == 0:
-        folder = new_folder(root, name)
-        agreed(folder.name)
-        return folder
-    return root / agreed(f"{name}-{os.getpid()}") / f"rank{number}"
-
-
 def _faulted(monitor: weakref.ref[Monitor], error: Exception) -> None:
     """A tap raised inside the user's own forward or backward, which continues without that tap."""
     found = monitor()
@@ -451,6 +499,63 @@ def _finished(instruments: Instruments, worker: Worker, state: str, last: Arrivi
     except Exception as error:
         worker.fail("detaching from the model", error)
     return worker.finish(state, last)
+
+
+def _arrived(monitor: weakref.ref[Monitor], worker: Worker, entry: Entry) -> None:
+    """On the rank that writes the run, the entry of all ranks is there; they are told how far apart to measure."""
+    apart = max((int(facts.get("apart", 1)) for facts in entry.ranks.facts.values()), default=1) if entry.ranks else 1
+    if entry.ranks is not None:
+        worker.about = {**worker.about, "ranks": entry.ranks.said}
+    stretch = 1 << max(0, math.ceil(apart / worker.apart) - 1).bit_length()
+    found = monitor()
+    if found is not None and found._open and stretch != found._instruments.stretch and worker.gather is not None:
+        found._instruments.stretch = stretch
+        worker.gather.say({"stretch": stretch})
+    if not worker.put(lambda: entry):
+        worker.lost += 1
+
+
+def _heard(monitor: weakref.ref[Monitor], worker: Worker, news: Mapping[str, Any]) -> None:
+    """The rank that writes the run has said something."""
+    found = monitor()
+    if found is None or not found._open:
+        return
+    if "stretch" in news:
+        found._instruments.stretch = int(news["stretch"])
+    if news.get("run"):
+        found.run = Path(news["run"])
+    if "findings" in news:
+        worker.act_at = int(news["from"])
+        for finding in from_json(news["findings"]).findings:
+            worker.findings.put(finding)
+
+
+def _taken_over(monitor: weakref.ref[Monitor], worker: Worker, folder: str | None) -> int:
+    """This rank writes the run from now on: in `folder`, if another rank has begun it. Returns the last step in it."""
+    if worker.writes:
+        return -2
+    worker.writes, last = True, -2
+    if folder is not None:
+        with suppress(RunError), Run(folder) as run:
+            last = -2 if run.last_step is None else run.last_step
+            worker.judge.history = replace(run.history(), rest=worker.judge.history.rest)
+
+    def begin() -> None:
+        found = monitor()
+        if found is not None:
+            worker.logs = list(found._make_logs(folder))
+            worker.about = header(found._about, found._place)
+            worker.begin(found._about)
+
+    worker.put(begin)
+    return last
+
+
+def _terminated(monitor: weakref.ref[Monitor]) -> None:
+    """The process has to end, and the training is stuck."""
+    found = monitor()
+    if found is not None:
+        found.close("interrupted")
 
 
 def _closed_at_exit(monitor: weakref.ref[Monitor]) -> None:
@@ -485,4 +590,5 @@ def state_of(error: BaseException | None) -> str:
     """How a training ended, given what was raised."""
     if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
         return "ended"
-    return "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+    is_told = isinstance(error, SystemExit) and error.code == TERMINATED
+    return "interrupted" if is_told or isinstance(error, KeyboardInterrupt) else "failed"

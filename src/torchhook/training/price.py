@@ -144,6 +144,13 @@ class Price:
         self._entries += 1
         self._beside += seconds
 
+    @property
+    def affordable(self) -> int:
+        """One step in how many may be measured by what they have cost so far; 1 as long as that is not known."""
+        if not self.measured or not self._usual or len(self._recent) < _FEW // 2:
+            return 1
+        return math.ceil(self.spent / self.measured / (self.share * self._usual))
+
     def alarm(self, is_urgent: bool = False) -> None:
         """A finding is near: the next measurements may be paid from the savings, an urgent one may overdraw them."""
         self._ahead = _AHEAD

@@ -9,17 +9,11 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed, nn
-
-from torchhook.core.torch_internals import default_store
-
-_numbers = count()
 
 
 def rank() -> int:
@@ -78,23 +72,3 @@ def device_of(model: nn.Module) -> str | None:
     if first is None:
         return None
     return f"{first.device} ({torch.cuda.get_device_name(first.device)})" if first.is_cuda else str(first.device)
-
-
-def agreed(name: str) -> str:
-    """The `name` that rank 0 chose, exchanged through the store of the process group; without a store, our own.
-
-    There is no collective call, in which a rank that trains differently might not take part.
-    """
-    number = next(_numbers)
-    if world_size() == 1 or not distributed.is_initialized():
-        return name
-    try:
-        store = default_store()
-        key = f"torchhook/{number}"
-        if rank() == 0:
-            store.set(key, name)
-        else:
-            store.wait([key], timedelta(seconds=30))
-        return str(store.get(key).decode())
-    except Exception:  # rank 0 may have no monitor
-        return name

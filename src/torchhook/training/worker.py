@@ -14,17 +14,20 @@ from typing import Any
 
 from torchhook.core.findings import Finding, Report
 from torchhook.core.text import warn
+from torchhook.render.to_json import json as to_json
 from torchhook.rules.check import failed
 from torchhook.training.judge import Judge
 from torchhook.training.logs import Entry, Log
 from torchhook.training.price import Price
+from torchhook.training.ranks.gather import Gather
 
 _WAITING = 64  # entries; more are dropped, if the logs are slower than the training
+_AHEAD = 3  # measured steps until all ranks act on a finding
 _PATIENCE = 60.0  # seconds for the logs to finish at the end
 
 
-Arriving = Callable[[], Entry]
-"""Reads a measured step that is on its way from the device; calling it waits for it."""
+Arriving = Callable[[], "Entry | None"]
+"""Reads a measured step that is on its way from the device; calling it waits for it. None is no step."""
 
 
 class Worker:
@@ -41,6 +44,12 @@ class Worker:
         self.lost = 0  # measured steps that were dropped
         self.broken: list[Finding] = []  # faults of torchhook itself
         self.findings: queue.SimpleQueue[Finding] = queue.SimpleQueue()
+        self.gather: Gather | None = None  # where all ranks come together, if there are several
+        self.writes = True  # whether this rank, if there are several, writes the run
+        self.steps = 0  # of the training, when it is over
+        self.act_at = 0  # the step from which on to act on findings, so that all ranks do so together
+        self.apart = 1  # steps between two that are measured
+        self._gathered = 0.0  # seconds of the thread that gathers
         self._here: queue.SimpleQueue[tuple[Log, str, tuple[Any, ...]]] = queue.SimpleQueue()
         self.has_work_here = any(log.in_step for log in self.logs)  # now and then: most logs need no `deliver`
         self._windows: queue.Queue[tuple[Arriving | None, str]] = queue.Queue(_WAITING)  # the last has a state
@@ -86,6 +95,8 @@ class Worker:
     def report(self) -> Report:
         """The report as it is now."""
         known = self.judge.report or Report()
+        if not self.writes:
+            known = replace(known, notes=(*known.notes, "the rank that writes the run has the report of all ranks"))
         lost = (f"{self.lost} windows were dropped: logging could not keep up",) if self.lost else ()
         findings, notes = (*known.findings, *self.broken), (*known.notes, *lost)
         watching = {} if self.price is None else {"watching": self.price.did["said"]}
@@ -119,20 +130,38 @@ class Worker:
             if arriving is not None:
                 self._read(arriving)
             if self.price is not None:
-                self.price.book_beside(time.thread_time() - begun)
+                self.price.book_beside(time.thread_time() - begun + self._of_gathering())
             self._windows.task_done()
         self.about = {**self.about, "state": state}
+        if self.gather is not None:
+            self.gather.close(self.steps, state)
+            while not self._windows.empty():  # what the other ranks have sent until then
+                self._read(self._windows.get()[0])
+            if not self.writes:
+                return
         self._judged(partial(self.judge.check, last=True))
         self._call_logs("end", self.report(), state)
 
-    def _read(self, arriving: Arriving) -> None:
+    def _read(self, arriving: Arriving | None) -> None:
         try:
-            entry = arriving()
+            entry = None if arriving is None else arriving()
         except Exception as error:  # a fault of ours must not end the thread
             self.fail("reading a measured step", error)
             return
+        if entry is None:
+            return
+        if self.gather is not None and entry.ranks is None:  # it comes back with those of the other ranks
+            self.gather.put(entry)
+            return
         self._call_logs("write", entry)
         self._judged(partial(self.judge.add, entry))
+
+    def _of_gathering(self) -> float:
+        """The seconds that the thread which gathers has worked since the last time."""
+        if self.gather is None:
+            return 0.0
+        before, self._gathered = self._gathered, self.gather.worked
+        return self._gathered - before
 
     def _judged(self, judge: Callable[[], list[Finding] | None]) -> None:
         try:
@@ -145,6 +174,10 @@ class Worker:
         for finding in found:
             self.findings.put(finding)
             self._call_logs("found", finding)
+        if found and self.gather is not None:
+            windows = self.judge.history.windows
+            self.act_at = (windows[-1].step if windows else 0) + _AHEAD * self.apart
+            self.gather.say({"findings": to_json(Report(tuple(found))), "from": self.act_at})
         windows = self.judge.history.windows
         self._call_logs("keep", self.report(), windows[-1].step if windows else 0)
 

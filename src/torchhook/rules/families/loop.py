@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from statistics import median, pstdev
 
 from torchhook.core.findings import Finding, Severity
-from torchhook.rules.history import History, finite, owner, percent, plain
+from torchhook.rules.history import History, finite, percent, plain
 from torchhook.rules.registry import register
 from torchhook.rules.rule import Need, Phase, Rule
 
@@ -181,56 +181,6 @@ class UsedUp(LoopRule):
             if feeding.used_up:
                 message = f"the loader's iterator is exhausted, but was asked for another batch {feeding.used_up} times"
                 yield self.finding(message, times=feeding.used_up)
-
-
-@register
-class RankDifference(Rule):
-    """A parameter that all ranks had in common is no longer the same in all of them.
-
-    Its norm was the same to the last bit in the first step that both ranks measured, and differs later by more than a
-    hundred-thousandth. Only judged if the ranks have the same parameters, and at least one of those that came apart did
-    not start with all values alike: shards of such parameters cannot be told from copies.
-    """
-
-    code, name, severity = "TH521", "rank-difference", Severity.ERROR
-    cause = "rank-difference"
-    phase = Phase.UPDATE
-    needs = (Need("update_ratio"),)
-    facts = ("rest", "ranks")
-    explains = ("TH6", "TH7")
-    hint = (
-        "Let all ranks compute the same update: call the wrapper rather than the module inside, clip by the norm of the"
-        " whole model, and give all of them the same seed."
-    )
-    wrong = "Ranks that train on their own and average their weights now and then; ensembles."
-    least = 1e-5
-
-    def find(self, history: History) -> Iterator[Finding]:
-        assert history.rest is not None
-        own = {
-            path: {step: moments.mean for step, moments in by_step.items()}
-            for (path, _), by_step in history.summaries("param_norm").items()
-        }
-        for rank, norms in history.ranks.items():
-            if norms.keys() != own.keys():
-                continue
-            apart = {path: found for path in own if (found := self._apart(own[path], norms[path])) is not None}
-            known = [history.rest.parameters[path] for path in apart if path in history.rest.parameters]
-            if not any(parameter.summary.std > 0 for parameter in known):
-                continue
-            for path, (step, difference) in apart.items():
-                message = f"ranks 0 and {rank} have different values of {path.rpartition('.')[2]}"
-                message += f": their norms differ by {percent(difference)}%"
-                yield self.finding(message, owner(path), step, rank=rank, difference=plain(difference), parameter=path)
-
-    def _apart(self, mine: Mapping[int, float], theirs: Mapping[int, float]) -> tuple[int, float] | None:
-        """Since which step a parameter is different, and by how much of its norm at the end."""
-        first, *later = sorted(mine.keys() & theirs.keys()) or [0]
-        if not later or mine[first] != theirs[first] or not mine[first]:
-            return None
-        differences = {step: abs(mine[step] - theirs[step]) / max(abs(mine[step]), 1e-30) for step in later}
-        since = next((step for step, difference in differences.items() if difference > self.least), None)
-        return None if since is None else (since, differences[later[-1]])
 
 
 def _usual(counts: Mapping[int, int], share: float) -> int:

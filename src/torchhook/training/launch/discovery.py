@@ -122,8 +122,8 @@ class Discovery:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process is alone, or the first of several that train together."""
-        return rank() == 0
+        """Whether this process is alone, or the one of several that writes the run for all."""
+        return any(monitor.writes for monitor in self.watched) if self.watched else rank() == 0
 
     def __enter__(self) -> Discovery:
         self._always.enter_context(unwarned("Using `torch.compile.* when there are global hooks on modules"))
@@ -134,6 +134,7 @@ class Discovery:
         self._always.enter_context(self._feeders.seen(self._guarded))
         self._always.enter_context(self._schedules.seen(self._guarded))
         self._always.enter_context(patched(torch.amp.GradScaler, "update", after=self._guarded(self._updated)))
+        self._always.enter_context(patched(threading, "excepthook", before=self._guarded(self._raised)))
         self._look()
         return self
 
@@ -369,11 +370,21 @@ class Discovery:
             return []
         return [other for other in self._lanes if not self._has_optimizer(other)]
 
-    def _end_by_hand(self, lane: Lane) -> None:
+    def _end_by_hand(self, lane: Lane, state: str = "ended", error: BaseException | None = None) -> None:
         for hand in [hand for hand in self._by_hand if hand.lane is lane]:
             self._by_hand.remove(hand)
             hand.close()
-            hand.monitor.close()
+            hand.monitor.close(state, error)
+
+    def _raised(self, raised: threading.ExceptHookArgs) -> None:
+        """A thread ends with an exception: what it trains has failed, although the script goes on."""
+        error, lane = raised.exc_value, getattr(self._here, "lane", None)
+        if lane is None or error is None or isinstance(error, SystemExit):
+            return
+        self._end_by_hand(lane, "failed", error)
+        for training in [one for one in list(self._trainings) if one.lane is lane and one.has_begun]:
+            if self._taken(training):
+                training.close("failed", error)
 
     def _own(self, optimizer: Optimizer) -> list[Training]:
         return [training for training in list(self._trainings) if training.optimizer() is optimizer]
@@ -500,7 +511,7 @@ class Discovery:
 
     def _forget_monitor(self, monitor: Monitor) -> None:
         self.watched.remove(monitor)
-        if monitor.run is not None and world_size() == 1:  # other ranks may still write below it
+        if monitor.run is not None and world_size() == 1:  # other ranks may still use it
             delete(monitor.run)
 
     def _guarded(self, action: Callable[..., None]) -> Callable[..., None]:

@@ -20,7 +20,8 @@ from torchhook.stats.downsample import measured_at, thinned
 from torchhook.stats.reading import Place, Row
 from torchhook.training.runs.groups import Group, settings_of, text
 from torchhook.training.runs.owners import this_process
-from torchhook.training.runs.schema import APPLICATION, VERSION, can_log_ahead, create, require_tables
+from torchhook.training.runs.ranks import as_columns
+from torchhook.training.runs.schema import APPLICATION, RANKS, VERSION, can_log_ahead, create, require_tables
 
 _PATIENCE = 1.0  # seconds to wait for other writers and readers
 _AT_ONCE = 50  # steps that are deleted in one transaction, so that its log stays small
@@ -55,6 +56,7 @@ class Database:
         if self._number("PRAGMA application_id") != APPLICATION or version > VERSION:
             raise RunError(f"cannot write to {str(self.file)!r}: another program or a newer torchhook wrote it")
         require_tables(self._db, self.file)
+        self._db.execute(RANKS)
         pages = self.log_bytes // (2 * self._number("PRAGMA page_size"))
         if self._db.execute("PRAGMA journal_mode").fetchone() != ("wal",):  # it had ended, or there cannot be one
             # A persistent journal shows readers that the run is being written.
@@ -85,14 +87,17 @@ class Database:
     def add(self, entry: Entry, groups: Iterable[tuple[Group, bytes]]) -> None:
         """Write a measured step: its groups of states, with the blob of each."""
         with self._transaction() as db:
-            db.execute("DELETE FROM states WHERE step = ?", (entry.step,))
             if entry.snapshot:  # else there are losses alone
+                db.execute("DELETE FROM states WHERE step = ?", (entry.step,))
                 db.execute("INSERT OR REPLACE INTO windows VALUES (?, ?, ?)", (entry.step, entry.time, entry.rate))
             db.executemany("INSERT OR REPLACE INTO losses VALUES (?, ?)", entry.losses.items())
             for place, row in entry.snapshot.rows.items():
                 self._know(place, row)
             rows = [(entry.step, self._layout(group), blob) for group, blob in groups]
             db.executemany("INSERT INTO states VALUES (?, ?, ?)", rows)
+            if entry.ranks is not None:
+                columns = as_columns(entry.ranks, {place: known.id for place, known in self._places.items()})
+                db.execute("INSERT OR REPLACE INTO ranks VALUES (?, ?, ?, ?)", columns)
         self._losses += len(entry.losses)
 
     def add_sample(self, step: int, path: str, file: Path, low: float, high: float) -> None:
@@ -164,7 +169,7 @@ class Database:
         steps = self._steps("windows")
         named = [step for (step,) in self._db.execute("SELECT step FROM findings WHERE step IS NOT NULL")]
         gone = thinned(steps, measured_at(steps, named)) or thinned(steps)
-        self._delete(gone, "windows", "states")
+        self._delete(gone, "windows", "states", "ranks")
         return bool(gone)
 
     def _delete(self, steps: Sequence[int], *tables: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,9 +21,10 @@ from torchhook.render.words import printable
 from torchhook.rules.check import check
 from torchhook.rules.entry import Entry
 from torchhook.rules.history import History
+from torchhook.rules.ranks import RankStep
 from torchhook.stats.moments import Moments
 from torchhook.stats.reading import Place, Row, Snapshot
-from torchhook.training.runs import queries
+from torchhook.training.runs import queries, ranks
 from torchhook.training.runs.fields import require_field
 from torchhook.training.runs.groups import Group
 from torchhook.training.runs.location import Source, located
@@ -34,6 +36,7 @@ from torchhook.training.runs.why import Why
 
 _UNCHECKED = "the run has no report yet: nothing was checked so far"
 _CHECKED_NOW = "the run has no report, so what it recorded was checked now"
+_CUT_SHORT = "the run could not be written to its end, so it is not known what came later"
 
 
 class Sample(NamedTuple):
@@ -171,6 +174,19 @@ class Run:
         return dict(self._rows(query, (WHOLE, NUMBER)))
 
     @property
+    def rank_steps(self) -> list[int]:
+        """The steps of which something is known by rank; none if one process trained alone."""
+        return self._source.read(ranks.steps)
+
+    def ranks(self, most: int | None = None) -> list[RankStep]:
+        """What each of several ranks saw, by measured step; of more than `most`, some that are evenly spread."""
+        return self._source.read(partial(_ranks, most=most))
+
+    def rank_step(self, step: int) -> RankStep:
+        """What each of several ranks saw in one of `rank_steps`."""
+        return self._source.read(lambda db: ranks.read(db, step, _places(db)))
+
+    @property
     def findings(self) -> list[Finding]:
         """All findings, in the order in which they were made."""
         return self._source.read(
@@ -190,19 +206,17 @@ class Run:
         return report and replace(report, losses=self.losses)
 
     def judged(self) -> Report:
-        """The report; if there is none because the run was killed, one that is made now from what was measured."""
-        report = self.report
-        if report is not None:
+        """The report; if there is none because the run was killed, one that is made now from what was measured.
+
+        It says if the run has not ended, or was not written to its end.
+        """
+        state, report = self.state, self.report
+        if report is None:
+            report = self._unchecked() if state == "running" else self._checked_now()
+        if state == "ended":
             return report
-        if self.state == "running":
-            return Report(tuple(self.findings), self.model, losses=self.losses, notes=(_UNCHECKED,))
-        try:
-            report = check(self.history(), model=self.model)
-        except RunError:
-            raise
-        except Exception as error:  # the file may contain anything
-            raise RunError(f"{str(self._source.file)!r} is not a run, or is corrupt ({error})") from error
-        return replace(report, notes=(*report.notes, _CHECKED_NOW))
+        notes = (*report.notes, _CUT_SHORT) if state == UNWRITTEN else report.notes
+        return replace(report, notes=notes, about={**report.about, "state": state})
 
     def why(self, fail_on: str = "error") -> Why:
         """What is wrong, on what evidence, and what to try next: for people (`print` it) and programs (`to_dict`)."""
@@ -266,7 +280,8 @@ class Run:
 
     def history(self, most: int | None = 128) -> History:
         """What rules read, from at most `most` steps: ``check(run.history())`` reports what is wrong."""
-        return History(windows=list(self.windows(most)), losses=self.losses, rates=self.rates)
+        windows = list(self.windows(most))
+        return History(windows=windows, losses=self.losses, rates=self.rates, ranks=self.ranks(most))
 
     def series(self, field: str, port: str = "output", most: int | None = 1000, *, after: int | None = None) -> Series:
         """A field of the moments (``"mean"``, ``"std"``, ``"l2"``, ``"zero_fraction"``, …) at a port, by path and step.
@@ -299,6 +314,18 @@ class Run:
             f" {findings} finding{'' if findings == 1 else 's'}, {in_units(self.size)}"
         )
 
+    def _unchecked(self) -> Report:
+        return Report(tuple(self.findings), self.model, losses=self.losses, notes=(_UNCHECKED,))
+
+    def _checked_now(self) -> Report:
+        try:
+            report = check(self.history(), model=self.model)
+        except RunError:
+            raise
+        except Exception as error:  # the file may contain anything
+            raise RunError(f"{str(self._source.file)!r} is not a run, or is corrupt ({error})") from error
+        return replace(report, notes=(*report.notes, _CHECKED_NOW))
+
     def _life(self) -> queries.Life:
         return self._source.read(queries.life)
 
@@ -307,6 +334,15 @@ class Run:
 
     def _rows(self, query: str, kinds: Sequence[tuple[type, ...]]) -> list[Any]:
         return self._source.read(lambda db: list(rows(db, query, kinds)))
+
+
+def _ranks(db: sqlite3.Connection, most: int | None) -> list[RankStep]:
+    places = _places(db)
+    return [ranks.read(db, step, places) for step in chosen(ranks.steps(db), most)]
+
+
+def _places(db: sqlite3.Connection) -> dict[int, Place]:
+    return {number: place for number, (place, _) in queries.places(db).items()}
 
 
 def _size(file: Path) -> int:

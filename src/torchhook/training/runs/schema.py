@@ -24,7 +24,10 @@ _PAGE = 8192  # bytes: the blobs of most models fill such pages well
 BESIDE = ("-wal", "-shm", "-journal")
 """The suffixes of the files that SQLite puts next to a database."""
 
-_TABLES = """
+RANKS = "CREATE TABLE IF NOT EXISTS ranks (step INTEGER PRIMARY KEY, facts TEXT, places TEXT, data BLOB)"
+"""What each of several ranks saw; runs of earlier versions have no such table."""
+
+_TABLES = f"""
 CREATE TABLE about (key TEXT PRIMARY KEY, value TEXT NOT NULL);  -- as JSON
 CREATE TABLE life (id INTEGER PRIMARY KEY CHECK (id = 0), state TEXT, started REAL, ended REAL, owner TEXT);
 CREATE TABLE places (
@@ -41,6 +44,7 @@ CREATE TABLE layouts (  -- what a blob holds: the statistic, port, shape and pla
 CREATE TABLE states (step INTEGER, layout INTEGER, data BLOB, PRIMARY KEY (step, layout));
 CREATE TABLE findings (code TEXT, site TEXT, step INTEGER, seen INTEGER, data TEXT, UNIQUE (code, site));
 CREATE TABLE samples (step INTEGER, path TEXT, file TEXT PRIMARY KEY, size INTEGER, low REAL, high REAL);
+{RANKS};
 CREATE TABLE report (id INTEGER PRIMARY KEY CHECK (id = 0), step INTEGER, data TEXT);
 """
 
@@ -99,11 +103,16 @@ def _draft(file: Path) -> Iterator[Path]:
 
 
 def _draw(file: Path, journal: str) -> None:
-    """Write the tables in one script: a statement that were still alive would keep the file open when it is renamed."""
+    """Write the tables in one script: a statement that were still alive would keep the file open when it is renamed.
+
+    The journal comes last, and is used once to see that it works. Tables in a write-ahead log would be lost with it if
+    the disk were too full to move them into the file.
+    """
     owner = json.dumps(this_process()).replace("'", "''")
     with closing(sqlite3.connect(file, isolation_level=None)) as db:
         db.executescript(f"""
-            PRAGMA page_size = {_PAGE}; PRAGMA journal_mode = {journal};
+            PRAGMA page_size = {_PAGE};
             BEGIN; PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {VERSION}; {_TABLES}
             INSERT INTO life VALUES (0, 'running', {time.time()}, NULL, '{owner}'); COMMIT;
+            PRAGMA journal_mode = {journal}; SELECT state FROM life;
         """)

@@ -16,6 +16,7 @@ from torchhook.captures.pictures import png
 from torchhook.core.errors import RunError
 from torchhook.core.findings import Finding, Report
 from torchhook.core.text import in_units, warn
+from torchhook.render.words import short
 from torchhook.training.logs import Entry, Log
 from torchhook.training.runs.blobs import packed
 from torchhook.training.runs.database import Database
@@ -62,6 +63,7 @@ class RunLog(Log):
         self._is_open = True
         self._step = 0
         self.unwritten = ""
+        self.missing = ""  # the same of the first gap, after which writing went on
         self._warned: set[str] = set()
 
     def begin(self, about: Mapping[str, Any]) -> None:
@@ -71,7 +73,8 @@ class RunLog(Log):
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             self._is_open, self.unwritten = False, f"at all: {_reason(error)}"
-            warn(f"no run is recorded: cannot create {str(self.folder)!r} ({_reason(error)}); the training goes on")
+            where = short(str(self.folder), 200)
+            warn(f"no run is recorded: cannot create {where!r} ({_reason(error)}); the training goes on")
             return
         with suppress(OSError):
             (self.folder / UNWRITTEN).unlink(missing_ok=True)  # if this run is continued
@@ -82,8 +85,9 @@ class RunLog(Log):
         self._step = entry.step
         what = f"what was measured in step {entry.step}"
         groups = self._fitting(grouped(entry))
-        if self._do(what, lambda database: database.add(entry, groups)):
-            self.unwritten = ""
+        # Losses alone may fit on a disk that has no room for a measured step.
+        if self._do(what, lambda database: database.add(entry, groups)) and entry.snapshot and self.unwritten:
+            self.missing, self.unwritten = self.missing or self.unwritten.replace(" on:", f" to {entry.step}:"), ""
         if entry.maps:
             self._do(f"the samples of step {entry.step}", lambda database: self._draw(database, entry))
         if entry.wires:

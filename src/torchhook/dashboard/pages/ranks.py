@@ -1,0 +1,90 @@
+"""The ranks page: what each of several ranks says, and a heat map of layers × ranks for any statistic at a step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from dash import Dash, Input, Output, State, dcc, html
+from dash.development.base_component import Component
+
+from torchhook.core.tabular import short
+from torchhook.dashboard.library import Library
+from torchhook.dashboard.parts import choice, graph, section, slider
+from torchhook.dashboard.sheets import Book
+from torchhook.render.figures import heatmap
+from torchhook.render.words import printable
+from torchhook.rules.ranks import TABLE, RankStep
+
+_FACTS = {"loss": "loss", "grad_norm": "norm of its gradients", "seconds": "seconds to the end of a forward"}
+
+
+def page(book: Book) -> Component:
+    """The page at the last step."""
+    steps = book.run.rank_steps
+    if not steps:
+        return html.P("One process trained alone: there are no ranks.")
+    known = book.run.rank_step(steps[-1])
+    ports = list(dict.fromkeys(port for _, port in known.places)) or ["output"]
+    last = len(steps) - 1
+    return html.Div(
+        [
+            dcc.Store(id="ranks-shown", data={"run": book.name, "steps": steps}),
+            slider("ranks-step", "step", last, last, text=f"step {max(steps[-1], 0):,}"),
+            section("Ranks", html.Div(_table(known), id="ranks-table", className="scroll")),
+            html.Div(
+                [choice("ranks-port", "measured at", ports, ports[0]), choice("ranks-stat", "statistic", TABLE, "std")],
+                className="choices",
+            ),
+            graph("ranks-heat", figure(known, ports[0], "std"), "Layers × ranks. Each column is a rank."),
+        ]
+    )
+
+
+def register(app: Dash, library: Library) -> None:
+    """Follow the slider and the choices."""
+
+    @app.callback(
+        Output("ranks-heat", "figure"),
+        Output("ranks-table", "children"),
+        Output("ranks-step-text", "children"),
+        Input("ranks-step", "value"),
+        Input("ranks-port", "value"),
+        Input("ranks-stat", "value"),
+        State("ranks-shown", "data"),
+        prevent_initial_call=True,
+    )
+    def _(number: int, port: str, stat: str, shown: dict[str, Any]) -> Any:
+        step = shown["steps"][min(number, len(shown["steps"]) - 1)]
+        known = library.book(shown["run"]).run.rank_step(step)
+        return figure(known, port, stat), _table(known), f"step {max(step, 0):,}"
+
+
+def figure(known: RankStep, port: str, stat: str) -> Any:
+    """One statistic of all layers on all ranks."""
+    here = [number for number, (_, at) in enumerate(known.places) if at == port]
+    rows = [[_drawn(table[number, TABLE.index(stat)]) for number in here] for table in known.tables.values()]
+    drawn = heatmap(stat, list(known.tables), [known.places[number][0] for number in here], rows, along="rank")
+    return drawn.update_xaxes(tick0=0, dtick=max(1, len(rows) // 16))
+
+
+def _drawn(value: Any) -> float | None:
+    return None if math.isnan(value) else float(value)
+
+
+def _table(known: RankStep) -> Component:
+    """One row per rank: where it is, how far it got, and what it said."""
+    names = ["rank", "host", "stage", "state", "last step", *_FACTS.values()]
+    rows = [
+        [
+            str(rank),
+            printable(member.host),
+            str(member.stage),
+            member.state or "running",
+            str(max(member.seen, 0)),
+            *(short(known.facts.get(rank, {}).get(fact, "")) for fact in _FACTS),
+        ]
+        for rank, member in known.members.items()
+    ]
+    head = html.Thead(html.Tr([html.Th(name, scope="col") for name in names]))
+    return html.Table([head, html.Tbody([html.Tr([html.Td(cell) for cell in row]) for row in rows])])
