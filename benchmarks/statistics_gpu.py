@@ -1,9 +1,10 @@
-"""The cost of statistics on a GPU: of the kernels alone, and of every leaf of GPT-2 124M in every training step.
+"""The cost of statistics on a GPU: the kernels alone, every leaf of GPT-2 124M in every training step, and memory.
 
-python benchmarks/statistics_gpu.py [--rounds 7] [--only kernels|training]
+python benchmarks/statistics_gpu.py [--rounds 7] [--only kernels|training|memory]
 """
 
 import argparse
+import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,19 +21,22 @@ from torchhook.stats.kernels.plain import BINS, Plain, empty_moments
 
 DEVICE = torch.device("cuda", 0)
 BATCH, LENGTH, WIDTH, HEADS, LAYERS, VOCABULARY = 16, 1024, 768, 12, 12, 50304
+PEAK = 1.05  # times the memory of a step without statistics
 STEPS = 10  # in a sample; the first after attaching is not timed
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--only", choices=("kernels", "training"))
+    parser.add_argument("--only", choices=("kernels", "training", "memory"))
     options = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    if options.only != "training":
+    if options.only in (None, "kernels"):
         alone()
-    if options.only != "kernels":
+    if options.only in (None, "training"):
         training(options.rounds)
+    if options.only in (None, "memory"):
+        memory()
 
 
 def alone() -> None:
@@ -156,6 +160,33 @@ def training(rounds: int) -> None:
         rows.append([name, f"{median(taken[name]) * 1e3:.2f}", f"{ratio:.3f}", target])
     print(f"GPT-2 124M, bf16 autocast, batch {BATCH} × {LENGTH}, fused AdamW; {rounds} rounds")
     print(markdown(["every step", "ms", "ratio", "at most"], rows))
+
+
+def memory() -> None:
+    """The peak of memory in a step of a compiled Llama, with and without statistics of outputs and gradients."""
+    plain, measured = peak(nullcontext), peak(lambda run: measure(run, grads=True))
+    verdict = "met" if measured <= PEAK * plain else "MISSED"
+    print(f"compiled Llama, 6 layers of width 2048, 4 × 2048: peak {plain:.2f} GiB, measured {measured:.2f} GiB")
+    print(f"- {verdict}: {measured / plain:.3f}×; target: at most {PEAK}×")
+
+
+def peak(way: Callable[[nn.Module], AbstractContextManager[object]]) -> float:
+    """GiB in use at most, in the steps after those that compile."""
+    from watching import llama
+
+    torch.compiler.reset()
+    gc.collect()
+    model, loss = llama(6, 2048, 4, 2048)
+    optimizer, run = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True), torch.compile(model)
+    with way(run):
+        for number in range(5):
+            if number == 3:
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+            loss(run).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return torch.cuda.max_memory_allocated() / 2**30
 
 
 def timed(step: Callable[[], None], way: Callable[[], AbstractContextManager[object]], steps: int) -> float:

@@ -28,6 +28,7 @@ from torchhook import (
     marked,
     skip,
 )
+from torchhook.core.eager import eagerly
 from torchhook.core.graph_values import boxes
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
@@ -537,3 +538,24 @@ def test_an_edit_that_uses_what_changes_is_compiled_anew_when_it_does():
     with edit(run, {"head": lambda out: out * FACTOR}):
         for FACTOR in (1.0, 5.0, 2.0):
             torch.testing.assert_close(run(x), plain * FACTOR)
+
+
+def test_blocks_that_overlap_in_two_threads_leave_the_compiler_on():
+    """torch has one stance for all threads: a block that restored what it found would restore the other's."""
+    graphs = []
+
+    def backend(graph, example):
+        graphs.append(graph)
+        return graph.forward
+
+    def doubled(x):
+        return 2 * x
+
+    compiled = torch.compile(doubled, backend=backend)
+    first, second = eagerly(), eagerly()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert compiled(torch.ones(3)).sum() == 6 and not graphs
+    second.__exit__(None, None, None)
+    assert compiled(torch.ones(3)).sum() == 6 and len(graphs) == 1

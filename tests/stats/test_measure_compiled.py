@@ -1,5 +1,7 @@
 """measure() inside the graphs of torch.compile: one full graph, eager's numbers, the same steps, no recompiles."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -187,3 +189,42 @@ def test_results_are_those_without(backend):
         return [loss, *[parameter.grad for parameter in model.parameters()]]
 
     torch.testing.assert_close(grads(True), grads(False))
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(32, 64), nn.Linear(32, 64), nn.Linear(64, 32)
+        self.act = nn.SiLU()
+
+    def forward(self, x):
+        return self.down(self.act(self.gate(x)) * self.up(x))
+
+
+def kept_for_the_backward(call):
+    """The bytes of all memory that the graph of what `call` returns keeps."""
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        call()
+    return sum(kept.values())
+
+
+def test_what_is_measured_is_not_kept_for_the_backward_in_a_larger_dtype():
+    x, bytes_kept = torch.randn(2, 16, 32).bfloat16(), []
+    for options in ({}, {"grads": True}):
+        torch.compiler.reset()
+        model = nn.Sequential(Gated(), Gated(), nn.Linear(32, 512, bias=False)).bfloat16()
+        run = torch.compile(model, backend="aot_eager_decomp_partition")
+
+        def loss(run=run):
+            return nn.functional.cross_entropy(run(x).float().flatten(0, 1), torch.zeros(32, dtype=torch.long))
+
+        whole = torch.compile(loss, backend="aot_eager_decomp_partition")
+        with measure(run, **options) if options else nullcontext():
+            bytes_kept.append(kept_for_the_backward(whole))
+    assert bytes_kept[1] < 1.02 * bytes_kept[0]

@@ -5,7 +5,8 @@ and pickles. It tells sessions when a pass begins and lets them stop it. Unlike 
 even a KeyboardInterrupt. If torch lacks that slot, `PassHooks` do the same with hooks, but cannot stop a forward.
 
 A `CompiledPart` stands for a part of the model that was compiled before the taps were attached. Its graphs know nothing
-of later hooks, and torch does not notice them, so the part is recompiled for as long as taps are inside it.
+of later hooks, and torch does not notice them, so the part is recompiled for as long as taps are inside it. A session
+that pauses lets it run its own graphs meanwhile.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -219,6 +221,31 @@ class CompiledPart:
                     del _parts[module]
                     if part._held() is part.call:  # otherwise the user has recompiled the module meanwhile
                         part._put(part.before)
+
+    @staticmethod
+    def is_shared(module: nn.Module) -> bool:
+        """Whether several sessions have taps inside the module, or one has added some later."""
+        return _parts[module].users > 1
+
+    @staticmethod
+    def pause(module: nn.Module) -> Callable[[], None]:
+        """Let the module run without taps, as it was compiled before; returns a function that undoes it."""
+        part = _parts[module]
+        tapped = part.call
+        with _lock:
+            if part._held() is tapped:
+                part._put(part.before)
+        return partial(part._resume, tapped)
+
+    def _resume(self, tapped: Any) -> None:
+        with _lock:
+            module, held = self.module(), self._held()
+            if module is None:
+                return
+            if held is not self.call:  # the user has recompiled the module meanwhile
+                self.before = self.call = held
+            # Another session that came meanwhile has compiled a graph that knows only its own taps.
+            self._put(tapped if held is self.before else self._compiled(module))
 
     def _compiled(self, module: nn.Module) -> Any:
         """The module's call, compiled by the same backend with the same options, with no graphs yet."""

@@ -223,6 +223,9 @@ traced_names: set[str] = set()  # names of steps that are part of a graph
 def _note(name: str) -> bool:
     """Note that the steps called `name` became part of a graph; runs once, when they are traced."""
     traced_names.add(name)
+    for step in getattr(_steps, name):
+        if isinstance(step, ObserveStep) and step.watch is not None:
+            torch.compiler.allow_in_graph(step.watch)  # only now, since it imports the compiler
     return True
 
 
@@ -244,6 +247,31 @@ def followed(name: str, value: Any) -> Any:
     _note(name)
     for step in getattr(_steps, name):
         value = step.traced(value)
+    return value
+
+
+def followed_by(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """The same for the output of a module."""
+    output = returned(module, args, output)
+    inputs = [tensor for _, tensor in leaves(args)]
+    is_new = all(tensor is not other for _, tensor in leaves(output) for other in inputs)
+    value = followed(name, output)
+    return recomputable(value) if is_new and any(map(_leaves_op, getattr(_steps, name))) else value
+
+
+def _leaves_op(step: GraphStep) -> bool:
+    return isinstance(step, ObserveStep) and graph_of(step.address[0]) < 0
+
+
+def recomputable(value: Any) -> Any:
+    """What the model continues with after an op has seen `value`: the same memory under another name.
+
+    What is computed from a value both before and after an op, compilers do not compute again in the backward, but keep,
+    often in a larger dtype. By the other name, nothing is computed before the op.
+    """
+    for address, tensor in list(leaves(value)):
+        if tensor.requires_grad:
+            value = put(value, address, tensor.expand_as(tensor))
     return value
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torchhook.core.eager import eagerly
 from torchhook.core.selection import require_module
 from torchhook.core.torch_internals import is_dynamo_loaded, own_buffers, submodules
 
@@ -151,7 +153,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 @contextmanager
 def random_state_kept(*models: nn.Module) -> Iterator[None]:
-    """Restore every random number generator after the block: Python's, NumPy's, torch's, and those of the GPUs in use.
+    """Restore every random number generator after the block: Python's, NumPy's, torch's, those of the GPUs in use, and
+    those that modules keep as attributes.
 
     >>> before = torch.get_rng_state()
     >>> with random_state_kept():
@@ -162,6 +165,7 @@ def random_state_kept(*models: nn.Module) -> Iterator[None]:
     numpy: Any = sys.modules.get("numpy")
     states = random.getstate(), numpy.random.get_state() if numpy else None
     devices = {p.device.index or 0 for model in models for p in model.parameters() if p.device.type == "cuda"}
+    rewinds = [rewind for model in models for rewind in _rewinds(model)]
     try:
         with torch.random.fork_rng(devices=sorted(devices)):
             yield
@@ -169,6 +173,19 @@ def random_state_kept(*models: nn.Module) -> Iterator[None]:
         random.setstate(states[0])
         if numpy:
             numpy.random.set_state(states[1])
+        for rewind in rewinds:
+            rewind()
+
+
+def _rewinds(model: nn.Module) -> Iterator[Callable[[], object]]:
+    """For each generator that a module keeps as an attribute, a function that puts it back to its present state."""
+    for value in (value for module in parts(model) for _, value in _own(module)):
+        if isinstance(value, torch.Generator):
+            yield partial(value.set_state, value.get_state())
+        elif isinstance(value, random.Random):
+            yield partial(value.setstate, value.getstate())
+        elif hasattr(value, "bit_generator"):  # of NumPy
+            yield partial(setattr, value.bit_generator, "state", value.bit_generator.state)
 
 
 @contextmanager
@@ -187,5 +204,5 @@ def inference(model: nn.Module) -> Iterator[None]:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         if is_dynamo_loaded():  # autograd cannot be switched on halfway through a compiled graph
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(eagerly())
         yield

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PNG = b"\x89PNG\r\n\x1a\n"
+ROUNDING = "rounding"
+"""The name of a series that says how much of another one rounding explains."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,10 @@ class Table:
 
 @dataclass(frozen=True)
 class Bars:
-    """Numbers by layer, one series per name, such as a distance or an effect. `log` draws them by powers of ten."""
+    """Numbers by layer, one series per name, such as a distance or an effect. `log` draws them by powers of ten.
+
+    The series `ROUNDING` is grey.
+    """
 
     layers: Sequence[str]
     values: Mapping[str, Sequence[float | None]]

@@ -108,7 +108,7 @@ class Session(Attaching):
         self._shared = scope == "all"
         self._compiled: list[nn.Module] = []  # parts with taps inside
         self._undo: list[Callable[[], None]] = []
-        self._put_back: Callable[[], None] | None = None  # while it is paused
+        self._put_back: list[Callable[[], None]] = []  # what ends a pause
         self._above: list[nn.Module] = []  # the modules above a site that was found without walking the model
         self._past: dict[Site, type] = {}  # sites of taps that were removed
         self._points: dict[int, Point] = {}  # by id of the module or parameter
@@ -164,22 +164,32 @@ class Session(Attaching):
                 self._release()
 
     def pause(self) -> None:
-        """Take the hooks out of the model until `resume`. Taps that are part of a compiled graph stay in it."""
-        if self.state != "open" or self._put_back or self._compiled or any(map(Point.is_traced, self.points)):
+        """Take the hooks out of the model until `resume`; what is compiled runs as it did without them.
+
+        Nothing is taken out if others have taps in the same compiled parts, or if taps are in a graph around the model.
+        """
+        if self.state != "open" or self._put_back or any(map(CompiledPart.is_shared, self._compiled)):
+            return
+        inside = {id(module) for part in self._compiled for module in part.modules()}
+        if any(point.is_traced() and id(point.target) not in inside for point in self.points):
             return
         with registering:
-            self._put_back = taken_out(handle for point in self.points for handle in point.handles)
-        for step in self._undo:
-            step()
-        self._undo.clear()
+            back = [taken_out(handle for point in self.points for handle in point.handles)]
+        self._put_back = [*back, *map(CompiledPart.pause, self._compiled)]
+        if not self._compiled:  # a new wrapper around a compiled call would have to be compiled, too
+            for step in self._undo:
+                step()
+            self._undo.clear()
 
     def resume(self) -> None:
         """Undo `pause`."""
         if self.state == "open" and self._put_back:
             with registering:
-                self._put_back()
-            self._put_back = None
-            self._undo.append(follow_passes(self.model, self.scope))
+                for put_back in self._put_back:
+                    put_back()
+            self._put_back.clear()
+            if not self._compiled:
+                self._undo.append(follow_passes(self.model, self.scope))
 
     def unseen(self) -> dict[Site, str]:
         """The sites that saw nothing so far, each with the likely reason."""

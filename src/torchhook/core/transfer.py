@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,30 @@ def sent_home(x: Tensor) -> Callable[[], Tensor]:
     arrival = torch.cuda.Event()
     arrival.record(torch.cuda.current_stream(x.device))
     return Arriving(pinned, arrival)
+
+
+def sent_together(tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    """Start copying many small tensors of one device to the host, in one copy for each dtype.
+
+    Returns a function that waits for them.
+    """
+    places: dict[torch.dtype, list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        places.setdefault(tensor.dtype, []).append(number)
+    groups = {
+        dtype: sent_home(torch.cat([tensors[number].reshape(-1) for number in numbers]))
+        for dtype, numbers in places.items()
+    }
+    shapes = [tensor.shape for tensor in tensors]
+
+    def arrived() -> list[Tensor]:
+        found: dict[int, Tensor] = {}
+        for dtype, numbers in places.items():
+            parts = groups[dtype]().split([shapes[number].numel() for number in numbers])
+            found.update({number: part.view(shapes[number]) for number, part in zip(numbers, parts, strict=True)})
+        return [found[number] for number in range(len(shapes))]
+
+    return arrived
 
 
 class Arriving:

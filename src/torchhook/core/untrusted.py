@@ -14,17 +14,19 @@ T = TypeVar("T")
 _MOST = 2**63  # counts, lengths and sizes are below it
 _LARGEST = 2**28  # bytes of a JSON file
 _DEEPEST = 100  # objects and lists within one another
+_DIGITS = 300  # of an integer: with more, it does not fit a float
 
 
 def json_of(text: str | bytes) -> Any:
-    """JSON as Python objects; raises a ValueError for what is nested too deeply, or has a key twice.
+    """JSON as Python objects; raises a ValueError for what is nested too deeply, has a key twice, or is too large a
+    number.
 
     >>> json_of('{"rows": 1, "rows": 2}')
     Traceback (most recent call last):
     ValueError: the key 'rows' is there twice
     """
     try:
-        found = json.loads(text, object_pairs_hook=_object)
+        found = json.loads(text, object_pairs_hook=_object, parse_int=_whole)
     except RecursionError:
         raise ValueError("its JSON is nested too deeply") from None
     if _is_deep(found):
@@ -137,6 +139,12 @@ def _is_deep(value: Any) -> bool:
         if not inside:
             return False
     return True
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > _DIGITS:
+        raise ValueError(f"it has a number of {len(digits):,} digits")
+    return int(digits)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchhook.core.compiled import followed, leave, received, returned, tracing
+from torchhook.core.compiled import followed, followed_by, leave, received, tracing
 from torchhook.core.hooks.gradients import InputViews
 from torchhook.core.hooks.registration import inert_copy
 from torchhook.core.page import NEVER, Keep, Newest
@@ -66,7 +66,7 @@ class OutputHook(ActHook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if tracing():
-            return followed(self.steps, returned(module, args, output))
+            return followed_by(self.steps, module, args, output)
         if not self.scope.when.active:
             return None
         pass_ = self.pass_of(module)
@@ -178,7 +178,7 @@ class PairedOutputHook(ActHook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if tracing():
-            return followed(self.steps, returned(module, args, output))
+            return followed_by(self.steps, module, args, output)
         if not self.scope.when.active:
             return None
         pass_ = self.pass_of(module)

@@ -25,7 +25,7 @@ class Removable(Protocol):
 
 def taken_out(handles: Iterable[Any]) -> Callable[[], None]:
     """Take hooks out of their places, which then are as fast as without; returns a function that puts them back."""
-    places = [(handle.hooks_dict_ref(), handle.id) for handle in handles]
+    places = [(ref(), handle.id) for handle in handles for ref in (handle.hooks_dict_ref, *handle.extra_dict_ref)]
     taken = [(hooks, number, hooks.pop(number)) for hooks, number in places if hooks and number in hooks]
 
     def put_back() -> None:

@@ -73,7 +73,7 @@ def _catch_if_overwritten(view: Tensor, hook: Hook, path: str) -> None:
         source.hook(hook, path, when=lambda: version_of(alias) != version)
 
 
-def _watched(tensor: Tensor, ticket: Tensor, position: int, number: int, is_apart: bool, path: str) -> Tensor:
+def watched(tensor: Tensor, ticket: Tensor, position: int, number: int, is_apart: bool, path: str) -> Tensor:
     """In a compiled graph: the tensor to continue with, whose gradient is reported by an op.
 
     The compiler runs this when it differentiates the graph. So the hook sees the gradient of the whole tensor, even if
@@ -86,6 +86,3 @@ def _watched(tensor: Tensor, ticket: Tensor, position: int, number: int, is_apar
     tensor = apart(tensor) if is_apart else tensor
     hook_gradient(tensor, report, path)
     return tensor
-
-
-watched: Callable[[Tensor, Tensor, int, int, bool, str], Tensor] = torch.compiler.allow_in_graph(_watched)
