@@ -55,6 +55,7 @@ bench: .bench/installed $(BROWSER)
 	$(BENCH)/python benchmarks/explain.py
 	$(BENCH)/python benchmarks/compare.py
 	$(BENCH)/python benchmarks/harvest.py
+	$(BENCH)/python benchmarks/recordings.py
 
 # Measures the accuracy of the rules on training runs that were not used to set their thresholds. Takes a few minutes.
 rules: .venv/test

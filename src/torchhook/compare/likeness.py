@@ -65,7 +65,8 @@ class Likeness(Result):
         ]
 
     def _figures(self) -> list[Matrix]:
-        return [Matrix(self.matrix, self.rows, self.columns, self.by, "Similarity")]
+        title = "Similarity of layers" if self.itself else "Similarity of layers of a (rows) and b (columns)"
+        return [Matrix(self.matrix, self.rows, self.columns, self.by, title)]
 
     def _tables(self) -> list[Table]:
         """Each layer with the most similar one: the matrix has the pairs."""

@@ -52,6 +52,7 @@ def test_what_a_map_may_say(tmp_path):
         ({("a", "b"): ("c", "d")}, ValueError, "one side must be a single module"),
         ({"a": {"b": "c", "heads": 0}}, ValueError, "heads must be a positive whole number"),
         ({"a": {"b": "c", "head": 2}}, ValueError, "not head"),
+        ({"a": {"b": "c", "heads": 2}}, ValueError, "heads goes with several modules on one side"),
         ({"a": {"b": ("c", "d"), "rotary": 2}}, ValueError, "rotary goes with one module on each side"),
         ([{"a": "x"}], TypeError, "does not have a and b"),
         ("missing.toml", FileError, "cannot read 'missing.toml'"),
@@ -81,6 +82,11 @@ def test_a_file_that_is_no_map_is_refused(tmp_path):
             "returns 192 features, and .* return 128",
         ),
         ({"blocks.0.attn": "blocks.0.attn", "tok": {"b": "tok", "rotary": 48}}, ValueError, "not heads of 48"),
+        (
+            {"blocks.*.attn.out": "blocks.*.mlp.gate_up"},
+            ValueError,
+            r"returns \(2×24×64\) in a, and .* \(2×24×256\) in b",
+        ),
     ],
 )
 def test_a_map_that_does_not_fit_is_refused(models, match, error, said):

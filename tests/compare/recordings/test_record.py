@@ -207,6 +207,27 @@ with record(model, to=sys.argv[1], grads=True, optimizer=optimizer):
 """
 
 
+SERVED = """
+import sys, torch
+from torch import nn
+from torchhook import record
+recorder = record(nn.Linear(8, 8), to=sys.argv[1], keep="sketch").open()
+for step in range(10_000):
+    recorder.model(torch.ones(2, 8))
+    print(step, flush=True)
+"""
+
+
+def test_a_server_that_is_killed_has_written_the_passes_that_ended(tmp_path):
+    child = subprocess.Popen([sys.executable, "-c", SERVED, str(tmp_path / "a.th")], stdout=subprocess.PIPE, text=True)
+    while int(child.stdout.readline()) < 5:
+        pass
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    assert Recording(tmp_path / "a.th").steps[:4] == [0, 1, 2, 3]  # far less than a file full of values
+    assert diff(tmp_path / "a.th", tmp_path / "a.th").same
+
+
 @pytest.mark.parametrize("steps", [1, 3])
 def test_a_run_that_is_killed_leaves_a_recording_that_opens(tmp_path, steps):
     child = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path / "a.th")], stdout=subprocess.PIPE, text=True)
@@ -229,7 +250,7 @@ from torch import nn
 from torchhook import record
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 model = nn.Linear(512, 512)
-resource.setrlimit(resource.RLIMIT_FSIZE, (20_000_000, 20_000_000))
+resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, 2_000_000))
 with record(model, to={str(tmp_path / "a.th")!r}):
     for step in range(60):
         model(torch.ones(2048, 512))
@@ -258,6 +279,61 @@ def test_inference_mode_and_keywords(tmp_path):
     recording = Recording(tmp_path / "a.th")
     assert recording.inputs().kwargs["input"].equal(X)
     assert diff(model, recording).same
+
+
+def test_callers_name_arguments_in_any_order(tmp_path):
+    """The model's own arguments, and those of the modules that it calls."""
+
+    class Product(nn.Module):
+        def forward(self, x, y):
+            return x @ y.T
+
+    class Score(nn.Module):
+        def __init__(self, turned):
+            super().__init__()
+            torch.manual_seed(0)
+            self.q, self.k, self.product, self.turned = nn.Linear(8, 8), nn.Linear(8, 8), Product(), turned
+
+        def forward(self, x, y, mask=None):
+            named = {"x": self.q(x), "y": self.k(y)}
+            return self.product(**(dict(reversed(named.items())) if self.turned else named))
+
+    record(Score(False), {"x": X, "y": X + 1}, to=tmp_path / "a.th")
+    record(Score(True), {"y": X + 1, "x": X}, to=tmp_path / "b.th")
+    record(Score(False), {"x": X, "y": X + 1, "mask": torch.ones(5, 8)}, to=tmp_path / "c.th")
+    record(Score(False), {"x": X + 1, "y": X}, to=tmp_path / "d.th")
+    assert diff(tmp_path / "a.th", tmp_path / "b.th").same and diff(Score(True), tmp_path / "a.th").same
+    assert diff(tmp_path / "a.th", tmp_path / "c.th").same
+    assert diff(tmp_path / "a.th", tmp_path / "d.th").verdict.startswith("the inputs differ")
+
+
+def test_a_gradient_that_is_off_is_laid_to_what_comes_after_the_module_in_all_combinations(tmp_path):
+    class Halved(nn.ReLU):
+        def forward(self, x):
+            y = super().forward(x)
+            return (y + y.detach()) / 2
+
+    def loss(output):
+        return output.square().mean()
+
+    models = [
+        nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Tanh(), relu, nn.Tanh())) for relu in (nn.ReLU(), Halved())
+    ]
+    models[1].load_state_dict(models[0].state_dict())
+    files = [tmp_path / "a.th", tmp_path / "b.th"]
+    for model, file in zip(models, files, strict=True):
+        record(model, X, to=file, loss=loss)
+    for found in (diff(*models, X, loss), diff(files[0], models[1], loss=loss), diff(*files)):
+        assert (found.first, found.module) == (("1.0", "grad_output"), "1"), found.verdict
+
+
+@pytest.mark.parametrize("keep", ["all", "sketch"])
+def test_gradients_that_only_one_side_has_are_a_note(tmp_path, keep):
+    record(net(), X, to=tmp_path / "a.th", keep=keep, loss=lambda output: output.square().mean())
+    record(net(), X, to=tmp_path / "b.th", keep=keep)
+    found = diff(tmp_path / "a.th", tmp_path / "b.th")
+    assert found.same and found.notes == ("only a has gradients, so none were compared",)
+    assert diff(tmp_path / "b.th", tmp_path / "b.th").notes == ()
 
 
 def test_noise_makes_small_mistakes_visible(tmp_path):
@@ -319,3 +395,48 @@ def test_ranks_that_only_have_stages_of_a_pipeline_are_put_together(tmp_path):
         whole[2].weight[3] *= 1.5
     record(stages[1], stages[0](X), to=tmp_path / "faulty.th", noise=False)
     assert diff(tmp_path / "whole.th", [ranks[0], tmp_path / "faulty.th"]).module == "2"
+
+
+@pytest.mark.parametrize("keep", ["all", "sketch"])
+def test_values_in_the_verdict_belong_to_their_sides(tmp_path, keep):
+    """Whichever of the two is a model that runs here, and whichever was recorded."""
+    a, b = nn.Linear(8, 512, bias=False), nn.Linear(8, 512, bias=False)
+    nn.init.constant_(a.weight, 1.0)
+    nn.init.constant_(b.weight, 2.0)
+    x = torch.ones(16, 8)
+    recorded = [record(model, x, to=tmp_path / f"{number}.th", keep=keep) for number, model in enumerate((a, b))]
+    for one, other in ((a, b), (a, recorded[1]), (recorded[0], b), recorded):
+        found = diff(one, other, x if one is a and other is b else None)
+        assert "8 in a, 16 in b" in found.verdict
+
+
+def test_a_sketch_that_does_not_know_where_says_nothing_of_it(tmp_path):
+    torch.manual_seed(0)
+    model, x = nn.Linear(64, 512), torch.randn(64, 64)
+    record(model, x, to=tmp_path / "a.th", keep="sketch")
+    with torch.no_grad():
+        model.weight[5] *= 3  # none of the entries that are kept
+    record(model, x, to=tmp_path / "b.th", keep="sketch")
+    verdict = diff(tmp_path / "a.th", tmp_path / "b.th").verdict
+    assert "relative to its size; rounding explains" in verdict and "in a," not in verdict
+
+
+def test_two_recordings_with_as_many_ranks_are_compared_rank_by_rank(tmp_path):
+    def recorded(name, at=None):
+        torch.manual_seed(0)
+        paths = []
+        for number in range(2):
+            model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+            with torch.no_grad():
+                if at == number:
+                    model[2].weight *= 1.5
+            paths.append(tmp_path / f"{name}{number}.th")
+            record(model, X, to=paths[-1], noise=False)
+        return paths
+
+    a = recorded("a")
+    assert diff(a, recorded("b")).same
+    found = diff(a, recorded("c", at=1))
+    assert found.module == "2" and found.verdict.startswith("rank 1: a and b diverge at 2 (Linear)")
+    with pytest.raises(ValueError, match="a has 2 ranks and b 3"):
+        diff(a, [*a, a[0]])

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from recorded_pairs import HEALTHY, PAIRS, ids, recording_of
 
-from torchhook import diff, record
+from torchhook import diff, record, render
+from torchhook.render.figures.results import drawn
+from torchhook.render.palette import GREY
 
 HERE = Path(__file__).parent
 ENGINE = HERE / "engine.toml"
@@ -96,6 +98,8 @@ def test_fused_projections_with_other_names_have_a_map_that_can_be_kept(llama, t
     assert names[qkv] == ("blocks.*.attn.qkv",)
     assert names["model.layers.*.mlp.gate_proj", "model.layers.*.mlp.up_proj"] == ("blocks.*.mlp.gate_up",)
     assert names["model.embed_tokens",] == ("tok",)
+    shown = "compared: model.embed_tokens with tok in b"
+    assert shown in repr(result) and shown in render.html(result)
     result.match.save(tmp_path / "map.toml")
     again = diff(a, b, match=tmp_path / "map.toml")
     assert again.same and set(again.match) == set(result.match)
@@ -114,3 +118,48 @@ def test_models_and_recordings_in_any_combination(llama, variant):
         assert result.module == expected
     back = diff(b, a)
     assert back.same == (variant == HEALTHY) and (back.module or "blocks").startswith("blocks")
+
+
+def test_a_page_has_what_rounding_explains_in_grey(llama):
+    (figure,) = diff(llama / "a.th", llama / "eps.th")._figures()
+    assert list(figure.values) == ["error", "own error", "rounding"]
+    lines = {line.name: line.line.color for line in drawn(figure).data if line.mode != "markers"}
+    assert lines["rounding"] == GREY not in (lines["error"], lines["own error"])
+
+
+WORKER = """
+import sys
+from types import SimpleNamespace
+import torch
+from recorded_pairs import engine, ids
+import torchhook as th
+
+{recipe}
+
+variant = sys.argv[1]
+worker = SimpleNamespace(model_runner=SimpleNamespace(model=engine(variant)), rank=0)
+install(worker)
+with torch.inference_mode():
+    worker.model_runner.model(ids().flatten())
+worker.recorder.close()
+"""
+
+
+def test_the_recipe_for_inference_engines(tmp_path, monkeypatch):
+    """The lines of the docs, in a process of their own, and the map of the docs on the command line."""
+    page = (HERE.parents[2] / "docs" / "recordings.md").read_text(encoding="utf-8")
+    recipe = page.partition('title="in the worker process"\n')[2].partition("```")[0]
+    engine_map = page.partition("map of the engine's names:\n\n```toml\n")[2].partition("```")[0]
+    (tmp_path / "engine.toml").write_text(engine_map)
+    (tmp_path / "worker.py").write_text(WORKER.format(recipe=recipe))
+    record(PAIRS["engine"].a(), ids(), to=tmp_path / "trainer.th")
+    root = HERE.parents[2]
+    source = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(str(root / part) for part in source))
+    monkeypatch.chdir(tmp_path)
+    for variant, code, said in ((HEALTHY, 0, "a and b agree"), ("swapped", 1, "model.layers.1.self_attn.q_proj")):
+        run(["worker.py", variant])
+        arguments = ["diff", "trainer.th", "engine-rank0.th", "--match", "engine.toml"]
+        done = subprocess.run([sys.executable, "-m", "torchhook", *arguments], capture_output=True, text=True)
+        assert done.returncode == code and said in done.stdout.splitlines()[-1], done.stdout + done.stderr
+        Path("engine-rank0.th").rename(f"{variant}.th")

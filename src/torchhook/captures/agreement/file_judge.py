@@ -3,7 +3,9 @@
 What a value was computed from is recorded, too: for the output of a layer its input and its parameters, for anything
 else what its caller had by then. If those differ already, by rounding or an earlier mistake, a difference of about that
 size was carried here. How much a value moves when what it was computed from moves by a rounding error may have been
-measured when it was recorded. A layer that is suspect is computed again, if a known formula fits it.
+measured when it was recorded. A layer that is suspect is computed again, if a known formula fits it. What follows from
+choices that came out otherwise by rounding, such as the experts of a token, is not judged inside the module that makes
+them, and what that module returns may differ by as much as so many choices explain.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from torchhook.captures.agreement.choices import ChoicesOf, Routed
 from torchhook.captures.agreement.evidence import ComparedTensor
 from torchhook.captures.agreement.formulas import Layer, formula_of
 from torchhook.captures.agreement.judge import RoundingJudge
-from torchhook.captures.agreement.recorded_run import Location, Observation, RecordedRun
+from torchhook.captures.agreement.recorded_run import Location, Observation, RecordedRun, in_order_of
 from torchhook.captures.agreement.rounding import Absent, gap, precision
 from torchhook.captures.agreement.teacher_forcing import Partners
 from torchhook.core.site import Site
@@ -63,6 +66,7 @@ class FileJudge(RoundingJudge):
         self.partners, self.likely = partners, likely
         self.trusting = trusting
         self.errors: dict[Location, float] = {}  # of the student's values
+        self.choices = ChoicesOf()
         self._sources: Sequence[Sequence[Location]] = ()
 
     def compare(self) -> None:
@@ -73,8 +77,24 @@ class FileJudge(RoundingJudge):
             sure = partner is not None
             partner = partner or self.likely(observed.location)
             known = None if partner is None else self.teacher.find(partner)
+            if known is not None and observed.location.site.port == "input":
+                observed = in_order_of(observed, known)
             growth = math.sqrt(observed.module.terms / _TERMS)
+            if known is not None and "grad" not in observed.location.site.port:
+                self.choices.see(where, known, observed, len(self.compared), self._carried())
             self._compare(replace(observed, growth=growth), known, where, sure)
+        for routed in self.choices.by_rounding():
+            self._excuse_choices(routed)
+
+    def _excuse_choices(self, routed: Routed) -> None:
+        """Excuse what follows from choices inside a module, unless they change the shape of what it returns."""
+        returned = Site(routed.where)
+        if any(location.site == returned for location in self.mismatches):
+            return
+        self._excuse(routed.where, routed.start)
+        for one in self.compared[routed.start :]:
+            if one.location.site == returned:
+                one.excused, one.carried = False, one.carried + routed.error * one.gap.scale
 
     def _compared(
         self, observed: Observation, known: Observation, number: int, where: str, sure: bool
@@ -110,7 +130,10 @@ class FileJudge(RoundingJudge):
         return replace(one, carried=self._factor(observed, known, number) * carried * one.gap.scale)
 
     def _suspect(self, one: ComparedTensor, number: int) -> None:
-        """There are no runs with noise that could clear it."""
+        """There are no runs with noise that could clear it, but it may follow from choices made by rounding."""
+        if not one.is_gradient:
+            caller = self.student.observations.get(self._sources[0][0]) if self._sources else None
+            self.choices.differs(one, caller.tensors if caller else (), len(self.compared), self._carried())
 
     def _factor(self, observed: Observation, known: Observation, number: int) -> float:
         """How many times the error of what a value was computed from is carried on to it."""
@@ -179,8 +202,7 @@ def seen(run: RecordedRun) -> Iterator[Seen]:
             for outer in frames[-1:]:
                 outer.known.append(location)
         else:
-            where = path.rpartition(".")[0] if port == "param_grad" else path
-            yield Seen(observed, where, [[*gradients, *_forward_of(location)]])
+            yield Seen(observed, path.rpartition(".")[0], [[*gradients, *_forward_of(location)]])
             gradients.append(location)
 
 

@@ -43,6 +43,7 @@ class RoundingJudge:
         self.suspects: dict[tuple[Location, int], ComparedTensor] = {}
         self.mismatches: dict[Location, ShapeMismatch] = {}
         self.routers: dict[str, float] = {}  # modules, by path, in which noise changes a size, and by how much
+        self.routed: dict[str, None] = {}  # modules, by path, in which rounding chooses what is computed
         self.incoming = 0.0  # the scale of the gradient just before: what depends on it may cancel down to rounding
         self.random: dict[str, None] = {}  # dropouts that drew different random numbers and cannot be compared
 
@@ -80,8 +81,9 @@ class RoundingJudge:
     @property
     def unjudged(self) -> list[str]:
         """The paths of modules that were not judged because rounding alone changes the shapes of their values."""
-        excused = dict.fromkeys(mismatch.where for mismatch in self.mismatches.values() if mismatch.excused)
-        return [path for path in excused if not any(_is_under(path, other) for other in excused if other != path)]
+        return [
+            path for path in self.routed if not any(_is_under(path, other) for other in self.routed if other != path)
+        ]
 
     def last_agreement(self, found: ComparedTensor | ShapeMismatch) -> ComparedTensor | None:
         """The last tensor in the forward pass that agreed before `found`."""
@@ -115,10 +117,15 @@ class RoundingJudge:
                 continue
             suspects = [suspect for suspect in self.suspects.values() if suspect.where == where and suspect.reshaped]
             start = min([one.before for one in mismatches] + [self.compared.index(suspect) for suspect in suspects])
-            for one in self.compared[start:]:
-                one.excused |= one.is_gradient or _is_under(one.location.site.path, where)
-            for mismatch in self.mismatches.values():
-                mismatch.excused |= mismatch.before >= start and _is_under(mismatch.location.site.path, where)
+            self._excuse(where, start)
+
+    def _excuse(self, where: str, start: int) -> None:
+        """Excuse what was compared in a module from a number on, and all gradients."""
+        self.routed[where] = None
+        for one in self.compared[start:]:
+            one.excused |= one.is_gradient or _is_under(one.location.site.path, where)
+        for mismatch in self.mismatches.values():
+            mismatch.excused |= mismatch.before >= start and _is_under(mismatch.location.site.path, where)
 
     def _compare(self, observed: Observation, known: Observation | None, where: str, sure: bool) -> None:
         """In the run without noise: compare the student's tensors with the teacher's."""

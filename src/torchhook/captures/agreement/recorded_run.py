@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from torchhook.captures.agreement.facts import KnownModules, ModuleFacts
 from torchhook.captures.agreement.rounding import precision
 from torchhook.core.batch import Batch, Loss, fitted, on_device
 from torchhook.core.call_wrapper import compiled_among
+from torchhook.core.eager import eagerly
 from torchhook.core.edit import Edit
 from torchhook.core.event import Event
 from torchhook.core.model_state import state_kept
@@ -50,6 +51,23 @@ class Observation:
     requires_grad: list[bool] = field(default_factory=list)  # of each tensor
     growth: float = 1.0  # factor by which long sums, if added in order, may exceed the error of one rounding
     moved: Sequence[float] = ()  # how far rounding errors in what it is computed from move each tensor, if known
+
+
+def in_order_of(observed: Observation, known: Observation) -> Observation:
+    """The same arguments in the order in which another call got them: callers name them in any order."""
+    addresses = observed.addresses
+    same = len(addresses) == len(observed.tensors) and sorted(map(str, addresses)) == sorted(map(str, known.addresses))
+    if addresses == known.addresses or not same:
+        return observed
+    numbers = [addresses.index(address) for address in known.addresses]
+    moved = [observed.moved[number] for number in numbers] if len(observed.moved) == len(numbers) else ()
+    return replace(
+        observed,
+        tensors=[observed.tensors[number] for number in numbers],
+        addresses=known.addresses,
+        requires_grad=[],
+        moved=moved,
+    )
 
 
 class RecordedRun:
@@ -170,7 +188,7 @@ def run(
 ) -> dict[Location, Tensor]:
     """Run `model` on a batch with `taps`, uncompiled if `eager`, and return the gradients of its parameters."""
     given = fitted(batch.arguments, model)
-    stance = torch.compiler.set_stance("force_eager") if eager else nullcontext()
+    stance = eagerly() if eager else nullcontext()
     taken = Session(model, taps, on_silent="ignore")
     with unchanged(model), torch.set_grad_enabled(loss is not None), stance, taken:
         output = model(*given.args, **given.kwargs)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from torchhook.captures.agreement.facts import KnownModules, ModuleFacts
 from torchhook.captures.agreement.noise import nudged
-from torchhook.captures.agreement.recorded_run import Location, Observation, RecordedRun, everywhere, run
+from torchhook.captures.agreement.recorded_run import Location, Observation, RecordedRun, everywhere, in_order_of, run
 from torchhook.captures.agreement.rounding import comparable, floor, precision
 from torchhook.core.batch import Batch, Loss, fitted
 from torchhook.core.edit import Edit
@@ -94,15 +94,19 @@ class TeacherForcedRun:
         sure = partner is not None
         partner = partner or self.likely(observed.location)
         known = None if partner is None else self.teacher.find(partner)
+        if known is not None and observed.location.site.port == "input":
+            observed = in_order_of(observed, known)
         self.observer(observed, known, where, sure)
         return known if sure else None
 
     def enter(self, event: Event) -> None:
         """A module is called: report its input."""
         value = (event.value, event.kwargs) if event.args and event.kwargs else event.value
-        tensors = [tensor for _, tensor in leaves(value)]
+        found = list(leaves(value))
+        location, tensors = Location(event.site, event.call), [tensor for _, tensor in found]
         caller = self.running[-1][0] if self.running else ""
-        self._report(Observation(Location(event.site, event.call), self.known[event.module], tensors), caller)
+        addresses = [address for address, _ in found]
+        self._report(Observation(location, self.known[event.module], tensors, addresses), caller)
         self.running.append((event.path, self.known[event.module]))
 
     def leave(self, location: Location, value: Any) -> Any:

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from torchhook.captures.agreement.evidence import ComparedTensor, ShapeMismatch
+from torchhook.captures.agreement.evidence import ComparedTensor, ShapeMismatch, in_words
 from torchhook.captures.agreement.paired_runs import Judgement, PairedRuns
 from torchhook.captures.agreement.pairs import unmatched
-from torchhook.captures.agreement.recorded_run import Location, Observation, is_compiled
+from torchhook.captures.agreement.recorded_run import Location, Observation, RecordedRun, is_compiled
 from torchhook.captures.agreement.rounding import comparable, gap
 from torchhook.compare.diff.fits import better_fits
 from torchhook.compare.diff.fused import real_module
@@ -35,6 +35,9 @@ class Comparison:
         models = {"a": sides.a.model, "b": sides.b.model}
         self.compiled = [name for name, model in models.items() if model is not None and is_compiled(model)]
         self.notes = [_COMPILED.format(name) for name in self.compiled]
+        graded = [name for name, run in (("a", sides.a.run), ("b", sides.b.run)) if _has_gradients(run)]
+        if len(graded) == 1:
+            self.notes.append(f"only {graded[0]} has gradients, so none were compared")
 
     def within(self, tolerance: float) -> Difference:
         """Diverge at the first row whose error is above `tolerance`."""
@@ -82,7 +85,11 @@ class Comparison:
         found = judgement.first
         if found is None:
             return self._result(rows, None, None, _agreed(rows))
-        off = f"not of the same shape: {found.text}" if isinstance(found, ShapeMismatch) else _excess(found)
+        if isinstance(found, ShapeMismatch):
+            shapes = reversed(found.shapes) if judgement.swapped else found.shapes
+            off = f"not of the same shape: {' and '.join(map(in_words, shapes))}"
+        else:
+            off = _excess(found, judgement.swapped)
         before = judgement.judge.last_agreement(found)
         module, sentence = explanation(names, self.runs.records, found, before, off)
         tensors = None if isinstance(found, ShapeMismatch) else found.tensors
@@ -102,6 +109,10 @@ class Comparison:
         lonely = unmatched(self.runs.pairs, *(record.modules for record in self.runs.records))
         match = used(self.sides.pairs, self._names())
         return Difference(first, module, verdict, tuple(rows), tuple(lonely), tuple(self.notes), match=match)
+
+
+def _has_gradients(run: RecordedRun) -> bool:
+    return any("grad" in location.site.port for location in run.observations)
 
 
 def _row(mine: Observation, other: Observation) -> Row | None:
@@ -155,11 +166,16 @@ def _agreed(rows: list[Row]) -> str:
     )
 
 
-def _excess(one: ComparedTensor) -> str:
+def _excess(one: ComparedTensor, swapped: bool) -> str:
     explained = one.explained / one.gap.scale if one.gap.scale else 0.0
-    return f"{_off(one.gap.error, one.gap.worst, one.gap.values)}; rounding explains {explained:.2g}"
+    teachers, students = one.gap.values
+    values = (students, teachers) if swapped else (teachers, students)
+    return f"{_off(one.gap.error, one.gap.worst, values)}; rounding explains {explained:.2g}"
 
 
 def _off(error: float, worst: tuple[int, ...], values: tuple[float, float]) -> str:
+    off = f"off by {error:.2g} relative to its size"
+    if values[0] == values[1]:  # none of the entries that a sketch has is off
+        return off
     index = f" at ({', '.join(map(str, worst))})" if worst else ""
-    return f"off by {error:.2g} relative to its size, most{index}: {values[0]:.6g} in a, {values[1]:.6g} in b"
+    return f"{off}, most{index}: {values[0]:.6g} in a, {values[1]:.6g} in b"

@@ -99,6 +99,8 @@ def _pair(entry: Any) -> Counterparts:
     a, b = _paths(entry["a"]), _paths(entry["b"])
     if len(a) > 1 and len(b) > 1:
         raise ValueError(f"match: {_shown(a)} and {_shown(b)}: one side must be a single module")
+    if numbers["heads"] is not None and len(a) == len(b) == 1:
+        raise ValueError(f"match: {_shown(a)} and {_shown(b)}: heads goes with several modules on one side")
     if numbers["rotary"] is not None and (len(a), len(b)) != (1, 1):
         raise ValueError(f"match: {_shown(a)} and {_shown(b)}: rotary goes with one module on each side")
     return Counterparts(a, b, **numbers)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
 from torchhook.captures.agreement.evidence import in_words
 from torchhook.captures.agreement.paired_runs import Side
 from torchhook.captures.agreement.pairs import renaming
-from torchhook.captures.agreement.recorded_run import Location, RecordedRun
+from torchhook.captures.agreement.recorded_run import Location, RecordedRun, in_order_of
 from torchhook.captures.agreement.rounding import comparable, gap, precision, shapes_of
 from torchhook.compare.diff.comparison import NO_BATCH, Comparison
 from torchhook.compare.diff.match import Match
@@ -42,6 +42,13 @@ class Recorded:
     def first(self) -> Turn:
         """The first pass."""
         return self.ranks[0].first
+
+    def alone(self) -> Iterator[Recorded]:
+        """Each rank by itself."""
+        for rank in self.ranks:
+            one = Recorded((), self.name)
+            one.ranks = [rank]
+            yield one
 
     def inputs(self) -> Arguments:
         """The arguments of the model in the first pass."""
@@ -89,10 +96,12 @@ def compared(
 
 def diff_recordings(a: Recorded, b: Recorded, match: Match, tolerance: float | None) -> Difference:
     """The first pass in which two recordings diverge; of each step forward, then backward, then the update."""
-    if len(a.ranks) > 1 and len(b.ranks) > 1:
+    if 1 < len(a.ranks) != len(b.ranks) > 1:
         raise ValueError(
-            "a and b both have several ranks; compare each with a recording of one process, or rank by rank"
+            f"a has {len(a.ranks)} ranks and b {len(b.ranks)}: compare each of them with a recording of one process"
         )
+    if len(a.ranks) > 1 < len(b.ranks):
+        return _rank_by_rank(a, b, match, tolerance)
     turns = list(zip(a.turns, b.turns, strict=False))
     if not turns:
         raise ValueError("a or b is empty: the model was not called while it was recorded")
@@ -109,6 +118,22 @@ def diff_recordings(a: Recorded, b: Recorded, match: Match, tolerance: float | N
     if len(a.turns) != len(b.turns):
         found = replace(found, notes=(*found.notes, f"a has {len(a.turns)} passes, and b {len(b.turns)}"))
     return found
+
+
+def _rank_by_rank(a: Recorded, b: Recorded, match: Match, tolerance: float | None) -> Difference:
+    """Where the first of as many ranks on both sides diverges; what others compute from its values diverges later."""
+    pairs = zip(a.alone(), b.alone(), strict=True)
+    results = [diff_recordings(*pair, match, tolerance) for pair in pairs]
+    number = min(range(len(results)), key=lambda number: _when(results[number]))
+    found = results[number]
+    return found if found.same else replace(found, verdict=f"rank {number}: {found.verdict}")
+
+
+def _when(found: Difference) -> tuple[bool, int, int]:
+    """When a result diverges, for comparison with others."""
+    paths = [row.site.path for row in found.rows]
+    at = paths.index(found.first.path) if found.first is not None and found.first.path in paths else 0
+    return found.same, found.step or 0, at
 
 
 def _diff_turn(a: Recorded, b: Recorded, mine: Turn, theirs: Turn, match: Match, tolerance: float | None) -> Difference:
@@ -132,6 +157,7 @@ def _different_inputs(a: RecordedRun, b: RecordedRun) -> Difference | None:
     mine, theirs = a.observations.get(at), b.observations.get(at)
     if mine is None or theirs is None or not mine.tensors or not theirs.tensors:
         return None
+    theirs = in_order_of(theirs, mine)
     shapes = [shapes_of(one.tensors)[0] for one in (mine, theirs)]
     if math.prod(shapes[0] or ()) != math.prod(shapes[1] or ()):
         return _inputs_differ(f"the first one is {in_words(shapes[:1])} in a, and {in_words(shapes[1:])} in b")

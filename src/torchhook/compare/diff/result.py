@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from torchhook.captures.agreement.pairs import Unmatched
 from torchhook.compare.diff.match import Match
 from torchhook.core.findings import json_value
-from torchhook.core.parts import Bars
+from torchhook.core.parts import ROUNDING, Bars
 from torchhook.core.result import Result
 from torchhook.core.site import Site
 
@@ -110,21 +111,23 @@ class Difference(Result):
         return plain
 
     def lines(self) -> list[str]:
-        """The notes, including one for each module that was not compared."""
+        """The notes, including the map that was used, and one for each module that was not compared."""
         lonely = [
             f"{one.path or 'the model'!r} of {one.model} was not compared: {one.reason}" for one in self.unmatched
         ]
-        return [f"note: {line}" for line in (*self.notes, *lonely)]
+        compared = [f"compared: {' + '.join(pair.a)} with {' + '.join(pair.b)} in b" for pair in self.match]
+        return [*compared, *(f"note: {line}" for line in (*self.notes, *lonely))]
 
     def _records(self) -> list[dict[str, Any]]:
         return [row.record() for row in self.rows]
 
     def _figures(self) -> list[Bars]:
-        """The errors of the outputs by layer; at each call of a module, and not of its gradients."""
+        """The errors of the outputs by layer, and what rounding explains; of each call, and not of gradients."""
         rows = [row for row in self.rows if row.site.port == "output"]
         errors: dict[str, list[float | None]] = {
             "error": [row.error for row in rows],
             "own error": [row.own for row in rows],
+            ROUNDING: [None if row.explained == math.inf else row.explained for row in rows],
         }
         drawn = {name: line for name, line in errors.items() if any(value is not None for value in line)}
         names = [place_of(row.site, row.call) for row in rows]

@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+from torchhook.captures.agreement.evidence import in_words
 from torchhook.captures.agreement.paired_runs import Side, student_of
 from torchhook.captures.agreement.pairs import renaming
-from torchhook.captures.agreement.recorded_run import RecordedRun
+from torchhook.captures.agreement.recorded_run import Location, RecordedRun
+from torchhook.captures.agreement.rounding import are_alike, shapes_of
 from torchhook.compare.diff.found import fusions, prefix
 from torchhook.compare.diff.fused import copied, is_turned, join, oriented, reorder, split
 from torchhook.compare.diff.match import Counterparts, Match
+from torchhook.core.site import Site
 
 
 class Sides(NamedTuple):
@@ -30,6 +33,8 @@ def matched_sides(a: Side, b: Side, match: Match, ranks: tuple[int, int] = (1, 1
     """
     given = match.expanded(a.run.modules, b.run.modules)
     plain = {pair.a[0]: pair.b[0] for pair in given if len(pair.a) == len(pair.b) == 1}
+    for mine, other in plain.items():
+        _require_alike(a.run, b.run, mine, other)
     renamed = {**prefix(a.run.modules, b.run.modules), **plain}
     fused = [pair for pair in given if not pair.is_plain]
     taken = {path for pair in fused for path in (*pair.a, *pair.b)}
@@ -42,6 +47,15 @@ def matched_sides(a: Side, b: Side, match: Match, ranks: tuple[int, int] = (1, 1
         renamed |= _translated(runs, by_rank, swapped)
     _orient(runs, renamed)
     return Sides(Side(runs[0], a.model), Side(runs[1], b.model), renamed, (*given, *found))
+
+
+def _require_alike(a: RecordedRun, b: RecordedRun, mine: str, other: str) -> None:
+    """Raise if two layers that a map pairs return tensors of different shapes."""
+    found = [run.observations.get(Location(Site(path), 0)) for run, path in ((a, mine), (b, other))]
+    shapes = [shapes_of(one.tensors) for one in found if one is not None and one.module.is_leaf]
+    if len(shapes) == 2 and shapes[0] and shapes[1] and not are_alike(shapes[0][0], shapes[1][0]):
+        words = [in_words(one) for one in shapes]
+        raise ValueError(f"match: {mine!r} returns {words[0]} in a, and {other!r} {words[1]} in b")
 
 
 def _translated(runs: tuple[RecordedRun, RecordedRun], pair: Counterparts, swapped: bool | None) -> dict[str, str]:

@@ -107,7 +107,7 @@ class Line:
 
 def write_about(folder: Path, about: About) -> None:
     """Write what is known of the recording."""
-    replace_file(folder / ABOUT, json.dumps(asdict(about), indent=1).encode())
+    replace_file(folder / ABOUT, json.dumps(vars(about), default=vars).encode())
 
 
 def read_about(folder: Path) -> About:

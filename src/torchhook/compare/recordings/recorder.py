@@ -274,8 +274,10 @@ class Recorder(Attaching):
         return self._step < self._most or number in self._turns
 
     def _turn_of(self, number: int) -> tuple[int, int]:
-        """The step and turn of a pass; the first event of a step writes the parameters."""
+        """The step and turn of a pass; the first event writes what came before, that of a step the parameters."""
         if number not in self._turns:
+            assert self._writer is not None
+            self._writer.flush()  # if the process is killed, the passes that have ended are there
             if not self._has_parameters:
                 self._write_parameters()
             self._turns[number] = self._step, self._turn

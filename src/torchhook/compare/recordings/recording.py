@@ -147,7 +147,21 @@ class RecordedRank:
     @cached_property
     def turns(self) -> list[Turn]:
         """The passes of the model, in order."""
-        return list(dict.fromkeys(Turn(line.step, line.turn) for line in self.lines if line.port != "param"))
+        return list(self._by_turn)
+
+    @cached_property
+    def _by_turn(self) -> dict[Turn, list[Line]]:
+        """The values of each pass."""
+        found: dict[Turn, list[Line]] = {}
+        for line in self.lines:
+            if line.port != "param":
+                found.setdefault(Turn(line.step, line.turn), []).append(line)
+        return found
+
+    @cached_property
+    def _moved(self) -> dict[Location, tuple[float, ...]]:
+        """How far rounding errors have moved the values of the first pass."""
+        return {Location(Site(one.path, one.port), one.call): one.by for one in read_noise(self.folder)}
 
     @property
     def first(self) -> Turn:
@@ -161,18 +175,17 @@ class RecordedRank:
         run = RecordedRun()
         run.modules, run.coarsest = dict(self.about.modules), self.about.coarsest
         run.parameters, run.is_sketched = self.parameters(turn.step), self.about.keep == "sketch"
-        moved = {Location(Site(one.path, one.port), one.call): one.by for one in read_noise(self.folder)}
-        for line in self.lines:
-            if (line.step, line.turn) == turn and line.port != "param":
-                location = Location(Site(line.path, line.port), line.call, line.leaf)
-                run.observations[location] = Observation(
-                    location,
-                    run.modules.get(line.path, _UNKNOWN),
-                    self._tensors(line.tensors),
-                    [_address(text) for text in line.addresses],
-                    list(line.requires_grad),
-                    moved=moved.get(location, ()) if turn == self.first else (),
-                )
+        moved = self._moved if turn == self.first else {}
+        for line in self._by_turn.get(turn, ()):
+            location = Location(Site(line.path, line.port), line.call, line.leaf)
+            run.observations[location] = Observation(
+                location,
+                run.modules.get(line.path, _UNKNOWN),
+                self._tensors(line.tensors),
+                [_address(text) for text in line.addresses],
+                list(line.requires_grad),
+                moved=moved.get(location, ()),
+            )
         return run
 
     def inputs(self, step: int | None) -> Arguments:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from torchhook.captures.agreement.rounding import TINY, Absent, Gap
-from torchhook.core.transfer import sent_home
+from torchhook.core.transfer import sent_together
 from torchhook.stats.kernels.plain import FIELDS
 from torchhook.stats.moments import Moments
 
@@ -109,35 +109,65 @@ class Sketch(Absent):
         """The size of what is kept."""
         return sum(part.nbytes for part in self.parts().values())
 
-    def home(self) -> Callable[[], Sketch]:
-        """Start copying it to the host; returns a function that waits for the copy."""
-        parts = {name: sent_home(part) for name, part in self.parts().items()}
-
-        def arrived() -> Sketch:
-            return Sketch(self.shape, self.dtype, self.dim_of_features, **{name: parts[name]() for name in parts})
-
-        return arrived
-
 
 def sketch_of(x: Tensor, dim: int | None = None) -> Sketch:
     """The sketch of a tensor, on its device; nothing waits for that.
 
     `dim` is the dimension of the features: by default the second one of images, else the last one.
     """
+    sketch = begun(x, dim)
+    sketch.entries = sketch.entries.to(sketch.sums.dtype)
+    sketch.moments = Moments().settle(sketch.moments[None])[0]
+    return sketch
+
+
+def begun(x: Tensor, dim: int | None = None) -> Sketch:
+    """The sketch of a tensor whose moments are not settled yet, and whose entries have the dtype of the tensor."""
     x = x.detach()
     x = torch.view_as_real(x.resolve_conj()).flatten(-2) if x.is_complex() else x
     dim = (1 if x.dim() > 3 else x.dim() - 1) if dim is None else dim
-    wide = torch.float64 if x.element_size() > 2 and x.device.type != "mps" else torch.float32
+    wide = _wide(x)
     rows = x.movedim(dim, -1).reshape(-1, x.shape[dim])
     chosen, signs, directions = _random(len(rows), x.device, wide)
-    rows = (rows if chosen is None else rows[chosen]).to(wide)
+    rows = (rows if chosen is None else rows.index_select(0, chosen)).to(wide)
     rows = rows.nan_to_num(0.0, 0.0, 0.0) if x.is_floating_point() else rows  # what is not finite is counted
-    groups = torch.nn.functional.pad(rows, (0, -rows.shape[1] % GROUP)).view(len(rows), -1, GROUP) @ signs
-    stat = Moments()
-    state = stat.empty(x)
-    stat.update(state, x)
-    entries = x.reshape(-1)[_places(x.numel(), x.device)].to(wide)
-    return Sketch(x.shape, x.dtype, dim, directions @ groups, stat.settle(state[None])[0], entries)
+    sums = directions @ rows  # of values with few digits, which tf32 leaves exact
+    sums = torch.nn.functional.pad(sums, (0, -rows.shape[1] % GROUP)) if rows.shape[1] % GROUP else sums
+    state = _no_values(x.device).clone()
+    Moments().update(state, x)
+    entries = x.reshape(-1).index_select(0, _places(x.numel(), x.device))
+    return Sketch(x.shape, x.dtype, dim, sums.view(_SUMS, -1, GROUP) @ signs, state, entries)
+
+
+def home(sketches: Sequence[Sketch]) -> Callable[[], list[Sketch]]:
+    """Settle the moments of sketches that have begun on one device, and start copying all of them to the host at once.
+
+    Returns a function that waits for the copy.
+    """
+    moments = Moments().settle(torch.stack([sketch.moments for sketch in sketches]))
+    parts = [moments, *(part for sketch in sketches for part in (sketch.sums, sketch.entries))]
+    arriving = sent_together(parts)
+
+    def arrived() -> list[Sketch]:
+        moments, *parts = arriving()
+        found = []
+        for sketch, row, sums, entries in zip(sketches, moments, parts[::2], parts[1::2], strict=True):
+            shape, dim = sketch.shape, sketch.dim_of_features
+            found.append(Sketch(shape, sketch.dtype, dim, sums, row, entries.to(sums.dtype)))
+        return found
+
+    return arrived
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """The dtype in which the values of a tensor are added up."""
+    return torch.float64 if x.element_size() > 2 and x.device.type != "mps" else torch.float32
+
+
+@lru_cache(maxsize=16)
+def _no_values(device: torch.device) -> Tensor:
+    """The moments of no values."""
+    return Moments().empty(torch.empty(0, device=device))
 
 
 @lru_cache(maxsize=64)

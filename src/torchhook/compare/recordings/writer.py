@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from torchhook.compare.recordings.files import (
     write_about,
     write_tensors,
 )
-from torchhook.compare.recordings.sketch import is_small, sketch_of
+from torchhook.compare.recordings.sketch import Sketch, begun, home, is_small
 from torchhook.core.errors import FileError
 from torchhook.core.snapshot import read
 from torchhook.core.torch_internals import version_of
@@ -50,6 +50,7 @@ class RecordingWriter:
         self._transfer = Transfer(torch.device("cpu"), None)
         self._waiting: list[Line] = []
         self._readers: list[Reader] = []
+        self._sketches: dict[tuple[torch.device, Any], dict[str, Sketch]] = {}  # by device and stream, then key
         self._bytes = self._tensors = self._files = 0
         self._pool = ThreadPoolExecutor(1, "torchhook")
         self._written: Future[None] | None = None
@@ -76,6 +77,10 @@ class RecordingWriter:
         """Write what waits, in another thread; waits for what was written before."""
         if self._written is not None:
             self._written.result()
+        if not self._waiting:
+            return
+        self._readers += [self._sent(stream, sketches) for (_, stream), sketches in self._sketches.items()]
+        self._sketches = {}
         waiting, readers, number = self._waiting, self._readers, self._files
         self._waiting, self._readers, self._bytes = [], [], 0
         self._files += bool(readers)
@@ -106,31 +111,47 @@ class RecordingWriter:
         """Let a tensor, or its sketch, wait for the next file."""
         key, dtype = str(self._tensors), str(tensor.dtype).removeprefix("torch.")
         self._tensors += 1
-        stored = StoredTensor(tuple(tensor.shape), dtype, self._files, key)
+        shape = tuple(tensor.shape)
         tensor = tensor if tensor.layout == torch.strided else tensor.to_dense()
         if whole or is_small(tensor):
             arriving = self._transfer(tensor)
             self._readers.append(lambda: {key: plain_values(read(arriving))})
             self._bytes += tensor.nbytes
-            return stored
-        sketch = sketch_of(tensor, 0 if port.startswith("param") else None)
-        home = sketch.home()
-        self._readers.append(lambda: {f"{key}.{name}": plain_values(part) for name, part in home().parts().items()})
+            return StoredTensor(shape, dtype, self._files, key)
+        sketch = begun(tensor, 0 if port.startswith("param") else None)
+        stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+        self._sketches.setdefault((tensor.device, stream), {})[key] = sketch
         self._bytes += sketch.nbytes
-        return replace(stored, sketch=sketch.dim_of_features)
+        return StoredTensor(shape, dtype, self._files, key, sketch.dim_of_features)
+
+    def _sent(self, stream: Any, sketches: dict[str, Sketch]) -> Reader:
+        """Start copying sketches that have begun on one stream to the host."""
+        with torch.cuda.stream(stream):
+            arriving = home(list(sketches.values()))
+
+        def arrived() -> dict[str, Tensor]:
+            named = zip(sketches, arriving(), strict=True)
+            return {
+                f"{key}.{name}": plain_values(part) for key, sketch in named for name, part in sketch.parts().items()
+            }
+
+        return arrived
 
     def _write(self, lines: list[Line], readers: list[Reader], number: int) -> None:
+        text = b"".join(
+            json.dumps(_short(line), default=vars).encode() + b"\n" for line in lines
+        )  # while the device is busy
         tensors = {key: tensor for read_now in readers for key, tensor in read_now().items()}
         if tensors:
             write_tensors(self.folder / VALUES.format(number), tensors)
-        self._lines.write(b"".join(json.dumps(_short(line)).encode() + b"\n" for line in lines))
+        self._lines.write(text)
         self._lines.flush()
 
 
 def _short(line: Line) -> dict[str, Any]:
     """A line without what is as usual."""
     needed = ("step", "turn")
-    return {name: value for name, value in asdict(line).items() if value not in (0, (), None) or name in needed}
+    return {name: value for name, value in vars(line).items() if value not in (0, (), None) or name in needed}
 
 
 def _version(tensor: Tensor) -> int | None:
