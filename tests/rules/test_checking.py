@@ -49,6 +49,15 @@ def codes(report):
     return [finding.code for finding in report.findings]
 
 
+class Explains(Rule):
+    """A model as a whole, and what comes of it at a step."""
+
+    code, name = "MY002", "explains"
+
+    def find(self, history):
+        yield replace(self.finding("all of it"), affected=(self.finding("what comes of it", "0", 21),))
+
+
 class Finds(Rule):
     """There is a model."""
 
@@ -109,6 +118,13 @@ def test_the_layers_are_those_of_the_step_at_which_something_went_wrong():
     expected = layers_of(history.windows[2].snapshot)
     assert str(report.layers) == str(expected)  # NaN is not equal to itself
     assert check(history, ["TH601"]).span == (3, 5)
+
+
+def test_the_step_of_a_consequence_counts_where_its_cause_has_none():
+    history, snapshot = History(), joined([measured(net()).snapshot()])
+    for step in range(0, 35, 5):
+        history.add(step, snapshot)
+    assert check(history, [Explains()]).span == (25, 25)  # the step before is not yet faulty
 
 
 def test_statistics_under_way_can_be_checked_and_go_on():

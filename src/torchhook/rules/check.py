@@ -143,12 +143,13 @@ def _history(stats: Stats | Snapshot | History) -> History:
 
 
 def _fault(roots: Iterable[Finding], history: History) -> int | None:
-    """The measured step at which the worst finding was made; None if there is none that has a step."""
-    found = [(-root.severity.rank, root.step) for root in roots if root.step is not None and root.severity > "info"]
+    """The first measured step at or after the worst finding, or else the last one; None if no finding has a step."""
+    every = [one for root in roots for one in (root, *root.affected)]  # a cause may have no step, but its consequences
+    found = [(-one.severity.rank, one.step) for one in every if one.step is not None and one.severity > "info"]
     if not found or not history.windows:
         return None
     _, step = min(found)
-    return min((window.step for window in history.windows), key=lambda at: (abs(at - step), at))
+    return next((window.step for window in history.windows if window.step >= step), history.windows[-1].step)
 
 
 def _shortly_before(history: History, step: int) -> Snapshot:

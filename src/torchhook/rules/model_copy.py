@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -30,6 +31,7 @@ def copies_of(model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module,
     try:
         twin = copy.deepcopy(model, memo)
         _rebind(model, memo)
+        _separate(twin, shared_between(model, twin), memo)
         for module in twin.modules():
             if isinstance(module, nn.RNNBase):  # cuDNN wants its weights in one block, and warns about copies
                 module.flatten_parameters()
@@ -39,6 +41,39 @@ def copies_of(model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module,
             f"the model cannot be copied ({type(error).__name__}: {error}), and diagnose must not change the original;"
             " pass parts=('rest',), which needs no copy"
         ) from error
+
+
+def shared_between(model: nn.Module, twin: nn.Module) -> list[str]:
+    """The parameters and buffers of a copy that share memory with the original, by a `__deepcopy__` of its own.
+
+    >>> model = nn.Linear(2, 2)
+    >>> shared_between(model, copy.deepcopy(model)), shared_between(model, nn.Sequential(model))
+    ([], ['0.weight', '0.bias'])
+    """
+    own = {tensor.data_ptr() for _, tensor in _tensors(model)}
+    return [name for name, tensor in _tensors(twin) if tensor.data_ptr() in own]
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers of a model that have memory of their own, by all of their names."""
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return (
+        (name, one) for name, one in named if type(one) in (Tensor, nn.Parameter) and one.numel() and one.data_ptr()
+    )
+
+
+def _separate(twin: nn.Module, names: Sequence[str], memo: dict[int, Any]) -> None:
+    """Give a copy its own memory for what it shares with the original."""
+    own: dict[int, Tensor] = {}
+    for name in names:
+        path, _, attribute = name.rpartition(".")
+        module = twin.get_submodule(path)
+        shared: Tensor = getattr(module, attribute)
+        fresh = shared.detach().clone()
+        if isinstance(shared, nn.Parameter):
+            fresh = nn.Parameter(fresh, shared.requires_grad)
+        setattr(module, attribute, own.setdefault(id(shared), fresh))
+        memo[id(shared)] = own[id(shared)]
 
 
 def _rebind(model: nn.Module, memo: dict[int, Any]) -> None:

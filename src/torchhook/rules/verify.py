@@ -16,9 +16,10 @@ from torchhook.core.model_state import random_state_kept
 from torchhook.core.progress import Progress, progress_bar
 from torchhook.core.selection import require_module, unwrapped, walk
 from torchhook.rules.contracts import Agreement, Breach, Case, Contract, Note, Skip
-from torchhook.rules.contracts.contract import chosen
+from torchhook.rules.contracts.contract import CONTRACTS, OWN, chosen
 from torchhook.rules.contracts.positions import settle_mask
 
+_JUDGES_RANDOM = ("deterministic", "used")  # contracts that can be checked on a model whose results are random
 _RANDOM = "its results are random in eval mode (TV101), so that two runs cannot be compared"
 
 
@@ -77,7 +78,15 @@ def verify(
         case.begin()  # raises here if the model cannot run the batch at all
         settle_mask(case)
         results = [_Result(contract) for contract in selected]
+        if all(one.name != "deterministic" for one in selected) and any(
+            one.code != OWN and one.name not in _JUDGES_RANDOM for one in selected
+        ):
+            chance = _Result(CONTRACTS["deterministic"])
+            chance.check(case, asked=False)  # what differs by chance breaks no other contract
+            results = [chance, *results] if chance.findings else results
         for number, result in enumerate(results):
+            if result.findings:
+                continue  # it was checked above
             if tell is not None:
                 tell(result.contract.name, number, len(results))
             result.check(case, asked=contracts is not None)
@@ -103,7 +112,7 @@ class _Result:
     def check(self, case: Case, asked: bool) -> None:
         """Check the contract; what raises is a note, because the rest may still be checked."""
         case.asked = asked
-        if case.is_random and self.contract.name not in ("deterministic", "used"):
+        if case.is_random and self.contract.name not in _JUDGES_RANDOM:
             self.skipped = _RANDOM
             return
         judged = False

@@ -506,6 +506,18 @@ def resnet_drops_in_eval_mode(broken):
     return spoil(resnet(), "layer3.1.relu", broken, returned=partial(F.dropout, p=0.2))
 
 
+class Stubborn(nn.Dropout):
+    """Stays in train mode."""
+
+    def train(self, mode: bool = True):
+        return super().train(True)
+
+
+@planted("deterministic", "1", lambda: torch.randn(4, 8))
+def dropout_ignores_eval(broken):
+    return nn.Sequential(nn.Linear(8, 8), Stubborn() if broken else nn.Dropout(), nn.Linear(8, 2))
+
+
 @planted("modes", "layer1.0.conv1", pictures)
 def resnet_reads_memory_in_order(broken):
     def in_order(x):
@@ -571,6 +583,47 @@ class Recurrent(nn.Module):
 @planted("independent", "lstm", series)
 def lstm_without_batch_first(broken):
     return Recurrent(broken)
+
+
+class Added(nn.Module):
+    """Adds the last position; broken, the last sample."""
+
+    def __init__(self, broken: bool) -> None:
+        super().__init__()
+        self.broken = broken
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (x[-1] if self.broken else x[:, -1:]).tanh()
+
+
+@planted("independent", "1", series)
+def all_get_something_of_the_last_sample(broken):
+    return nn.Sequential(nn.Linear(8, 8), Added(broken), nn.Linear(8, 2))
+
+
+class Convolved(nn.Module):
+    """The largest of what a convolution finds; broken, it reads padding beside the last word."""
+
+    def __init__(self, broken: bool) -> None:
+        super().__init__()
+        self.embed, self.conv, self.head = nn.Embedding(VOCABULARY, 8), nn.Conv1d(8, 8, 3, padding=1), nn.Linear(8, 3)
+        self.broken = broken
+
+    def forward(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+        hidden = attention_mask[:, None] == 0
+        x = self.embed(ids).mT
+        x = self.conv(x if self.broken else x.masked_fill(hidden, 0)).relu()
+        return self.head(x.masked_fill(hidden, 0).amax(2))
+
+
+def all_padded() -> dict:
+    """Every sample ends with padding, which comes before any more of it."""
+    return {"ids": ids(), "attention_mask": (torch.arange(LENGTH) < torch.tensor([[9], [5], [7], [4]])).long()}
+
+
+@planted("padding", "conv", all_padded)
+def convolution_reads_padding_at_its_edge(broken):
+    return Convolved(broken)
 
 
 class Lasting(nn.Module):
@@ -923,6 +976,28 @@ def copies_share_a_parameter(broken):
     return nn.Sequential(nn.Linear(8, 8), Scaling(broken), nn.Linear(8, 2))
 
 
+class Sharing(nn.Module):
+    """Scales its input; broken, a deep copy has the same buffer."""
+
+    def __init__(self, broken: bool) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.rand(8) + 1)
+        self.broken = broken
+
+    def __deepcopy__(self, memo: dict) -> nn.Module:
+        twin = Sharing(self.broken)
+        twin.scale = self.scale if self.broken else self.scale.clone()
+        return twin
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+@planted("modes", "1", lambda: torch.randn(4, 8))
+def copies_share_a_buffer(broken):
+    return nn.Sequential(nn.Linear(8, 8), Sharing(broken), nn.Linear(8, 2))
+
+
 class Folded(nn.Module):
     """Joins all dimensions but the first; broken, it knows the number of samples."""
 
@@ -961,6 +1036,52 @@ class Translator(nn.Module):
 @planted("padding", "body.decoder.layers.0.multihead_attn", lambda: {"src": ids(), "tgt": ids()})
 def translator_sees_padding_of_its_source(broken):
     return Translator(broken)
+
+
+def padded_source() -> dict:
+    return {"src": ids(), "tgt": ids(), "src_padding_mask": torch.arange(LENGTH) >= torch.tensor([[12], [9], [7], [4]])}
+
+
+@planted("padding", "body.decoder.layers.0.multihead_attn", padded_source)
+def translator_has_a_fast_path(broken):
+    return Translator(broken)
+
+
+class Holding(Translator):
+    """It holds its causal mask; broken, that is off by one."""
+
+    def __init__(self, broken: bool) -> None:
+        super().__init__(False)
+        self.register_buffer("past", torch.ones(32, 32).tril())
+        self.offset = 1 + broken
+
+    def forward(self, src: Tensor, tgt: Tensor) -> Tensor:
+        size = tgt.shape[1]
+        future = (self.past[:size, :size] == 0) & ~torch.ones(size, size).tril(self.offset - 1).bool()
+        return self.head(self.body(self.embed(src), self.embed(tgt), tgt_mask=future))
+
+
+@planted("causal", "body.decoder.layers.0.self_attn", lambda: {"src": ids(), "tgt": ids()})
+def translator_looks_ahead(broken):
+    return Holding(broken)
+
+
+class Averaged(nn.Module):
+    """Takes away a running mean, which broken ones do not save."""
+
+    def __init__(self, broken: bool) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8), persistent=not broken)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+        return x - self.mean
+
+
+@planted("modes", "1", lambda: torch.randn(4, 8))
+def a_running_mean_is_not_saved(broken):
+    return nn.Sequential(nn.Linear(8, 8), Averaged(broken), nn.Linear(8, 2))
 
 
 # What is trained
@@ -1055,3 +1176,61 @@ def a_gate_stays_closed(broken):
 @planted("used", "side", lambda: torch.randn(4, 8))
 def a_gate_stays_closed_without_a_loss(broken):
     return Gated(broken)
+
+
+class Speaking(nn.Module):
+    """A language model that returns the state of its recurrence, to go on from."""
+
+    def __init__(self, broken: bool) -> None:
+        super().__init__()
+        self.embed, self.rnn, self.head = (
+            nn.Embedding(VOCABULARY, 8),
+            nn.GRU(8, 8, 2, batch_first=True),
+            nn.Linear(8, VOCABULARY),
+        )
+        self.broken = broken
+
+    def forward(self, ids: Tensor, hidden: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        x, hidden = self.rnn(self.embed(ids), hidden)
+        return self.head(x), hidden.flip(0) if self.broken else hidden
+
+
+@planted("cached", "rnn", ids)
+def layers_take_the_states_of_others(broken):
+    return Speaking(broken)
+
+
+class LocalAttn(nn.Module):
+    is_causal = True
+    sliding_window = 4
+
+    def __init__(self, reach: int) -> None:
+        super().__init__()
+        self.qkv, self.out, self.reach = nn.Linear(8, 24), nn.Linear(8, 8), reach
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril().triu(1 - self.reach)
+        return x + self.out(F.scaled_dot_product_attention(q, k, v, seen))
+
+
+@planted("causal", "1", series)
+def a_window_is_narrower_than_it_says(broken):
+    return nn.Sequential(LocalAttn(4), LocalAttn(2 if broken else 4))
+
+
+class Ordered(nn.Module):
+    """A graph as a matrix, whose nodes are read one after the other."""
+
+    def __init__(self, broken: bool) -> None:
+        super().__init__()
+        self.mix, self.last = nn.Linear(8, 8), nn.GRU(8, 8, batch_first=True) if broken else Summed()
+
+    def forward(self, x: Tensor, adj: Tensor) -> Tensor:
+        found = self.last((adj @ self.mix(x))[None])
+        return found[0][0] if isinstance(found, tuple) else found
+
+
+@planted("equivariant", "last", lambda: {"x": torch.randn(7, 8), "adj": torch.rand(7, 7).round()})
+def nodes_are_read_one_after_the_other(broken):
+    return Ordered(broken)

@@ -173,6 +173,22 @@ def a_state_to_begin_with():
     return nn.GRU(8, 8, 2, batch_first=True), {"input": series(), "hx": torch.randn(2, 4, 8)}
 
 
+class Reading(nn.Module):
+    """Attention in both directions before a recurrence, which begins with a state and returns the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.rnn = nn.MultiheadAttention(8, 2, batch_first=True), nn.GRU(8, 8, batch_first=True)
+
+    def forward(self, x: Tensor, h0: Tensor | None = None) -> Any:
+        return self.rnn(x + self.mix(x, x, x)[0], h0)
+
+
+@healthy
+def a_state_that_is_no_cache():
+    return Reading(), series(10)
+
+
 # Graphs, sets, lists
 
 
@@ -193,6 +209,60 @@ def several_graphs_in_one():
     edges = torch.randint(5, (2, 12))
     given = {"x": torch.randn(10, 8), "edge_index": torch.cat([edges, edges + 5], 1), "batch": torch.arange(10) // 5}
     return Molecules(), given
+
+
+class Bonds(nn.Module):
+    """A graph whose edges have features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.node, self.edge = nn.Linear(8, 8), nn.Linear(3, 8)
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
+        return x.index_add(0, edge_index[1], self.node(x)[edge_index[0]] * self.edge(edge_attr))
+
+
+@healthy
+def a_graph_with_as_many_edges_as_nodes():
+    return Bonds(), {"x": torch.randn(7, 8), "edge_index": torch.randint(7, (2, 7)), "edge_attr": torch.randn(7, 3)}
+
+
+class Dense(nn.Module):
+    """A graph as a matrix, or a batch of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, adj: Tensor) -> Tensor:
+        return self.head((x + adj @ self.mix(x)).relu())
+
+
+@healthy
+def a_graph_with_as_many_features_as_nodes():
+    return Dense(), {"x": torch.randn(8, 8), "adj": torch.rand(8, 8).round()}
+
+
+@healthy
+def several_graphs_as_matrices():
+    return Dense(), {"x": torch.randn(4, 7, 8), "adj": torch.rand(4, 7, 7).round()}
+
+
+class Lines(nn.Module):
+    """Classes of nodes, and an edge in each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix = nn.Embedding(9, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        x = self.embed(x).sum(1)
+        return x.index_add(0, edges[:, 1], self.mix(x)[edges[:, 0]])
+
+
+@healthy
+def a_graph_with_an_edge_in_each_row():
+    return Lines(), {"x": torch.randint(9, (7, 2)), "edges": torch.randint(7, (18, 2))}
 
 
 class SetAttention(nn.Module):

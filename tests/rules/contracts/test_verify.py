@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from contract_faults import Listed, Writer, classes, gpt2, ids, labelled, token_loss
+from healthy_models import HEALTHY
 from torch import nn
 
 from torchhook import contracts, diagnose, hooks, render, verify
@@ -105,6 +106,28 @@ def test_everything_is_left_as_it_was():
     assert not hooks(model) and all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_a_model_whose_copy_shares_its_memory_is_left_as_it_was():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.spare = nn.Parameter(torch.rand(8)), nn.Parameter(torch.rand(8))
+
+        def __deepcopy__(self, memo):
+            twin = Shared()
+            twin.scale, twin.spare = self.scale, self.spare
+            return twin
+
+        def forward(self, x):
+            return x * self.scale
+
+    model = nn.Sequential(nn.Linear(8, 8), Shared(), nn.Linear(8, 2))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    report = verify(model, classes(), F.cross_entropy, progress=False)
+    assert [(one.code, one.site) for one in report.findings] == [("TV107", "1"), ("TV108", "1")]
+    assert "shares memory with the original" in report.findings[0].message
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+
+
 def test_a_mean_over_the_tokens_of_each_micro_batch_is_an_info_with_the_remedy():
     (found,) = verify(gpt2(), labelled(), lambda output, target: token_loss(output, target), ["accumulation"],
                       progress=False).findings  # fmt: skip
@@ -128,6 +151,14 @@ def test_a_loss_that_compares_samples_cannot_be_accumulated():
         return F.cross_entropy(output @ output.T, torch.arange(len(output)))
 
     found = verify(nn.Linear(8, 4), classes(), contrast, ["accumulation"], progress=False).findings[0]
+    assert found.severity == "info" and "not a mean or sum over its samples" in found.message
+
+
+def test_a_loss_that_one_sample_makes_nan_cannot_be_accumulated():
+    def spread(output, target):
+        return output.std(0).sum()
+
+    found = verify(nn.Linear(8, 4), classes(), spread, ["accumulation"], progress=False).findings[0]
     assert found.severity == "info" and "not a mean or sum over its samples" in found.message
 
 
@@ -160,6 +191,56 @@ def test_a_tensor_that_is_not_registered_is_an_info():
     report = verify(nn.Sequential(Fourier(), nn.Linear(8, 2)), torch.randn(3, 4), contracts=["modes"], progress=False)
     (found,) = report.findings
     assert (found.severity, found.site) == ("info", "0") and "depends on directions" in found.message
+
+
+def test_a_buffer_that_is_not_saved_is_an_info_unless_training_changes_it():
+    class Fourier(nn.Module):
+        def __init__(self, persistent):
+            super().__init__()
+            self.register_buffer("directions", torch.randn(4, 8), persistent)
+            self.register_buffer("spare", torch.randn(3), persistent=False)
+
+        def forward(self, x):
+            return (x @ self.directions).cos()
+
+    def found(persistent):
+        model = nn.Sequential(Fourier(persistent), nn.Linear(8, 2))
+        return verify(model, torch.randn(3, 4), contracts=["modes"], progress=False).findings
+
+    (one,) = found(persistent=False)
+    assert (one.severity, one.site) == ("info", "0") and "depends on directions" in one.message
+    assert not found(persistent=True)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_model_that_is_given_the_total_count_has_to_use_it(broken):
+    class Writing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(40, 8), nn.Linear(8, 40)
+
+        def forward(self, ids, labels=None, num_items_in_batch=None):
+            logits = self.head(self.embed(ids))
+            if labels is None:
+                return {"logits": logits}
+            total = (labels != -100).sum() if broken or num_items_in_batch is None else num_items_in_batch
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100) / total
+            return {"loss": loss, "logits": logits}
+
+    batch = {"ids": torch.randint(40, (4, 12)), "labels": torch.randint(40, (4, 12))}
+    report = verify(Writing(), batch, contracts=["accumulation"], progress=False)
+    assert [(one.code, one.severity) for one in report.findings] == ([("TV106", "warning")] if broken else [])
+
+
+def test_what_eval_leaves_on_is_said_and_stays_as_it_was():
+    class Stubborn(nn.Dropout):
+        def train(self, mode=True):
+            return super().train(True)
+
+    model = nn.Sequential(nn.Linear(4, 4), Stubborn()).eval()
+    report = verify(model, torch.randn(3, 4), progress=False)
+    assert codes(report) == ["TV101"] and any("eval() leaves 1 in train mode" in note for note in report.notes)
+    assert [one.training for one in model.modules()] == [False, False, True]
 
 
 def test_a_loss_that_nobody_gave_is_not_accumulated():
@@ -283,6 +364,48 @@ def test_a_random_model_is_told_so_once():
     assert codes(report) == ["TV101"] and report.findings[0].site == "1"
     assert "random numbers are drawn in 1" in report.findings[0].message
     assert "random in eval mode" in report.skipped["TV102"]
+
+
+def test_chance_is_not_taken_for_another_fault():
+    """Also if that contract alone is named."""
+
+    class Noisy(nn.Module):
+        def forward(self, x):
+            return F.dropout(x, 0.5)
+
+    model = nn.Sequential(nn.Linear(4, 4), Noisy())
+    report = verify(model, torch.randn(3, 4), contracts=["independent"], progress=False)
+    assert codes(report) == ["TV101"] and "random in eval mode" in report.skipped["TV102"]
+
+
+@pytest.mark.parametrize(
+    ("make", "draw"),
+    [
+        (lambda: torch.Generator().manual_seed(0), lambda own: torch.rand(1, generator=own)),
+        (lambda: random.Random(0), lambda own: own.random()),
+        (lambda: np.random.default_rng(0), lambda own: float(own.random())),
+    ],
+)
+def test_a_generator_of_its_own_is_found_and_put_back(make, draw):
+    class Noisy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.own = make()
+
+        def forward(self, x):
+            return x + draw(self.own)
+
+    model = nn.Sequential(nn.Linear(4, 4), Noisy())
+    (found,) = verify(model, torch.randn(3, 4), contracts=["deterministic"], progress=False).findings
+    assert (found.code, found.site) == ("TV101", "1")
+    assert draw(model[1].own) == draw(make())
+
+
+@pytest.mark.parametrize("name", ["several_graphs_as_matrices", "a_graph_with_an_edge_in_each_row"])
+def test_nodes_are_found_in_graphs_of_any_layout(name):
+    model, batch = HEALTHY[name]()
+    report = verify(model, batch, contracts=["equivariant"], progress=False)
+    assert report.checked == ("TV110",) and not report.findings
 
 
 def test_bfloat16_is_no_reason_to_complain():

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torchhook.core.selection import plain
 from torchhook.rules.contracts.case import Case, Given
+from torchhook.rules.contracts.claims import forward_parameters
 from torchhook.rules.contracts.contract import Breach, Skip, contract
 from torchhook.rules.history import owner
 
@@ -58,7 +59,7 @@ def accumulation(case: Case) -> Iterator[Breach | Skip]:
     if count_name is not None:
         message = f"micro-batches do not add up to the batch, although the loss is given the total as {count_name}"
         yield Breach(f"{message}: the gradients are off by {error:.0%}", site, evidence=evidence)
-    elif _differing(whole, parts, _best_weights(whole, parts)) is None:
+    elif math.isfinite(error) and _differing(whole, parts, _best_weights(whole, parts)) is None:
         message = "the loss is a mean over the tokens of each micro-batch, so that short ones count too much"
         yield Breach(f"{message}: the gradients are off by {error:.0%}", severity="info", evidence=evidence)
     else:
@@ -91,16 +92,17 @@ def _is_tokens(case: Case, labels: Any) -> bool:
 
 def _count_name(case: Case) -> str | None:
     """The argument by which the loss, or the model that has one, takes the number of tokens of the whole batch."""
-    takes = case.loss if case.loss is not None else getattr(case.claims.model, "loss_function", None)
-    known: list[str] = []
-    if takes is not None:
-        try:
-            known = list(inspect.signature(takes).parameters)
-        except (TypeError, ValueError):
-            return None
+    model = case.claims.model
+    takes = case.loss if case.loss is not None else getattr(model, "loss_function", None)
+    if takes is None:
+        return next((name for name in forward_parameters(model) if name.startswith("num_items")), None)
+    try:
+        known = list(inspect.signature(takes).parameters)
+    except (TypeError, ValueError):
+        return None
     name = next((name for name in _COUNTS if name in known), None)
     if case.loss is None and name is not None:  # some models have such a loss, and compute another
-        code = getattr(type(case.claims.model).forward, "__wrapped__", type(case.claims.model).forward).__code__
+        code = getattr(type(model).forward, "__wrapped__", type(model).forward).__code__
         return name if "loss_function" in code.co_names else None
     return name
 
@@ -119,6 +121,8 @@ def _differing(whole: Gradients, parts: Sequence[Gradients], weights: Sequence[f
     precision = max((torch.finfo(one.dtype).eps for one in whole.values() if one is not None), default=0.0)
     if error <= math.sqrt(precision):
         return None
+    if not math.isfinite(error):  # such as that of the deviation of one sample
+        return error, ""
     off = [path for path in errors if errors[path] > math.sqrt(precision) * max(sizes[path], error * total / 100)]
     return error, owner(plain(off[0])) if len(off) < len(errors) else ""
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchhook.core.batch import Batch, call, fitted
 from torchhook.rules.contracts.case import Agreement, Case, Given, Variant, arguments_of
@@ -47,7 +47,7 @@ class Kind(NamedTuple):
 def cached(case: Case) -> Iterator[Agreement | Skip | Note]:
     """Decoding token by token with a cache gives the same as one forward."""
     claims = case.claims
-    if claims.cache is None or not (claims.is_causal or claims.returns_cache or _is_recurrent(case) or case.asked):
+    if claims.cache is None or not (claims.is_causal or claims.returns_cache or claims.returns_state or case.asked):
         yield Skip("it takes no cache of earlier positions")
         return
     if claims.takes_images and not claims.is_encoder_decoder:
@@ -188,8 +188,3 @@ def _padded(case: Case, sequence: Positions, amount: int) -> Positions | None:
 def _is_stateful(case: Case) -> bool:
     """Whether it is a state-space model of transformers, or the like."""
     return bool(getattr(case.claims.model, "_is_stateful", False))
-
-
-def _is_recurrent(case: Case) -> bool:
-    """Whether it is a recurrence of torch, which returns its state beside its outputs."""
-    return isinstance(case.claims.model, nn.RNNBase) and not case.claims.model.bidirectional

@@ -17,12 +17,14 @@ from torchhook.captures.agreement.noise import NoisyOutputs
 from torchhook.captures.agreement.recorded_run import RecordedRun, record
 from torchhook.core.batch import Batch, Guess, Loss, call, fitted, loss_of, on_device, samples_of
 from torchhook.core.model_state import attributes_kept, evaluating, state_kept
-from torchhook.core.selection import Selector
+from torchhook.core.selection import Selector, unwrapped, walk
 from torchhook.core.session import Session
 from torchhook.core.tap import Tap
 from torchhook.core.trees import Arguments, leaves, mapped
 from torchhook.rules.contracts.claims import CACHES, STATES, Claims, forward_parameters
 from torchhook.rules.contracts.pairings import same
+from torchhook.rules.model_copy import copies_of
+from torchhook.rules.rest import is_installed
 
 _SAMPLES = 4  # more only take time
 Given = dict[str, Any]
@@ -90,6 +92,7 @@ class Case:
         self.sample_dim = batch_dim if batch_dim is not None else 0 if self.claims.batch_first else 1
         self.has_rows = not self.claims.without_rows  # of which some can be chosen
         self.count = samples_of(batch).length if not self.sample_dim else _size(batch, self.sample_dim)
+        self.left_on = _left_on(model)
         self.is_random = False  # whether its results were found to be
         self.asked = False  # whether the contract that is checked now was asked for by name
         if self.count > _SAMPLES and self.has_rows:
@@ -138,7 +141,7 @@ class Case:
 
     def begin(self) -> None:
         """Run the model once: it may set up what it keeps, such as tables or hooks, and what it returns is a claim."""
-        with state_kept(self.model), evaluating(self.model), torch.no_grad():
+        with state_kept(self.model), self._evaluating(self.model), torch.no_grad():
             batch = self.plain.make()
             self.claims.returned = call(self.model, Batch(fitted(batch.arguments, self.model), batch.target))
 
@@ -146,8 +149,21 @@ class Case:
     def running(self, variant: Variant) -> Iterator[nn.Module]:
         """The model of a variant, in eval mode and within its context; everything is as before afterwards."""
         model = self.model if variant.model is None else variant.model  # a compiled list of modules may be empty
-        with state_kept(model), attributes_kept(model), evaluating(model), variant.within():
+        with state_kept(model), attributes_kept(model), self._evaluating(model), variant.within():
             yield model
+
+    @contextmanager
+    def _evaluating(self, model: nn.Module) -> Iterator[None]:
+        """Eval mode as the model's own `eval` would have it, without calling that: it may do more."""
+        with evaluating(model):
+            on = [module for path, module in walk(unwrapped(model)) if path in self.left_on]
+            for module in on:
+                module.training = True
+            try:
+                yield
+            finally:
+                for module in on:
+                    module.training = False
 
     def output(self, variant: Variant, taps: Sequence[Tap] = ()) -> Any:
         """What the model returns, in a run with `taps`."""
@@ -170,7 +186,7 @@ class Case:
 
     def breach(self, agreement: Agreement) -> Disagreement | None:
         """Where the runs first disagree, if their results do: only then are they compared inside."""
-        result = self._first(agreement, Selector.union([""]))
+        result = self._first(agreement, _outside(self.model))
         return None if result is None else self._first(agreement, None) or result
 
     def _first(self, agreement: Agreement, where: Selector | None) -> Disagreement | None:
@@ -187,6 +203,25 @@ class Case:
             agreement.epsilon,
             frozenset(CACHES),
         ).first()
+
+
+def _outside(model: nn.Module) -> Selector:
+    """The model alone, and attentions of torch: with these it takes no fast path, which noise would make it leave."""
+    return Selector.union(["", *(path for path, module in walk(model) if isinstance(module, nn.MultiheadAttention))])
+
+
+def _left_on(model: nn.Module) -> list[str]:
+    """The modules that the model's own `eval` leaves in train mode; that of installed libraries is trusted."""
+    classes = {base for module in model.modules() for base in type(module).__mro__} - {nn.Module}
+    if not any({"train", "eval"} & vars(one).keys() and not is_installed(one) for one in classes):
+        return []
+    try:
+        twin, _ = copies_of(model, None)
+    except ValueError:  # it cannot be copied
+        return []
+    twin.train()
+    twin.eval()
+    return [path for path, module in walk(twin) if module.training]
 
 
 def arguments_of(given: Given) -> Arguments:

@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from torchhook.core.batch import Keywords
 from torchhook.core.selection import unwrapped, walk
+from torchhook.core.trees import leaves
 
 PAIRS = (nn.RNNBase, nn.MultiheadAttention, nn.Transformer, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 """Modules of torch that say themselves whether samples or positions come first."""
@@ -24,11 +25,18 @@ CACHES = ("past_key_values", "cache_params", "past_key_value", "layer_past", "pa
 STATES = ("state", "hx", "hidden", "h0", "h_0", "initial_state", "init_state")
 """What the state of a recurrence is called, also of one that reads in both directions: layers × samples × features."""
 
+_GOING_ON = ("state", "hx", "hidden")
+"""Those of them that are not called after the beginning: a model that returns them takes them to go on."""
+
 TARGETS = ("tgt", "trg", "target", "decoder")
 """How the names of arguments begin that are about a second sequence, which the model writes."""
 
+_WRITTEN = ("tgt", "trg", "decoder")
+"""Those that do not also mean what a loss compares with."""
+
+_OFFSETS = ("offsets", "cu_seqlens")
 _LENGTHS = ("lengths", "length", "lens")
-_GRAPHS = ("edge_index", "edge_attr", "edge_weight", "adj", "adj_t", "adjacency", "adjacency_matrix", "graph", "edges")
+GRAPHS = ("edge_index", "edge_attr", "edge_weight", "adj", "adj_t", "adjacency", "adjacency_matrix", "graph", "edges")
 _MASKS = ("attention_mask", "padding_mask", "src_key_padding_mask", "key_padding_mask", "pad_mask", "mask")
 _TOKENS = ("input_ids", "inputs_embeds", "decoder_input_ids")
 _LIMITS = (
@@ -85,7 +93,7 @@ class Claims:
     @property
     def takes_graph(self) -> bool:
         """Whether an argument connects the rows of others, as in a graph: then rows are not samples."""
-        return any(name in self.names for name in _GRAPHS)
+        return any(name in self.names for name in GRAPHS)
 
     @property
     def without_rows(self) -> str:
@@ -94,6 +102,8 @@ class Claims:
             return "it takes a graph, whose rows are not samples"
         if any(isinstance(value, PackedSequence) for value in self.given.values()):
             return "it takes packed sequences, whose rows are not samples"
+        if any(name in self.given for name in _OFFSETS):
+            return "it takes samples in a row, with the offset of each"
         if any(_are_samples(value) for value in self.given.values()):
             return "it takes its samples in a list"
         return ""
@@ -112,7 +122,15 @@ class Claims:
     @property
     def is_encoder_decoder(self) -> bool:
         """Whether it reads one sequence and writes another."""
-        return bool(self.option("is_encoder_decoder", False)) or "decoder_input_ids" in self.names
+        return bool(self.option("is_encoder_decoder", False)) or self.written is not None
+
+    @property
+    def written(self) -> str | None:
+        """The argument with the sequence that it writes, beside the one that it reads."""
+        if "decoder_input_ids" in self.names:
+            return "decoder_input_ids"
+        found = [name for name in map(str, self.given) if name.startswith(_WRITTEN) and not _is_side(name)]
+        return next((name for name in found if _is_series(self.given[name])), None)
 
     @property
     def batch_first(self) -> bool:
@@ -152,9 +170,9 @@ class Claims:
         if named or self.option("model_type"):  # models of transformers call them so
             return named[0] if named else self._sound
         shapes = [(name, value) for name, value in self.given.items() if isinstance(value, Tensor)]
-        ids = [name for name, value in shapes if value.dim() == 2 and not value.is_floating_point()]
-        series = [name for name, value in shapes if value.dim() == 3 and value.is_floating_point()]
-        return next((str(name) for name in (*ids, *series) if not _is_side(str(name))), None)
+        found = [name for name, value in shapes if _is_series(value)]
+        ids = [name for name in found if not self.given[name].is_floating_point()]
+        return next((str(name) for name in (*ids, *found) if not _is_side(str(name))), None)
 
     @property
     def _sound(self) -> str | None:
@@ -212,13 +230,24 @@ class Claims:
     @property
     def cache(self) -> str | None:
         """The argument that takes a cache of earlier positions."""
-        return next((name for name in CACHES if name in self.keywords.names), None)
+        parameters = forward_parameters(self.model)
+        states = [name for name in STATES if name in parameters and parameters[name].default is None]
+        return next((name for name in (*CACHES, *states) if name in self.keywords.names), None)
 
     @property
     def returns_cache(self) -> bool:
         """Whether it returns the cache of keys and values, or the like, that it takes for the next positions."""
         named = self.cache not in (None, *STATES) and self._is_one_way
         return named and cache_of(self.returned, str(self.cache)) is not None
+
+    @property
+    def returns_state(self) -> bool:
+        """Whether it returns the state of its recurrence, which reads in one direction, and takes it to go on from."""
+        recurrences = [module for module in self.model.modules() if isinstance(module, nn.RNNBase)]
+        if self.cache not in _GOING_ON or any(one.bidirectional for one in recurrences):
+            return False
+        state = [x for _, x in leaves(cache_of(self.returned, str(self.cache))) if x.dim() == 3]
+        return any(len(x) == one.num_layers for x in state for one in recurrences)
 
     @property
     def has_one_length(self) -> bool:
@@ -305,6 +334,11 @@ def _real(mask: Tensor) -> bool | None:
 def _is_side(name: str) -> bool:
     """Whether an argument goes along with the sequence: a mask, labels, and the like."""
     return any(part in name for part in ("mask", "label", "target", "position", "type", "length"))
+
+
+def _is_series(value: Any) -> bool:
+    """Whether this is a batch of sequences: of tokens, or of features."""
+    return isinstance(value, Tensor) and value.dim() == (3 if value.is_floating_point() else 2)
 
 
 def _whole(value: Any) -> int | None:

@@ -123,4 +123,8 @@ def _is_attention(module: nn.Module) -> bool:
 
 def _is_named(module: nn.Module) -> bool:
     name = type(module).__name__
-    return "Attention" in name and "Cross" not in name and any(True for _ in module.parameters())
+    return (
+        any(word in name for word in ("Attention", "Attn"))
+        and "Cross" not in name
+        and any(True for _ in module.parameters())
+    )

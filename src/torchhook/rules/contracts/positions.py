@@ -76,6 +76,16 @@ class Positions:
             given[claims.lengths] = torch.full((self.case.count,), self.length)
         return replace(self, given=given, names=names)
 
+    def unmarked(self) -> Positions:
+        """The same, but none of the positions is padding."""
+        claims, given = self.case.claims, dict(self.given)
+        for name, value in given.items():
+            if isinstance(value, Tensor) and claims.mask is not None and name in claims.masks:
+                given[name] = torch.full_like(value, int(claims.mask.real))
+            elif isinstance(value, Tensor) and name == claims.lengths:
+                given[name] = torch.full_like(value, self.length)
+        return replace(self, given=given)
+
     def dim_of(self, name: str) -> int:
         """The dimension of positions of an argument: masks have it after that of the samples, also in torch."""
         return 1 if name in self.case.claims.masks else self.dim
@@ -134,12 +144,13 @@ def writing(case: Case) -> Positions | None:
         found = reading(case)
         return found and replace(found, given=_uncached(case, found.given))
     given = {name: value for name, value in case.given.items() if name != "labels"}
-    if not isinstance(given.get("decoder_input_ids"), Tensor):
+    name = case.claims.written or "decoder_input_ids"
+    if not isinstance(given.get(name), Tensor):
         labels = case.given.get("labels")
         if not isinstance(labels, Tensor) or labels.dim() != 2:
             return None
-        given["decoder_input_ids"] = _shifted(case, labels)
-    return _positions(case, _uncached(case, given), "decoder_input_ids", lambda name: name.startswith("decoder"))
+        given[name] = _shifted(case, labels)
+    return _positions(case, _uncached(case, given), name, lambda one: one.startswith(TARGETS))
 
 
 def settle_mask(case: Case) -> None:

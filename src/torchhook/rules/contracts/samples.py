@@ -43,19 +43,19 @@ def independent(case: Case) -> Iterator[Agreement | Skip | Note]:
     if any(isinstance(module, BATCH_NORMS) for module in case.model.modules()):
         yield Note("batch norms mix samples in train mode, on purpose: checked in eval mode only")
     given, count = (case.given, case.count) if case.count > 1 else (_doubled(case), 2)
-    last = count - 1
 
     def variant(*numbers: int) -> Variant:
         return case.variant(case.taken(given, numbers, count))
 
-    yield Agreement(
-        case.variant(given),
-        variant(*[last] * count),
-        "the result of a sample changes with the other samples of the batch, or with its place among them",
-        ("among different samples", "among copies of itself"),
-        by_sample(count, count + 1, last, 0),
-        reference=variant(*range(count), 0),
-    )
+    for number in (count - 1, 0):  # what all get from one sample does not change for that one
+        yield Agreement(
+            case.variant(given),
+            variant(*[number] * count),
+            "the result of a sample changes with the other samples of the batch, or with its place among them",
+            ("among different samples", "among copies of itself"),
+            by_sample(count, count + 1, number, count - 1 - number),
+            reference=variant(*range(count), 0),
+        )
 
 
 @contract(

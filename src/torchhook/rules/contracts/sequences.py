@@ -45,13 +45,15 @@ def padding(case: Case) -> Iterator[Agreement | Skip | Note]:
     if claims.longest is not None and sequence.length + _PADDING > claims.longest:
         yield Skip(f"the sequence has {sequence.length} positions already, and it takes {claims.longest}")
         return
-    yield Agreement(
-        case.variant(masked.given),
-        case.variant(masked.padded(_PADDING)),
-        "padding on the right changes the result",
-        names,
-        shortened(case.count),
-    )
+    is_marked = not case.given.keys().isdisjoint((*claims.masks, claims.lengths))
+    for one in (masked, masked.unmarked()) if is_marked else (masked,):  # what is padding already has no neighbour
+        yield Agreement(
+            case.variant(one.given),
+            case.variant(one.padded(_PADDING)),
+            "padding on the right changes the result",
+            names,
+            shortened(case.count),
+        )
     if claims.mask is None or "position_ids" not in claims.names or claims.is_encoder_decoder:
         yield Note("padding on the left: it does not take position_ids, which would have to skip it")
     elif not (claims.is_causal or case.asked):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from torchhook.core.batch import Batch, call, fitted, loss_of, main_tensor
 from torchhook.core.model_state import training
 from torchhook.core.selection import plain, unwrapped, walk
 from torchhook.core.text import first_few
-from torchhook.core.torch_internals import BATCH_NORMS, COMPILER_LOG, DROPOUTS, graph_count
+from torchhook.core.torch_internals import BATCH_NORMS, COMPILER_LOG, DROPOUTS, graph_count, own_buffers
 from torchhook.core.trees import leaves, mapped
 from torchhook.rules.active_dropout import drops
 from torchhook.rules.contracts.case import Agreement, Case, Variant
@@ -27,7 +27,8 @@ from torchhook.rules.contracts.contract import Breach, Note, contract
 from torchhook.rules.contracts.randomness import places, random_modules
 from torchhook.rules.history import owner
 from torchhook.rules.loss_graph import leaves_of
-from torchhook.rules.model_copy import copies_of
+from torchhook.rules.model_copy import copies_of, shared_between
+from torchhook.rules.rest import installed_modules
 
 _BFLOAT16 = torch.finfo(torch.bfloat16).eps
 Within = Callable[[], AbstractContextManager[Any]]
@@ -122,6 +123,7 @@ def _copied(case: Case) -> Iterator[Agreement | Breach | Note]:
         yield Note("copies: the model cannot be copied")
         return
     yield Agreement(case.plain, case.variant(model=twin), "a deep copy gives another result", ("the model", "its copy"))
+    yield from _shared(case, twin)
     state = {
         name: value.clone() if isinstance(value, Tensor) else value for name, value in case.model.state_dict().items()
     }
@@ -137,27 +139,51 @@ def _copied(case: Case) -> Iterator[Agreement | Breach | Note]:
     said = "a copy that loads its state_dict gives another result: something is not saved"
     yield Agreement(case.plain, case.variant(model=loaded), said, ("the model", "the copy"))
     yield from _unsaved(case, twin)
-    yield from _shared(case, twin)
 
 
 def _unsaved(case: Case, twin: nn.Module) -> Iterator[Breach]:
-    """Tensors that the result depends on, but that are neither parameters nor buffers."""
-    usual = main_tensor(case.claims.returned)
+    """Tensors that the result depends on, but that the state_dict does not have."""
+    saved, installed = set(twin.state_dict()), set(installed_modules(twin))
+    written = set(_written(case, case.variant(within=lambda: training(case.model))))
     for path, module in walk(twin):
-        for name, value in list(vars(module).items()):
-            if type(value) is not Tensor or not value.is_floating_point():
-                continue
-            vars(module)[name] = value + torch.randn(value.shape).to(value)
-            changed = main_tensor(case.output(case.variant(model=twin)))
-            vars(module)[name] = value
-            if changed.shape != usual.shape or gap(usual, changed).error > _CLEAR:
+        for name in [name for name, value in vars(module).items() if type(value) is Tensor]:
+            if _matters(case, twin, vars(module), name):
                 message = f"the result depends on {name}, a tensor that is neither a parameter nor a buffer"
                 said = f"{message}: it is not in the state_dict, and the model does not take it along to a device"
                 yield Breach(said, path, "info", "Register it by register_buffer.")
+        for name, _ in module.named_buffers(recurse=False):
+            full = f"{path}.{name}".lstrip(".")
+            if full in saved or not (full in written or path not in installed):
+                continue
+            if _matters(case, twin, own_buffers(module), name):
+                message = f"the result depends on {name}, a buffer that the state_dict does not have"
+                if full in written:
+                    yield Breach(f"{message}, although training changes it", path, hint="Register it as persistent.")
+                else:
+                    said = f"{message}: a loaded model is the same only if its constructor makes the same again"
+                    yield Breach(said, path, "info", "Register it as persistent, unless it is computed from options.")
+
+
+def _matters(case: Case, twin: nn.Module, tensors: MutableMapping[str, Any], name: str) -> bool:
+    """Whether the result depends on one of the `tensors` of a copy of the model."""
+    value = tensors[name]
+    if value is None or not value.is_floating_point():
+        return False
+    tensors[name] = value + torch.randn(value.shape).to(value)
+    try:
+        usual, changed = main_tensor(case.claims.returned), main_tensor(case.output(case.variant(model=twin)))
+    finally:
+        tensors[name] = value
+    return changed.shape != usual.shape or gap(usual, changed).error > _CLEAR
 
 
 def _shared(case: Case, twin: nn.Module) -> Iterator[Breach]:
-    """Parameters of the model that a deep copy of it still computes with, as functions that refer to them do."""
+    """What a deep copy shares with the model, and parameters of the model that functions of the copy refer to."""
+    paths = list(map(plain, shared_between(case.model, twin)))
+    if paths:
+        said = f"a deep copy shares memory with the original, so that each changes the other: {first_few(paths)}"
+        yield Breach(said, owner(paths[0]), hint="Clone tensors in __deepcopy__, or leave it out.")
+        return
     guess, _ = case.gradients(case.variant(model=twin, within=lambda: training(twin)))
     used = set(map(id, leaves_of([guess.loss])))
     paths = [plain(path) for path, parameter in case.model.named_parameters() if id(parameter) in used]
@@ -259,7 +285,7 @@ def _quiet(case: Case, within: Within = nullcontext) -> tuple[set[nn.Module], li
     unusual: list[str] = []
     variant = case.variant(within=lambda: _quietly(case.model, quiet, within))
     for _ in range(_ROUNDS):
-        acting = dict.fromkeys((*random_modules(case, variant), *_writing(case, variant)))
+        acting = dict.fromkeys((*random_modules(case, variant), *map(owner, _written(case, variant))))
         found = [path for path in acting if by_path[path] not in quiet]
         quiet |= {by_path[path] for path in found}
         unusual += found
@@ -268,13 +294,13 @@ def _quiet(case: Case, within: Within = nullcontext) -> tuple[set[nn.Module], li
     return quiet, unusual
 
 
-def _writing(case: Case, variant: Variant) -> list[str]:
-    """The paths of the modules whose buffers a run changes."""
+def _written(case: Case, variant: Variant) -> list[str]:
+    """The buffers that a run changes."""
     with case.running(variant) as model, torch.no_grad():
         before = {path: buffer.clone() for path, buffer in model.named_buffers()}
         call(model, Batch(fitted(variant.make().arguments, model), None))
         after = dict(model.named_buffers())
-        return [owner(path) for path, value in before.items() if path in after and not torch.equal(value, after[path])]
+        return [plain(path) for path, value in before.items() if path in after and not torch.equal(value, after[path])]
 
 
 @contextmanager

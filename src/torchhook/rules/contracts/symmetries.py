@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,9 +11,11 @@ from torch import Tensor
 from torchhook.captures.agreement.free_runs import Views
 from torchhook.core.trees import leaves, mapped
 from torchhook.rules.contracts.case import Agreement, Case, Given
+from torchhook.rules.contracts.claims import GRAPHS
 from torchhook.rules.contracts.contract import Skip, contract
 
 Change = Callable[[Tensor], Tensor]
+_PAIRS = ("edge_index", "edges", "graph")  # arguments that may have pairs of nodes
 _MOST = 3  # dimensions of a value that may have the entries of a set
 
 
@@ -30,8 +33,9 @@ def equivariant(
         yield _changed(case, change, then)
         return
     dim = case.claims.set_dim if set_dim is None else set_dim
-    if set_dim is None and case.claims.takes_graph and (rows := _nodes(case)):
-        yield _renumbered(case, rows)
+    if set_dim is None and case.claims.takes_graph:
+        nodes = _nodes(case)
+        yield Skip("the features of its nodes were not found") if nodes is None else _renumbered(case, *nodes)
     elif dim is not None and (main := _main(case, dim)) is not None:
         yield _shuffled(case, main, dim)
     else:
@@ -53,23 +57,26 @@ def _changed(case: Case, change: Change, then: Change | None) -> Agreement:
     return Agreement(case.plain, case.variant(given), said, ("before the change", "after it"), pair)
 
 
-def _renumbered(case: Case, count: int) -> Agreement:
-    """The nodes of a graph in another order."""
+def _renumbered(case: Case, count: int, dim: int) -> Agreement:
+    """The nodes of a graph in another order: `count` of them, along `dim` of their features."""
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
     places = order.argsort()
 
-    def renumbered(x: Tensor) -> Tensor:
-        if not x.is_floating_point() and x.dim() == 2 and len(x) == 2:  # pairs of nodes
+    def renumbered(name: str, x: Tensor) -> Tensor:
+        if not x.is_floating_point() and x.dim() == 2 and name in _PAIRS and 2 in x.shape:
             return places.to(x.device)[x]
-        return _ordered(x, order)
+        if name.startswith("edge") or x.dim() <= dim or x.shape[dim] != count:
+            return x
+        x = _along(x, dim, order)
+        return _along(x, dim + 1, order) if name in GRAPHS and x.shape[dim + 1 :] == (count,) else x
 
-    given: Given = mapped(renumbered, case.given)
+    given: Given = {name: mapped(partial(renumbered, name), value) for name, value in case.given.items()}
     return Agreement(
         case.plain,
         case.variant(given),
         "the result changes with the order of the nodes",
         ("in one order", "in another order"),
-        lambda a, b, _: [(_ordered(a, order), b)] if a.shape == b.shape else [],
+        partial(_in_order, order),
     )
 
 
@@ -80,17 +87,19 @@ def _shuffled(case: Case, main: Tensor, dim: int) -> Agreement:
     def shuffled(x: Tensor) -> Tensor:
         return _along(x, dim, order) if x.shape[: dim + 1] == main.shape[: dim + 1] else x
 
-    def pair(a: Tensor, b: Tensor, _: Tensor | None) -> Views:
-        """Any dimension of that size may have the entries, or be something else."""
-        if a.shape != b.shape:
-            return []
-        views = [a]
-        for place in [place for place in range(a.dim()) if a.shape[place] == len(order)][:_MOST]:
-            views += [_along(view, place, order) for view in views]
-        return [(view, b) for view in views]
-
     said, names = "the result changes with the order of a set", ("in one order", "in another order")
-    return Agreement(case.plain, case.variant(mapped(shuffled, case.given)), said, names, pair)
+    variant = case.variant(mapped(shuffled, case.given))
+    return Agreement(case.plain, variant, said, names, partial(_in_order, order))
+
+
+def _in_order(order: Tensor, a: Tensor, b: Tensor, _: Tensor | None) -> Views:
+    """A pairing: any dimension of the size of `order` may have the entries, or be something else."""
+    if a.shape != b.shape:
+        return []
+    views = [a]
+    for dim in [dim for dim in range(a.dim()) if a.shape[dim] == len(order)][:_MOST]:
+        views += [_along(view, dim, order) for view in views]
+    return [(view, b) for view in views]
 
 
 def _along(x: Tensor, dim: int, order: Tensor) -> Tensor:
@@ -104,15 +113,8 @@ def _main(case: Case, dim: int) -> Tensor | None:
     )
 
 
-def _ordered(x: Tensor, order: Tensor) -> Tensor:
-    """`x` with its rows in another order, if it has one per node; and its columns, if there are as many."""
-    for dim in range(min(2, x.dim())):
-        if x.shape[dim] == len(order) and (not dim or x.shape[0] == len(order)):
-            x = _along(x, dim, order)
-    return x
-
-
-def _nodes(case: Case) -> int:
-    """How many nodes the graph has: the rows of its features."""
-    features = [x for _, x in leaves(case.given) if x.dim() == 2 and x.is_floating_point()]
-    return len(features[0]) if features else 0
+def _nodes(case: Case) -> tuple[int, int] | None:
+    """How many nodes the graph has, and the dimension of their features that counts them: the second in a batch."""
+    named = [(name, x) for name, x in case.given.items() if isinstance(x, Tensor) and x.dim() in (2, 3)]
+    features = [x for name, x in named if name not in GRAPHS and not name.startswith("edge")]
+    return next(((x.shape[x.dim() - 2], x.dim() - 2) for x in features), None)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from torchhook.core.eager import eagerly
 from torchhook.core.shards import is_sharded
 from torchhook.core.torch_internals import is_dynamo_loaded, is_fsdp_module
 from torchhook.core.trees import Address, Arguments, leaves, mapped
@@ -160,7 +161,7 @@ def _refusal(module: nn.Module) -> str:
 
 def _eager() -> AbstractContextManager[Any]:
     """Runs everything uncompiled: ops in compiled graphs have no source lines."""
-    return torch.compiler.set_stance("force_eager") if is_dynamo_loaded() else nullcontext()
+    return eagerly() if is_dynamo_loaded() else nullcontext()
 
 
 def _argument_name(address: Address) -> str:
