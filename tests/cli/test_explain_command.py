@@ -69,7 +69,7 @@ def run(command, *args):
 def test_a_picture_is_written(command, folder, method):
     done = run(command, "looking:brights", "cat.jpg", "--method", method, "--size", "64", "--out", "seen.png")
     assert (done.code, done.err) == (0, "") and "written: seen.png" in done.out
-    assert f"{method} of '0': 1×64×64" in done.out
+    assert f"{method} of '0' (Identity): 1×64×64" in done.out
     assert Image.open(folder / "seen.png").size[0] > 300
 
 
@@ -132,17 +132,17 @@ def test_what_is_wrong_with_a_model_is_one_line(command, folder):
 
 def test_a_model_in_half_precision(command, folder):
     done = run(command, "looking:half", "cat.jpg", "--size", "8")
-    assert (done.code, done.err) == (0, "") and "grad_cam of '1': 1×6×6" in done.out
+    assert (done.code, done.err) == (0, "") and "grad_cam of '1' (ReLU): 1×6×6" in done.out
 
 
 def test_what_all_channels_have_in_common_needs_no_class(command, folder):
     done = run(command, "looking:segments", "cat.jpg", "--size", "8", "--method", "eigen_cam")
-    assert (done.code, done.err) == (0, "") and "eigen_cam of '1': 1×6×6" in done.out
+    assert (done.code, done.err) == (0, "") and "eigen_cam of '1' (ReLU): 1×6×6" in done.out
 
 
 def test_a_call_of_several(command, folder):
     done = run(command, "looking:Bright", "cat.jpg", "--layer", "see", "--call", "1", "--size", "8", "--target", "1")
-    assert done.code == 0 and "of 'see' (call 1 of 2)" in done.out and (folder / "cam.png").exists()
+    assert done.code == 0 and "of 'see' (Identity) (call 1 of 2)" in done.out and (folder / "cam.png").exists()
 
 
 # --- weights from a file

@@ -16,7 +16,9 @@ from torch import nn
 from torchhook import Finding, Report, Trial, render
 from torchhook.core.site import Site
 from torchhook.core.text import printable
+from torchhook.rules.history import Raised
 from torchhook.stats.reduce import Reduce
+from torchhook.training.ending import failure
 from torchhook.training.logs import Entry
 from torchhook.training.runs import Run, RunLog, why
 from torchhook.training.runs.folders import new_folder
@@ -133,8 +135,15 @@ def test_a_training_that_failed_says_with_what_and_where(command, root, tmp_path
         "message": "shard 3\nis damaged",
         "line": f"{tmp_path}/{line}",
     }
-    shown = command("runs", "show", "runs/latest").out
-    assert "unfinished  Linear: nothing found" in shown and "failed with OSError: shard 3" in shown
+    shown = " ".join(command("runs", "show", "runs/latest").out.split())
+    assert "unfinished Linear: nothing found" in shown and "failed with OSError: shard 3 is damaged, at" in shown
+
+
+def test_of_code_without_a_file_there_is_no_text_of_the_line():
+    try:
+        exec("raise OSError('no data')", {})
+    except OSError as error:
+        assert failure(error)["line"] == Raised.of(error, 3).line == "<string>:1"
 
 
 def test_a_healthy_run_says_what_was_looked_at(command, root):
@@ -142,11 +151,16 @@ def test_a_healthy_run_says_what_was_looked_at(command, root):
     done = command("why", "runs")
     assert done == (
         0,
-        f"Net: nothing found, in runs/{folder.name}, ended at step 5\n"
-        "Looked at 2 rules, 1 skipped in 2 measured steps.\n",
+        f"Net: nothing found, in runs/{folder.name}, ended at step 5\n2 rules checked in 2 measured steps, 1 skipped\n",
         "",
     )
     assert json.loads(command("why", "--json").out)["findings"] == []
+
+
+def test_one_step_is_no_steps():
+    assert "checked in 1 measured step," in str(
+        why.Why("net", "ended", 0, 1, Report(skipped={"TH301": "no optimizer"}))
+    )
 
 
 SCHEMA = json.loads(Path(render.__file__).with_name("why.schema.json").read_text())
@@ -221,6 +235,18 @@ def test_a_run_that_was_killed_before_its_first_check_is_checked_now(command, ro
     assert done.code == 1 and "killed at step 2" in done.out and "error TH101  fc (Linear), step 2" in done.out
     assert "what it recorded was checked now" in done.out
     assert "TH101" in command("runs", "show", log.folder).out
+
+
+@pytest.mark.parametrize("state", ["running", "killed", "unwritten"])
+def test_a_run_that_has_not_ended_or_is_not_whole_has_not_passed(command, root, monkeypatch, state):
+    folder = run_in(root, state="unwritten" if state == "unwritten" else None)
+    if state == "killed":
+        monkeypatch.setattr("torchhook.training.runs.run.is_gone", lambda owner: True)
+    shown = command("runs", "show", folder).out
+    assert "unfinished  Net: nothing found" in shown and "passed" not in shown
+    is_cut = "the run could not be written to its end, so it is not known what came later"
+    for said in (shown, command("why", folder).out, command("why", folder, "--json").out):
+        assert (is_cut in " ".join(said.split())) == (state == "unwritten")
 
 
 def test_many_long_findings_fit_a_screen(command, root):

@@ -318,7 +318,7 @@ print(there.state.global_step, logged(there)[2])
 
 
 @pytest.mark.slow
-def test_processes_have_a_run_each_and_stop_together(tmp_path):
+def test_processes_have_one_run_and_stop_together(tmp_path):
     script = tmp_path / "several.py"
     script.write_text(SEVERAL)
     with socket.socket() as free:
@@ -348,7 +348,7 @@ def test_processes_have_a_run_each_and_stop_together(tmp_path):
     (first, mean), (second, _) = (text.splitlines()[-1].split() for text in said)
     assert first == second and int(first) % 2 == 0 and int(first) < 500
     folder = (tmp_path / "runs" / "latest").resolve()
-    with Run(folder) as run, Run(folder / "rank1") as other:
-        assert not run.findings and [found.code for found in other.findings] == ["TH104"]
-        assert (run.losses[2] + other.losses[2]) / 2 == pytest.approx(float(mean))
-        assert run.state == other.state == "ended" and run.losses.keys() == other.losses.keys()
+    with Run(folder) as run:
+        assert [found.code for found in run.findings] == ["TH104"]
+        assert run.losses[2] == pytest.approx(float(mean))
+        assert run.state == "ended" and set(run.ranks()[-1].members) == {0, 1}

@@ -425,7 +425,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_processes_have_a_run_each_and_stop_together(tmp_path):
+def test_processes_have_one_run_and_stop_together(tmp_path):
     script = tmp_path / "several.py"
     script.write_text(SEVERAL)
     here = str(Path(__file__).parent)
@@ -437,6 +437,6 @@ def test_processes_have_a_run_each_and_stop_together(tmp_path):
     first, second = (int((tmp_path / f"rank{rank}").read_text()) for rank in range(2))
     assert first == second < 400 and first % 2 == 1
     (folder,) = (path for path in (tmp_path / "runs").iterdir() if not path.is_symlink())
-    with Run(folder) as run, Run(folder / "rank1") as other:
-        assert not run.findings and [found.code for found in other.findings] == ["TH104"]
-        assert run.state == other.state == "ended" and run.losses.keys() == other.losses.keys()
+    with Run(folder) as run:
+        assert [found.code for found in run.findings] == ["TH104"]
+        assert run.state == "ended" and set(run.ranks()[-1].members) == {0, 1}

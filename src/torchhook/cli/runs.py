@@ -70,7 +70,9 @@ def export(
     parquet: Annotated[
         Path | None, typer.Option(metavar="FILE", dir_okay=False, help="The Parquet file to write.")
     ] = None,
-    csv: Annotated[Path | None, typer.Option(metavar="FILE", dir_okay=False, help="The CSV file to write.")] = None,
+    csv: Annotated[
+        Path | None, typer.Option(metavar="FILE", dir_okay=False, help="The CSV file to write; - is standard output.")
+    ] = None,
 ) -> None:
     """Write a run to a table with one row per step and site.
 
@@ -89,7 +91,7 @@ def export(
     with Run(run) as opened:
         for option, file in wanted.items():
             rows = (export_csv if option == "--csv" else export_parquet)(opened, file)
-            typer.echo(f"written: {file}, {rows:,} rows")
+            typer.echo(f"written: {file}, {rows:,} rows", err=str(file) == "-")
 
 
 @app.command()
@@ -144,7 +146,6 @@ def _left(file: Path) -> list[str | int]:
 
 def _summary(run: Run) -> str:
     from torchhook.core.text import in_units, table
-    from torchhook.training.runs.folders import ranks
 
     steps, losses, last = run.steps, run.losses, run.last_step
     facts = {
@@ -155,7 +156,7 @@ def _summary(run: Run) -> str:
         "steps": "" if last is None else f"{min([*steps, *losses])} to {last}, {len(steps):,} of them measured",
         "loss": f"{next(iter(losses.values())):.4g} to {next(reversed(losses.values())):.4g}" if losses else "",
         "samples": str(len(run.samples) or ""),
-        "other ranks": ", ".join(below.name for below in ranks(run.folder)),
+        "ranks": str(run.rank_step(run.rank_steps[-1]).world) if run.rank_steps else "",
         "size": in_units(run.size),
     }
     lines = table(["", ""], [[name, _printable(fact)] for name, fact in facts.items() if fact])

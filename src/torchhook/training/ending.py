@@ -14,8 +14,8 @@ from torchhook.rules.history import own_frame
 _UNTIL = {"failed": " until it failed", "interrupted": " until it was interrupted"}
 
 
-def ending(report: Report, steps: int, state: str, run: str | None, unwritten: str = "") -> str:
-    """The line; `unwritten` is from which step on the run could not be written, and why.
+def ending(report: Report, steps: int, state: str, run: str | None, unwritten: str = "", missing: str = "") -> str:
+    """The line; `unwritten` is from which step on the run could not be written, and why, and `missing` a gap before.
 
     >>> from torchhook.core.findings import Finding
     >>> found = Finding("TH501", "error", "each step is too large", "layer3.0.conv1")
@@ -33,6 +33,8 @@ def ending(report: Report, steps: int, state: str, run: str | None, unwritten: s
     else:
         said += f" in {steps:,} step{'' if steps == 1 else 's'}"
     said += _UNTIL.get(state, "")
+    if missing:
+        said += f"; the run has a gap {missing}"
     if unwritten:
         said += f"; the run could not be written {unwritten}"
     elif run is not None:
@@ -47,7 +49,7 @@ def failure(error: BaseException) -> dict[str, str]:
     {'type': 'ValueError', 'message': 'no data', 'line': ''}
     """
     at = own_frame(error)
-    line = "" if at is None else f"{at.filename}:{at.lineno}: {at.line}"
+    line = "" if at is None else f"{at.filename}:{at.lineno}: {at.line}".removesuffix(": ")  # of exec, there is no text
     return {"type": type(error).__name__, "message": short(str(error), 1000), "line": short(line)}
 
 

@@ -129,9 +129,21 @@ def step(model, optimizer, x=None):
     return loss.item()
 
 
+def plain():
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+
+
 def made():
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    model = plain()
     return model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def step_by_hand(model):
+    model(torch.randn(8, 4)).square().mean().backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.sub_(0.01 * parameter.grad)
+    model.zero_grad()
 
 
 def told(monitor):
@@ -155,6 +167,31 @@ def test_a_model_that_is_trained_by_one_thread_after_another(tmp_path):
         losses += [in_thread(lambda: step(model, optimizer)) for _ in range(5)]
     [monitor] = found.watched
     assert told(monitor) == pytest.approx(dict(enumerate(losses)))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("has_optimizer", [True, False])
+def test_what_a_thread_trained_that_ends_with_an_error_has_failed(tmp_path, has_optimizer):
+    """Although the script goes on, and ends well: a training in another thread, too."""
+
+    def failing():
+        model, optimizer = made() if has_optimizer else (plain(), None)
+        for _ in range(4):
+            step(model, optimizer) if has_optimizer else step_by_hand(model)
+        raise OSError("shard 3 is damaged")
+
+    before = threading.excepthook
+    with Discovery(every=1, price=None, to=tmp_path) as found:
+        thread = threading.Thread(target=failing)
+        thread.start()
+        thread.join()
+        in_thread(lambda: [step(*both) for both in [made()] for _ in range(4)])
+    assert threading.excepthook is before
+    failed, ended = found.watched
+    assert failed.ending.startswith("torchhook: nothing found in 4 steps until it failed → ")
+    assert failed.report.about["error"]["message"] == "shard 3 is damaged"
+    with Run(failed.run) as run, Run(ended.run) as other:
+        assert (run.state, other.state) == ("failed", "ended")
 
 
 class Beside:

@@ -212,6 +212,20 @@ READ = {  # such a run has a row like others
     "a report whose model is a list": _sql(
         """UPDATE report SET data = replace(data, '"model": "Net"', '"model": []')"""
     ),
+    "evidence and facts with a number of 400 digits": _sql(
+        f"""UPDATE report SET data = replace(data, '"evidence": {{}}', '"evidence": {{"a": {10**400}}}')""",
+        f"INSERT OR REPLACE INTO about VALUES ('every', '{10**400}')",
+    ),
+    "facts that are lists": _sql(
+        *(
+            f"INSERT OR REPLACE INTO about VALUES ('{name}', '[[1, 2, 3]]')"
+            for name in ("every", "device", "command", "versions", "containers", "shapes", "lines", "wires")
+        )
+    ),
+    "losses and windows at both ends of all steps": _sql(
+        "INSERT INTO losses VALUES (9223372036854775807, 1.0), (-9223372036854775807, 9e307)",
+        "INSERT INTO windows VALUES (9223372036854775807, 1.0, 9e999), (-9223372036854775807, 1.0, -9e999)",
+    ),
 }
 UNLISTED = {  # such a folder is not a run
     "a file that is a pipe": _file_is_a_pipe,

@@ -2,6 +2,8 @@
 
 import csv
 import math
+import os
+import subprocess
 import sys
 
 import pyarrow.parquet as parquet
@@ -71,6 +73,26 @@ def test_what_fails_leaves_the_old_file(run, tmp_path, monkeypatch):
     with pytest.raises(RunError):
         export_parquet(run, tmp_path / "run.parquet")
     assert (tmp_path / "run.parquet").read_text() == "old" and len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("export", [export_csv, export_parquet])
+def test_pipes_and_links_stay_what_they_are(run, tmp_path, export):
+    def rows_of(file):
+        return repr(parquet.read_table(file).to_pylist()) if export is export_parquet else file.read_text()
+
+    export(run, plain := tmp_path / "plain")
+    os.mkfifo(pipe := tmp_path / "pipe")
+    with (tmp_path / "read").open("wb") as read, subprocess.Popen(["cat", pipe], stdout=read) as reader:
+        try:
+            export(run, pipe)
+        except BaseException:
+            reader.kill()
+            raise
+    (tmp_path / "link").symlink_to("behind")
+    export(run, tmp_path / "link")
+    assert pipe.is_fifo() and (tmp_path / "link").is_symlink()
+    assert rows_of(tmp_path / "read") == rows_of(tmp_path / "behind") == rows_of(plain)
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "plain", "pipe", "read", "link", "behind"}
 
 
 def test_without_pyarrow_it_says_what_to_install(run, tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from torchhook.core.errors import RunError
 from torchhook.stats.reading import Snapshot
 from torchhook.training.logs import Entry
 from torchhook.training.runs import RunLog
-from torchhook.training.runs.folders import clear, delete, find, leftovers, new_folder, prunable, ranks
+from torchhook.training.runs.folders import clear, delete, find, leftovers, new_folder, prunable
 from torchhook.training.runs.schema import FILE
 
 
@@ -73,10 +73,8 @@ def test_where_there_are_no_links_there_is_none(tmp_path, monkeypatch):
     assert new_folder(tmp_path, "net").is_dir() and len(list(tmp_path.iterdir())) == 1
 
 
-def test_runs_are_found_newest_first_without_ranks_links_and_strangers(tmp_path):
+def test_runs_are_found_newest_first_without_links_and_strangers(tmp_path):
     old, new = run_in(tmp_path / "z", days_ago=2), run_in(tmp_path / "a", days_ago=1)
-    run_in(tmp_path / "a" / "rank2")
-    run_in(tmp_path / "a" / "rank1")
     run_in(tmp_path / "a" / "other")
     (tmp_path / "stranger").mkdir()
     (tmp_path / "latest").symlink_to("a")
@@ -84,7 +82,6 @@ def test_runs_are_found_newest_first_without_ranks_links_and_strangers(tmp_path)
     broken.mkdir()
     (broken / FILE).write_text("no database")
     assert find(tmp_path) == [broken, new, old]  # of what cannot be read, when the file was written is known
-    assert [below.name for below in ranks(new)] == ["rank1", "rank2"] and ranks(old) == []
     with pytest.raises(RunError, match="there is no folder '.*nowhere'"):
         find(tmp_path / "nowhere")
 
@@ -103,9 +100,8 @@ def test_what_to_prune(tmp_path):
             prunable(tmp_path, **wrong)
 
 
-def test_a_run_is_deleted_with_its_ranks_and_samples(tmp_path):
+def test_a_run_is_deleted_with_its_samples(tmp_path):
     folder = run_in(tmp_path / "run", state=None)
-    run_in(folder / "rank1")
     (tmp_path / "latest").symlink_to("run")
     assert delete(folder) is True
     assert list(tmp_path.iterdir()) == []
@@ -119,9 +115,9 @@ def test_what_is_not_of_the_run_stays(tmp_path):
     (folder / "samples" / "notes.txt").write_text("mine")
     (folder / "checkpoints").mkdir()
     elsewhere = run_in(tmp_path / "elsewhere")
-    (folder / "rank1").symlink_to(elsewhere)
+    (folder / "linked").symlink_to(elsewhere)
     assert delete(folder) is False and (elsewhere / FILE).exists()
-    assert {path.name for path in folder.iterdir()} == {"model.pt", "samples", "checkpoints", "rank1"}
+    assert {path.name for path in folder.iterdir()} == {"model.pt", "samples", "checkpoints", "linked"}
     assert [path.name for path in (folder / "samples").iterdir()] == ["notes.txt"]
     linked = run_in(tmp_path / "linked")
     for file in (linked / "samples").iterdir():

@@ -7,12 +7,14 @@ import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Timer
 
 import pytest
 import torch
 from torch import nn
 
 from torchhook import Monitor
+from torchhook.training.runs import Run
 from torchhook.training.runs.folders import clear, leftovers, summaries
 from torchhook.training.runs.summary import summarize
 
@@ -40,13 +42,14 @@ def fill(folder, run):
             file.write(bytes(4096))
 
 
-def trained(root, at_twenty=lambda run: None):
+def trained(root, at_twenty=lambda run: None, pause=0):
     model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8))
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     with Monitor(model, optimizer, every=5, price=None, to=root) as monitor:
         for step in range(40):
             if step == 20:
                 at_twenty(monitor.run)
+            time.sleep(pause)
             optimizer.zero_grad()
             loss = model(torch.ones(4, 8)).pow(2).mean()
             loss.backward()
@@ -84,6 +87,31 @@ def test_a_disk_that_is_too_small_for_the_beginning(tmp_path, capfd):
         assert list(root.iterdir()) == []
 
 
+@pytest.mark.parametrize("size", ["180k", "208k", "240k", "288k"])
+def test_a_disk_that_has_room_for_little_more_than_the_tables(tmp_path, capfd, size):
+    with disk(tmp_path / "disk", f"size={size}") as root:
+        with pytest.warns(UserWarning, match=r"cannot be written \(database or disk is full\)"):
+            monitor = trained(root)
+        said = re.fullmatch(r".*from step (\d+) on: database or disk is full", last_line(capfd.readouterr().err))
+        with Run(monitor.run) as run:
+            assert run.state == "unwritten" and max(run.steps, default=-5) + 5 == int(said[1])
+
+
+def test_a_disk_that_has_room_again(tmp_path, capfd):
+    def fill_for_a_while(run):
+        fill(root, run)
+        Timer(0.5, (root / "filler").unlink).start()
+
+    with disk(tmp_path / "disk", "size=1m") as root:
+        with pytest.warns(UserWarning, match=r"cannot be written \(database or disk is full\)"):
+            monitor = trained(root, fill_for_a_while, pause=0.05)
+        *_, line = capfd.readouterr().err.strip().splitlines()
+        with Run(monitor.run) as run:
+            written = [step for step in run.steps if step >= 20]
+            assert run.state == "ended" and written and written[0] > 20
+        assert f"; the run has a gap from step 20 to {written[0]}: database or disk is full → torchhook" in line
+
+
 def test_a_disk_that_is_read_only(tmp_path, capfd):
     with disk(tmp_path / "disk", "size=1m", "ro") as root:
         with pytest.warns(UserWarning, match="no run is recorded"):
@@ -95,8 +123,9 @@ def test_a_disk_that_is_read_only(tmp_path, capfd):
 
 @pytest.mark.parametrize("path", ["x" * 300, "/".join(["y" * 200] * 25)])
 def test_a_path_that_is_too_long(tmp_path, capfd, path):
-    with pytest.warns(UserWarning, match="no run is recorded"):
+    with pytest.warns(UserWarning, match="no run is recorded") as warned:
         monitor = trained(tmp_path / path)
+    assert len(str(warned[0].message)) < 400
     assert last_line(capfd.readouterr().err).endswith("; the run could not be written at all: File name too long")
     assert "run" not in monitor.report.about
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import csv
 import ctypes
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ def export_parquet(run: Run, file: str | os.PathLike[str]) -> int:
     parquet = _pyarrow("pyarrow.parquet")
     rows = 0
     losses, rates, known = run.losses, run.rates, run.places
-    with _draft(Path(file)) as draft, parquet.ParquetWriter(draft, _schema()) as writer:
+    with _draft(Path(file)) as draft, draft.open("wb") as out, parquet.ParquetWriter(out, _schema()) as writer:
         for group in _groups(run):
             table = _table(group, known, losses, rates)
             writer.write_table(table)
@@ -46,13 +47,13 @@ def export_parquet(run: Run, file: str | os.PathLike[str]) -> int:
 
 
 def export_csv(run: Run, file: str | os.PathLike[str]) -> int:
-    """The same table as CSV, which needs no other library; what is null there is empty here.
+    """The same table as CSV, which needs no other library; what is null there is empty here. ``-`` is standard output.
 
     Spreadsheets run a text that begins like a formula, so an apostrophe is put before such a name.
     """
     rows = 0
     losses, rates, known = run.losses, run.rates, run.places
-    with _draft(Path(file)) as draft, draft.open("w", newline="", encoding="utf-8") as out:
+    with _opened(file) as out:
         writer = csv.writer(out)
         writer.writerow(["step", *_NAMES, *COUNTS, *NUMBERS, *_AT_STEP])
         for group in _groups(run):
@@ -65,6 +66,15 @@ def export_csv(run: Run, file: str | os.PathLike[str]) -> int:
                     writer.writerow([step, *names, *values, losses.get(step), rates.get(step)])
                     rows += 1
     return rows
+
+
+@contextmanager
+def _opened(file: str | os.PathLike[str]) -> Iterator[TextIO]:
+    if os.fspath(file) == "-":
+        yield sys.stdout
+        return
+    with _draft(Path(file)) as draft, draft.open("w", newline="", encoding="utf-8") as out:
+        yield out
 
 
 def _no_formula(name: str) -> str:
@@ -83,7 +93,13 @@ def _groups(run: Run) -> Iterator[Group]:
 
 @contextmanager
 def _draft(file: Path) -> Iterator[Path]:
-    """Another name to write to, which becomes that of the file once all is written."""
+    """Another name to write to, which becomes that of the file once all is written; a device or a pipe is written to
+    at once, and what a link leads to is replaced rather than the link.
+    """
+    if file.exists() and not file.is_file():
+        yield file
+        return
+    file = file.resolve()
     draft = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         yield draft

@@ -1,7 +1,6 @@
 """Folders of runs: creating, finding, pruning and deleting them.
 
-A run is a folder with a `run.sqlite`. If several processes train together, rank 0 writes into the run itself, the
-others into `rank1`, `rank2`, … below it.
+A run is a folder with a `run.sqlite`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from torchhook.training.runs.summary import Summary, summarize
 LATEST = "latest"
 WHERE = "a training writes its run to 'runs' in the folder where it was started, or to what --to or to= names"
 _UNFIT = re.compile(r"[^\w.-]+", re.ASCII)
-_RANK = re.compile(r"rank\d+")
 _DRAFT = re.compile(rf"(?:{re.escape(DRAFT)}|\.{LATEST}\.)(\d+)(?:\.\d+)?")
 _OURS = re.compile(r"\.?\d{8,}-\d+\.png")
 
@@ -100,12 +98,6 @@ def latest(path: str | os.PathLike[str], tell: Callable[[str], None] = warn) -> 
     return found[0]
 
 
-def ranks(folder: Path) -> list[Path]:
-    """The folders of the other ranks of this run."""
-    found = [below for below in _runs_below(folder) if _RANK.fullmatch(below.name)]
-    return sorted(found, key=lambda below: int(below.name.removeprefix("rank")))
-
-
 def prunable(
     root: str | os.PathLike[str], keep: int | None = None, older_than: float | None = None, now: float | None = None
 ) -> list[Path]:
@@ -124,8 +116,6 @@ def prunable(
 
 def delete(folder: Path) -> bool:
     """Delete a run; whether its folder is gone, too. Files that are not ours, and their folders, are left in place."""
-    for below in ranks(folder):
-        delete(below)
     for picture in _pictures(folder):
         picture.unlink(missing_ok=True)
     _remove_empty(folder / SAMPLES)

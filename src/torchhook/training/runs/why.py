@@ -115,9 +115,10 @@ class Why:
         line = f"{self.report.model}: {counts(self.report)}, in {self.run}, {self.state}{last}"
         yield short(" ".join(line.split()))  # there may be newlines in the name of a folder
         if raised := failure(self.report):
-            yield _folded("raised", _relative(" ".join(raised.split())), "")
+            yield _folded("raised", _relative(raised), "")
         if not self.report.findings:
-            yield f"Looked at {scope(self.report).replace(' checked', '')} in {self.measured:,} measured steps."
+            steps = f"{self.measured:,} measured step{'' if self.measured == 1 else 's'}"
+            yield scope(self.report).replace(" checked", f" checked in {steps}")
         else:
             first, *others = self.report.findings
             yield ""
