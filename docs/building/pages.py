@@ -24,11 +24,12 @@ _FAMILIES = {
     "TH2": "Units",
     "TH3": "Initialization and inputs",
     "TH4": "Gradients",
-    "TH5": "Updates, the loop and ranks",
+    "TH5": "Updates and the loop",
     "TH6": "Losses, outputs and targets",
     "TH7": "Batch norm and train/eval modes",
     "TH8": "Representations",
     "TH9": "Drift",
+    "TR1": "Several ranks",
 }
 
 

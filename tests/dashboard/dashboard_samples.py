@@ -11,6 +11,7 @@ from torch import nn
 from torchhook import Finding, Monitor, Report
 from torchhook.core.site import Site
 from torchhook.rules.history import settled
+from torchhook.rules.ranks import LOST, Member, RankStep
 from torchhook.stats.reading import Snapshot
 from torchhook.stats.reduce import Reduce
 from torchhook.training.logs import Entry
@@ -131,4 +132,25 @@ def newer(folder):
     ended(folder)
     with closing(sqlite3.connect(folder / FILE)) as db:
         db.execute("PRAGMA user_version = 99")
+    return folder
+
+
+def ranked(folder):
+    """A run of three ranks; rank 1 is odd in the last step, and was lost."""
+    places = [("fc", "output"), ("head", "output")]
+    log = RunLog(folder)
+    log.begin({"model": "Net"})
+    for step in range(3):
+        sizes = [1.0, 100.0 if step == 2 else 1.0, 1.0]
+        tables = {rank: torch.tensor([[0.0, size, -3, 3, 0.1, 0]] * 2) for rank, size in enumerate(sizes)}
+        members = {rank: Member(host, 0, rank, step) for rank, host in enumerate("aba")}
+        if step == 2:
+            members[1] = members[1]._replace(state=LOST)
+        facts = {rank: {"loss": 1.0 / (step + 1), "grad_norm": size} for rank, size in enumerate(sizes)}
+        reduce = Reduce("moments")
+        for path, _ in places:
+            reduce.cell(Site(path), torch.nn.Linear(1, 1)).update(torch.randn(8))
+        known = RankStep(step, 3, members, facts, places, tables)
+        log.write(Entry(step, 0.0, reduce.snapshot(), losses={step: 1.0}, ranks=known))
+    log.end(Report(model="Net"), "ended")
     return folder

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from torchhook.dashboard.library import OPEN, Library
 from torchhook.dashboard.pages import compare
 from torchhook.dashboard.pages.compare import aligned
+from torchhook.render.figures.curves import curves, loss_curves
+from torchhook.render.palette import NONFINITE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -39,6 +41,21 @@ def test_runs_of_one_model_keep_its_order_whatever_each_lacks(runs):
 
 def test_runs_that_disagree_about_the_order_are_compared_all_the_same():
     assert aligned([["a", "b", "c"], ["b", "a", "d"]]) == ["a", "b", "c", "d"]
+
+
+def test_runs_of_different_models_do_not_interleave():
+    assert aligned([["a", "b", "c"], ["x", "y"]]) == ["a", "b", "c", "x", "y"]
+
+
+def test_losses_that_are_not_finite_are_crosses():
+    figure = loss_curves({"a": ([0, 1, 2], [2.0, math.nan, 1.0])})
+    assert figure.data[0].y == (2.0, None, 1.0)
+    assert (figure.data[1].name, figure.data[1].x, figure.data[1].marker.color) == ("not finite", (1,), NONFINITE)
+
+
+def test_few_points_beside_many_are_not_joined():
+    many, few = curves({"many": ([*range(100)], [1.0] * 100), "few": ([0, 70], [1.0, 2.0])}, "share").data
+    assert (many.mode, few.mode) == ("lines", "markers")
 
 
 def test_lines_of_runs_with_other_layers_run_from_left_to_right(tmp_path):

@@ -16,7 +16,7 @@ from torchhook import Finding, Report, Severity, Trial
 from torchhook.core.errors import RunError
 from torchhook.dashboard import sheets
 from torchhook.dashboard.library import Library
-from torchhook.dashboard.pages import overview
+from torchhook.dashboard.pages import flow, overview
 from torchhook.dashboard.parts import card, state_of
 from torchhook.dashboard.sheets import LOSSES, WIDE, Book
 from torchhook.stats.reading import Snapshot
@@ -50,11 +50,11 @@ def test_a_link_to_a_run_leads_to_it_when_it_is_given_by_hand(tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["..", ".", "", "../outside", "net/../net", "net/", "./net", "{root}/net", "linked", "net/rank1", "net\0", "/etc"],
+    ["..", ".", "", "../outside", "net/../net", "net/", "./net", "{root}/net", "linked", "net/below", "net\0", "/etc"],
 )
 def test_names_lead_nowhere_else(tmp_path, name):
     root = tmp_path / "runs"
-    for folder in (root / "net", root / "net" / "rank1", tmp_path / "outside"):
+    for folder in (root / "net", root / "net" / "below", tmp_path / "outside"):
         ended(folder)
     (root / "linked").symlink_to(tmp_path / "outside")
     with pytest.raises(RunError, match="there is no run"):
@@ -289,6 +289,24 @@ def test_health_is_the_worst_of_what_was_found_and_of_what_comes_of_it(tmp_path)
     assert [found.code for found in book.findings_at("conv")] == ["TH101", "TH404", "TH601"]
     assert [found.code for found in book.findings_at("fc")] == ["TH102"] and book.findings_at("con") == []
     assert book.stamp() != stamp
+
+
+def test_the_map_of_health_says_from_which_step_on_if_that_is_known(tmp_path):
+    log = written(tmp_path, range(10))
+    after = (Finding("TH403", "warning", "jumped", step=7), Finding("TH201", "error", "dead", "fc"))
+    log.found(Finding("TH402", "error", "exploded", "conv", affected=after))
+    log.found(Finding("TH701", "warning", "differs", "fc"))
+    _, _, warning, error = overview._health(Book(tmp_path)).data
+    assert (error.y, error.base) == (("conv", "fc"), (7, 7))
+    assert error.hovertext == ("TH402 from step 7: exploded", "TH201 from step 7: dead")
+    assert (warning.y, warning.base, warning.hovertext) == (("fc",), (0,), ("TH701: differs",))
+
+
+def test_the_flow_begins_at_the_first_step_that_is_faulty(tmp_path):
+    log = written(tmp_path, range(0, 40, 10))
+    log.found(Finding("TH602", "error", "the loss jumped", step=12))
+    for step, shown in {None: "step 20", 10: "step 10", 99: "step 30"}.items():
+        assert flow.page(Book(tmp_path), step).children[2].children[0].children == shown
 
 
 def test_a_card_says_what_was_tried_unless_its_cause_comes_first():

@@ -2,10 +2,11 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
-from itertools import count
+from itertools import count, pairwise
 from urllib.parse import parse_qs, quote, urlsplit
 
 import dashboard_samples as samples
@@ -15,6 +16,8 @@ from selenium.webdriver.common.keys import Keys
 
 from torchhook import Finding, Report
 from torchhook.render.palette import GREEN, NONFINITE, SEVERITY, ZERO
+from torchhook.stats.reading import Snapshot
+from torchhook.training.logs import Entry
 from torchhook.training.runs.folders import delete
 from torchhook.training.runs.schema import FILE
 
@@ -181,6 +184,19 @@ def test_the_list_of_runs(browse):
     shows(chrome, "never fire")
 
 
+def test_names_and_findings_are_read_whole_in_the_list(browse, root):
+    folder = samples.ended(root / "train_digits-20261118-204618")  # a name as runs get it
+    chrome = browse()
+    until(lambda: {"dead", folder.name} <= set(listed(chrome)))
+    cells = [row("dead") + "//*[@col-id='finding']//span", row(folder.name) + "//a"]
+    until(lambda: chrome.find_elements("xpath", cells[0]))
+    for found in (chrome.find_element("xpath", cell) for cell in cells):
+        cut = """const e = arguments[0], cell = e.closest(".ag-cell");
+            return e.scrollHeight > cell.clientHeight || e.getBoundingClientRect().width > cell.clientWidth"""
+        assert not chrome.execute_script(cut, found), found.text
+    delete(folder)
+
+
 def test_the_list_is_searched_and_sorted(browse):
     chrome = browse()
     until(lambda: {"healthy", "dead"} <= set(listed(chrome)))
@@ -321,6 +337,7 @@ def test_a_layer_shows_what_was_found_there(browse):
     assert "TH201" in text(chrome, "#layer-findings")
     assert set(drawn(chrome, "layer-zeros", "y")) == {1}
     assert "No feature maps" in text(chrome, "#layer-pictures")
+    assert text(chrome, "#layer-updates") == "no parameter of this layer was measured"
 
 
 def test_gradient_flow_starts_where_something_is_wrong(browse):
@@ -383,6 +400,18 @@ def tap(chrome, path):
     ActionChains(chrome).move_to_element_with_offset(picture, round(right), round(down)).pause(0.2).click().perform()
 
 
+def test_a_model_that_is_too_high_for_the_page_is_in_the_middle_of_it(browse, root):
+    names = [f"blocks.{number}" for number in range(20)]
+    log = samples.written(root / "high", range(2), sites=names)
+    log.write(Entry(2, 0.0, Snapshot({}), wires=list(pairwise(names))))
+    log.end(Report(), "ended")
+    chrome = browse("/run/high/graph", theme="dark")
+    script = f"{CY} const box = cy?.elements().renderedBoundingBox(); return cy && [box.x1, cy.width() - box.x2]"
+    until(lambda: (sides := chrome.execute_script(script)) and sides[0] == pytest.approx(sides[1]), "it is at one side")
+    assert chrome.execute_script(f"{CY} return cy.zoom()") == 0.9
+    delete(log.folder)
+
+
 def test_the_model_is_coloured_by_a_statistic(browse):
     chrome = browse("/run/dead/graph")
     until(lambda: chrome.execute_script(NODES))
@@ -422,6 +451,19 @@ def test_runs_that_are_chosen_are_compared(browse):
 @pytest.mark.parametrize("page", ["", "/layers", "/layer?path=conv", "/flow", "/graph"])
 def test_pages_fit_a_phone(browse, page):
     assert width(browse(f"/run/dead{page}", PHONE)) <= PHONE[0]
+
+
+def test_long_names_leave_room_for_the_heat_map_on_a_phone(browse, root):
+    folder = samples.ended(root / "gpt", sites=[f"transformer.h.{number}.attn.resid_dropout" for number in range(20)])
+    plot = browse("/run/gpt/layers", PHONE).find_element("css selector", "#layers-heat .nsewdrag")
+    assert plot.size["width"] > 150
+    delete(folder)
+
+
+def test_the_way_of_a_slider_is_seen_in_the_dark(browse):
+    track = browse("/run/dead", theme="dark").find_element("css selector", ".dash-slider-track")
+    red = re.search(r"\d+", track.value_of_css_property("background-color")).group()
+    assert int(red) > 40  # which the page has not
 
 
 def test_the_list_fits_a_phone(browse):
@@ -865,3 +907,28 @@ def unreadable(chrome, expected="torchhook"):
     found = chrome.execute_script(CONTRAST)
     assert expected in [words for _, words in found]
     return [(round(contrast, 1), words) for contrast, words in found if contrast < 4.5]
+
+
+def test_ranks_are_shown_by_layer(browse, root):
+    """Three ranks, of which one has larger activations in the last step and was lost."""
+    samples.ranked(root / "ranked")
+    for theme, size in (("light", DESKTOP), ("dark", PHONE)):
+        chrome = browse("/run/ranked/ranks", size, theme)
+        rows = [row.text.split() for row in chrome.find_elements("css selector", "#ranks-table tbody tr")]
+        assert [(row[0], row[1], row[3]) for row in rows] == [
+            ("0", "a", "running"),
+            ("1", "b", "lost"),
+            ("2", "a", "running"),
+        ]
+        heat = "return document.querySelector('#ranks-heat .js-plotly-plot').data[0]"
+        drawn = chrome.execute_script(heat)
+        assert drawn["x"] == [0, 1, 2] and drawn["y"] == ["fc", "head"] and width(chrome) <= size[0]
+        assert drawn["z"][1][0] == pytest.approx(2) and drawn["z"][0][0] == pytest.approx(0)  # of 100 and 1
+    delete(root / "ranked")
+
+
+def test_a_run_of_one_process_has_no_page_of_ranks(browse):
+    chrome = browse("/run/healthy")
+    assert "Ranks" not in text(chrome, "nav") and "Model" in text(chrome, "nav")
+    chrome = browse("/run/healthy/ranks")
+    assert "One process trained alone" in text(chrome)

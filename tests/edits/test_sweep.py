@@ -9,7 +9,7 @@ from torch import nn
 
 import torchhook
 from specimens import hooks_of, resnet18
-from torchhook import SelectionError, capture, edit, edits, sweep
+from torchhook import SelectionError, capture, edit, edits, plot, sweep
 from torchhook.edits.wrapped import PositionEdit, Wrapped
 
 
@@ -274,6 +274,16 @@ def test_other_edits_act_on_single_positions_too():
     assert str(found).startswith("Sweep over 2 sites × 4 positions: without an edit")
     assert found.table("list")[2]["position"] == 2 and "<th>position" in found._repr_html_()
     assert "position" not in sweep(model, ids, "embed", edits.zero, logit, progress=False).table("list")[0]
+
+
+def test_the_class_is_beside_the_path():
+    model = nn.Sequential(nn.Identity(), nn.ReLU()).eval()
+    found = sweep(model, torch.ones(1, 3, 2), ["0", "1"], edits.zero, torch.sum, positions=True, progress=False)
+    assert [row["module"] for row in found.table("list")] == ["Identity"] * 3 + ["ReLU"] * 3
+    assert str(found).splitlines()[1].split()[:2] == ["site", "module"] and "<th>module" in found._repr_html_()
+    labels = plot.sweep(found).axes[0].get_yticklabels()
+    assert [label.get_text() for label in labels] == ["0 (Identity)", "1 (ReLU)"]
+    assert found._figures()[0].rows == ["0 (Identity), output", "1 (ReLU), output"]
 
 
 def test_a_value_without_positions_is_refused_by_name():

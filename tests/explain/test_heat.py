@@ -44,6 +44,7 @@ def test_it_tells_what_it_is():
     maps = torch.zeros(2, 7, 7)
     assert repr(heat(maps, [282, 282])) == "grad_cam of 'layer4': 2×7×7, target 282"
     assert repr(heat(maps, [1, 2], call=1, calls=3)) == "grad_cam of 'layer4' (call 1 of 3): 2×7×7, target 1, 2"
+    assert repr(heat(maps, [3, 3], module="ReLU")) == "grad_cam of 'layer4' (ReLU): 2×7×7, target 3"
     assert repr(heat(maps, [None, None], method="eigen_cam", layer="")) == "eigen_cam of 'the model': 2×7×7"
     assert repr(heat(torch.zeros(40, 1, 2))).endswith("target " + ", ".join(map(str, range(16))) + ", …")
 

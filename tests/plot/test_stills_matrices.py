@@ -61,6 +61,10 @@ def test_below_zero_the_scale_has_both_signs_and_beyond_one_it_grows():
     assert similarity([[0.5, 7.0]]).axes[0].images[0].norm.vmax == 7
 
 
+def test_a_number_that_is_rounded_to_zero_has_no_sign():
+    assert [text.get_text() for text in similarity([[-0.001, -0.5]]).axes[0].texts] == ["0.00", "-0.50"]
+
+
 def test_numbers_are_told_where_there_is_room():
     assert len(texts(similarity(np.ones((12, 12))))) == 144
     assert texts(similarity(np.ones((13, 13)))) == []
@@ -97,10 +101,10 @@ def test_a_sweep_has_a_bar_for_each_site():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)).eval()
     found = torchhook.sweep(model, torch.randn(2, 4), "?", torchhook.edits.zero, torch.sum, progress=False)
     figure = sweep(found)
-    assert rows(figure) == ["0", "1", "2"]
+    assert rows(figure) == ["0 (Linear)", "1 (Linear)", "2 (Linear)"]
     bars = {round(bar.get_y() + bar.get_height() / 2): bar.get_width() for bar in figure.axes[0].patches}
     assert bars == pytest.approx({row: one.change for row, one in enumerate(found)}) and png(figure)
-    assert rows(sweep(found.best(1))) == [found.best(1)[0].site.path]
+    assert rows(sweep(found.best(1))) == [found.best(1)[0].place]
 
 
 def test_a_sweep_with_a_clean_run_shows_what_comes_back():

@@ -42,3 +42,8 @@ def test_style_sheets_have_the_colours_of_the_palette(name):
 def test_no_two_colours_that_mean_something_are_the_same():
     meanings = [palette.ZERO, palette.NONFINITE, palette.UNMEASURED, palette.QUIET, *palette.LINES]
     assert len(set(meanings)) == len(meanings)
+
+
+def test_no_style_sheet_changes_the_colours_of_figures():
+    """In the dark, too, a line has the colour of its legend, and zero the one that it has in every other plot."""
+    assert [file.name for file in files(".css") if "filter:" in file.read_text()] == []

@@ -13,6 +13,7 @@ from test_render_json import reports
 
 from torchhook import render
 from torchhook.core.findings import Finding, Report
+from torchhook.render.palette import LINES, PAGES
 
 CSS = Path(render.__file__).with_name("page.css").read_text()
 VOID = {"meta", "link", "br", "img"}
@@ -123,6 +124,11 @@ def test_text_can_be_read(theme):
         tint = mixed(colours[kind], colours["card"], 0.16)
         assert contrast(colours[f"{kind}-ink"], tint) >= 4.5, kind
         assert contrast(colours[f"{kind}-ink"], colours["card"]) >= 4.5, kind
+
+
+def test_lines_are_seen_in_the_dark():
+    _, paper = PAGES["dark"]
+    assert min(contrast(colour, paper) for colour in LINES) >= 3
 
 
 def mixed(hue, ground, share):

@@ -7,7 +7,7 @@ import pytest
 import report_samples
 
 from torchhook.core.findings import Finding, Report
-from torchhook.render.figures import activations, gradient_flow, loss_curve, updates
+from torchhook.render.figures import activations, curves, gradient_flow, loss_curve, updates
 
 FIGURES = [loss_curve, gradient_flow, activations, updates]
 
@@ -91,6 +91,18 @@ def test_findings_are_marked_on_the_curve():
     assert crosses.x == (1,) and crosses.y == (3.0,)
     assert marks.x == (2,) and marks.y == (2.0,) and marks.text == ("TH1 a<br>TH2 b",)
     assert marks.marker.color == ("#d55e00",)
+
+
+@pytest.mark.parametrize(("high", "ticks"), [(5, 6), (15, 3), (200, 6)])
+def test_an_axis_of_some_powers_of_ten_is_not_crowded(high, ticks):
+    assert curves({"fc": ([0, 1], [1.0, high])}, "gradient norm").layout.yaxis.nticks == ticks
+
+
+def test_a_cause_without_a_step_is_marked_where_its_first_consequence_is():
+    affected = tuple(Finding("TH403", "warning", "", step=step) for step in (None, 7, 5))
+    found = Finding("TH402", "error", "", "a", affected=affected)
+    marks = loss_curve(Report((found,), losses={0: 3.0, 9: 2.0})).data[2]
+    assert marks.x == (5,) and marks.text == ("TH402 a",)
 
 
 def test_a_step_between_two_losses_and_one_after_all_are_marked():

@@ -208,6 +208,13 @@ def test_zeros_and_what_is_not_finite_are_not_a_gap_among_bars():
     assert bars.x == (1.0, 0.0, None, None) and zero.y == (1,) and broken.y == (2,)
 
 
+def test_a_matrix_of_two_models_says_which_is_which():
+    (matrix,) = VERBS["cka"]()._figures()
+    assert matrix.title == "Similarity of layers of a (rows) and b (columns)"
+    (alone,) = torchhook.compare.cka(net(), None, X.split(4), progress=False)._figures()
+    assert alone.title == "Similarity of layers"
+
+
 def test_a_sweep_of_positions_is_a_matrix():
     found = torchhook.sweep(
         nn.Sequential(nn.Identity()).eval(),
@@ -219,7 +226,11 @@ def test_a_sweep_of_positions_is_a_matrix():
         progress=False,
     )
     (matrix,) = found._figures()
-    assert matrix.values.tolist() == [[-2.0] * 3] and matrix.rows == ["0, output"] and matrix.columns == ["0", "1", "2"]
+    assert (
+        matrix.values.tolist() == [[-2.0] * 3]
+        and matrix.rows == ["0 (Identity), output"]
+        and matrix.columns == ["0", "1", "2"]
+    )
 
 
 def test_a_large_matrix_is_thinned_and_says_so():

@@ -19,7 +19,7 @@ from torchhook.training.runs import Run
 _OPEN = 2  # levels of the tree of modules that are open
 EVERY = 1000  # milliseconds between two updates
 _STATES = {"running": "info", "interrupted": "info", "ended": "passed"}  # others are errors
-PAGES = {"": "Overview", "layers": "Layers", "flow": "Gradient flow", "graph": "Model"}
+PAGES = {"": "Overview", "layers": "Layers", "flow": "Gradient flow", "graph": "Model", "ranks": "Ranks"}
 
 
 def address(run: str, page: str = "", *, kind: str = "run", **query: str) -> str:

@@ -38,6 +38,12 @@ class SweepRow(NamedTuple):
     change: float  # from the run without an edit
     recovered: float | None  # with a source, the fraction of the way from there to the clean run
     position: int | None = None  # None: the whole value was edited
+    module: str = ""  # its class
+
+    @property
+    def place(self) -> str:
+        """The path of the module and its class, as in ``3 (ReLU)``."""
+        return f"{self.site.path or 'the model'}{f' ({self.module})' if self.module else ''}"
 
 
 class Sweep(Result, Sequence[SweepRow]):
@@ -60,7 +66,9 @@ class Sweep(Result, Sequence[SweepRow]):
 
     def _records(self) -> list[dict[str, Any]]:
         left_out = () if self._has_positions() else ("position",)
-        records = ({"path": row.site.path, "port": row.site.port, **row._asdict()} for row in self.rows)
+        records = (
+            {"path": row.site.path, "module": row.module, "port": row.site.port, **row._asdict()} for row in self.rows
+        )
         return [{key: value for key, value in record.items() if key not in left_out} for record in records]
 
     def _tables(self) -> list[Table]:
@@ -70,7 +78,7 @@ class Sweep(Result, Sequence[SweepRow]):
     def _figures(self) -> list[Part]:
         effects = [row.change if row.recovered is None else row.recovered for row in self.rows]
         unit = "change of the metric" if self.clean is None else "recovered share of the metric"
-        names = {row.site: f"{row.site.path or 'the model'}, {row.site.port}" for row in self.rows}
+        names = {row.site: f"{row.place}, {row.site.port}" for row in self.rows}
         if not self._has_positions():
             return [Bars([names[row.site] for row in self.rows], {"": effects}, unit, "Effect")]
         sites = {site: number for number, site in enumerate(names)}
@@ -90,11 +98,11 @@ class Sweep(Result, Sequence[SweepRow]):
 
     def _printed(self) -> tuple[Sequence[str], list[list[Any]]]:
         has_positions = self._has_positions()
-        place = ("site", "port", *(("position",) if has_positions else ()))
+        place = ("site", "module", "port", *(("position",) if has_positions else ()))
         header = (*place, "value", "change", *(() if self.clean is None else ("recovered",)))
         rows = []
         for row in self.rows:
-            cells = [row.site.path or "''", row.site.port, *([row.position] if has_positions else [])]
+            cells = [row.site.path or "''", row.module, row.site.port, *([row.position] if has_positions else [])]
             cells += [f"{row.value:.4g}", f"{row.change:+.4g}"]
             rows.append(cells if row.recovered is None else [*cells, f"{row.recovered:.1%}"])
         return header, rows
@@ -139,9 +147,9 @@ def sweep(
     >>> model = nn.Sequential(nn.Identity(), nn.ReLU()).eval()
     >>> sweep(model, torch.ones(1, 2), ["0", "1"], edits.scale(3.0), torch.sum)
     Sweep over 2 sites: without an edit 2
-    site  port    value  change
-    0     output  6      +4
-    1     output  6      +4
+    site  module    port    value  change
+    0     Identity  output  6      +4
+    1     ReLU      output  6      +4
     """
     require_module(model)
     if batch is not None:
@@ -165,8 +173,16 @@ def sweep(
         cells = _by_position(model, given, chosen, made) if positions else [_Cell(site, made) for site in chosen]
         runner = _Runner(model, given, metric, output, batch)
         values = list(track(runner.over(cells), len(cells), "sweep", progress))
+    classes = {site: type(model.get_submodule(site.path)).__name__ for site in chosen}
     rows = [
-        SweepRow(cell.site, value, value - baseline, _recovered(value, baseline, clean_value), cell.position)
+        SweepRow(
+            cell.site,
+            value,
+            value - baseline,
+            _recovered(value, baseline, clean_value),
+            cell.position,
+            classes[cell.site],
+        )
         for cell, value in zip(cells, values, strict=True)
     ]
     return Sweep(rows, baseline, clean_value)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from torchhook.core.attention import Attending, Given, Logits
 from torchhook.core.batch import inputs_of
+from torchhook.core.eager import eagerly
 from torchhook.core.errors import BudgetError, SilentError
 from torchhook.core.event import Event
 from torchhook.core.renamed import renamed
@@ -99,7 +100,7 @@ def attention(
         if how == "eager":
             stack.enter_context(unfused(model))
         if is_dynamo_loaded():  # a compiled graph hides its calls
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(eagerly())
         stack.enter_context(torch.no_grad())
         session = stack.enter_context(Session(model, [_everywhere(model)], on_silent="ignore"))
         recorder.scope = session.scope

@@ -105,7 +105,7 @@ def _warn_of_zeros(gradient: Tensor, heat: Heat) -> None:
 
 def warn_of_empty(empty: Tensor, heat: Heat, what: str, why: str) -> None:
     """Warn of the samples that are `empty`."""
-    numbers = empty.nonzero().flatten().tolist()
+    numbers = [number for number, is_empty in enumerate(empty.tolist()) if is_empty]  # waits for the device once
     if numbers:
         which = f"{', '.join(map(str, numbers[:_SHOWN]))}{', …' * (len(numbers) > _SHOWN)} of {len(heat)}"
         warn(
@@ -137,7 +137,7 @@ def grad_cam(maps: Tensor, gradient: Tensor) -> Tensor:
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     >>> grad_cam(net, torch.rand(2, 3, 16, 16), target=5)
-    grad_cam of '1': 2×14×14, target 5
+    grad_cam of '1' (ReLU): 2×14×14, target 5
     """
     return weighted(maps, gradient.mean((2, 3)))
 
@@ -164,7 +164,7 @@ def layer_cam(maps: Tensor, gradient: Tensor) -> Tensor:
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8 * 49, 10))
     >>> layer_cam(net, torch.rand(2, 3, 16, 16), target=[1, 2], sites="1")
-    layer_cam of '1': 2×14×14, target 1, 2
+    layer_cam of '1' (ReLU): 2×14×14, target 1, 2
     """
     return (gradient.relu() * maps).sum(1)
 
@@ -177,7 +177,7 @@ def x_grad_cam(maps: Tensor, gradient: Tensor) -> Tensor:
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 14 * 14, 10))
     >>> x_grad_cam(net, torch.rand(1, 3, 16, 16), target=1)
-    x_grad_cam of '1': 1×14×14, target 1
+    x_grad_cam of '1' (ReLU): 1×14×14, target 1
     """
     return weighted(maps, (gradient * maps).sum((2, 3)) / (maps.sum((2, 3)) + _SUM))
 
@@ -218,7 +218,7 @@ def eigen_cam(
     >>> x[:, :, 2, 5] = 9.0
     >>> heat = eigen_cam(net, x)
     >>> heat, divmod(heat.maps.argmax().item(), 8)
-    (eigen_cam of '0': 1×8×8, (2, 5))
+    (eigen_cam of '0' (Softplus): 1×8×8, (2, 5))
     """
     given = inputs_of(x, model)
     warn_of_untrained(model)
@@ -231,7 +231,9 @@ def eigen_cam(
 
 def heat_of(method: str, reached: ReachedLayer, maps: Tensor, target: list[int | str | None]) -> Heat:
     """The maps, with where they come from."""
-    return Heat(maps, target, reached.layer.path, reached.call, method, reached.layout.size, reached.calls)
+    layer = reached.layer
+    module = type(layer.module).__name__
+    return Heat(maps, target, layer.path, reached.call, method, reached.layout.size, reached.calls, module)
 
 
 def weighted(maps: Tensor, weights: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ class Heat:
         method: The name of the function that made the maps.
         size: Height and width of the input; None if it was not an image.
         calls: How often the module was called.
+        module: The class of the module.
 
     >>> heat = Heat(torch.tensor([[[-1.0, 3.0]]]), [282], "layer4", 0, "grad_cam", (2, 4))
     >>> heat
@@ -52,6 +53,7 @@ class Heat:
     method: str
     size: tuple[int, int] | None
     calls: int = 1
+    module: str = ""
 
     def __post_init__(self) -> None:
         if self.maps.dim() != 3 or len(self.maps) != len(self.target):
@@ -108,7 +110,8 @@ class Heat:
         names = list(dict.fromkeys(str(one) for one in self.target if one is not None))
         more = ", …" if len(names) > _SHOWN else ""
         target = f", target {', '.join(names[:_SHOWN])}{more}" if names else ""
-        return f"{self.method} of {self.layer or 'the model'!r}{which}: {shape_of(self.maps)}{target}"
+        kind = f" ({self.module})" if self.module else ""
+        return f"{self.method} of {self.layer or 'the model'!r}{kind}{which}: {shape_of(self.maps)}{target}"
 
     def _repr_png_(self) -> bytes | None:
         """The maps alone, each on its own scale; None without matplotlib."""

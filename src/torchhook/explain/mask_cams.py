@@ -132,7 +132,7 @@ def score_cam(runner: _Runner) -> Tensor:
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     >>> score_cam(net, torch.rand(2, 3, 16, 16), target=5)
-    score_cam of '1': 2×14×14, target 5
+    score_cam of '1' (ReLU): 2×14×14, target 5
     """
     maps, size = runner.reached.maps, runner.reached.layout.size
     if size is None:
@@ -169,7 +169,7 @@ def ablation_cam(runner: _Runner) -> Tensor:
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     >>> ablation_cam(net, torch.rand(2, 3, 16, 16), target=5)
-    ablation_cam of '1': 2×14×14, target 5
+    ablation_cam of '1' (ReLU): 2×14×14, target 5
     """
     maps = runner.reached.maps
     whole = runner.score(runner.reached.output).to(maps.dtype)

@@ -84,5 +84,5 @@ def _write_numbers(ax: Axes, drawn: Any) -> None:
         for column, value in enumerate(line):
             red, green, blue, _ = colour[row, column]
             dark = 0.3 * red + 0.59 * green + 0.11 * blue < 0.5
-            number = "NaN" if value is None or value != value else f"{value:.2f}"
+            number = "NaN" if value is None or value != value else f"{round(value, 2) + 0.0:.2f}"  # not -0.00
             ax.text(column, row, number, color="white" if dark else "black", fontsize=SMALL, ha="center", va="center")

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchhook.core.site import Site
 from torchhook.edits.sweep import SweepRow
 from torchhook.plot.style import (
     SMALL,
@@ -54,7 +53,7 @@ def sweep(table: Sequence[SweepRow], *, tokens: Sequence[object] | None = None, 
     if tokens is not None:
         raise ValueError("tokens names positions, but the sweep has none: make it with positions=True")
     figure, ax = place(ax, *rows_page(len(rows)))
-    name_layers(ax, _names([row.site for row in rows]))
+    name_layers(ax, _names(rows))
     up, down = ("recovers", "makes worse") if has_clean else ("increase", "decrease")
     for sign, colour, name in ((1, BLUE, up), (-1, ORANGE, down)):
         some = [(row, value) for row, value in enumerate(values) if math.isfinite(value) and sign * value > 0]
@@ -86,7 +85,7 @@ def _draw_positions(
     scale = colour_scale(torch.cat([known, -known, known.new_zeros(1)]))  # zero is in the middle
     figure, ax = place(ax, *page((len(sites), wide), max(4.5, 0.35 * wide), beside=1.5))
     ax.imshow(grid.numpy(), norm=scale.norm, cmap=scale.cmap, interpolation="nearest", aspect="auto")
-    name_layers(ax, _names(sites))
+    name_layers(ax, _names(list({row.site: row for row in rows}.values())))
     odd = {"not finite": has_run & ~grid.isfinite(), "not measured": ~has_run, "negative": grid < 0}
     mark_cells(ax, odd, [column - 0.5 for column in range(wide + 1)])
     name_columns(ax, range(wide) if tokens is None else tokens)
@@ -105,7 +104,7 @@ def _rows(table: Any) -> Sequence[SweepRow]:
     return rows
 
 
-def _names(sites: Sequence[Site]) -> list[str]:
-    """The paths, with the port if not all ports are the same."""
-    several = len({site.port for site in sites}) > 1
-    return [f"{site.path} {site.port}" if several else site.path for site in sites]
+def _names(rows: Sequence[SweepRow]) -> list[str]:
+    """The paths with their classes, and with the port if not all ports are the same."""
+    several = len({row.site.port for row in rows}) > 1
+    return [f"{row.place} {row.site.port}" if several else row.place for row in rows]

@@ -52,6 +52,16 @@ def finding_title(finding: Finding) -> str:
     return short(f"{finding.code} at {finding.place}")
 
 
+def since(finding: Finding) -> int | None:
+    """The step at which something was found, or else the first one of its consequences; None if none is known.
+
+    >>> since(Finding("TH402", "error", "", affected=(Finding("TH403", "warning", "", step=180),)))
+    180
+    """
+    steps = [other.step for other in finding.affected if other.step is not None]
+    return finding.step if finding.step is not None else min(steps, default=None)
+
+
 def counts(report: Report) -> str:
     """The number of findings: the headline without the model.
 
@@ -87,18 +97,18 @@ def _counted(report: Report, number: int) -> str:
 
 
 def verdict(report: Report) -> str:
-    """Whether the report passed or failed; a training that did not end well has not passed.
+    """Whether the report passed or failed; a training that did not end, or not well, has not passed.
 
-    >>> verdict(Report()), verdict(Report(about={"state": "failed"}))
+    >>> verdict(Report()), verdict(Report(about={"state": "killed"}))
     ('passed', 'unfinished')
     """
     if not report.ok:
         return "failed"
-    return "unfinished" if report.about.get("state") in ("failed", "interrupted") else "passed"
+    return "passed" if report.about.get("state", "ended") == "ended" else "unfinished"
 
 
 def failure(report: Report) -> str:
-    """What the training failed with, and where; empty if it did not fail, or that is not known.
+    """What the training failed with, and where, on one line; empty if it did not fail, or that is not known.
 
     >>> failure(Report(about={"error": {"type": "ValueError", "message": "no data", "line": "train.py:3: load()"}}))
     'ValueError: no data, at train.py:3: load()'
@@ -107,7 +117,8 @@ def failure(report: Report) -> str:
     if not isinstance(error, Mapping):
         return ""
     kind, message, line = (str(error.get(name, "")) for name in ("type", "message", "line"))
-    return short(": ".join(filter(None, [kind, message])) + (f", at {line}" if line else ""))
+    said = ": ".join(filter(None, [kind, message])) + (f", at {line}" if line else "")
+    return short(" ".join(said.split()))
 
 
 def header(report: Report) -> list[str]:
@@ -119,7 +130,7 @@ def header(report: Report) -> list[str]:
     about = report.about
     versions = about.get("versions")
     named = [f"{name} {version}" for name, version in versions.items()] if isinstance(versions, Mapping) else []
-    first = [str(about[name]) for name in ("run", "started", "device", "watching") if about.get(name)]
+    first = [str(about[name]) for name in ("run", "started", "device", "ranks", "watching") if about.get(name)]
     lines = [", ".join(first), ", ".join(named), f"$ {about['command']}" if about.get("command") else ""]
     if failed := failure(report):
         lines.append(f"failed with {failed}")

@@ -3,7 +3,7 @@ const element = React.createElement;
 
 window.dashAgGridComponentFunctions = {
   ...window.dashAgGridComponentFunctions,
-  RunLink: ({ data }) => element(dash_core_components.Link, { href: data.href }, data.shown),
+  RunLink: ({ data }) => element(dash_core_components.Link, { href: data.href, className: "name" }, data.shown),
   RunState: ({ data }) => element("span", { className: `pill ${PILLS[data.state] ?? "error"}` }, data.state),
   RunFinding: ({ data }) =>
     data.finding ? element("span", { className: `finding ${data.severity}` }, data.finding) : null,

@@ -25,6 +25,7 @@ _STATS = {
     "standard deviation of the output": ("std", "output"),
     "relative update": ("mean", "update_ratio"),
 }
+_MARKS = "Triangles mark zeros, crosses what is not finite."
 _DIFFERENCE = (
     "The second run's values divided by those of the first, by layer and step, on a log scale. What is zero in one of"
     " the two only is marked as zero."
@@ -44,14 +45,17 @@ def page(library: Library, names: list[str]) -> Component:
             tick("compare-tick"),
             dcc.Store(id="compare-shown", data={"runs": names, "stamp": _stamp(books)}),
             html.Div(errors, id="compare-errors"),
-            section("Loss", graph("compare-loss", losses, "Loss of each run by step.")),
+            section(
+                "Loss",
+                graph("compare-loss", losses, "Loss of each run by step. Crosses are losses that are not finite."),
+            ),
             _difference_section(books),
             section(
                 "Gradients",
                 graph(
                     "compare-gradients",
                     gradients,
-                    "Norm of the output gradient of each layer, at the last step of each run. A triangle marks a zero.",
+                    f"Norm of the output gradient of each layer, at the last step of each run. {_MARKS}",
                 ),
             ),
             section(
@@ -59,7 +63,7 @@ def page(library: Library, names: list[str]) -> Component:
                 graph(
                     "compare-spreads",
                     spreads,
-                    "Standard deviation of each layer's output, at the last step of each run. A triangle marks a zero.",
+                    f"Standard deviation of each layer's output, at the last step of each run. {_MARKS}",
                 ),
             ),
             section("Findings", html.Div(_findings(books), id="compare-findings", className="columns")),
@@ -133,7 +137,12 @@ def _stamp(books: list[Book]) -> list[Any]:
 
 def _figures(books: list[Book]) -> tuple[Any, Any, Any]:
     curves = {book.name: book.curve() for book in books}
-    losses = loss_curves({name: (curve.steps, curve.values) for name, curve in curves.items()})
+    losses = loss_curves(
+        {
+            name: (curve.steps, [math.nan if value is None else value for value in curve.values])
+            for name, curve in curves.items()
+        }
+    )
     return losses, *(_lines(books, *what) for what in _LINES.values())
 
 
@@ -157,16 +166,24 @@ def aligned(orders: Iterable[Iterable[str]]) -> list[str]:
 
     >>> aligned([["conv", "relu", "fc"], ["conv", "norm", "relu", "drop", "fc"]])
     ['conv', 'norm', 'relu', 'drop', 'fc']
+    >>> aligned([["conv", "fc"], ["embed", "head"]])
+    ['conv', 'fc', 'embed', 'head']
     """
     found = [list(order) for order in orders]
     before: dict[str, set[str]] = {path: set() for order in found for path in order}
     for order in found:
         for one, next_ in pairwise(order):
             before[next_].add(one)
+    sorter, ready, merged = TopologicalSorter(before), list[str](), list[str]()
     try:
-        return list(TopologicalSorter(before).static_order())
+        sorter.prepare()
     except CycleError:  # they call the same layers in different orders
         return list(before)
+    while sorter.is_active():
+        ready += reversed(sorter.get_ready())
+        merged.append(ready.pop())  # what follows the last one comes first, so that runs do not interleave
+        sorter.done(merged[-1])
+    return merged
 
 
 def _difference_section(books: list[Book]) -> Component:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import Any
 
 from dash import Dash, Input, Output, State, dcc, html, no_update
@@ -19,14 +20,13 @@ _CAPTION = "in execution order, on a log scale. Triangles mark zeros, crosses wh
 def page(book: Book, step: int | None = None) -> Component:
     """The page at a step, by default that of the worst finding, or the last one."""
     steps = book.sheet("l2", "grad_output").steps
-    wanted = _faulty(book) if step is None else step
-    numbers = range(len(steps)) or [0]
-    number = numbers[-1] if wanted is None else min(numbers, key=lambda at: abs(steps[at] - wanted) if steps else 0)
+    wanted, last = _faulty(book) if step is None else step, max(0, len(steps) - 1)
+    number = last if wanted is None else min(bisect_left(steps, wanted), last)  # the step before is not yet faulty
     return html.Div(
         [
             tick("flow-tick"),
             dcc.Store(id="flow-shown", data={"run": book.name, "steps": steps}),
-            slider("flow-step", "step", numbers[-1], number, text=_step_text(book, steps, number)),
+            slider("flow-step", "step", last, number, text=_step_text(book, steps, number)),
             *[
                 graph(f"flow-{port}", figure(book, port, number), f"{name}, {_CAPTION}")
                 for port, name in _PORTS.items()
@@ -76,8 +76,8 @@ def figure(book: Book, port: str, number: int) -> Any:
 
 
 def _faulty(book: Book) -> int | None:
-    """The step of the worst finding, the first of several; None if no finding has a step."""
-    found = [finding for finding in book.run.findings if finding.step is not None and finding.severity > "info"]
+    """The step of the worst finding, the first of several, including findings that another one explains."""
+    found = [finding for finding in book.found() if finding.step is not None and finding.severity > "info"]
     return min(found, key=lambda finding: (-finding.severity.rank, finding.step)).step if found else None
 
 
@@ -85,5 +85,5 @@ def _step_text(book: Book, steps: list[int], number: int) -> str:
     if not steps:
         return "nothing measured yet"
     step = steps[min(number, len(steps) - 1)]
-    codes = dict.fromkeys(finding.code for finding in book.run.findings if finding.step == step)
+    codes = dict.fromkeys(finding.code for finding in book.found() if finding.step == step)
     return f"step {step:,}" + (f", where {', '.join(codes)} was found" if codes else "")

@@ -50,6 +50,17 @@ _FIT = """
 }
 """
 
+# A layout that does not fit begins at the left edge: the graph goes to the middle once it has its places.
+_CENTRE = """
+async () => {
+  const drawn = () => document.getElementById("graph-picture")?._cyreg?.cy;
+  while (document.getElementById("graph-box") && !drawn()?.nodes().length) await new Promise(requestAnimationFrame);
+  const cy = drawn(), box = cy?.elements().renderedBoundingBox();
+  if (box && box.w < cy.width()) cy.panBy({ x: (cy.width() - box.x1 - box.x2) / 2, y: 0 });
+  return "";
+}
+"""
+
 
 def page(book: Book) -> Component:
     """The page in its current state; the graph comes when its script is loaded."""
@@ -71,6 +82,9 @@ def register(app: Dash, library: Library) -> None:
     app.clientside_callback(_LOAD, Output("graph-theme", "data"), Input("graph-theme", "id"))
     app.clientside_callback(
         _FIT, Output("graph-fit", "value"), Input("graph-fit", "n_clicks"), prevent_initial_call=True
+    )
+    app.clientside_callback(
+        _CENTRE, Output("graph-box", "className"), Input("graph-box", "children"), prevent_initial_call=True
     )
 
     @app.callback(
@@ -226,7 +240,7 @@ def _style(is_dark: bool) -> list[dict[str, Any]]:
     text = {"color": ink, "text-background-color": paper, "text-background-opacity": 0.85, "font-size": 11}
     node = {"label": "data(text)", "text-wrap": "wrap", "font-family": "system-ui, sans-serif", "font-size": 12}
     box = {"background-color": "data(fill)", "color": "data(ink)", "width": "data(wide)", "height": 38}
-    frame = {"background-color": GREY, "background-opacity": 0.08, "border-color": GREY, "padding": "14px"}
+    frame = {"background-color": GREY, "background-opacity": 0.08, "border-color": GREY, "padding": "24px"}
     edge = {"curve-style": "bezier", "width": 1.5, "line-color": GREY, "target-arrow-color": GREY}
     ends = {"target-arrow-shape": "triangle", "source-label": "data(shape)", "source-text-offset": 14}
     styles = {

@@ -28,7 +28,7 @@ from torchhook.dashboard.sheets import Book, Curve
 from torchhook.render.figures import Stretch, health_map, layer_name, loss_curve, not_measured, smoothed
 from torchhook.render.figures.curves import FAINT
 from torchhook.render.palette import SEVERITY
-from torchhook.render.words import counts, failure, printable
+from torchhook.render.words import counts, failure, printable, since
 from torchhook.stats.downsample import spread
 from torchhook.training.runs.schema import UNWRITTEN
 
@@ -62,7 +62,10 @@ def page(book: Book) -> Component:
 
 
 def _rest(book: Book) -> list[Component]:
-    caption = "What was found at each layer, from which step on; pale: explained by another finding."
+    caption = (
+        "What was found at each layer, from the step at which it was found, or throughout if that is not known;"
+        " pale: explained by another finding."
+    )
     return [
         tick("overview-tick"),
         section("Health over time", graph("overview-health", _health(book), caption)),
@@ -130,7 +133,7 @@ def register(app: Dash, library: Library) -> None:
     def _(click: dict[str, Any] | None, shown: dict[str, Any]) -> Any:
         book = library.book(shown["run"])
         step = click["points"][0]["x"] if click else None
-        found = [finding for finding in _worst_first(book) if finding.step == step is not None]
+        found = [finding for finding in _worst_first(book) if since(finding) == step is not None]
         if not found:
             return no_update
         path = layer_of(found[0].site, book.layers())
@@ -179,10 +182,12 @@ def _health(book: Book) -> Any:
     found: dict[tuple[str, str], Stretch] = {}  # of several findings of one severity at a layer, the first
     for root in run.findings:
         for finding in (root, *root.affected):
-            path, start = layer_of(finding.site, layers), first if finding.step is None else finding.step
+            path, start = layer_of(finding.site, layers), since(finding)
+            start = since(root) if start is None else start  # a consequence is not older than its cause
             if path is not None:
-                text = f"{finding.code} from step {start:,}: {printable(finding.message)}"
-                bar = Stretch(path, start, last, text, 1.0 if finding is root else _CONSEQUENCE)
+                text = f"{finding.code}{'' if start is None else f' from step {start:,}'}: {printable(finding.message)}"
+                begin, opacity = first if start is None else start, 1.0 if finding is root else _CONSEQUENCE
+                bar = Stretch(path, begin, last, text, opacity)
                 known = found.get((str(finding.severity), path), bar)
                 found[str(finding.severity), path] = min(known, bar, key=lambda bar: (-bar.opacity, bar.start))
     return health_map(
@@ -197,7 +202,7 @@ def _facts(book: Book) -> list[Component]:
     named = {"optimizer": "optimizer {}", "every": "measured every {} steps"}
     settings = ", ".join(
         text.format(printable(str(run.about[name]))) for name, text in named.items() if run.about.get(name)
-    )
+    ).replace("every 1 steps", "every step")
     watching = run.about.get("watching")
     return [
         _verdict(book),

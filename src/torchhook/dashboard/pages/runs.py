@@ -155,15 +155,15 @@ def _figures(field: str, title: str, width: int) -> dict[str, Any]:
 
 
 _COLUMNS = [
-    _column("name", "run", 150, cellRenderer="RunLink"),
-    _column("losses", "loss curve", 130, cellRenderer="RunCurve", cellDataType=False, sortable=False, filter=False),
-    _figures("loss", "last loss", 110),
-    _column("finding", "first finding", 200, cellRenderer="RunFinding", tooltipField="finding", flex=1, minWidth=200),
+    _column("name", "run", 165, cellRenderer="RunLink", tooltipField="shown"),
+    _column("losses", "loss curve", 115, cellRenderer="RunCurve", cellDataType=False, sortable=False, filter=False),
+    _figures("loss", "last loss", 100),
+    _column("finding", "first finding", 240, cellRenderer="RunFinding", tooltipField="finding", flex=1, minWidth=160),
     _column("state", "state", 135, cellRenderer="RunState"),
-    _figures("duration", "duration", 110),
-    _column("model", "model", 105),
-    _figures("step", "last step", 105),
-    {**_figures("started", "started", 145), "sort": "desc", "filter": False},
+    _figures("duration", "duration", 105),
+    _column("model", "model", 110, tooltipField="model"),
+    _figures("step", "last step", 100),
+    {**_figures("started", "started", 150), "sort": "desc", "filter": False},
 ]
 THEME = """themeQuartz.withParams({
     backgroundColor: "var(--card)", foregroundColor: "var(--ink)", headerTextColor: "var(--quiet)",

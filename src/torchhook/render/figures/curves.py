@@ -12,6 +12,7 @@ from torchhook.core.findings import Finding, Report
 from torchhook.render.figures.layers import HEALTHY_UPDATES
 from torchhook.render.figures.style import LEGEND, ODD, is_number, label, new_figure, not_measured, odd_kind, quiet
 from torchhook.render.palette import BLUE, GREEN, LINES, NONFINITE, SEVERITY
+from torchhook.render.words import since
 
 POINTS = 2000  # more than a screen is wide, few enough to draw at once
 FEW = 30  # points that are marked each: between them, nothing was measured
@@ -81,16 +82,17 @@ def smoothed(values: Sequence[float], weight: float) -> list[float]:
 
 def loss_curves(by_run: Curves) -> Any:
     """The losses of several runs."""
-    known = [value for _, values in by_run.values() for value in values if value is not None]
+    known = [value for _, values in by_run.values() for value in values if value is not None and is_number(value)]
     return curves(by_run, "loss", log=_is_wide(known))
 
 
 def update_curves(by_parameter: Curves) -> Any:
     """The size of each update relative to its parameter, by step, over the healthy band."""
-    figure = curves(by_parameter, "relative update")
-    if by_parameter:
-        figure.add_hrect(*HEALTHY_UPDATES, fillcolor=GREEN, opacity=0.1, line_width=0)
-    return figure
+    if not by_parameter:
+        return not_measured("no parameter of this layer was measured")
+    return curves(by_parameter, "relative update").add_hrect(
+        *HEALTHY_UPDATES, fillcolor=GREEN, opacity=0.1, line_width=0
+    )
 
 
 def curves(by_name: Curves, title: str, log: bool = True) -> Any:
@@ -106,13 +108,14 @@ def curves(by_name: Curves, title: str, log: bool = True) -> Any:
     }
     if not any(known.values()):
         return not_measured()
-    figure = new_figure()
+    figure, most = new_figure(), max(map(len, known.values()))
     for number, (name, points) in enumerate(known.items()):
+        is_sparse = len(points) < most / 4  # a line would claim that values between two points were measured
         figure.add_scatter(
             x=[step for step, _ in points],
             y=[None if odd_kind(value, log) else value for _, value in points],
             name=label(name),
-            mode="lines+markers" if len(points) < FEW else "lines",
+            mode="markers" if is_sparse else "lines+markers" if len(points) < FEW else "lines",
             line={"color": LINES[number % len(LINES)], "width": 1.5},
             hovertemplate="step %{x}: %{y:.4g}",
         )
@@ -132,7 +135,8 @@ def curves(by_name: Curves, title: str, log: bool = True) -> Any:
                 marker={"color": ODD[kind], "symbol": symbol, "size": 8},
                 hovertemplate=f"step %{{x}}: %{{text}} is {kind}<extra></extra>",
             )
-    return _with_axes(figure, title, log, height=300).update_layout(showlegend=len(figure.data) > 1, legend=LEGEND)
+    _with_axes(figure, title, log, height=300).update_layout(showlegend=len(figure.data) > 1, legend=LEGEND)
+    return figure.update_yaxes(nticks=3) if log and 10 <= high / low < 100 else figure  # 1, 2 and 5, not every digit
 
 
 def distributions(steps: Sequence[int], quantiles: Sequence[Sequence[float]]) -> Any:
@@ -212,8 +216,9 @@ def _height_at(step: int, points: list[Point]) -> float:
 def _by_step(findings: Iterable[Finding]) -> dict[int, list[Finding]]:
     steps: dict[int, list[Finding]] = {}
     for finding in findings:
-        if finding.step is not None:
-            steps.setdefault(finding.step, []).append(finding)
+        step = since(finding)
+        if step is not None:
+            steps.setdefault(step, []).append(finding)
     return dict(sorted(steps.items()))
 
 

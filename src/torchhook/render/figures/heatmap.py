@@ -8,13 +8,15 @@ from itertools import chain, groupby, pairwise
 from typing import Any, NamedTuple
 
 from torchhook.render.figures.style import LEGEND, ODD, label, layer_name, new_figure, odd_kind, quiet
-from torchhook.render.palette import DIVERGING, SEQUENTIAL, SEVERITY, UNMEASURED
+from torchhook.render.palette import DIVERGING, GREY, SEQUENTIAL, SEVERITY, UNMEASURED
 
 _SIGNED = ("mean", "min", "max", "skewness")
 _CENTRED = (*_SIGNED, "ratio")  # of two runs, where 1 is in the middle
 _LINEAR = (*_SIGNED, "zero_fraction", "nonfinite", "nan", "posinf", "neginf", "count")  # others go on a log scale
 _ROW, _AROUND = 14, 90  # pixels: height of a row, and of what is above and below all rows
 _LONGEST = 28  # characters of a name beside the axis
+_BELOW = {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "thickness": 12, "outlinewidth": 0}
+_SCALE = 40  # pixels: height of a scale of colours below the steps, where it takes no width from a phone
 _HEALTHY = "rgba(0,158,115,.25)"
 
 Rows = Sequence[Sequence[float | None]]
@@ -30,7 +32,7 @@ class Stretch(NamedTuple):
     opacity: float = 1.0
 
 
-def heatmap(field: str, steps: Sequence[int], paths: Sequence[str], rows: Rows) -> Any:
+def heatmap(field: str, steps: Sequence[int], paths: Sequence[str], rows: Rows, along: str = "step") -> Any:
     """One statistic; None was not measured. Each row of the data is a step, so that a live page can append new ones.
 
     >>> values, zeros, *_ = heatmap("std", [0, 10], ["conv", "fc"], [[1.0, 0.1], [10.0, 0.0]]).data
@@ -46,12 +48,14 @@ def heatmap(field: str, steps: Sequence[int], paths: Sequence[str], rows: Rows) 
         hoverongaps=False,
         colorscale=DIVERGING if field in _CENTRED else SEQUENTIAL,
         zmid=0 if field in _CENTRED else None,
-        colorbar={"title": {"text": name, "side": "right"}, "thickness": 12, "outlinewidth": 0},
-        hovertemplate=f"%{{y}}<br>step %{{x}}<br>{name} %{{z}}<extra></extra>",
+        colorbar={"title": {"text": name}, **_BELOW},
+        hovertemplate=f"%{{y}}<br>{along} %{{x}}<br>{name} %{{z}}<extra></extra>",
     )
-    figure.add_traces(_odd_bars(field, steps, paths, rows))
+    figure.add_traces(_odd_bars(field, steps, paths, rows, along))
     figure.update_layout(plot_bgcolor=UNMEASURED)
-    return _by_layer(figure, paths, step_range(steps), least=320, most=1400)
+    _by_layer(figure, paths, step_range(steps), least=320, most=1400, below=_SCALE).update_xaxes(title_text=along)
+    frame = {"showline": True, "mirror": True, "linecolor": GREY}  # the middle of a scale may be the colour of the page
+    return figure.update_xaxes(**frame).update_yaxes(**frame)
 
 
 def heatmap_rows(field: str, rows: Rows) -> list[list[float | None]]:
@@ -59,7 +63,7 @@ def heatmap_rows(field: str, rows: Rows) -> list[list[float | None]]:
     return [[_height(value, field not in _LINEAR) for value in row] for row in rows]
 
 
-def _odd_bars(field: str, steps: Sequence[int], paths: Sequence[str], rows: Rows) -> list[dict[str, Any]]:
+def _odd_bars(field: str, steps: Sequence[int], paths: Sequence[str], rows: Rows, along: str) -> list[dict[str, Any]]:
     """What has no colour on the scale of a heat map, as its further traces; they have names for the legend."""
     found: dict[str, list[Stretch]] = {"zero": [], "not finite": []}
     edges = _edges(steps)
@@ -68,7 +72,7 @@ def _odd_bars(field: str, steps: Sequence[int], paths: Sequence[str], rows: Rows
         for kind, some in groupby(range(len(kinds)), key=kinds.__getitem__):
             if kind in found:
                 first, last = (numbers := list(some))[0], numbers[-1]
-                text = f"{kind} at step {steps[first]:,}" + (f" to {steps[last]:,}" if last > first else "")
+                text = f"{kind} at {along} {steps[first]:,}" + (f" to {steps[last]:,}" if last > first else "")
                 found[kind].append(Stretch(path, edges[first], edges[last + 1], text))
     missing = any(value is None for row in rows for value in row)
     unmeasured = {**_bars("not measured", UNMEASURED, ()), "x": [None], "showlegend": missing}  # it is the background
@@ -127,10 +131,10 @@ def _bars(name: str, colour: str, stretches: Sequence[Stretch]) -> dict[str, Any
     }
 
 
-def _by_layer(figure: Any, paths: Sequence[str], steps: Sequence[float], least: int, most: int) -> Any:
+def _by_layer(figure: Any, paths: Sequence[str], steps: Sequence[float], least: int, most: int, below: int = 0) -> Any:
     """The axes: layers from top to bottom, with as many names as fit, and steps."""
     height = min(most, max(least, _AROUND + _ROW * len(paths)))
-    quiet(figure, height).update_layout(showlegend=True, legend=LEGEND, barmode="overlay")
+    quiet(figure, height + below).update_layout(showlegend=True, legend=LEGEND, barmode="overlay")
     figure.update_xaxes(title_text="step", range=list(steps))
     named = paths[:: -(-len(paths) * _ROW // (height - _AROUND)) or 1]
     return figure.update_yaxes(

@@ -10,8 +10,9 @@ from itertools import cycle
 from typing import Any, NamedTuple
 
 from torchhook.core.findings import Report
+from torchhook.core.parts import ROUNDING
 from torchhook.render.figures.style import LEGEND, is_number, label, layer_name, new_figure, not_measured, quiet
-from torchhook.render.palette import GREEN, LINES, NONFINITE, VERMILLION, ZERO
+from torchhook.render.palette import GREEN, GREY, LINES, NONFINITE, VERMILLION, ZERO
 
 HEALTHY_UPDATES = (1e-5, 3e-2)
 """The size of a healthy update, relative to its parameter."""
@@ -141,7 +142,8 @@ def _room_below(panel: Panel) -> float:
 def _draw(figure: Any, row: int, panel: Panel) -> None:
     where = {"row": row, "col": 1}
     for (name, line), colour in zip(panel.lines.items(), cycle(LINES), strict=False):
-        figure.add_scatter(**_points(panel, line, colour), name=label(name), **where)
+        points = _points(panel, line, GREY if name == ROUNDING else colour)
+        figure.add_scatter(**points, name=label(name), **where)
         figure.add_scatter(**_odd_ones(panel, line), showlegend=False, **where)
     if panel.band is not None:
         figure.add_hrect(*panel.band, fillcolor=GREEN, opacity=0.12, line_width=0, layer="below", **where)

@@ -29,11 +29,11 @@ def new_figure(rows: int = 1, **options: Any) -> Any:
     return require("plotly.graph_objects", "plot", "a figure").Figure().set_subplots(rows=rows, **options)
 
 
-def not_measured() -> Any:
-    """A figure that says that there is nothing to show; empty axes would look like a bug."""
+def not_measured(text: str = "not measured") -> Any:
+    """A figure that says why there is nothing to show; empty axes would look like a bug."""
     figure = quiet(new_figure().add_scatter(x=[], y=[]), height=300)
     figure.update_xaxes(visible=False).update_yaxes(visible=False)
-    return figure.add_annotation(text="not measured", showarrow=False, x=0.5, y=0.5, xref="paper", yref="paper")
+    return figure.add_annotation(text=text, showarrow=False, x=0.5, y=0.5, xref="paper", yref="paper")
 
 
 def label(name: str) -> str:
@@ -110,6 +110,7 @@ def quiet(figure: Any, height: int) -> Any:
         hoverlabel={"align": "left", "font": {"family": "system-ui, sans-serif", "size": 12}},
         hovermode="closest",
         dragmode=False,
+        minreducedwidth=180,  # on a phone, the beginnings of long names give way to the plot
         showlegend=False,
         uirevision="same",
     )
