@@ -98,6 +98,12 @@ MUTANTS = [
         "seeds/test_capture_rows.py::test_c45_verbose_execution_a_line_a_layer",
     ),
     Mutant(
+        "core/kept_gradients.py",
+        "gradients.found[number] = copy(gradient)",
+        "gradients.found[0] = copy(gradient)",
+        "core/test_gradients.py::test_containers_keep_their_shape",
+    ),
+    Mutant(
         "captures/record.py",
         "gradients.found[event.leaf_number] = kept",
         "gradients.found[0] = kept",
@@ -720,16 +726,23 @@ MUTANTS = [
     ),
     Mutant(
         "rules/contracts/case.py",
-        "with state_kept(model), attributes_kept(model), evaluating(model), variant.within():",
-        "with state_kept(model), evaluating(model), variant.within():",
+        "with state_kept(model), attributes_kept(model), self._evaluating(model), variant.within():",
+        "with state_kept(model), self._evaluating(model), variant.within():",
         "rules/contracts/test_planted.py"
         "::test_what_is_planted_is_found_at_its_module[smoothing_goes_on_from_batch_to_batch]",
     ),
     Mutant(
         "rules/contracts/switches.py",
-        "acting = dict.fromkeys((*random_modules(case, variant), *_writing(case, variant)))",
+        "acting = dict.fromkeys((*random_modules(case, variant), *map(owner, _written(case, variant))))",
         "acting = dict.fromkeys(random_modules(case, variant))",
         "rules/contracts/test_healthy.py::test_nothing_is_said_of[batch_norm_by_hand]",
+    ),
+    Mutant(
+        "rules/contracts/samples.py",
+        "for number in (count - 1, 0):",
+        "for number in (count - 1,):",
+        "rules/contracts/test_planted.py"
+        "::test_what_is_planted_is_found_at_its_module[all_get_something_of_the_last_sample]",
     ),
     Mutant(
         "rules/contracts/parameters.py",
@@ -785,6 +798,18 @@ MUTANTS = [
         "return _MEASURED * max([1.0, *gains]) if gains else _GUESSED",
         "return _MEASURED",
         "compare/recordings/test_record.py::test_noise_makes_small_mistakes_visible",
+    ),
+    Mutant(
+        "captures/agreement/choices.py",
+        "if known.start is not None and 0 < share <= min(_MOST, _CLOSE * known.error):",
+        "if known.start is not None and 0 < share:",
+        "compare/recordings/test_choices.py::test_mistakes_where_experts_are_chosen_are_found[dtype0-all]",
+    ),
+    Mutant(
+        "captures/agreement/recorded_run.py",
+        "tensors=[observed.tensors[number] for number in numbers],",
+        "tensors=observed.tensors,",
+        "compare/recordings/test_record.py::test_callers_name_arguments_in_any_order",
     ),
     Mutant(
         "captures/agreement/formulas.py",
