@@ -92,7 +92,7 @@ ANSWERS = {
     "lightning_training.py": (
         "it was stopped after # of # steps, because at step # each optimizer step changes the weights by #%:"
         " too much to learn (TH501, the model).",
-        lambda steps, most, broken, share: broken < 5 and share > 100 and 5 < steps < 40 < most,
+        lambda steps, most, broken, share: broken < 5 and share > 100 and broken < steps < most / 10,
     ),
     "mlflow_tracking.py": (
         "rate # ends with a loss of # (TH601 warning: *);"

@@ -109,6 +109,12 @@ def test_importing_needs_torch_alone():
     assert done.stdout.split() == ["torchhook"]
 
 
+def test_capturing_does_not_import_the_compiler():
+    script = "import sys, torch; from torchhook import capture, measure; print('torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"]
+
+
 def _defined(file):
     """The functions and classes of a file that are for others, read without what it imports."""
     kinds = ast.ClassDef, ast.FunctionDef
