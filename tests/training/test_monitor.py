@@ -16,6 +16,7 @@ import weakref
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from torchhook import Finding, Monitor, Report, check, measure
 from torchhook.core.errors import StopTraining
 from torchhook.rules.history import History
 from torchhook.rules.watch import Watch
+from torchhook.stats.optimizer import steps
 from torchhook.stats.reading import Snapshot
 from torchhook.training import judge, worker
 from torchhook.training.logs import Entry, Log
@@ -298,6 +300,22 @@ def test_a_scaler_and_the_steps_that_it_leaves_out():
         assert log.windows[step]["0.weight", "param_grad_norm"].mean == pytest.approx(norms[step], rel=1e-3)
     assert list(log.losses) == list(range(9))
     assert monitor.report.ok and not log.found_
+
+
+def test_the_first_step_with_a_scaler_is_measured_without_a_search_through_all_objects(monkeypatch):
+    """That search takes a tenth of a second or more, as long as many whole trainings."""
+    searched = Mock(return_value=None)
+    monkeypatch.setattr(steps, "only_scaler", searched)
+    model, log = small(), Kept()
+    optimizer, scaler = sgd(model, 0.01), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    with Monitor(model, optimizer, to=[log]) as monitor:
+        scaler.scale(loss := model(torch.randn(16, 4)).square().mean()).backward()
+        norm = model[0].weight.grad.norm().item() / 2**10
+        scaler.step(optimizer)
+        scaler.update()
+        monitor.step(loss)
+    assert log.windows[0]["0.weight", "param_grad_norm"].mean == pytest.approx(norm, rel=1e-3)
+    assert not searched.called
 
 
 def test_a_training_whose_scaler_leaves_out_every_step_is_not_forgotten(monkeypatch):

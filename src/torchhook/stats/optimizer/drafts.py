@@ -55,7 +55,7 @@ class Drafts(Sink):
             self._place(draft, whole, gradient)
         if draft.seen:  # in an earlier micro-batch, which this gradient includes
             self._forget(draft)
-        draft.update(self.steps.unscaled(gradient))
+        draft.update(self.steps.drafted(gradient))
         whole.shape = draft.shape
         if draft.failed:
             whole.stats, whole.failed = draft.stats, draft.failed

@@ -34,7 +34,8 @@ class Steps:
     """Measures what happens around the steps of one optimizer.
 
     With `norms_alone`, only the norms of the step gradients and of the updates are measured, and those of the updates
-    only in steps that the clock `seldom` measures.
+    only in steps that the clock `seldom` measures. No time is spent then on looking for a GradScaler before it steps:
+    gradients that turn out to be scaled are measured once more, as the optimizer gets them.
     """
 
     def __init__(
@@ -59,8 +60,8 @@ class Steps:
         self.numbers = Numbers()
         self.parameters: dict[str, nn.Parameter] = {}
         self.before: dict[str, Tensor] = {}  # the parameters before the step
-        self.scaler: GradScaler | None = None  # that multiplies the loss
-        self.knows_scaler = False
+        self._scaler: GradScaler | None = None  # that multiplies the loss, as far as is known
+        self._knows_scaler = False
         self.in_closure = False  # whether a closure computes the gradients during the step
         self.depth = 0  # of nested steps: an optimizer may call the step of its parent class
         self._handles: list[Removable] = []
@@ -90,7 +91,7 @@ class Steps:
         """Remove the hooks from the optimizer."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self.before, self.scaler = [], {}, None
+        self._handles, self.before, self._scaler, self._knows_scaler = [], {}, None, True
 
     def begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """The optimizer is about to step."""
@@ -107,12 +108,20 @@ class Steps:
                 self._guarded(self._look_after)
             self.reduce.clock.advance()
 
-    def unscaled(self, gradient: Tensor) -> Tensor:
-        """`gradient` without the scale of the loss."""
-        if not self.knows_scaler:
-            self.scaler, self.knows_scaler = only_scaler(), True
-        scale = None if self.scaler is None else scale_of(self.scaler)
-        return gradient if scale is None else gradient / scale.to(gradient.device)
+    @property
+    def scaler(self) -> GradScaler | None:
+        """The GradScaler that multiplies the loss; all objects are searched for it if no step has shown it yet."""
+        if not self._knows_scaler:
+            self._scaler, self._knows_scaler = only_scaler(), True
+        return self._scaler
+
+    def unscaled(self, x: Tensor) -> Tensor:
+        """A loss or a gradient without the scale of the loss."""
+        return _divided(x, self.scaler)
+
+    def drafted(self, gradient: Tensor) -> Tensor:
+        """A gradient that has just been accumulated, without the scale of the loss, as far as it is to be known now."""
+        return _divided(gradient, self._scaler if self.norms_alone else self.scaler)
 
     def _guarded(self, look: Callable[[], None]) -> None:
         """Call `look`, but never raise: measuring must not stop a training."""
@@ -153,13 +162,17 @@ class Steps:
             self.numbers.measure("update_ratio", {path: changes[path] / norms[path] for path in norms})
 
     def _look_at_gradients(self) -> None:
-        scaler = scaler_that_steps()
-        norms = self.drafts.finish(keep=scaler is self.scaler)  # else they were measured with the wrong scale
-        self.numbers.measure("param_grad_norm", norms)
-        self.scaler, self.knows_scaler = scaler, True
         left = getattr(self.optimizer, "grad_scale", None)  # a fused optimizer removes the scale itself
         found = {path: counted(p.grad) for path, p in self._stepped().items() if p.grad is not None}
         found = {path: gradient if left is None else gradient / left for path, gradient in found.items()}
+        scaler = scaler_that_steps()
+        if scaler is not self._scaler:
+            self._scaler = None
+            self.drafts.finish(keep=False)  # which had the wrong scale
+            for path, gradient in found.items() if self.norms_alone else ():
+                self.drafts.measure(path, gradient)
+        self._scaler, self._knows_scaler = scaler, True
+        self.numbers.measure("param_grad_norm", self.drafts.finish(keep=True))
         if not self.norms_alone:
             for path, gradient in found.items():
                 self._cell(path, "step_grad").update(gradient)
@@ -194,6 +207,11 @@ class Steps:
         cell = self.reduce.cell(Site(path, port), None)
         cell.note = NOTES[port]
         return cell
+
+
+def _divided(x: Tensor, scaler: GradScaler | None) -> Tensor:
+    scale = None if scaler is None else scale_of(scaler)
+    return x if scale is None else x / scale.to(x.device)
 
 
 def is_inside_a_step() -> bool:
