@@ -248,6 +248,18 @@ def test_half_precision_with_autocast_and_a_scale():
     check_moments(last["0.weight", "step_grad"], grad)
 
 
+@pytest.mark.parametrize("odd", [torch.nan, torch.inf])
+def test_the_norm_of_a_gradient_that_is_not_finite_is_not_that_of_its_finite_part(odd):
+    model = net()
+    optimizer = OPTIMIZERS["SGD"](model.parameters())
+    with measure(model, optimizer=optimizer, **ALL) as stats:
+        (model(torch.randn(8, 4)).sum() * odd).backward()
+        optimizer.step()
+    for port in ("param_grad_norm", "step_grad_norm"):
+        summary = stats["0.weight", port]
+        assert (summary.count, summary.nonfinite) == (1, 1)
+
+
 # --- which parameters
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from torchhook.core.event import Event
@@ -81,7 +82,9 @@ class Drafts(Sink):
             if block.stat.key == Moments.name:
                 moments = block.stat.settle(block.states[: block.used])
                 count, nan, posinf, neginf, _, mean, _, m2, *_ = moments.unbind(1)
-                rows[block] = (m2 + (count - nan - posinf - neginf) * mean * mean).sqrt()
+                infinite = posinf + neginf
+                norms = (m2 + (count - nan - infinite) * mean * mean).sqrt()  # of the finite values
+                rows[block] = norms.masked_fill_(infinite > 0, torch.inf).masked_fill_(nan > 0, torch.nan)
         seen = {path: draft for path, (draft, _) in self.cells.items() if draft.seen}
         places = {path: list(draft.places.values())[-1].get(Moments.name) for path, draft in seen.items()}
         return {path: rows[place[0]][place[1]] for path, place in places.items() if place is not None}
