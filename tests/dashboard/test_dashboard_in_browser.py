@@ -16,6 +16,7 @@ from selenium.webdriver.common.keys import Keys
 
 from torchhook import Finding, Report
 from torchhook.render.palette import GREEN, NONFINITE, SEVERITY, ZERO
+from torchhook.rules.ranks import RankStep
 from torchhook.stats.reading import Snapshot
 from torchhook.training.logs import Entry
 from torchhook.training.runs.folders import delete
@@ -911,7 +912,7 @@ def unreadable(chrome, expected="torchhook"):
 
 def test_ranks_are_shown_by_layer(browse, root):
     """Three ranks, of which one has larger activations in the last step and was lost."""
-    samples.ranked(root / "ranked")
+    samples.ranked(root / "ranked").end(Report(model="Net"), "ended")
     for theme, size in (("light", DESKTOP), ("dark", PHONE)):
         chrome = browse("/run/ranked/ranks", size, theme)
         rows = [row.text.split() for row in chrome.find_elements("css selector", "#ranks-table tbody tr")]
@@ -925,6 +926,28 @@ def test_ranks_are_shown_by_layer(browse, root):
         assert drawn["x"] == [0, 1, 2] and drawn["y"] == ["fc", "head"] and width(chrome) <= size[0]
         assert drawn["z"][1][0] == pytest.approx(2) and drawn["z"][0][0] == pytest.approx(0)  # of 100 and 1
     delete(root / "ranked")
+
+
+def test_the_ranks_begin_where_something_was_measured(browse, root):
+    log = samples.ranked(root / "ranked")
+    chrome = browse("/run/ranked/ranks")
+    assert text(chrome, "#ranks-step-text") == "step 2"
+    tab_to(chrome, "#ranks-step [role=slider]")
+    press(chrome, Keys.ARROW_RIGHT)
+    shows(chrome, "step 3", "#ranks-step-text")
+    shows(chrome, "not measured", "#ranks-heat")
+    press(chrome, Keys.HOME)
+    shows(chrome, "step 0", "#ranks-step-text")
+    log.write(Entry(4, 0.0, Snapshot({}), ranks=RankStep(4, 3)))
+    slider = chrome.find_element("css selector", "#ranks-step [role=slider]")
+    until(lambda: slider.get_attribute("aria-valuemax") == "4", "the page does not grow")
+    delete(log.folder)
+
+
+def test_the_ranks_begin_at_the_step_of_a_finding(browse, root):
+    log = samples.ranked(root / "jumping", [Finding("TH602", "warning", "the loss jumped", step=1)])
+    assert text(browse("/run/jumping/ranks"), "#ranks-step-text") == "step 1"
+    delete(log.folder)
 
 
 def test_a_run_of_one_process_has_no_page_of_ranks(browse):

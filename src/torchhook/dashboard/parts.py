@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from dash import dcc, html
+from dash import dcc, html, no_update
 from dash.development.base_component import Component
 
 from torchhook.core.findings import Finding, Severity
@@ -124,6 +124,15 @@ def slider(id_: str, name: str, high: float, value: float, step: float = 1, text
     """A slider from 0 to `high`, under its name or a text."""
     bar = dcc.Slider(0, high, step, value=value, id=id_, marks=None, updatemode="drag", allow_direct_input=False)
     return html.Label([html.Span(text or name, id=f"{id_}-text"), bar], className="choice slider", title=name)
+
+
+def followed(steps: list[int], number: int, shown: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """The end and the value of a slider over steps, and what its page remembers; at the end, it follows new steps."""
+    if steps == shown["steps"]:
+        return no_update, no_update, no_update
+    last = max(0, len(steps) - 1)
+    was_last = number >= len(shown["steps"]) - 1
+    return last, last if was_last else no_update, {**shown, "steps": steps}
 
 
 def layer_of(site: str, layers: Iterable[str]) -> str | None:

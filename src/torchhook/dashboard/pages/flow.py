@@ -5,11 +5,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import Any
 
-from dash import Dash, Input, Output, State, dcc, html, no_update
+from dash import Dash, Input, Output, State, dcc, html
 from dash.development.base_component import Component
 
 from torchhook.dashboard.library import Library
-from torchhook.dashboard.parts import graph, slider, tick
+from torchhook.dashboard.parts import followed, graph, slider, tick
 from torchhook.dashboard.sheets import Book
 from torchhook.render.figures import layer_lines
 
@@ -20,7 +20,7 @@ _CAPTION = "in execution order, on a log scale. Triangles mark zeros, crosses wh
 def page(book: Book, step: int | None = None) -> Component:
     """The page at a step, by default that of the worst finding, or the last one."""
     steps = book.sheet("l2", "grad_output").steps
-    wanted, last = _faulty(book) if step is None else step, max(0, len(steps) - 1)
+    wanted, last = book.faulty_step() if step is None else step, max(0, len(steps) - 1)
     number = last if wanted is None else min(bisect_left(steps, wanted), last)  # the step before is not yet faulty
     return html.Div(
         [
@@ -59,12 +59,7 @@ def register(app: Dash, library: Library) -> None:
         prevent_initial_call=True,
     )
     def _(_: int, number: int, shown: dict[str, Any]) -> Any:
-        steps = library.book(shown["run"]).sheet("l2", "grad_output").steps
-        if steps == shown["steps"]:
-            return no_update, no_update, no_update
-        last = max(0, len(steps) - 1)
-        was_last = number >= len(shown["steps"]) - 1
-        return last, last if was_last else no_update, {**shown, "steps": steps}
+        return followed(library.book(shown["run"]).sheet("l2", "grad_output").steps, number, shown)
 
 
 def figure(book: Book, port: str, number: int) -> Any:
@@ -75,15 +70,11 @@ def figure(book: Book, port: str, number: int) -> Any:
     return layer_lines({port: (sheet.paths, rows[0])}, "gradient norm")
 
 
-def _faulty(book: Book) -> int | None:
-    """The step of the worst finding, the first of several, including findings that another one explains."""
-    found = [finding for finding in book.found() if finding.step is not None and finding.severity > "info"]
-    return min(found, key=lambda finding: (-finding.severity.rank, finding.step)).step if found else None
-
-
 def _step_text(book: Book, steps: list[int], number: int) -> str:
     if not steps:
         return "nothing measured yet"
     step = steps[min(number, len(steps) - 1)]
     codes = dict.fromkeys(finding.code for finding in book.found() if finding.step == step)
-    return f"step {step:,}" + (f", where {', '.join(codes)} was found" if codes else "")
+    return f"step {step:,}" + (
+        f", where {', '.join(codes)} {'was' if len(codes) == 1 else 'were'} found" if codes else ""
+    )
