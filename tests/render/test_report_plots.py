@@ -39,6 +39,29 @@ def test_layers_keep_their_order():
     assert figure.layout.yaxis.type == "log"
 
 
+def test_the_steps_of_gradients_are_chosen_by_a_slider():
+    layers, gradients = (
+        (module("a", grad_norm=0.1), module("b", grad_norm=math.nan)),
+        {5: (1.0, 10.0), 7: (0.1, math.nan)},
+    )
+    figure = gradient_flow(Report(layers=layers, gradients=gradients, span=(7, 7)))
+    (slider,) = figure.layout.sliders
+    assert [step.label for step in slider.steps] == ["5", "7"] and slider.active == 1
+    assert [frame.data[0].y for frame in figure.frames] == [(1.0, 10.0), (0.1, None)]
+    assert [frame.data[1].x for frame in figure.frames] == [(), (2,)]
+    assert figure.layout.yaxis.range[1] > 1  # on which all steps can be seen
+    assert not gradient_flow(Report(layers=layers)).layout.sliders
+
+
+def test_names_do_not_cross_the_title_below():
+    names = [f"transformer.h.{number}.attn" for number in range(12)]
+    layers = [module(name, grad_norm=1.0) for name in names] + [parameter(f"{name}.w", grad_norm=1.0) for name in names]
+    figure = gradient_flow(Report(layers=tuple(layers)))
+    between = figure.layout.yaxis.domain[0] - figure.layout.yaxis2.domain[1]
+    below = 7 * 20  # pixels of the names below the last panel, which take their room from the plots
+    assert between * (figure.layout.height - 36 - below) > 7 * max(map(len, names))
+
+
 def test_zero_and_nan_are_shown_though_they_have_no_height():
     numbers = [1e-3, 0.0, math.nan, math.inf, 0.1]
     figure = gradient_flow(Report(layers=tuple(module(str(n), grad_norm=n) for n in numbers)))

@@ -157,7 +157,7 @@ def plots(report: Report, more: Mapping[str, tuple[Any, str]] | None = None) -> 
 def plot(name: str, figure: Any, caption: str, beside: str = "") -> str:
     """A figure on a card, under its name and caption; needs the script that draws it. `beside` goes to its left."""
     own = {"div_id": f"plot-{_anchor(name)}", "config": {"displayModeBar": False, "responsive": True}}
-    drawn = figure.to_html(full_html=False, include_plotlyjs=False, **own)
+    drawn = figure.to_html(full_html=False, include_plotlyjs=False, auto_play=False, **own)
     body = f'<div role="img" aria-label="{text(name)}">{drawn}</div>'
     if beside:
         body = f'<div class="pair">{beside}{body}</div>'

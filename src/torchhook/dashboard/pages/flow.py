@@ -75,6 +75,5 @@ def _step_text(book: Book, steps: list[int], number: int) -> str:
         return "nothing measured yet"
     step = steps[min(number, len(steps) - 1)]
     codes = dict.fromkeys(finding.code for finding in book.found() if finding.step == step)
-    return f"step {step:,}" + (
-        f", where {', '.join(codes)} {'was' if len(codes) == 1 else 'were'} found" if codes else ""
-    )
+    found = f"{', '.join(codes)} {'was' if len(codes) == 1 else 'were'} found"
+    return f"step {step:,}, where {found}" if codes else f"step {step:,}"
