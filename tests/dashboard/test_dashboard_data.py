@@ -24,6 +24,7 @@ from torchhook.training.logs import Entry
 from torchhook.training.runs import Run
 from torchhook.training.runs.folders import delete
 from torchhook.training.runs.schema import FILE
+from torchhook.training.runs.summary import summarize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -320,20 +321,20 @@ def test_a_card_says_what_was_tried_unless_its_cause_comes_first():
 
 def test_a_run_in_which_an_error_was_found_did_not_end_well(tmp_path):
     findings = [Finding("TH201", severity, "no unit fires", site="fc") for severity in ("warning", "error")]
-    for said, some in {"passed ended": [], "error ended with 1 error": findings}.items():
-        log = written(tmp_path / said, range(3))
-        for finding in some:
-            log.found(finding)
-        with Run(tmp_path / said) as run:
-            assert state_of(run)[1].startswith("running") and (state_of(run)[0] == "info") == (not some)
-        log.end(Report(), "ended")
-        with Run(tmp_path / said) as run:
-            assert " ".join(state_of(run)) == said
-    ends = {"failed": "error", "interrupted": "info"}
-    for state, kind in ends.items():
-        written(tmp_path / state, range(3)).end(Report(), state)
-        with Run(tmp_path / state) as run:
-            assert state_of(run) == (kind, state)
+    log = written(tmp_path / "net", range(3))
+    assert summarize(tmp_path / "net").errors == 0
+    for finding in findings:
+        log.found(finding)
+    log.end(Report(), "ended")
+    known = summarize(tmp_path / "net")
+    assert state_of(known.state, known.errors) == ("error", "ended with 1 error")
+    assert [state_of(state, 0)[0] for state in ("running", "ended", "failed", "interrupted", "killed")] == [
+        "info",
+        "passed",
+        "error",
+        "info",
+        "error",
+    ]
 
 
 def verdict_of(folder):

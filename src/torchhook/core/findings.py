@@ -172,7 +172,8 @@ class Report:
     `checked` has the codes of the rules that were applied, `skipped` those that were not, each with the reason.
     `layers` has the numbers of each layer and parameter behind the plots, in the order of execution, measured from the
     first to the last step of `span`; `losses` are by step. `gradients` has the sizes of the gradients at some
-    steps, each in the order of `layers`. `about` says where the report comes from, as far as that is known: ``run``, ``state``, ``started``, ``command``, ``versions`` and ``device``.
+    steps, each in the order of `layers`. `about` says where the report comes from, as far as that is known: ``run``,
+    ``state``, ``started``, ``command``, ``versions`` and ``device``.
 
     >>> report = Report((Finding("TH201", "error", "61% of the units never fire", site="relu"),), model="Net")
     >>> report.ok, report.exit_code, report.passing("info").ok

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
+from operator import itemgetter
 from typing import Any
 
 from dash import Dash, Input, Output, State, dcc, html
@@ -16,16 +18,25 @@ from torchhook.render.figures import layer_lines
 _PORTS = {"grad_output": "Norm of each layer's output gradient", "param_grad": "Norm of each parameter's gradient"}
 _CAPTION = "in execution order, on a log scale. Triangles mark zeros, crosses what is not finite."
 
+# Keep the step in the URL, so that it can be shared, without reloading the page.
+_ADDRESS = """
+(number, { steps }) => {
+  if (steps.length) history.replaceState(history.state, "", "?step=" + steps[Math.min(number, steps.length - 1)]);
+  return null;
+}
+"""
+
 
 def page(book: Book, step: int | None = None) -> Component:
     """The page at a step, by default that of the worst finding, or the last one."""
     steps = book.sheet("l2", "grad_output").steps
-    wanted, last = book.faulty_step() if step is None else step, max(0, len(steps) - 1)
+    wanted, last = _faulty(book) if step is None else step, max(0, len(steps) - 1)
     number = last if wanted is None else min(bisect_left(steps, wanted), last)  # the step before is not yet faulty
     return html.Div(
         [
             tick("flow-tick"),
             dcc.Store(id="flow-shown", data={"run": book.name, "steps": steps}),
+            dcc.Store(id="flow-address"),
             slider("flow-step", "step", last, number, text=_step_text(book, steps, number)),
             *[
                 graph(f"flow-{port}", figure(book, port, number), f"{name}, {_CAPTION}")
@@ -36,7 +47,14 @@ def page(book: Book, step: int | None = None) -> Component:
 
 
 def register(app: Dash, library: Library) -> None:
-    """The slider chooses the step; at the end, it follows new steps."""
+    """The slider chooses the step, which is in the URL then; at the end, it follows new steps."""
+    app.clientside_callback(
+        _ADDRESS,
+        Output("flow-address", "data"),
+        Input("flow-step", "value"),
+        State("flow-shown", "data"),
+        prevent_initial_call=True,
+    )
 
     @app.callback(
         *[Output(f"flow-{port}", "figure") for port in _PORTS],
@@ -68,6 +86,23 @@ def figure(book: Book, port: str, number: int) -> Any:
     at = min(number, len(sheet.steps) - 1)
     rows = book.rows(sheet, at, at + 1) if sheet.steps else [[]]
     return layer_lines({port: (sheet.paths, rows[0])}, "gradient norm")
+
+
+def _faulty(book: Book) -> int | None:
+    """The step of the worst finding; if no finding has a step, the first one at which the gradients differ most."""
+    step, sheet = book.faulty_step(), book.sheet("l2", "grad_output")
+    if step is not None or not any(finding.severity > "info" for finding in book.run.findings):
+        return step
+    return max(zip(map(_reach, book.rows(sheet)), sheet.steps, strict=True), key=itemgetter(0), default=(0, None))[1]
+
+
+def _reach(row: list[float | None]) -> float:
+    """How many times the smallest of some norms the largest is; infinite if one is zero or not finite."""
+    known = [value for value in row if value is not None]
+    if not all(map(math.isfinite, known)):
+        return math.inf
+    low, high = min(known, default=1.0), max(known, default=1.0)
+    return high / low if low else math.inf
 
 
 def _step_text(book: Book, steps: list[int], number: int) -> str:

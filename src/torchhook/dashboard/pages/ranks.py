@@ -11,7 +11,7 @@ from dash.development.base_component import Component
 
 from torchhook.core.tabular import short
 from torchhook.dashboard.library import Library
-from torchhook.dashboard.parts import choice, followed, graph, section, slider, tick
+from torchhook.dashboard.parts import choice, followed, graph, ports_named, section, slider, stats_named, tick
 from torchhook.dashboard.sheets import Book
 from torchhook.render.figures import heatmap, not_measured
 from torchhook.render.words import printable
@@ -35,7 +35,10 @@ def page(book: Book) -> Component:
             slider("ranks-step", "step", len(steps) - 1, number, text=f"step {steps[number]:,}"),
             section("Ranks", html.Div(_table(known), id="ranks-table", className="scroll")),
             html.Div(
-                [choice("ranks-port", "measured at", ports, ports[0]), choice("ranks-stat", "statistic", TABLE, "std")],
+                [
+                    choice("ranks-port", "measured at", ports_named(ports), ports[0]),
+                    choice("ranks-stat", "statistic", stats_named(TABLE), "std"),
+                ],
                 className="choices",
             ),
             graph("ranks-heat", figure(known, ports[0], "std"), "Layers × ranks. Each column is a rank."),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from dash import dcc, html
 from dash.development.base_component import Component
 from dash_ag_grid import AgGrid
@@ -23,7 +25,7 @@ _HIGH, _ROW = 560, 36  # pixels: greatest height of a table, height of a row
 
 def listed(library: Library) -> Component:
     """Links to the results in the folder, newest first; nothing if there are none."""
-    links = [html.Li(dcc.Link(printable(name), href=address(name, kind="result"))) for name in _names(library)]
+    links = [html.Li([_link(name), " ", _written(library, name)]) for name in _names(library)]
     return section("Results", html.Ul(links)) if links else html.Div()
 
 
@@ -42,6 +44,15 @@ def _names(library: Library) -> list[str]:
         return [library.only_result] if library.only_result else []
     files = [file for file in library.root.glob(f"*{SUFFIX}") if file.is_file() and not file.is_symlink()]
     return [file.name for file in sorted(files, key=lambda file: file.stat().st_mtime, reverse=True)]
+
+
+def _link(name: str) -> Component:
+    return dcc.Link(printable(name), href=address(name, kind="result"))
+
+
+def _written(library: Library, name: str) -> Component:
+    at = time.localtime((library.root / name).stat().st_mtime)
+    return html.Span(time.strftime("%Y-%m-%d %H:%M", at), className="quiet")
 
 
 def _shown(number: int, part: Part) -> Component:

@@ -134,7 +134,9 @@ def _with_gradients(panel: Panel, report: Report) -> Panel:
     sites = [layer["site"] for layer in report.layers]
     line = next(iter(panel.lines.values()), ())
     steps = {step: dict(zip(sites, sizes, strict=False)) for step, sizes in report.gradients.items()}
-    return replace(panel, at={step: [one._replace(value=by[one.site]) for one in line] for step, by in steps.items()})
+    return replace(
+        panel, at={step: [one._replace(value=by.get(one.site)) for one in line] for step, by in steps.items()}
+    )
 
 
 def _with_slider(figure: Any, panels: Sequence[Panel], report: Report) -> Any:
@@ -151,7 +153,7 @@ def _with_slider(figure: Any, panels: Sequence[Panel], report: Report) -> Any:
                 for panel in panels
                 for change in (
                     {"y": _heights(panel, panel.at[step]), "text": list(map(_hover_text, panel.at[step]))},
-                    _odd_ones(panel, panel.at[step]),
+                    _odd_ones(panel, panel.at[step], LINES[0]),
                 )
             ],
         }
@@ -161,15 +163,14 @@ def _with_slider(figure: Any, panels: Sequence[Panel], report: Report) -> Any:
     choices = [{"label": f"{step:,}", "method": "animate", "args": [[str(step)], now]} for step in steps]
     slider = {
         "steps": choices,
-        "active": steps.index(report.span[1]),
-        "currentvalue": {"prefix": "step ", "xanchor": "left"},
+        "active": steps.index(report.span[1]) if report.span[1] in steps else 0,
+        "currentvalue": {"prefix": "step ", "xanchor": "left", "font": {"color": GREY, "size": 12}},
         "ticklen": 0,
         "font": {"color": "rgba(0,0,0,0)"},  # labels below the ticks would overlap
         "y": 1,
         "yanchor": "bottom",
         "pad": {"b": 24},
     }
-    slider["currentvalue"]["font"] = {"color": GREY, "size": 12}
     return figure.update_layout(sliders=[slider], height=figure.layout.height + _SLIDER)
 
 
@@ -200,7 +201,7 @@ def _draw(figure: Any, row: int, panel: Panel) -> None:
     for (name, line), colour in zip(panel.lines.items(), cycle(LINES), strict=False):
         points = _points(panel, line, GREY if name == ROUNDING else colour)
         figure.add_scatter(**points, name=label(name), **where)
-        figure.add_scatter(**_odd_ones(panel, line), showlegend=False, **where)
+        figure.add_scatter(**_odd_ones(panel, line, colour), showlegend=False, **where)
     if panel.band is not None:
         figure.add_hrect(*panel.band, fillcolor=GREEN, opacity=0.12, line_width=0, layer="below", **where)
     figure.update_yaxes(**_scale(panel), **where)
@@ -228,17 +229,22 @@ def _heights(panel: Panel, line: Sequence[LayerValue]) -> list[float | None]:
     return [layer.value if panel.fits(layer.value) else None for layer in line]
 
 
-def _odd_ones(panel: Panel, line: Sequence[LayerValue]) -> dict[str, Any]:
-    """The other values: zeros are triangles at the bottom of a log scale, NaN and infinity are crosses at the top."""
+def _odd_ones(panel: Panel, line: Sequence[LayerValue], colour: str) -> dict[str, Any]:
+    """The other values: zeros are triangles at the bottom of a log scale, NaN and infinity are crosses at the top.
+
+    Where there are several lines, they have the line's colour around their own.
+    """
     odd = [layer for layer in line if layer.value is not None and not panel.fits(layer.value)]
     bottom, top = (10**end if panel.log else end for end in panel.ends)
     zero = [is_number(layer.value) for layer in odd]
+    alone = len(panel.lines) == 1
     return {
         "x": [panel.places[layer.site] for layer in odd],
         "y": [bottom if is_zero else top for is_zero in zero],
         "mode": "markers",
         "cliponaxis": False,
-        "marker": {"color": [ZERO if is_zero else NONFINITE for is_zero in zero], "size": 8},
+        "marker": {"color": [ZERO if is_zero else NONFINITE for is_zero in zero], "size": 8 if alone else 10},
+        "marker_line": {"color": colour, "width": 0 if alone else 2},
         "marker_symbol": ["triangle-down" if is_zero else "x" for is_zero in zero],
         "text": list(map(_hover_text, odd)),
         "hovertemplate": "%{text}<extra></extra>",
