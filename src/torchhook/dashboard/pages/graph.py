@@ -62,8 +62,7 @@ async () => {
   if (box && box.w < cy.width()) cy.panBy({ x: (cy.width() - box.x1 - box.x2) / 2, y: 0 });
   cy?.on("layoutstop", () => {  // what was folded may be a speck now
     const now = cy.elements().renderedBoundingBox();
-    if (now.w > cy.width() / 2 || now.h > cy.height() / 2) return;
-    cy.fit(undefined, 20);
+    if (now.w < cy.width() / 2 && now.h < cy.height() / 2) cy.fit(undefined, 20);
     if (cy.zoom() > 1) cy.zoom(1).center();
   });
   return "";

@@ -162,7 +162,7 @@ _COLUMNS = [
     _column("finding", "first finding", 240, cellRenderer="RunFinding", tooltipField="finding", flex=1, minWidth=160),
     _column("losses", "loss curve", 115, cellRenderer="RunCurve", cellDataType=False, sortable=False, filter=False),
     {**_figures("loss", "last loss", 100), "comparator": {"function": "runs.order"}},
-    _column("state", "state", 190, cellRenderer="RunState"),
+    _column("state", "state", 135, cellRenderer="RunState"),
     _figures("duration", "duration", 105),
     _column("model", "model", 110, tooltipField="model"),
     _figures("step", "last step", 100),
