@@ -300,14 +300,14 @@ def test_the_map_of_health_says_from_which_step_on_if_that_is_known(tmp_path):
     _, _, warning, error = overview._health(Book(tmp_path)).data
     assert (error.y, error.base) == (("conv", "fc"), (7, 7))
     assert error.hovertext == ("TH402 from step 7: exploded", "TH201 from step 7: dead")
-    assert (warning.y, warning.base, warning.hovertext) == (("fc",), (0,), ("TH701: differs",))
+    assert (warning.y, warning.base, warning.hovertext) == (("fc",), (0,), ("TH701, step not known: differs",))
 
 
 def test_the_flow_begins_at_the_first_step_that_is_faulty(tmp_path):
     log = written(tmp_path, range(0, 40, 10))
     log.found(Finding("TH602", "error", "the loss jumped", step=12))
     for step, shown in {None: "step 20", 10: "step 10", 99: "step 30"}.items():
-        assert flow.page(Book(tmp_path), step).children[2].children[0].children == shown
+        assert flow.page(Book(tmp_path), step).children[3].children[0].children == shown
 
 
 def test_a_card_says_what_was_tried_unless_its_cause_comes_first():

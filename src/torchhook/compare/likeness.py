@@ -64,9 +64,6 @@ class Likeness(Result):
             for j, column in enumerate(self.columns)
         ]
 
-    def _kind(self) -> str:
-        return "Similarity"
-
     def _figures(self) -> list[Matrix]:
         title = "Similarity of layers" if self.itself else "Similarity of layers of a (rows) and b (columns)"
         return [Matrix(self.matrix, self.rows, self.columns, self.by, title)]

@@ -17,7 +17,7 @@ from torchhook.dashboard.pages.runs import THEME
 from torchhook.dashboard.parts import address, card, graph, section
 from torchhook.render.figures.results import caption, drawn
 from torchhook.render.to_html import PLOTS
-from torchhook.render.words import by_reason, printable, scope, shown
+from torchhook.render.words import by_reason, heading, printable, scope, shown
 
 _ROWS = 10_000  # of a table
 _HIGH, _ROW = 560, 36  # pixels: greatest height of a table, height of a row
@@ -34,7 +34,7 @@ def page(library: Library, name: str) -> tuple[Component, Component]:
     if name not in _names(library):  # so that a name cannot lead to another folder
         raise FileError(f"there is no result {name!r} in {str(library.root)!r}")
     result = read(library.root / name)
-    kind = result._kind() if isinstance(result, Saved) else f"Report on {result.model}"
+    kind = heading(result._kind()) if isinstance(result, Saved) else f"Report on {result.model}"
     header = html.Div([html.H1(printable(kind)), html.P(printable(name), className="quiet")])
     return html.Div([_shown(number, part) for number, part in enumerate(result._parts())]), header
 
