@@ -191,7 +191,7 @@ def distributions(steps: Sequence[int], quantiles: Sequence[Sequence[float]]) ->
     and logarithmic beyond.
 
     >>> distributions([0, 500], [[0, 1, 2, 3, 4, 5, 6]] * 2).data[0].median
-    (3, 3)
+    (3.0, 3.0)
     """
     if not steps:
         return not_measured()
@@ -234,7 +234,7 @@ def _signed_scale(values: Sequence[float]) -> tuple[Callable[[float], float], li
 
     >>> scale, ticks = _signed_scale([-1e8, 1.0, 2.0, 1e4])
     >>> ticks, scale(0.0)
-    ([-100000000.0, -10000.0, 0.0, 10000.0, 100000000.0], 0.0)
+    ([-100000000.0, -1000000.0, -10000.0, 0.0, 10000.0, 1000000.0, 100000000.0], 0.0)
     """
     sizes = sorted(abs(value) for value in values if value)
     if not sizes or sizes[-1] < WIDE * sizes[len(sizes) // 2]:
