@@ -56,3 +56,11 @@ def test_large_maps_and_many_are_shown_in_part():
 def test_strides_are_followed():
     maps = torch.arange(12.0).view(2, 2, 3)
     assert torch.equal(pixels(maps.permute(0, 2, 1)), pixels(maps.permute(0, 2, 1).contiguous()))
+
+
+def test_what_is_not_finite_has_a_colour_of_its_own_if_there_is_one():
+    maps = torch.tensor([[[0.0, 1.0, math.nan], [0.5, math.inf, 0.0]]])
+    image = Image.open(io.BytesIO(png(maps, "#ff7f00"))).convert("RGB")
+    colours = [[image.getpixel((x, y)) for x in range(3)] for y in range(2)]
+    orange, black = (255, 127, 0), (0, 0, 0)
+    assert colours[0] == [black, (255, 255, 255), orange] and colours[1][1:] == [orange, black]

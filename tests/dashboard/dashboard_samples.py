@@ -135,11 +135,18 @@ def newer(folder):
     return folder
 
 
-def ranked(folder):
-    """A run of three ranks; rank 1 is odd in the last step, and was lost."""
+def ranked(folder, found=()):
+    """A run of three ranks: its log.
+
+    Rank 1 is odd in the last measured step, and was lost. Of step 3 only the losses are known, and of what came before
+    the first step only the parameters.
+    """
     places = [("fc", "output"), ("head", "output")]
     log = RunLog(folder)
     log.begin({"model": "Net"})
+    log.write(Entry(-1, 0.0, Snapshot({}), ranks=RankStep(-1, 3, parameters=4)))
+    for finding in found:
+        log.found(finding)
     for step in range(3):
         sizes = [1.0, 100.0 if step == 2 else 1.0, 1.0]
         tables = {rank: torch.tensor([[0.0, size, -3, 3, 0.1, 0]] * 2) for rank, size in enumerate(sizes)}
@@ -152,5 +159,5 @@ def ranked(folder):
             reduce.cell(Site(path), torch.nn.Linear(1, 1)).update(torch.randn(8))
         known = RankStep(step, 3, members, facts, places, tables)
         log.write(Entry(step, 0.0, reduce.snapshot(), losses={step: 1.0}, ranks=known))
-    log.end(Report(model="Net"), "ended")
-    return folder
+    log.write(Entry(3, 0.0, Snapshot({}), ranks=RankStep(3, 3, members, facts)))
+    return log

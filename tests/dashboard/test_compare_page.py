@@ -58,6 +58,13 @@ def test_few_points_beside_many_are_not_joined():
     assert (many.mode, few.mode) == ("lines", "markers")
 
 
+def test_runs_without_a_layer_in_common_have_no_difference(tmp_path):
+    ended(tmp_path / "one", sites=("conv", "fc"))
+    ended(tmp_path / "two", sites=("stem", "head"))
+    drawn = figure(compare.page(Library(tmp_path), ["one", "two"]), "compare-difference")
+    assert drawn.layout.annotations[0].text == "no layer of one run was measured in the other"
+
+
 def test_lines_of_runs_with_other_layers_run_from_left_to_right(tmp_path):
     ended(tmp_path / "short", sites=("conv", "fc"))
     ended(tmp_path / "long", sites=("conv", "norm", "fc", "head"))

@@ -24,6 +24,7 @@ from torchhook.training.logs import Entry
 from torchhook.training.runs import Run
 from torchhook.training.runs.folders import delete
 from torchhook.training.runs.schema import FILE
+from torchhook.training.runs.summary import summarize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -299,14 +300,14 @@ def test_the_map_of_health_says_from_which_step_on_if_that_is_known(tmp_path):
     _, _, warning, error = overview._health(Book(tmp_path)).data
     assert (error.y, error.base) == (("conv", "fc"), (7, 7))
     assert error.hovertext == ("TH402 from step 7: exploded", "TH201 from step 7: dead")
-    assert (warning.y, warning.base, warning.hovertext) == (("fc",), (0,), ("TH701: differs",))
+    assert (warning.y, warning.base, warning.hovertext) == (("fc",), (0,), ("TH701, step not known: differs",))
 
 
 def test_the_flow_begins_at_the_first_step_that_is_faulty(tmp_path):
     log = written(tmp_path, range(0, 40, 10))
     log.found(Finding("TH602", "error", "the loss jumped", step=12))
     for step, shown in {None: "step 20", 10: "step 10", 99: "step 30"}.items():
-        assert flow.page(Book(tmp_path), step).children[2].children[0].children == shown
+        assert flow.page(Book(tmp_path), step).children[3].children[0].children == shown
 
 
 def test_a_card_says_what_was_tried_unless_its_cause_comes_first():
@@ -320,20 +321,20 @@ def test_a_card_says_what_was_tried_unless_its_cause_comes_first():
 
 def test_a_run_in_which_an_error_was_found_did_not_end_well(tmp_path):
     findings = [Finding("TH201", severity, "no unit fires", site="fc") for severity in ("warning", "error")]
-    for said, some in {"passed ended": [], "error ended with 1 error": findings}.items():
-        log = written(tmp_path / said, range(3))
-        for finding in some:
-            log.found(finding)
-        with Run(tmp_path / said) as run:
-            assert state_of(run)[1].startswith("running") and (state_of(run)[0] == "info") == (not some)
-        log.end(Report(), "ended")
-        with Run(tmp_path / said) as run:
-            assert " ".join(state_of(run)) == said
-    ends = {"failed": "error", "interrupted": "info"}
-    for state, kind in ends.items():
-        written(tmp_path / state, range(3)).end(Report(), state)
-        with Run(tmp_path / state) as run:
-            assert state_of(run) == (kind, state)
+    log = written(tmp_path / "net", range(3))
+    assert summarize(tmp_path / "net").errors == 0
+    for finding in findings:
+        log.found(finding)
+    log.end(Report(), "ended")
+    known = summarize(tmp_path / "net")
+    assert state_of(known.state, known.errors) == ("error", "ended with 1 error")
+    assert [state_of(state, 0)[0] for state in ("running", "ended", "failed", "interrupted", "killed")] == [
+        "info",
+        "passed",
+        "error",
+        "info",
+        "error",
+    ]
 
 
 def verdict_of(folder):

@@ -3,20 +3,27 @@
 import json
 import os
 import re
+import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
 from itertools import count, pairwise
 from urllib.parse import parse_qs, quote, urlsplit
 
 import dashboard_samples as samples
 import pytest
+import torch
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 
 from torchhook import Finding, Report
+from torchhook.core.site import Site
 from torchhook.render.palette import GREEN, NONFINITE, SEVERITY, ZERO
+from torchhook.rules.history import settled
+from torchhook.rules.ranks import RankStep
 from torchhook.stats.reading import Snapshot
+from torchhook.stats.reduce import Reduce
 from torchhook.training.logs import Entry
 from torchhook.training.runs.folders import delete
 from torchhook.training.runs.schema import FILE
@@ -170,15 +177,16 @@ def width(chrome):
 def test_the_list_of_runs(browse):
     chrome = browse()
     until(lambda: {"healthy", "dead", "hostile", "garbage", "newer"} <= set(listed(chrome)))
+    until(lambda: "…" not in {cell(chrome, name, "state") for name in ("healthy", "dead")})  # they are read one by one
     assert cell(chrome, "garbage", "state") == cell(chrome, "newer", "state") == "unreadable"
-    assert cell(chrome, "garbage", "finding").startswith("is not a run, or is corrupt")
+    assert cell(chrome, "garbage", "finding").startswith("Not a run, or corrupt")
     assert "a newer torchhook" in cell(chrome, "newer", "finding")
     assert cell(chrome, "dead", "finding").startswith("TH201 relu") and cell(chrome, "healthy", "finding") == ""
     assert cell(chrome, "healthy", "state") == "ended" and cell(chrome, "healthy", "model") == "Sequential"
     assert cell(chrome, "healthy", "step") == "39" and 0 < float(cell(chrome, "healthy", "loss")) < 2
     drawn = chrome.find_element("xpath", f"{row('healthy')}//*[@role='img']")
     assert drawn.accessible_name == "loss by step" and drawn.size["width"] > 60
-    assert text(chrome, "h1") == "Runs" and chrome.title == "torchhook"
+    assert text(chrome, "h1") == "Runs" and chrome.title == "Runs · torchhook"
     chrome.find_element("link text", "dead").click()
     shows(chrome, "dead", "h1")
     shows(chrome, "never fire")
@@ -225,6 +233,47 @@ def test_the_overview_shows_loss_findings_and_layers(browse):
     assert dots["relu"] == "error" and dots["flat"] == "nothing found"
     card.find_element("tag name", "a").click()
     shows(chrome, "ReLU", "main h2")
+
+
+def test_a_last_loss_that_is_not_finite_comes_last(browse, root):
+    names = ["sorted-a", "sorted-b", "sorted-c"]
+    for name, loss in zip(names, (2.0, float("nan"), 1.0), strict=True):
+        log = samples.written(root / name, [])
+        log.write(Entry(0, 0.0, samples.snapshot(0), losses={0: loss}))
+        log.end(Report(), "ended")
+    chrome = browse()
+    until(lambda: set(names) <= set(listed(chrome)))
+    chrome.find_element("id", "runs-search").send_keys("sorted-")
+    header = "//*[@role='columnheader'][@col-id='loss']//*[contains(@class, 'ag-header-cell-label')]"
+    for expected in (["sorted-c", "sorted-a", "sorted-b"], ["sorted-a", "sorted-c", "sorted-b"]):
+        chrome.find_element("xpath", header).click()
+        until(lambda expected=expected: listed(chrome) == expected, f"not {expected}")
+    for name in names:
+        delete(root / name)
+
+
+def test_the_list_says_the_state_as_the_overview_does(browse):
+    chrome = browse()
+    until(lambda: {"healthy", "dead"} <= set(listed(chrome)) and cell(chrome, "dead", "state") != "…")
+    assert cell(chrome, "dead", "state") == "ended with 1 error"
+    columns = "return [...document.querySelectorAll('.ag-header-cell')].sort((a, b) => a.ariaColIndex - b.ariaColIndex)"
+    order = [column.get_attribute("col-id") for column in chrome.execute_script(columns)]
+    assert order.index("finding") == order.index("name") + 1  # which a phone shows
+
+
+def test_a_page_has_a_title_of_its_own(browse):
+    for path, title in {"/run/dead": "dead · Overview", "/run/dead/flow": "dead · Gradient flow"}.items():
+        chrome = browse(path)
+        until(lambda title=title, chrome=chrome: chrome.title == f"{title} · torchhook")
+
+
+def test_an_error_of_a_page_leaves_the_links_to_the_others(browse, root):
+    folder = samples.ended(root / "halved")
+    with closing(sqlite3.connect(folder / FILE)) as db, db:
+        db.execute("UPDATE states SET data = x'00'")
+    chrome = browse("/run/halved/flow")
+    assert chrome.find_elements("css selector", "[role=alert]") and "Model" in text(chrome, "nav")
+    delete(folder)
 
 
 def test_the_overview_begins_with_what_is_wrong(browse):
@@ -354,9 +403,38 @@ def test_gradient_flow_starts_where_something_is_wrong(browse):
     assert symbols == ["triangle-down"]
 
 
+def test_the_flow_begins_where_gradients_are_most_extreme_if_no_finding_has_a_step(browse, root):
+    log = samples.written(root / "undated", range(3))
+    samples.append(log, [3], scale=float("inf"))
+    samples.append(log, range(4, 6))
+    log.found(Finding("TH202", "error", "62 % of the units are nearly inactive", "fc"))
+    chrome = browse("/run/undated/flow")
+    assert text(chrome, "#flow-step-text") == "step 3"
+    chrome = browse("/run/undated")
+    shapes = "return document.querySelector('#overview-health .js-plotly-plot').data.at(-1).marker.pattern.shape"
+    assert chrome.execute_script(shapes) == ["/"]
+    delete(log.folder)
+
+
+def test_sizes_of_parameters_have_a_log_scale_and_loud_zeros(browse, root):
+    log = samples.written(root / "sizes", [])
+    for step, norm in enumerate([1.0, 0.0, float("nan")]):
+        reduce = Reduce("moments")
+        reduce.cell(Site("fc.weight", "param_grad_norm"), None).update(torch.tensor([norm]))
+        log.write(Entry(step, 0.0, settled(reduce.snapshot())))
+    chrome = browse("/run/sizes/layers?port=param_grad_norm")
+    bars = "return document.querySelector('#layers-heat .js-plotly-plot').data.slice(1, 3).map(bar => [...bar.base])"
+    assert chrome.execute_script(bars) == [[0.5], [1.5]] and drawn(chrome, "layers-heat", "z") == [[0], [None], [None]]
+    assert "Norm of each parameter's gradient" in text(chrome)
+    delete(log.folder)
+
+
 def test_menus_have_names(browse):
     menus = browse("/run/dead/layers").find_elements("css selector", ".choice button")
-    assert [menu.accessible_name for menu in menus] == ["measured at output", "statistic std"]
+    assert [menu.accessible_name for menu in menus] == [
+        "measured at Each layer's output",
+        "statistic Standard deviation",
+    ]
 
 
 CY = "const cy = document.getElementById('graph-picture')?._cyreg?.cy;"
@@ -378,6 +456,12 @@ def test_the_model_folds_by_block_and_leads_to_layers(browse):
     assert [chrome.execute_script(fill, path) for path in ("relu", "flat")] == [SEVERITY["error"], GREEN]
     chrome.find_element("id", "graph-fold").click()
     until(lambda: sorted(chrome.execute_script(NODES)) == ["conv", "flat", "head", "relu"])
+    zoom = f"{CY} return cy.zoom()"
+    chrome.execute_script(f"{CY} cy.zoom(0.05)")
+    chrome.find_element("id", "graph-unfold").click()
+    until(lambda: "head.1" in chrome.execute_script(NODES))
+    chrome.find_element("id", "graph-fold").click()
+    until(lambda: 0.3 < chrome.execute_script(zoom) <= 1, "what is folded is a speck")
     tap(chrome, "head")
     until(lambda: "head.1" in chrome.execute_script(NODES))
     tap(chrome, "relu")
@@ -416,10 +500,12 @@ def test_the_model_is_coloured_by_a_statistic(browse):
     chrome = browse("/run/dead/graph")
     until(lambda: chrome.execute_script(NODES))
     chrome.find_element("id", "graph-colour").click()
-    option = "//*[contains(@class, 'dash-dropdown-option')][normalize-space()='std of output']"
+    option = (
+        "//*[contains(@class, 'dash-dropdown-option')][normalize-space()=\"Standard deviation of each layer's output\"]"
+    )
     until(lambda: chrome.find_elements("xpath", option))
     chrome.find_element("xpath", option).click()
-    shows(chrome, "std of output at step 39", "#graph-legend")
+    shows(chrome, "Standard deviation of each layer's output at step 39", "#graph-legend")
     fills = dict(
         chrome.execute_script(f"{CY} return cy.nodes('.layer').map(node => [node.data('path'), node.data('fill')])")
     )
@@ -533,16 +619,16 @@ def test_another_statistic_is_another_picture(browse):
     chrome = browse("/run/dead/layers")
     before = drawn(chrome, "layers-heat", "z")
     chrome.find_element("id", "layers-stat").click()
-    option = "//*[contains(@class, 'dash-dropdown-option')][normalize-space()='zero_fraction']"
+    option = "//*[contains(@class, 'dash-dropdown-option')][normalize-space()='Share of zeros']"
     until(lambda: chrome.find_elements("xpath", option))
     chrome.find_element("xpath", option).click()
-    shows(chrome, "zero_fraction of every output")
+    shows(chrome, "Share of zeros of each layer's output")
     until(lambda: chrome.execute_script(DRAWN))
     assert drawn(chrome, "layers-heat", "z") != before
     assert {row[1] for row in drawn(chrome, "layers-heat", "z")} == {1}  # of the dead ReLU
     until(lambda: "stat=zero_fraction" in chrome.current_url)  # it can be sent to others
     chrome.refresh()
-    shows(chrome, "zero_fraction of every output")
+    shows(chrome, "Share of zeros of each layer's output")
 
 
 def test_another_statistic_by_keyboard(browse):
@@ -553,7 +639,7 @@ def test_another_statistic_by_keyboard(browse):
     press(chrome, Keys.ARROW_DOWN)
     until(lambda: chrome.execute_script("return document.activeElement.value") == "min")
     press(chrome, Keys.ENTER)
-    shows(chrome, "min of every output")
+    shows(chrome, "Smallest value of each layer's output")
     assert chrome.switch_to.active_element.get_attribute("id") == "layers-stat"  # who chooses can choose again
 
 
@@ -563,6 +649,9 @@ def test_the_step_of_the_flow_is_chosen_by_arrow_keys(browse):
     tab_to(chrome, "#flow-step [role=slider]")
     press(chrome, Keys.ARROW_LEFT)
     shows(chrome, "step 38", "#flow-step-text")
+    until(lambda: chrome.current_url.endswith("?step=38"))
+    slider = chrome.find_element("css selector", "#flow-step [role=slider]")
+    until(lambda: slider.get_attribute("aria-valuetext") == "step 38")
     press(chrome, Keys.HOME)
     shows(chrome, "step 0", "#flow-step-text")
     until(lambda: drawn(chrome, "flow-grad_output", "y") != last)
@@ -730,7 +819,7 @@ def test_broken_runs_hide_no_others(browse):
 
 def test_odd_choices_of_a_statistic_are_ours(browse):
     chrome = browse("/run/dead/layers?stat=__class__&port=../../x")
-    assert drawn(chrome, "layers-heat", "y")[0] == "conv" and "std of every" in text(chrome)
+    assert drawn(chrome, "layers-heat", "y")[0] == "conv" and "Standard deviation of each" in text(chrome)
 
 
 @pytest.mark.parametrize("page", ["", "/layers", "/flow"])
@@ -899,7 +988,7 @@ def test_an_open_menu_can_be_read(browse, theme):
     chrome = browse("/run/dead/layers", theme=theme)
     chrome.find_element("id", "layers-stat").click()
     until(lambda: chrome.find_elements("class name", "dash-dropdown-option"))
-    assert unreadable(chrome, "zero_fraction") == []
+    assert unreadable(chrome, "Share of zeros") == []
 
 
 def unreadable(chrome, expected="torchhook"):
@@ -911,7 +1000,7 @@ def unreadable(chrome, expected="torchhook"):
 
 def test_ranks_are_shown_by_layer(browse, root):
     """Three ranks, of which one has larger activations in the last step and was lost."""
-    samples.ranked(root / "ranked")
+    samples.ranked(root / "ranked").end(Report(model="Net"), "ended")
     for theme, size in (("light", DESKTOP), ("dark", PHONE)):
         chrome = browse("/run/ranked/ranks", size, theme)
         rows = [row.text.split() for row in chrome.find_elements("css selector", "#ranks-table tbody tr")]
@@ -925,6 +1014,28 @@ def test_ranks_are_shown_by_layer(browse, root):
         assert drawn["x"] == [0, 1, 2] and drawn["y"] == ["fc", "head"] and width(chrome) <= size[0]
         assert drawn["z"][1][0] == pytest.approx(2) and drawn["z"][0][0] == pytest.approx(0)  # of 100 and 1
     delete(root / "ranked")
+
+
+def test_the_ranks_begin_where_something_was_measured(browse, root):
+    log = samples.ranked(root / "ranked")
+    chrome = browse("/run/ranked/ranks")
+    assert text(chrome, "#ranks-step-text") == "step 2"
+    tab_to(chrome, "#ranks-step [role=slider]")
+    press(chrome, Keys.ARROW_RIGHT)
+    shows(chrome, "step 3", "#ranks-step-text")
+    shows(chrome, "not measured", "#ranks-heat")
+    press(chrome, Keys.HOME)
+    shows(chrome, "step 0", "#ranks-step-text")
+    log.write(Entry(4, 0.0, Snapshot({}), ranks=RankStep(4, 3)))
+    slider = chrome.find_element("css selector", "#ranks-step [role=slider]")
+    until(lambda: slider.get_attribute("aria-valuemax") == "4", "the page does not grow")
+    delete(log.folder)
+
+
+def test_the_ranks_begin_at_the_step_of_a_finding(browse, root):
+    log = samples.ranked(root / "jumping", [Finding("TH602", "warning", "the loss jumped", step=1)])
+    assert text(browse("/run/jumping/ranks"), "#ranks-step-text") == "step 1"
+    delete(log.folder)
 
 
 def test_a_run_of_one_process_has_no_page_of_ranks(browse):

@@ -19,6 +19,7 @@ from traitlets.config import Config
 import torchhook
 from torchhook.core.errors import RunError
 from torchhook.dashboard.page import page_of
+from torchhook.render.words import heading
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
@@ -133,7 +134,7 @@ def test_results_of_other_verbs_are_shown():
     ):
         page = page_of(result)
         shown = result._repr_html_() if isinstance(result, torchhook.explain.Heat) else result._title()
-        assert shown in page and f"<h1>{type(result).__name__}</h1>" in page
+        assert shown in page and f"<h1>{heading(type(result).__name__)}</h1>" in page
 
 
 def test_a_result_is_shown_in_the_notebook_itself_and_a_saved_one_is_served(tmp_path):

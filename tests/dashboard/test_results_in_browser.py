@@ -109,7 +109,7 @@ def test_a_result_has_a_page(browse, name, size, theme):
     until(chrome, DRAWN)
     assert chrome.execute_script("return document.documentElement.scrollWidth") <= size[0]
     assert chrome.execute_script("return window.__pwned") is None
-    kinds = {"cka": "Likeness", "diff": "Difference", "datasets": "Spreads", "sweep": "Sweep", "evil": EVIL}
+    kinds = {"cka": "Similarity", "diff": "Difference", "datasets": "Spreads", "sweep": "Sweep", "evil": EVIL}
     assert chrome.find_element("css selector", "h1").text == kinds.get(name, "Report on Net")
     if theme == "dark" and name == "diff":
         script = "return getComputedStyle(document.querySelector('.ag-root-wrapper')).backgroundColor"
@@ -153,6 +153,6 @@ def test_a_single_result_is_the_whole_dashboard(browse, folder):
     server = served(folder / "cka.th")
     chrome = browse("/", address=next(server))
     until(chrome, DRAWN)
-    assert chrome.find_element("css selector", "h1").text == "Likeness"
+    assert chrome.find_element("css selector", "h1").text == "Similarity"
     chrome.get("about:blank")
     next(server, None)

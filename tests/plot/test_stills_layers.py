@@ -257,6 +257,10 @@ def test_a_layer_of_a_run_with_nan_is_loud(tmp_path):
         assert marked(layer_heatmap(run, "nonfinite")) == {}
 
 
+def test_the_gradients_of_a_run_name_their_step(run):
+    assert "at step 3 " in gradient_flow(run).axes[0].get_xlabel()  # in step 4, no gradients were measured
+
+
 def test_a_run_is_drawn_by_layer_and_step(run):
     figure = layer_heatmap(run, "mean", port="param")
     mesh = figure.axes[0].collections[0]

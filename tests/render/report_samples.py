@@ -43,6 +43,8 @@ def losses(steps, broken=()):
 
 def sick():
     sites = [name for name in BLOCKS if name.startswith("layer4")] + ["fc"]
+    measured = layers(BLOCKS, sick=("layer3.1.bn",))
+    sizes = [layer["grad_norm"] for layer in measured]
     after = tuple(Finding("TH102", "error", "passes on what is not finite", site, 240) for site in sites)
     return Report(
         findings=(
@@ -80,7 +82,9 @@ def sick():
             "TH503": "no validation loss was given",
             "TH504": "no labels were given",
         },
-        layers=layers(BLOCKS, sick=("layer3.1.bn",)),
+        layers=measured,
+        span=(240, 240),
+        gradients={200: [2.0] * len(sizes), 240: sizes, 250: [math.nan] * len(sizes)},
         losses=losses(260, broken=range(240, 260)),
         notes=("Gradients are those before clipping.",),
     )

@@ -73,6 +73,21 @@ def test_plots_are_drawn_and_the_page_fits(browse, name, size):
         assert 250 < drawn["width"] <= size[0] and drawn["height"] >= 300
 
 
+def test_a_slider_shows_the_gradients_of_another_step(browse):
+    chrome = browse("sick")
+    ys = "return [...document.querySelector('#plot-gradient-flow').data[0].y]"
+    faulty = chrome.execute_script(ys)
+    assert len(set(faulty)) > 1 and "step 240" in chrome.find_element("id", "plot-gradient-flow").text
+    rail = chrome.find_element("css selector", "#plot-gradient-flow .slider-rail-touch-rect")
+    left = 5 - rail.size["width"] // 2
+    ActionChains(chrome).move_to_element_with_offset(rail, left, 0).click().perform()
+    deadline = time.monotonic() + 5
+    while set(chrome.execute_script(ys)) != {2.0}:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert "step 200" in chrome.find_element("id", "plot-gradient-flow").text
+
+
 def test_plots_follow_the_window(browse):
     chrome = browse("sick")
     metrics = {"width": 700, "height": 900, "deviceScaleFactor": 1, "mobile": False}

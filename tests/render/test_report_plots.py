@@ -7,7 +7,19 @@ import pytest
 import report_samples
 
 from torchhook.core.findings import Finding, Report
-from torchhook.render.figures import activations, curves, gradient_flow, loss_curve, updates
+from torchhook.render.figures import (
+    Stretch,
+    activations,
+    curves,
+    distributions,
+    gradient_flow,
+    health_map,
+    heatmap,
+    layer_lines,
+    loss_curve,
+    updates,
+)
+from torchhook.render.palette import LINES, NONFINITE, ORANGE, UNMEASURED, VERMILLION
 
 FIGURES = [loss_curve, gradient_flow, activations, updates]
 
@@ -37,6 +49,29 @@ def test_layers_keep_their_order():
     assert figure.data[0].y == (0.1, 0.01)
     assert figure.layout.xaxis.ticktext == ("b", "a")
     assert figure.layout.yaxis.type == "log"
+
+
+def test_the_steps_of_gradients_are_chosen_by_a_slider():
+    layers, gradients = (
+        (module("a", grad_norm=0.1), module("b", grad_norm=math.nan)),
+        {5: (1.0, 10.0), 7: (0.1, math.nan)},
+    )
+    figure = gradient_flow(Report(layers=layers, gradients=gradients, span=(7, 7)))
+    (slider,) = figure.layout.sliders
+    assert [step.label for step in slider.steps] == ["5", "7"] and slider.active == 1
+    assert [frame.data[0].y for frame in figure.frames] == [(1.0, 10.0), (0.1, None)]
+    assert [frame.data[1].x for frame in figure.frames] == [(), (2,)]
+    assert figure.layout.yaxis.range[1] > 1  # on which all steps can be seen
+    assert not gradient_flow(Report(layers=layers)).layout.sliders
+
+
+def test_names_do_not_cross_the_title_below():
+    names = [f"transformer.h.{number}.attn" for number in range(12)]
+    layers = [module(name, grad_norm=1.0) for name in names] + [parameter(f"{name}.w", grad_norm=1.0) for name in names]
+    figure = gradient_flow(Report(layers=tuple(layers)))
+    between = figure.layout.yaxis.domain[0] - figure.layout.yaxis2.domain[1]
+    below = 7 * 20  # pixels of the names below the last panel, which take their room from the plots
+    assert between * (figure.layout.height - 36 - below) > 7 * max(map(len, names))
 
 
 def test_zero_and_nan_are_shown_though_they_have_no_height():
@@ -132,3 +167,55 @@ def test_without_plotly_the_extra_is_named(figure, monkeypatch):
         monkeypatch.setitem(sys.modules, f"plotly.{name}", None)
     with pytest.raises(ImportError, match=r'pip install "torchhook\[plot\]"'):
         figure(report_samples.healthy())
+
+
+def test_a_line_ends_where_nothing_was_measured_for_long():
+    line = curves({"fc": ([0, 1, 2, 3, 500, 501], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])}, "gradient norm").data[0]
+    assert line.y == (1.0, 2.0, 3.0, 4.0, None, 5.0, 6.0) and "markers" in line.mode
+    steps = [*range(0, 100, 4), *range(100, 150)]  # older steps are thinned out
+    assert None not in curves({"fc": (steps, [1.0] * len(steps))}, "gradient norm").data[0].y
+
+
+def test_a_measurement_has_only_its_own_step_in_a_heat_map():
+    figure = heatmap("std", [0, 1, 2, 500], ["fc"], [[1.0], [10.0], [100.0], [1000.0]])
+    drawn = figure.data[0]
+    assert figure.layout.plot_bgcolor == UNMEASURED
+    assert drawn.x == (0, 1, 2, 3, 499, 500) and drawn.z == ([0.0], [1.0], [2.0], [None], [None], [3.0])
+
+
+def test_a_distribution_without_finite_values_is_a_cross_and_no_box():
+    boxes, crosses = distributions([0, 5, 9], [[0, 1, 2, 3, 4, 5, 6], [math.nan] * 7, [0, 1, 2, 3, 4, 5, 60]]).data
+    assert boxes.x == ("0", "9") and crosses.x == ("5",) and crosses.y[0] > 60
+    assert crosses.marker.color == NONFINITE
+
+
+def test_a_distribution_over_many_orders_can_be_read():
+    figure = distributions([0, 5], [[-3, -2, -1, 0, 1, 2, 3], [-1e10, -1e6, -1.0, 1.0, 1e3, 1e6, 1e10]])
+    assert max(figure.data[0].upperfence) < 50 * figure.data[0].upperfence[0]
+    assert figure.layout.yaxis.ticktext[0].startswith("-1e+") and "0" in figure.layout.yaxis.ticktext
+
+
+def test_crosses_are_above_the_curve():
+    for log in (True, False):
+        line, crosses = curves({"fc": ([0, 1, 2], [1.0, 9.0, math.nan])}, "output", log).data
+        assert crosses.y[0] > max(height for height in line.y if height is not None)
+
+
+def test_marks_show_to_which_of_several_lines_they_belong():
+    runs = {"one": (["a", "b"], [0.0, 1.0]), "two": (["a", "b"], [math.nan, 1.0])}
+    figure = layer_lines(runs, "gradient norm")
+    assert [trace.marker.line.color for trace in figure.data[1::2]] == list(LINES[:2])
+    assert not {ORANGE, VERMILLION} & set(LINES[:4])  # which look like what is not finite
+
+
+def test_a_finding_without_a_step_is_hatched_and_named_first():
+    paths = [f"h.{number}" for number in range(100)]
+    bars = [Stretch("h.33", 0, 90, "TH202, step not known", is_dated=False), Stretch("h.77", 40, 90, "TH201")]
+    figure = health_map(paths, (0, 90), {"error": bars})
+    assert figure.data[-1].marker.pattern.shape == ("/", "")
+    assert {"h.33", "h.77"} <= set(figure.layout.yaxis.tickvals) and len(figure.layout.yaxis.tickvals) < 40
+
+
+def test_a_log_axis_has_whole_powers_of_ten():
+    assert loss_curve(Report(losses={0: 100.0, 1: 1e-3})).layout.yaxis.dtick == 1
+    assert curves({"fc": ([0, 1], [1.0, 1e12])}, "gradient norm").layout.yaxis.dtick == 2

@@ -200,7 +200,7 @@ def test_values_that_are_not_finite_are_not_a_gap_in_a_matrix():
     odd, values = drawn(part).data
     assert [list(row) for row in odd.z] == [[None, 1], [0, None]]
     assert [list(row) for row in values.z] == [[1.0, None], [None, 0.5]]
-    assert caption(part).endswith("2 × 2. 1 values are not finite (orange). 1 values are missing (grey).")
+    assert caption(part).endswith("2 × 2 layers. 1 values are not finite (orange). 1 values are missing (grey).")
 
 
 def test_zeros_and_what_is_not_finite_are_not_a_gap_among_bars():

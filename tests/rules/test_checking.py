@@ -17,7 +17,7 @@ from torchhook.rules.check import layers_of
 from torchhook.rules.history import joined
 from torchhook.rules.kinds import kind_of
 from torchhook.rules.watch import Watch
-from torchhook.stats.reading import FLAGS
+from torchhook.stats.reading import FLAGS, Snapshot
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -99,12 +99,14 @@ def test_statistics_snapshots_and_histories_give_the_same_report():
     assert reports[0] == reports[1] == replace(reports[2], span=None) and reports[2].span == (0, 0)
 
 
-def test_the_numbers_by_place_are_of_the_later_half():
+def test_the_numbers_by_place_are_of_one_step():
     history, snapshot = History(), joined([measured(net()).snapshot()])
     assert check(history).span is None
     for step in range(0, 35, 5):
         history.add(step, snapshot)
-    assert check(history, ["TH1"]).span == (15, 30)
+    assert check(history, ["TH1"]).span == (30, 30)
+    history.add(35, Snapshot({}))
+    assert check(history, ["TH1"]).span == (30, 30)  # of the last one, nothing is known
 
 
 def test_the_layers_are_those_of_the_step_at_which_something_went_wrong():
@@ -117,7 +119,30 @@ def test_the_layers_are_those_of_the_step_at_which_something_went_wrong():
     assert report.findings[0].step == 2 and report.span == (2, 2)
     expected = layers_of(history.windows[2].snapshot)
     assert str(report.layers) == str(expected)  # NaN is not equal to itself
-    assert check(history, ["TH601"]).span == (3, 5)
+    assert check(history, ["TH601"]).span == (5, 5)
+
+
+def test_the_numbers_of_a_step_are_not_completed_by_those_of_an_older_one():
+    history, model = History(), nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    for step, by in enumerate(["channel", None]):  # units are not measured in every step
+        with measure(model, by=by) as seen:
+            model(torch.randn(64, 4) * 1000**step)
+        history.add(step, joined([seen.snapshot()]))
+    first, _ = check(history, ["TH1"]).layers
+    assert first["std"] == history.windows[1].snapshot["0"]["moments"].std > 100
+
+
+def test_the_gradients_of_several_steps_are_in_the_report():
+    history, model = History(), nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+    for step in range(100):
+        with measure(model, grads=True, param_grads=True) as seen:
+            (model(torch.ones(2, 4)).sum() * 10.0**-step).backward()
+        history.add(step, joined([seen.snapshot()]))
+    report = check(history, ["TH1"])
+    assert 20 < len(report.gradients) <= 40 and report.span[1] in report.gradients
+    sizes = {step: sizes[0] for step, sizes in report.gradients.items()}
+    assert sizes[99] == pytest.approx(report.layers[0]["grad_norm"], rel=1e-2) and sizes[0] > 1e20 * sizes[99]
+    assert check(seen, ["TH1"]).gradients == {}  # there is nothing to choose from
 
 
 def test_the_step_of_a_consequence_counts_where_its_cause_has_none():

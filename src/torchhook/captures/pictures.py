@@ -12,6 +12,7 @@ from torch import Tensor
 
 _MOST = 64  # maps in a picture
 _SIDE = 128  # pixels of each map
+_GREY, _NUMBERED = 0, 3  # what the pixels of a PNG file are: shades of grey, or numbers of colours
 
 
 def picture(maps: Tensor) -> Tensor:
@@ -35,28 +36,37 @@ def views(maps: Tensor) -> dict[str, Tensor]:
     return {"maps": picture(maps), "mean_map": picture(maps.double().mean(0, keepdim=True))}
 
 
-def png(maps: Tensor) -> bytes:
-    """The picture of some maps as the bytes of a PNG file.
+def png(maps: Tensor, odd: str | None = None) -> bytes:
+    """The picture of some maps as the bytes of a PNG file; what is not finite is in the colour `odd`, if there is one.
 
     >>> png(torch.rand(5, 4, 3))[:4]
     b'\\x89PNG'
     """
-    grid = picture(maps)
+    grid, kind, palette = picture(maps), _GREY, b""
+    if odd is not None:
+        is_odd = _grid((~_smaller(maps[:_MOST]).isfinite()).to(torch.uint8)) > 0
+        grid, kind = grid.clamp(min=1).masked_fill(is_odd, 0), _NUMBERED  # black is the second colour
+        palette = bytes.fromhex(odd[1:]) + bytes(grey for grey in [0, *range(2, 256)] for _ in range(3))
     height, width = grid.shape
     rows = torch.cat([torch.zeros(height, 1, dtype=torch.uint8), grid], 1).contiguous()  # 0: no filter
-    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    header = struct.pack(">IIBBBBB", width, height, 8, kind, 0, 0, 0)
     pixels = zlib.compress(ctypes.string_at(rows.data_ptr(), rows.nbytes))
-    return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header) + _chunk(b"IDAT", pixels) + _chunk(b"IEND", b"")
+    chunks = {b"IHDR": header, **({b"PLTE": palette} if palette else {}), b"IDAT": pixels, b"IEND": b""}
+    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(*chunk) for chunk in chunks.items())
 
 
 def _grey(maps: Tensor) -> Tensor:
-    stride = max(1, math.ceil(max(maps.shape[1:]) / _SIDE))
-    maps = maps[:, ::stride, ::stride].double()
+    maps = _smaller(maps).double()
     finite = maps.isfinite()
     low = maps.where(finite, math.inf).amin((1, 2), keepdim=True)
     high = maps.where(finite, -math.inf).amax((1, 2), keepdim=True)
     scaled = torch.where(high > low, (maps - low) / (high - low), 0.5)
     return (scaled.where(finite, 0) * 255).round().to(torch.uint8)
+
+
+def _smaller(maps: Tensor) -> Tensor:
+    stride = max(1, math.ceil(max(maps.shape[1:]) / _SIDE))
+    return maps[:, ::stride, ::stride]
 
 
 def _grid(pictures: Tensor) -> Tensor:

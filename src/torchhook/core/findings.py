@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -171,8 +171,9 @@ class Report:
 
     `checked` has the codes of the rules that were applied, `skipped` those that were not, each with the reason.
     `layers` has the numbers of each layer and parameter behind the plots, in the order of execution, measured from the
-    first to the last step of `span`; `losses` are by step. `about` says where the report comes from, as far as that is
-    known: ``run``, ``state``, ``started``, ``command``, ``versions`` and ``device``.
+    first to the last step of `span`; `losses` are by step. `gradients` has the sizes of the gradients at some
+    steps, each in the order of `layers`. `about` says where the report comes from, as far as that is known: ``run``,
+    ``state``, ``started``, ``command``, ``versions`` and ``device``.
 
     >>> report = Report((Finding("TH201", "error", "61% of the units never fire", site="relu"),), model="Net")
     >>> report.ok, report.exit_code, report.passing("info").ok
@@ -192,6 +193,7 @@ class Report:
     notes: tuple[str, ...] = ()
     span: tuple[int, int] | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
+    gradients: Mapping[int, Sequence[float | None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fail_on", Severity(self.fail_on))
@@ -240,6 +242,7 @@ class Report:
             "notes": list(self.notes),
             "span": None if self.span is None else list(self.span),
             "about": dict(self.about),
+            "gradients": [[step, list(sizes)] for step, sizes in self.gradients.items()],
         }
 
     @classmethod
@@ -263,6 +266,7 @@ class Report:
             notes=tuple(map(str, data["notes"])),
             span=None if span is None else (_whole(span[0]), _whole(span[1])),
             about=dict(data.get("about", {})),
+            gradients={_whole(step): tuple(map(_number, sizes)) for step, sizes in data.get("gradients", [])},
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -17,6 +17,7 @@ from torchhook.dashboard.guard import Guard
 from torchhook.dashboard.library import Library
 from torchhook.dashboard.pages import compare, flow, graph, layer, layers, overview, ranks, results, runs
 from torchhook.dashboard.parts import PAGES, address, waiting
+from torchhook.dashboard.sheets import Book
 from torchhook.render.figures.style import SCRIPT
 from torchhook.render.to_html import STYLE
 from torchhook.render.words import printable
@@ -72,6 +73,7 @@ def create_app(library: Library, guard: Guard | None = None) -> Dash:
         Output("where", "children"),
         Input("url", "pathname"),
         Input("url", "search"),
+        on_error=_not_shown,
     )
     def _(pathname: str | None, search: str | None) -> Any:
         return _routed(library, pathname or "/", parse_qs((search or "").lstrip("?"), errors="surrogateescape"))
@@ -92,13 +94,21 @@ def _plotly() -> Response:
 
 
 def _show_error(error: Exception) -> None:
-    """Show the error instead of the page: the run is broken, newer or deleted, or there is a bug."""
+    """Show the error instead of the page, whose header stays."""
+    set_props("page", {"children": _said(error)})
+
+
+def _not_shown(error: Exception) -> tuple[Component, Component]:
+    return _said(error), html.H1("Cannot show this page")
+
+
+def _said(error: Exception) -> Component:
+    """What is said of an error: the run is broken, newer or deleted, or there is a bug."""
     is_ours = isinstance(error, TorchhookError)
     if not is_ours:
         traceback.print_exception(error)
     message = str(error) if is_ours else f"{type(error).__name__}: {error}"
-    set_props("page", {"children": html.P(printable(message), role="alert")})
-    set_props("where", {"children": html.H1("Cannot show this page")})
+    return html.P(printable(message), role="alert")
 
 
 def _frame() -> Component:
@@ -127,22 +137,28 @@ def _routed(library: Library, pathname: str, query: dict[str, list[str]]) -> tup
     if parts[0] != "run" or len(parts) not in (2, 3):
         return html.P(f"There is no page {printable(pathname)!r}.", role="alert"), html.H1("Not found")
     book, name = library.book(parts[1]), parts[2] if len(parts) == 3 else ""
-    first = {key: values[0] for key, values in query.items()}
+    header = _header(book.name, "layers" if name == "layer" else name, bool(book.run.rank_steps))
+    try:
+        return _page_of(book, name, {key: values[0] for key, values in query.items()}), header
+    except Exception as error:
+        return _said(error), header
+
+
+def _page_of(book: Book, name: str, first: dict[str, str]) -> Component:
+    """A page of a run; `first` are the choices in its URL."""
     if name == "":
-        page = overview.page(book)
-    elif name == "layers":
-        page = layers.page(book, first.get("stat", "std"), first.get("port", "output"))
-    elif name == "layer":
-        page = layer.page(book, first.get("path", ""))
-    elif name == "flow":
-        page = flow.page(book, int(first["step"]) if first.get("step", "").isdecimal() else None)
-    elif name == "graph":
-        page = graph.page(book)
-    elif name == "ranks":
-        page = ranks.page(book)
-    else:
-        page = html.P(f"There is no page {printable(name)!r}.", role="alert")
-    return page, _header(book.name, "layers" if name == "layer" else name, bool(book.run.rank_steps))
+        return overview.page(book)
+    if name == "layers":
+        return layers.page(book, first.get("stat", "std"), first.get("port", "output"))
+    if name == "layer":
+        return layer.page(book, first.get("path", ""))
+    if name == "flow":
+        return flow.page(book, int(first["step"]) if first.get("step", "").isdecimal() else None)
+    if name == "graph":
+        return graph.page(book)
+    if name == "ranks":
+        return ranks.page(book)
+    return html.P(f"There is no page {printable(name)!r}.", role="alert")
 
 
 def _header(run: str, current: str, has_ranks: bool) -> Component:

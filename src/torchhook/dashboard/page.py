@@ -21,6 +21,7 @@ from torchhook.core.trees import leaves
 from torchhook.plot.arrays import finite, numbers
 from torchhook.plot.given import Layer, first_sample, layers_of, maps_of
 from torchhook.render.figures.values import boxes, plane
+from torchhook.render.palette import NONFINITE
 from torchhook.render.tables import tables
 from torchhook.render.tags import text
 from torchhook.render.to_html import document, html, plot, plots
@@ -138,7 +139,7 @@ def _card(layer: Layer) -> str:
     shown = (
         f"Channels of the first sample, each from black (its smallest value) to white: {channels} of {high} × {wide}."
     )
-    picture = f'<img alt="Feature maps of {text(layer.path)}" src="{_source(png(maps))}">'
+    picture = f'<img alt="Feature maps of {text(layer.path)}" src="{_source(png(maps, NONFINITE))}">'
     return plot(layer.title or "maps", plane(_rows(maps.mean(0)), "mean of channels"), shown, picture)
 
 

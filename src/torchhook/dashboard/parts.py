@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from dash import dcc, html
+from dash import dcc, html, no_update
 from dash.development.base_component import Component
 
-from torchhook.core.findings import Finding, Severity
+from torchhook.core.findings import Finding
 from torchhook.dashboard.folding import above
 from torchhook.dashboard.sheets import Book, worst_in
 from torchhook.render.words import printable
-from torchhook.training.runs import Run
 
 _OPEN = 2  # levels of the tree of modules that are open
 EVERY = 1000  # milliseconds between two updates
@@ -43,9 +42,12 @@ def pill(kind: str, text: str) -> Component:
     return html.Span(text, className=f"pill {kind}")
 
 
-def state_of(run: Run) -> tuple[str, str]:
-    """The state of a run, for a `pill`; errors that were found are part of it."""
-    state, errors = run.state, sum(finding.severity == Severity.ERROR for finding in run.findings)
+def state_of(state: str, errors: int) -> tuple[str, str]:
+    """The state of a run, for a `pill`; errors that were found are part of it.
+
+    >>> state_of("ended", 0), state_of("ended", 2)
+    (('passed', 'ended'), ('error', 'ended with 2 errors'))
+    """
     if errors:
         return "error", f"{state} with {errors} error{'s' * (errors > 1)}"
     return _STATES.get(state, "error"), state
@@ -113,9 +115,63 @@ def section(title: str, *children: Any, note: str = "") -> Component:
     return html.Section([html.H2(title), *([html.P(note, className="quiet")] if note else []), *children])
 
 
-def choice(id_: str, label: str, options: Iterable[str], value: str) -> Component:
-    """A menu to choose one of several options."""
-    chooser = dcc.Dropdown(list(options), value, id=id_, clearable=False)
+_STATS = {
+    "count": "Number of values",
+    "mean": "Mean",
+    "std": "Standard deviation",
+    "min": "Smallest value",
+    "max": "Largest value",
+    "l2": "Norm",
+    "abs_mean": "Mean absolute value",
+    "zero_fraction": "Share of zeros",
+    "nonfinite": "Values that are not finite",
+    "nan": "NaN values",
+    "posinf": "+Inf values",
+    "neginf": "-Inf values",
+    "skewness": "Skewness",
+    "kurtosis": "Kurtosis",
+}
+_PORTS = {
+    "input": "each layer's input",
+    "output": "each layer's output",
+    "grad_input": "each layer's input gradient",
+    "grad_output": "each layer's output gradient",
+    "param": "each parameter",
+    "param_grad": "each parameter's gradient",
+}
+_NUMBERS = {  # ports with one number per step, of which the mean is that number
+    "param_norm": "Norm of each parameter",
+    "param_grad_norm": "Norm of each parameter's gradient",
+    "update_ratio": "Relative update of each parameter",
+}
+
+
+def named(stat: str, port: str) -> str:
+    """A statistic at a port, in words.
+
+    >>> named("std", "output"), named("mean", "update_ratio")
+    ("Standard deviation of each layer's output", 'Relative update of each parameter')
+    """
+    return _NUMBERS.get(port) or f"{_STATS.get(stat, stat)} of {_PORTS.get(port, port)}"
+
+
+def stats_named(stats: Iterable[str]) -> dict[str, str]:
+    """The options of a menu of statistics."""
+    return {stat: _STATS.get(stat, stat) for stat in stats}
+
+
+def ports_named(ports: Iterable[str]) -> dict[str, str]:
+    """The options of a menu of ports."""
+    names = {port: _NUMBERS.get(port) or _PORTS.get(port, port) for port in ports}
+    return {port: name[:1].upper() + name[1:] for port, name in names.items()}
+
+
+def choice(id_: str, label: str, options: Iterable[str] | Mapping[str, str], value: str) -> Component:
+    """A menu to choose one of several options, which may have names."""
+    named = options if isinstance(options, Mapping) else {option: option for option in options}
+    chooser = dcc.Dropdown(
+        [{"value": option, "label": name} for option, name in named.items()], value, id=id_, clearable=False
+    )
     first = f"{id_}-value-count"  # the id with which Dash begins the accessible name of a menu
     return html.Label([html.Span(label, id=first), chooser], className="choice")
 
@@ -124,6 +180,15 @@ def slider(id_: str, name: str, high: float, value: float, step: float = 1, text
     """A slider from 0 to `high`, under its name or a text."""
     bar = dcc.Slider(0, high, step, value=value, id=id_, marks=None, updatemode="drag", allow_direct_input=False)
     return html.Label([html.Span(text or name, id=f"{id_}-text"), bar], className="choice slider", title=name)
+
+
+def followed(steps: list[int], number: int, shown: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """The end and the value of a slider over steps, and what its page remembers; at the end, it follows new steps."""
+    if steps == shown["steps"]:
+        return no_update, no_update, no_update
+    last = max(0, len(steps) - 1)
+    was_last = number >= len(shown["steps"]) - 1
+    return last, last if was_last else no_update, {**shown, "steps": steps}
 
 
 def layer_of(site: str, layers: Iterable[str]) -> str | None:

@@ -182,6 +182,11 @@ class Book:
         """All findings, including those that others explain."""
         return [one for finding in self.run.findings for one in (finding, *finding.affected)]
 
+    def faulty_step(self) -> int | None:
+        """The step of the worst finding, the first of several, including findings that another one explains."""
+        found = [finding for finding in self.found() if finding.step is not None and finding.severity > "info"]
+        return min(found, key=lambda finding: (-finding.severity.rank, finding.step)).step if found else None
+
     def quantiles(self, layer: str, port: str = "output") -> tuple[list[int], list[list[float]]]:
         """The steps with histograms, and the quantiles of a layer's values at each."""
         with self.lock:

@@ -13,7 +13,7 @@ from torchhook.core.errors import NotRecordedError
 from torchhook.core.findings import Report
 from torchhook.core.optional import require
 from torchhook.plot.arrays import finite, numbers, reach, share_below
-from torchhook.plot.sources import classes_of, paths_with, snapshot_of
+from torchhook.plot.sources import classes_of, drawn_step, paths_with, snapshot_of
 from torchhook.plot.style import (
     SMALL,
     colour_bar,
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 _WIDE = 100.0  # ratio of the largest to the smallest value from which the scale is logarithmic
 
+_GRADIENTS = ("grad_output", "param_grad_norm", "param_grad")
 _COUNTS = ("nonfinite", "nan", "posinf", "neginf", "count")
 _WITH_ZERO = ("mean", "min", "max", "skewness", "zero_fraction", *_COUNTS)  # whose zeros do not mean: nothing flows
 _TITLES = {
@@ -59,7 +60,7 @@ def gradient_flow(stats: Stats | Snapshot | Report | Run, *, ax: Axes | None = N
 
     Circles are gradients of a layer's output (``measure(..., grads=True)``), squares those of its parameters
     (``param_grads=True``). Zeros are triangles at the left, values that are not finite crosses at the right. Of a run,
-    the last window with gradients is drawn.
+    the last window with gradients is drawn, whose step is named.
 
     >>> from torch import nn, ones
     >>> from torchhook import measure
@@ -81,7 +82,8 @@ def gradient_flow(stats: Stats | Snapshot | Report | Run, *, ax: Axes | None = N
     both = outputs + parameters
     mark_odd(ax, [rows[layer] for layer, value in both if value == 0], "zero")
     mark_odd(ax, [rows[layer] for layer, value in both if not math.isfinite(value)], "not finite")
-    ax.set_xlabel(f"gradient size (RMS of outputs, {kind} of parameters)")
+    when = f" at step {drawn_step(stats, *_GRADIENTS):,}" if isinstance(stats, Run) else ""
+    ax.set_xlabel(f"gradient size{when} (RMS of outputs, {kind} of parameters)")
     quiet(ax)
     legend_above(ax)
     return figure
@@ -134,7 +136,7 @@ def _of_report(report: Report) -> tuple[Sizes, Sizes, str]:
 
 
 def _of_stats(stats: Stats | Snapshot | Run) -> tuple[Sizes, Sizes, str]:
-    snapshot = snapshot_of(stats, "grad_output", "param_grad_norm", "param_grad")
+    snapshot = snapshot_of(stats, *_GRADIENTS)
     outputs, parameters = _split(layers_of(snapshot))
     if parameters:
         return outputs, parameters, "norm"

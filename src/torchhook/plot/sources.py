@@ -28,14 +28,20 @@ call measure(..., grads=True)
     """
     if isinstance(stats, Run):
         rows = stats.places
-        windows = map(stats.window, reversed(stats.steps_with(stat)))
-        found = next((window for window in windows if paths_with(window.rows, *ports, stat=stat)), Snapshot({}))
+        step = drawn_step(stats, *ports, stat=stat)
+        found = Snapshot({}) if step is None else stats.window(step)
     else:
         found = _snapshot(stats)
         rows = found.rows
     if not paths_with(found.rows, *ports, stat=stat):
         raise NotRecordedError(_why(rows, ports[0], stat))
     return found
+
+
+def drawn_step(run: Run, *ports: str, stat: str = "moments") -> int | None:
+    """The last step of a run that has the statistic at one of the ports."""
+    steps = reversed(run.steps_with(stat))
+    return next((step for step in steps if paths_with(run.window(step).rows, *ports, stat=stat)), None)
 
 
 def readings(stats: Stats | Snapshot | Run, port: str, stat: str = "moments") -> dict[str, Reading]:

@@ -7,8 +7,8 @@ PURPLE, SKY_BLUE, YELLOW, GREY = "#cc79a7", "#56b4e9", "#f0e442", "#8a9099"
 BLACK, WHITE = "#000000", "#ffffff"
 QUIET = "#5b626b"  # for words beside a figure, dark enough to read on light paper
 
-LINES = (BLUE, ORANGE, GREEN, VERMILLION, PURPLE, SKY_BLUE, GREY)
-"""The colours of several lines in one figure, in this order."""
+LINES = (BLUE, GREEN, PURPLE, SKY_BLUE, GREY, VERMILLION, ORANGE)
+"""The colours of several lines in one figure, in this order: those near the colour of what is not finite come last."""
 
 SEVERITY = {"info": BLUE, "warning": ORANGE, "error": VERMILLION}
 

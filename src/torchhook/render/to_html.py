@@ -17,7 +17,7 @@ from torchhook.render.figures import activations, gradient_flow, loss_curve, upd
 from torchhook.render.figures.results import caption, drawn
 from torchhook.render.figures.style import SCRIPT
 from torchhook.render.tables import listed, tables
-from torchhook.render.words import by_reason, counts, header, left_out, scope, span, verdict
+from torchhook.render.words import by_reason, counts, header, heading, left_out, scope, span, verdict
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; base-uri 'none'"
 STYLE = Path(__file__).with_name("page.css")
@@ -57,7 +57,7 @@ def html(result: Report | Result) -> str:
             "Checks": _checks(result),
         }
         return document(result.headline, _title(result), parts, verdict(result))
-    kind, title = result._kind(), result._title()
+    kind, title = heading(result._kind()), result._title()
     header = f'<p class="quiet">torchhook</p><h1>{text(kind)}</h1><p>{text(title)}</p>'
     return document(f"{kind}: {title}", header, _by_title(result._parts()), "plain", needs_script=True)
 
@@ -157,7 +157,7 @@ def plots(report: Report, more: Mapping[str, tuple[Any, str]] | None = None) -> 
 def plot(name: str, figure: Any, caption: str, beside: str = "") -> str:
     """A figure on a card, under its name and caption; needs the script that draws it. `beside` goes to its left."""
     own = {"div_id": f"plot-{_anchor(name)}", "config": {"displayModeBar": False, "responsive": True}}
-    drawn = figure.to_html(full_html=False, include_plotlyjs=False, **own)
+    drawn = figure.to_html(full_html=False, include_plotlyjs=False, auto_play=False, **own)
     body = f'<div role="img" aria-label="{text(name)}">{drawn}</div>'
     if beside:
         body = f'<div class="pair">{beside}{body}</div>'

@@ -49,7 +49,8 @@ def from_json(text: str) -> Report:
     """
     report = Report.from_dict(json_of(text))
     layers = ({key: v if key in _WORDS else _revived(v) for key, v in layer.items()} for layer in report.layers)
-    return replace(report, layers=tuple(layers), losses=_revived(report.losses))
+    gradients = {step: tuple(map(_revived, sizes)) for step, sizes in report.gradients.items()}
+    return replace(report, layers=tuple(layers), losses=_revived(report.losses), gradients=gradients)
 
 
 def _plain(value: Any) -> Any:

@@ -43,6 +43,15 @@ def short(text: str, length: int = 400) -> str:
     return printable(text) if len(text) <= length else printable(text[: length - 1]) + "…"
 
 
+def heading(kind: str) -> str:
+    """The class of a result, as the heading of its page.
+
+    >>> heading("Likeness"), heading("Sweep")
+    ('Similarity', 'Sweep')
+    """
+    return "Similarity" if kind == "Likeness" else kind
+
+
 def finding_title(finding: Finding) -> str:
     """The code and the site of a finding, for a list.
 

@@ -16,13 +16,14 @@ from torchhook.rules.kinds import kind_of
 from torchhook.rules.registry import Choice, chosen
 from torchhook.rules.repairs import repairs_for
 from torchhook.rules.rule import Rule
+from torchhook.stats.downsample import spread
+from torchhook.stats.moments import Summary
 from torchhook.stats.reading import Place, Reading, Snapshot
 from torchhook.stats.result import Stats
 from torchhook.stats.stat import unlike
 
 _SHORTLY = 10  # steps
-_LOOK_BACK = 16  # windows in which a statistic that is not measured at a step is looked for
-_LATE = 0.5  # the share of windows, at the end, that the layers' numbers are taken from
+_STEPS, _NUMBERS = 40, 4000  # of the gradients in a report: at most so many steps, and so many numbers in all
 
 Found = Mapping[Rule, Sequence[Finding]]
 """The findings of each rule."""
@@ -90,18 +91,20 @@ def check(
         if not unlike(reason)
     ][:1]
     roots = folded(found if tried is None else tried(found), history.order)
-    fault = _fault(roots, history)
+    step = _shown_step(roots, history)
+    layers = layers_of(joined(window.snapshot for window in history.windows if window.step == step))
     return Report(
         findings=(*(_completed(finding, history) for finding in roots), *broken),
         model=model,
         fail_on=Severity(fail_on),
         checked=tuple(rule.code for rule in found),
         skipped=skipped,
-        layers=layers_of(history.whole(_LATE) if fault is None else _shortly_before(history, fault)),
+        layers=layers,
         losses=dict(history.losses),
         notes=tuple(_unjudged(history)),
         # a single measurement does not know where it began
-        span=None if history is not stats else _span(history) if fault is None else (fault, fault),
+        span=None if history is not stats or step is None else (step, step),
+        gradients=_gradients(history, layers, step),
     )
 
 
@@ -142,26 +145,37 @@ def _history(stats: Stats | Snapshot | History) -> History:
     return history
 
 
-def _fault(roots: Iterable[Finding], history: History) -> int | None:
-    """The first measured step at or after the worst finding, or else the last one; None if no finding has a step."""
+def _shown_step(roots: Iterable[Finding], history: History) -> int | None:
+    """The step whose numbers are shown: a mean over healthy and broken steps would show neither.
+
+    It is the first measured step at or after the worst finding; if no finding has a step, the last one at which as many
+    ports were measured as ever.
+    """
     every = [one for root in roots for one in (root, *root.affected)]  # a cause may have no step, but its consequences
     found = [(-one.severity.rank, one.step) for one in every if one.step is not None and one.severity > "info"]
-    if not found or not history.windows:
+    if not history.windows:
         return None
+    if not found:
+        ports = {window.step: len({port for _, port in window.snapshot.rows}) for window in history.windows}
+        return max(ports, key=lambda step: (ports[step], step))
     _, step = min(found)
     return next((window.step for window in history.windows if window.step >= step), history.windows[-1].step)
 
 
-def _shortly_before(history: History, step: int) -> Snapshot:
-    """The last value of each statistic up to a step: a mean over healthy and broken steps would show neither."""
-    windows = [window for window in history.windows if window.step <= step][-_LOOK_BACK:]
-    return History(windows=windows).whole(0)
-
-
-def _span(history: History) -> tuple[int, int] | None:
-    """The first and the last step that the layers' numbers are taken from."""
-    steps = [window.step for window in history.windows]
-    return (steps[math.floor(len(steps) * (1 - _LATE))], steps[-1]) if steps else None
+def _gradients(
+    history: History, layers: Sequence[Mapping[str, Any]], shown: int | None
+) -> dict[int, list[float | None]]:
+    """The gradients of the layers at some steps, among them the one that is shown; none if there is only that."""
+    sizes: dict[str, dict[int, float]] = {}
+    for port, size in _GRADIENTS.items():
+        for (path, _), by_step in history.summaries(port).items():
+            sizes.setdefault(path, {step: float(f"{size(found):.3g}") for step, found in by_step.items()})
+    known = [sizes.get(layer["site"], {}) if "grad_norm" in layer else {} for layer in layers]
+    steps = sorted({step for by_step in known for step in by_step})
+    if shown is None or len(steps) < 2:
+        return {}
+    chosen = sorted({shown, *spread(steps, max(1, min(_STEPS, _NUMBERS // len(layers)) - 1))})
+    return {step: [by_step.get(step) for by_step in known] for step in chosen}
 
 
 def _missing(history: History) -> Iterator[tuple[Place, str, str]]:
@@ -240,20 +254,19 @@ def _spread(reading: Reading) -> float:
     return float(reading["moments"].std) if by_unit is None else by_unit
 
 
-def _rms(reading: Reading) -> float:
-    moments = reading["moments"]
+def _rms(moments: Summary) -> float:
     return math.nan if moments.nonfinite else float(moments.l2 / max(moments.count, 1) ** 0.5)
 
 
-def _mean(reading: Reading) -> float:
-    moments = reading["moments"]
+def _mean(moments: Summary) -> float:
     return math.nan if moments.nonfinite else float(moments.mean)
 
 
+_GRADIENTS: dict[str, Callable[[Summary], float]] = {"grad_output": _rms, "param_grad_norm": _mean}
 _ENTRIES: dict[str, Callable[[Reading], dict[str, Any]]] = {
     "output": _of_output,
-    "grad_output": lambda reading: {"grad_norm": _rms(reading)},
-    "param_grad_norm": lambda reading: {"grad_norm": _mean(reading)},
-    "param_norm": lambda reading: {"norm": _mean(reading)},
+    "grad_output": lambda reading: {"grad_norm": _rms(reading["moments"])},
+    "param_grad_norm": lambda reading: {"grad_norm": _mean(reading["moments"])},
+    "param_norm": lambda reading: {"norm": _mean(reading["moments"])},
     "update_ratio": lambda reading: {"update_ratio": reading["moments"].mean},
 }

@@ -1,8 +1,14 @@
-// Name each slider after its label: Dash does not.
+// Name each slider after its label, and its value by the words beside it, and the document after its page: Dash does not.
 new MutationObserver(() => {
-  for (const slider of document.querySelectorAll('[role="slider"]:not([aria-label])'))
-    slider.setAttribute("aria-label", slider.closest("label").title);
-}).observe(document, { childList: true, subtree: true });
+  for (const slider of document.querySelectorAll('.choice.slider [role="slider"]')) {
+    const label = slider.closest("label");
+    slider.setAttribute("aria-label", label.title);
+    slider.setAttribute("aria-valuetext", label.querySelector("span").textContent);
+  }
+  const words = ["#where h1", "#where nav .current"].map((part) => document.querySelector(part)?.textContent);
+  const title = [...words.filter(Boolean), "torchhook"].join(" · ");
+  if (document.title !== title) document.title = title;
+}).observe(document, { childList: true, subtree: true, characterData: true });
 
 // Executing plotly.js takes a few tenths of a second. It is loaded as soon as the frame exists, while the server makes
 // the page inside it; the list of runs has no figures, so its rows come first. Until then, window.Plotly is a promise

@@ -4,12 +4,11 @@ const element = React.createElement;
 window.dashAgGridComponentFunctions = {
   ...window.dashAgGridComponentFunctions,
   RunLink: ({ data }) => element(dash_core_components.Link, { href: data.href, className: "name" }, data.shown),
-  RunState: ({ data }) => element("span", { className: `pill ${PILLS[data.state] ?? "error"}` }, data.state),
+  RunState: ({ data }) => element("span", { className: `pill ${data.look ?? ""}` }, data.state),
   RunFinding: ({ data }) =>
     data.finding ? element("span", { className: `finding ${data.severity}` }, data.finding) : null,
   RunCurve: ({ data }) => (data.losses?.length ? curve(data.losses) : null),
 };
-const PILLS = { running: "info", interrupted: "info", ended: "passed", "…": "" };
 
 // Non-finite losses are ticks across the whole height.
 function curve(losses) {
@@ -24,6 +23,8 @@ function curve(losses) {
 
 window.dashAgGridFunctions = window.dashAgGridFunctions ?? {};
 dashAgGridFunctions.runs = {
+  order: (a, b, one, other, down) =>  // what is not finite, or not known, comes last in both directions
+    a == null || b == null ? ((a == null) - (b == null)) * (down ? -1 : 1) : a - b,
   loss: ({ data, value }) => (data.is_broken ? "not finite" : value?.toPrecision(4) ?? ""),
   step: ({ value }) => value?.toLocaleString("en") ?? "",
   started: ({ value }) => new Date(1000 * value).toLocaleString("sv").slice(0, 16),

@@ -193,7 +193,7 @@ def _difference_section(books: list[Book]) -> Component:
     choices = [
         choice("compare-first", "first run", names, first.name),
         choice("compare-second", "second run", names, second.name),
-        choice("compare-stat", "statistic", _STATS, stat),
+        choice("compare-stat", "statistic", list(_STATS), stat),
     ]
     drawn = graph("compare-difference", _difference(first, second, stat), _DIFFERENCE)
     shown = section("Difference", html.Div(choices, className="choices"), drawn)
@@ -209,6 +209,8 @@ def _difference(first: Book, second: Book, stat: str) -> Any:
         return not_measured()
     paths = aligned(next(iter(table.values())) for table in (one, other))
     rows = [[_ratio(one[step].get(path), other[near].get(path)) for path in paths] for step, near in pairs.items()]
+    if all(value is None for row in rows for value in row):
+        return not_measured("no layer of one run was measured in the other")
     return heatmap("ratio", list(pairs), paths, rows)
 
 

@@ -12,7 +12,7 @@ from dash.development.base_component import Component
 
 from torchhook.dashboard.folding import above, blocks, drawn_wires, seen_as, unfolded_first
 from torchhook.dashboard.library import Library
-from torchhook.dashboard.parts import address, choice, section, tick, tree, tree_data, waiting
+from torchhook.dashboard.parts import address, choice, named, section, tick, tree, tree_data, waiting
 from torchhook.dashboard.sheets import Book, worst_in
 from torchhook.render.figures import heatmap_rows
 from torchhook.render.figures.style import ODD, ink_on, odd_kind, shade
@@ -27,7 +27,9 @@ Paint = Callable[[str, list[str]], str]
 
 _FINDINGS = "findings"
 _SMALL = 20  # nodes and wires that are seen at once
-_COLOURS = [_FINDINGS, *(f"{field} of {port}" for port in ("output", "grad_output") for field in NAMES)]
+_COLOURS = {_FINDINGS: "Findings"} | {
+    f"{field} of {port}": named(field, port) for port in ("output", "grad_output") for field in NAMES
+}
 _ARIA = {"role": "img", "aria-label": "Graph of the layers; the list below has the same layers"}
 
 # The script is half a megabyte, and no other page needs it.
@@ -45,7 +47,8 @@ async () => {
 """
 _FIT = """
 () => {
-  document.getElementById("graph-picture")?._cyreg?.cy.fit(undefined, 20);
+  const cy = document.getElementById("graph-picture")?._cyreg?.cy.fit(undefined, 20);
+  if (cy?.zoom() > 1) cy.zoom(1).center();
   return "fit";
 }
 """
@@ -57,6 +60,11 @@ async () => {
   while (document.getElementById("graph-box") && !drawn()?.nodes().length) await new Promise(requestAnimationFrame);
   const cy = drawn(), box = cy?.elements().renderedBoundingBox();
   if (box && box.w < cy.width()) cy.panBy({ x: (cy.width() - box.x1 - box.x2) / 2, y: 0 });
+  cy?.on("layoutstop", () => {  // what was folded may be a speck now
+    const now = cy.elements().renderedBoundingBox();
+    if (now.w < cy.width() / 2 && now.h < cy.height() / 2) cy.fit(undefined, 20);
+    if (cy.zoom() > 1) cy.zoom(1).center();
+  });
   return "";
 }
 """
@@ -141,7 +149,7 @@ def _box(elements: list[dict[str, Any]], legend: list[Any], is_dark: bool) -> li
     picture = dash_cytoscape.Cytoscape(
         id="graph-picture",
         elements=elements,
-        layout={"name": "dagre", "rankDir": "TB", "nodeSep": 30, "rankSep": 36, "fit": len(elements) < _SMALL},
+        layout={"name": "dagre", "rankDir": "TB", "nodeSep": 70, "rankSep": 60, "fit": len(elements) < _SMALL},
         zoom=0.9,
         pan={"x": 40, "y": 40},
         minZoom=0.05,
@@ -224,7 +232,7 @@ def _by_statistic(book: Book, field: str, port: str) -> tuple[Paint, list[Any]]:
 
     ends = {f"{known[0][1]:.3g}": shade(0.0), f"{known[-1][1]:.3g}": shade(1.0)} if known else {}
     step = f" at step {sheet.steps[-1]:,}" if sheet.steps else ""
-    return paint, [f"{field} of {port}{step}: ", *_legend({**ends, **ODD})]
+    return paint, [f"{named(field, port)}{step}: ", *_legend({**ends, **ODD})]
 
 
 def _legend(colours: dict[str, str]) -> list[Any]:
@@ -242,7 +250,7 @@ def _style(is_dark: bool) -> list[dict[str, Any]]:
     box = {"background-color": "data(fill)", "color": "data(ink)", "width": "data(wide)", "height": 38}
     frame = {"background-color": GREY, "background-opacity": 0.08, "border-color": GREY, "padding": "24px"}
     edge = {"curve-style": "bezier", "width": 1.5, "line-color": GREY, "target-arrow-color": GREY}
-    ends = {"target-arrow-shape": "triangle", "source-label": "data(shape)", "source-text-offset": 14}
+    ends = {"target-arrow-shape": "triangle", "source-label": "data(shape)", "source-text-offset": 12}
     styles = {
         "node": {**node, "shape": "round-rectangle", "text-valign": "center"},
         ".layer, .folded": box,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from dash import Dash, Input, Output, State, dcc, html, no_update
@@ -129,7 +130,7 @@ def _neighbours(book: Book, path: str) -> Component:
         for text, at in near.items()
         if 0 <= at < len(layers)
     ]
-    return html.P(links, className="tags")
+    return html.Nav(links, className="tags near", **{"aria-label": "Layers before and after"})
 
 
 def _cards(book: Book, path: str) -> list[Component]:
@@ -157,5 +158,6 @@ def _picture(book: Book, path: str, number: int) -> Component:
         return html.P("No feature maps of this layer: they are kept only for some convolutions.", className="quiet")
     sample = samples[min(number, len(samples) - 1)]
     source, text = f"{address(book.name, 'samples')}/{sample.file.name}", f"step {sample.step:,}"
-    caption = html.Figcaption(f"{text}, from {sample.low:.3g} to {sample.high:.3g}", className="quiet")
+    span = f"from {sample.low:.3g} to {sample.high:.3g}" if math.isfinite(sample.low) else "no value is finite"
+    caption = html.Figcaption(f"{text}, {span}; orange: not finite", className="quiet")
     return html.Figure([html.Img(src=source, alt=f"Feature maps of {printable(path)} at {text}"), caption])

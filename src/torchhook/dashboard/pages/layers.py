@@ -8,9 +8,9 @@ from dash import Dash, Input, Output, Patch, State, dcc, html, no_update
 from dash.development.base_component import Component
 
 from torchhook.dashboard.library import Library
-from torchhook.dashboard.parts import address, choice, graph, tick, tree
-from torchhook.dashboard.sheets import Book
-from torchhook.render.figures import heatmap, heatmap_rows, layer_name, step_range
+from torchhook.dashboard.parts import address, choice, graph, named, ports_named, stats_named, tick, tree
+from torchhook.dashboard.sheets import Book, Sheet
+from torchhook.render.figures import heatmap, heatmap_rows, layer_name, spaced, step_range
 from torchhook.training.runs.fields import NAMES
 
 # Keep the choices in the URL, so that it can be shared, without reloading the page.
@@ -28,8 +28,8 @@ def page(book: Book, stat: str = "std", port: str = "output") -> Component:
     ports = book.ports() or ["output"]
     figure, caption, shown = _drawn(book, stat, port if port in ports else ports[0])
     choices = [
-        choice("layers-port", "measured at", ports, shown["port"]),
-        choice("layers-stat", "statistic", NAMES, shown["stat"]),
+        choice("layers-port", "measured at", ports_named(ports), shown["port"]),
+        choice("layers-stat", "statistic", stats_named(NAMES), shown["stat"]),
     ]
     return html.Div(
         [
@@ -60,9 +60,10 @@ def register(app: Dash, library: Library) -> None:
             return no_update, no_update
         now = {**shown, "edition": sheet.edition, "rows": len(sheet.steps)}
         late = book.rows(sheet, shown["rows"])
-        drawn = heatmap_rows(sheet.field, late)
-        if sheet.edition != shown["edition"] or any(None in row for row in drawn):  # what is odd is drawn with the rest
-            return heatmap(sheet.field, sheet.steps, sheet.paths, book.rows(sheet)), now
+        drawn = heatmap_rows(_drawn_as(sheet), late)
+        is_whole = not any(None in row for row in drawn) and len(spaced(sheet.steps, sheet.rows)[0]) == len(sheet.steps)
+        if sheet.edition != shown["edition"] or not is_whole:  # what is odd, and gaps, are drawn with the rest
+            return heatmap(_drawn_as(sheet), sheet.steps, sheet.paths, book.rows(sheet)), now
         figure = Patch()
         figure["data"][0]["x"].extend(sheet.steps[shown["rows"] :])
         figure["data"][0]["z"].extend(drawn)
@@ -105,6 +106,11 @@ def _drawn(book: Book, stat: str, port: str) -> tuple[Any, str, dict[str, Any]]:
     """The figure, its caption, and what the page remembers about it."""
     stat = "mean" if port.endswith(_NUMBERS) else stat if stat in NAMES else "std"
     sheet = book.sheet(stat, port)
-    caption = f"{stat} of every {port}: layers in execution order, by step. Click one to open it."
+    caption = f"{named(stat, port)}: layers in execution order, by step. Click one to open it."
     shown = {"run": book.name, "stat": stat, "port": port, "edition": sheet.edition, "rows": len(sheet.steps)}
-    return heatmap(sheet.field, sheet.steps, sheet.paths, book.rows(sheet)), caption, shown
+    return heatmap(_drawn_as(sheet), sheet.steps, sheet.paths, book.rows(sheet)), caption, shown
+
+
+def _drawn_as(sheet: Sheet) -> str:
+    """What decides the scale: of a port with one number per step, the port, since its mean is a size."""
+    return sheet.port if sheet.port.endswith(_NUMBERS) else sheet.field

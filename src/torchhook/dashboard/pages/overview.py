@@ -9,7 +9,7 @@ from typing import Any
 from dash import Dash, Input, Output, Patch, State, dcc, html, no_update
 from dash.development.base_component import Component
 
-from torchhook.core.findings import Report
+from torchhook.core.findings import Report, Severity
 from torchhook.dashboard.library import Library
 from torchhook.dashboard.parts import (
     address,
@@ -48,7 +48,7 @@ def page(book: Book) -> Component:
     points = {"edition": curve.edition, "points": len(curve.steps)}
     caption = "Loss and learning rate by step. Diamonds are findings: click one to open its layer."
     losses = graph("overview-loss", _loss(book, curve, _SMOOTHING), caption)
-    smoothing = slider("overview-smoothing", "smoothing", 0.99, _SMOOTHING, 0.01)
+    smoothing = slider("overview-smoothing", "smoothing", 0.99, _SMOOTHING, 0.01, _smoothing_text(_SMOOTHING))
     found = html.Div(_findings(book), id="overview-findings", tabIndex=0)
     return html.Div(
         [
@@ -63,7 +63,7 @@ def page(book: Book) -> Component:
 
 def _rest(book: Book) -> list[Component]:
     caption = (
-        "What was found at each layer, from the step at which it was found, or throughout if that is not known;"
+        "What was found at each layer, from the step at which it was found; hatched: that step is not known;"
         " pale: explained by another finding."
     )
     return [
@@ -115,6 +115,7 @@ def register(app: Dash, library: Library) -> None:
 
     @app.callback(
         Output("overview-loss", "figure", allow_duplicate=True),
+        Output("overview-smoothing-text", "children"),
         Input("overview-smoothing", "value"),
         State("overview-shown", "data"),
         prevent_initial_call=True,
@@ -122,7 +123,8 @@ def register(app: Dash, library: Library) -> None:
     def _(smoothing: float, shown: dict[str, Any]) -> Any:
         book = library.book(shown["run"])
         curve = book.curve()
-        return _smooth(book, curve, smoothing) if any(value is not None for value in curve.values) else no_update
+        is_drawn = any(value is not None for value in curve.values)
+        return _smooth(book, curve, smoothing) if is_drawn else no_update, _smoothing_text(smoothing)
 
     @app.callback(
         Output("url", "href", allow_duplicate=True),
@@ -169,6 +171,10 @@ def _smooth(book: Book, curve: Curve, smoothing: float) -> Any:
     return patch
 
 
+def _smoothing_text(smoothing: float) -> str:
+    return f"smoothing {smoothing:g}"
+
+
 def _rates(book: Book) -> dict[int, float]:
     rates = book.run.rates
     return {step: rates[step] for step in dict.fromkeys([*spread(list(rates), _RATES), *list(rates)[-1:]])}
@@ -185,9 +191,9 @@ def _health(book: Book) -> Any:
             path, start = layer_of(finding.site, layers), since(finding)
             start = since(root) if start is None else start  # a consequence is not older than its cause
             if path is not None:
-                text = f"{finding.code}{'' if start is None else f' from step {start:,}'}: {printable(finding.message)}"
+                text = f"{finding.code}{', step not known' if start is None else f' from step {start:,}'}"
                 begin, opacity = first if start is None else start, 1.0 if finding is root else _CONSEQUENCE
-                bar = Stretch(path, begin, last, text, opacity)
+                bar = Stretch(path, begin, last, f"{text}: {printable(finding.message)}", opacity, start is not None)
                 known = found.get((str(finding.severity), path), bar)
                 found[str(finding.severity), path] = min(known, bar, key=lambda bar: (-bar.opacity, bar.start))
     return health_map(
@@ -204,9 +210,17 @@ def _facts(book: Book) -> list[Component]:
         text.format(printable(str(run.about[name]))) for name, text in named.items() if run.about.get(name)
     ).replace("every 1 steps", "every step")
     watching = run.about.get("watching")
+    state = state_of(run.state, Report(tuple(run.findings)).count(Severity.ERROR))
     return [
         _verdict(book),
-        html.P([pill(*state_of(run)), html.B(progress), html.Span(f"started {started}")], className="tags"),
+        html.P(
+            [
+                pill(*state),
+                html.B(progress),
+                html.Span(f"started {started}"),
+            ],
+            className="tags",
+        ),
         html.P(
             [
                 printable(run.model),
@@ -230,11 +244,17 @@ def _verdict(book: Book) -> Component:
         return html.P(text, className="said passed" if steps else "said")
     first, path = found[0], layer_of(found[0].site, book.layers())
     said: list[Any] = ["" if first.severity > "info" else "Nothing is wrong; "]
-    said.append(f"{counts(Report(tuple(found)))}: {printable(first.message)}")
+    said.append(f"{counts(Report(tuple(found)))}: ")
+    where: Any = printable(first.place)
     if path is not None:
-        said += [", at ", dcc.Link(printable(first.place), href=address(book.name, "layer", path=path))]
-    elif first.site:
-        said.append(f", at {printable(first.place)}")
+        where = dcc.Link(where, href=address(book.name, "layer", path=path))
+    message = printable(first.message)
+    if not first.site:
+        said.append(message)
+    elif message.startswith("its "):  # of the layer, which has to be named first
+        said += ["at ", where, f", the {message.removeprefix('its ')}"]
+    else:
+        said += [f"{message}, at ", where]
     return html.P([*said, "."], className=f"said {first.severity}")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from dash import dcc, html
 from dash.development.base_component import Component
 from dash_ag_grid import AgGrid
@@ -15,7 +17,7 @@ from torchhook.dashboard.pages.runs import THEME
 from torchhook.dashboard.parts import address, card, graph, section
 from torchhook.render.figures.results import caption, drawn
 from torchhook.render.to_html import PLOTS
-from torchhook.render.words import by_reason, printable, scope, shown
+from torchhook.render.words import by_reason, heading, printable, scope, shown
 
 _ROWS = 10_000  # of a table
 _HIGH, _ROW = 560, 36  # pixels: greatest height of a table, height of a row
@@ -23,7 +25,7 @@ _HIGH, _ROW = 560, 36  # pixels: greatest height of a table, height of a row
 
 def listed(library: Library) -> Component:
     """Links to the results in the folder, newest first; nothing if there are none."""
-    links = [html.Li(dcc.Link(printable(name), href=address(name, kind="result"))) for name in _names(library)]
+    links = [html.Li([_link(name), " ", _written(library, name)]) for name in _names(library)]
     return section("Results", html.Ul(links)) if links else html.Div()
 
 
@@ -32,7 +34,7 @@ def page(library: Library, name: str) -> tuple[Component, Component]:
     if name not in _names(library):  # so that a name cannot lead to another folder
         raise FileError(f"there is no result {name!r} in {str(library.root)!r}")
     result = read(library.root / name)
-    kind = result._kind() if isinstance(result, Saved) else f"Report on {result.model}"
+    kind = heading(result._kind()) if isinstance(result, Saved) else f"Report on {result.model}"
     header = html.Div([html.H1(printable(kind)), html.P(printable(name), className="quiet")])
     return html.Div([_shown(number, part) for number, part in enumerate(result._parts())]), header
 
@@ -42,6 +44,15 @@ def _names(library: Library) -> list[str]:
         return [library.only_result] if library.only_result else []
     files = [file for file in library.root.glob(f"*{SUFFIX}") if file.is_file() and not file.is_symlink()]
     return [file.name for file in sorted(files, key=lambda file: file.stat().st_mtime, reverse=True)]
+
+
+def _link(name: str) -> Component:
+    return dcc.Link(printable(name), href=address(name, kind="result"))
+
+
+def _written(library: Library, name: str) -> Component:
+    at = time.localtime((library.root / name).stat().st_mtime)
+    return html.Span(time.strftime("%Y-%m-%d %H:%M", at), className="quiet")
 
 
 def _shown(number: int, part: Part) -> Component:

@@ -12,7 +12,7 @@ from dash_ag_grid import AgGrid
 
 from torchhook.dashboard.catalog import Catalog, Line
 from torchhook.dashboard.library import Library
-from torchhook.dashboard.parts import address, tick
+from torchhook.dashboard.parts import address, state_of, tick
 from torchhook.render.words import printable
 from torchhook.training.runs.schema import FILE
 
@@ -105,10 +105,13 @@ def _row(line: Line) -> dict[str, Any]:
     loss = known.last_loss
     found = known.finding
     why = known.error.partition(f"{FILE}' ")[2] or known.error  # without the path, which would fill the cell
+    why = why.replace("is not a run, or is corrupt", "Not a run, or corrupt")
+    look, state = state_of(known.state, known.errors)
     return {
         **row,
         "started": known.started,
-        "state": printable(known.state),
+        "state": printable(state),
+        "look": look,
         "model": printable(known.model),
         "duration": known.duration,
         "step": known.last_step,
@@ -156,9 +159,9 @@ def _figures(field: str, title: str, width: int) -> dict[str, Any]:
 
 _COLUMNS = [
     _column("name", "run", 165, cellRenderer="RunLink", tooltipField="shown"),
-    _column("losses", "loss curve", 115, cellRenderer="RunCurve", cellDataType=False, sortable=False, filter=False),
-    _figures("loss", "last loss", 100),
     _column("finding", "first finding", 240, cellRenderer="RunFinding", tooltipField="finding", flex=1, minWidth=160),
+    _column("losses", "loss curve", 115, cellRenderer="RunCurve", cellDataType=False, sortable=False, filter=False),
+    {**_figures("loss", "last loss", 100), "comparator": {"function": "runs.order"}},
     _column("state", "state", 135, cellRenderer="RunState"),
     _figures("duration", "duration", 105),
     _column("model", "model", 110, tooltipField="model"),

@@ -5,7 +5,7 @@ drawn: ``pip install "torchhook[plot]"``.
 """
 
 from torchhook.render.figures.curves import curves, distributions, loss_curve, loss_curves, smoothed, update_curves
-from torchhook.render.figures.heatmap import Stretch, health_map, heatmap, heatmap_rows, step_range
+from torchhook.render.figures.heatmap import Stretch, health_map, heatmap, heatmap_rows, spaced, step_range
 from torchhook.render.figures.layers import activations, gradient_flow, layer_lines, updates
 from torchhook.render.figures.style import layer_name, not_measured
 
@@ -24,6 +24,7 @@ __all__ = [
     "loss_curves",
     "not_measured",
     "smoothed",
+    "spaced",
     "step_range",
     "update_curves",
     "updates",

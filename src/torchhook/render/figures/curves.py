@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import cycle
 from operator import itemgetter
 from typing import Any
 
 from torchhook.core.findings import Finding, Report
 from torchhook.render.figures.layers import HEALTHY_UPDATES
-from torchhook.render.figures.style import LEGEND, ODD, is_number, label, new_figure, not_measured, odd_kind, quiet
+from torchhook.render.figures.style import (
+    LEGEND,
+    LONG,
+    ODD,
+    is_number,
+    label,
+    new_figure,
+    not_measured,
+    odd_kind,
+    quiet,
+    usual_gap,
+)
 from torchhook.render.palette import BLUE, GREEN, LINES, NONFINITE, SEVERITY
 from torchhook.render.words import since
 
 POINTS = 2000  # more than a screen is wide, few enough to draw at once
 FEW = 30  # points that are marked each: between them, nothing was measured
 FAINT = 0.35  # opacity of the loss behind its running mean
+WIDE = 1000  # times the median size of values: where the largest is beyond, a linear scale would hide most
 MARKED = 12  # steps with a vertical line
 
 Point = tuple[int, float]
@@ -54,7 +67,10 @@ def loss_curve(report: Report, rates: Mapping[int, float] | None = None, smoothi
         line = {"color": GREEN, "width": 1.5, "shape": "hv"}
         below = {"hovertemplate": "step %{x}: %{y:.3g}<extra></extra>", "row": 2, "col": 1}
         figure.add_scatter(x=list(rates), y=list(rates.values()), mode="lines", line=line, **below)
-    _with_axes(figure, "loss", log=_is_wide([loss for _, loss in finite]), height=420 if rates else 320)
+    heights = [loss for _, loss in finite]
+    _with_axes(figure, "loss", log=_is_wide(heights), height=420 if rates else 320)
+    if _is_wide(heights):
+        figure.update_yaxes(**_powers(min(heights), max(heights)), row=1)
     if rates:
         figure.update_xaxes(title_text="", row=1).update_yaxes(
             title_text="learning rate", type="linear", nticks=3, tickformat=".2g", rangemode="tozero", row=2
@@ -111,18 +127,22 @@ def curves(by_name: Curves, title: str, log: bool = True) -> Any:
     figure, most = new_figure(), max(map(len, known.values()))
     for number, (name, points) in enumerate(known.items()):
         is_sparse = len(points) < most / 4  # a line would claim that values between two points were measured
+        broken = _broken(points)
         figure.add_scatter(
-            x=[step for step, _ in points],
-            y=[None if odd_kind(value, log) else value for _, value in points],
+            x=[step for step, _ in broken],
+            y=[None if odd_kind(value, log) else value for _, value in broken],
             name=label(name),
-            mode="markers" if is_sparse else "lines+markers" if len(points) < FEW else "lines",
+            mode="markers" if is_sparse else "lines+markers" if len(points) < FEW or broken != points else "lines",
+            marker={"size": 6 if len(points) < FEW else 4},
             line={"color": LINES[number % len(LINES)], "width": 1.5},
             hovertemplate="step %{x}: %{y:.4g}",
         )
     placed = [value for points in known.values() for _, value in points if not odd_kind(value, log)]
     log = log and bool(placed)
     low, high = (min(placed, default=0.0), max(placed, default=1.0))
-    heights = {"zero": low * (low / high) ** 0.08 / 1.5 if log else 0.0, "not finite": high}
+    beyond = (high / low) ** 0.08 * 1.5 if log else 0.08 * (high - low)
+    heights = {"zero": low / beyond if log else 0.0, "not finite": high * beyond if log else high + (beyond or 1.0)}
+    colours = dict(zip(known, cycle(LINES), strict=False))
     for kind, symbol in (("zero", "triangle-down"), ("not finite", "x")):
         odd = [(step, name) for name, points in known.items() for step, value in points if odd_kind(value) == kind]
         if odd and (kind != "zero" or log or not placed):
@@ -133,34 +153,96 @@ def curves(by_name: Curves, title: str, log: bool = True) -> Any:
                 text=[label(name) for _, name in odd],
                 mode="markers",
                 marker={"color": ODD[kind], "symbol": symbol, "size": 8},
+                marker_line={"color": [colours[name] for _, name in odd], "width": 0 if len(known) == 1 else 1.5},
                 hovertemplate=f"step %{{x}}: %{{text}} is {kind}<extra></extra>",
             )
     _with_axes(figure, title, log, height=300).update_layout(showlegend=len(figure.data) > 1, legend=LEGEND)
-    return figure.update_yaxes(nticks=3) if log and 10 <= high / low < 100 else figure  # 1, 2 and 5, not every digit
+    return figure.update_yaxes(**_powers(low, high)) if log else figure
+
+
+def _powers(low: float, high: float) -> dict[str, Any]:
+    """The ticks of a log scale: powers of ten, or 1, 2 and 5 where there would be few; not every digit."""
+    orders = math.log10(high) - math.log10(low)
+    if orders >= 2:
+        return {"tick0": 0, "dtick": math.ceil(orders / 6)}
+    return {"nticks": 3} if orders >= 1 else {}
+
+
+def _broken(points: list[tuple[int, float]]) -> list[tuple[int, float | None]]:
+    """The points, with an empty one in each long gap, so that no line claims to know what happened there.
+
+    >>> _broken([(0, 1.0), (1, 2.0), (2, 3.0), (50, 4.0)])
+    [(0, 1.0), (1, 2.0), (2, 3.0), (26, None), (50, 4.0)]
+    """
+    usual = usual_gap([step for step, _ in points])
+    found: list[tuple[int, float | None]] = []
+    for step, value in points:
+        if found and step - found[-1][0] > LONG * usual:
+            found.append(((step + found[-1][0]) // 2, None))
+        found.append((step, value))
+    return found
 
 
 def distributions(steps: Sequence[int], quantiles: Sequence[Sequence[float]]) -> Any:
     """A box from 25 % to 75 % of the values with whiskers from 1 % to 99 %, for each step at which they were measured.
 
-    Steps are side by side, however far apart: what happened between them is not known. A step has seven quantiles.
+    Steps are side by side, however far apart: what happened between them is not known. A step has seven quantiles; NaN
+    where no value was finite, which is a cross. Values that span many orders have a scale that is linear around zero
+    and logarithmic beyond.
 
     >>> distributions([0, 500], [[0, 1, 2, 3, 4, 5, 6]] * 2).data[0].median
-    (3, 3)
+    (3.0, 3.0)
     """
     if not steps:
         return not_measured()
-    low, _, left, middle, right, _, high = (list(column) for column in zip(*quantiles, strict=True))
+    names = [f"{step:,}" for step in steps]
+    known = [number for number, row in enumerate(quantiles) if all(map(is_number, row))]
+    scale, ticks = _signed_scale([value for number in known for value in quantiles[number]])
+    columns = [[scale(quantiles[number][at]) for number in known] for at in range(7)]
+    low, _, left, middle, right, _, high = columns
     figure = new_figure().add_box(
-        x=[f"{step:,}" for step in steps],
+        x=[names[number] for number in known],
         lowerfence=low,
         q1=left,
         median=middle,
         q3=right,
         upperfence=high,
         line={"color": BLUE, "width": 1.5},
-        hoverinfo="y",
+        hoverinfo="skip" if ticks else "y",
+        showlegend=False,
     )
-    return _with_axes(figure, "value", log=False, height=300).update_xaxes(type="category")
+    odd = [name for number, name in enumerate(names) if number not in known]
+    figure.add_scatter(
+        x=odd,
+        y=[1.08 * max(high, default=1.0)] * len(odd),
+        name="not finite",
+        mode="markers",
+        marker={"color": NONFINITE, "symbol": "x", "size": 8},
+        hovertemplate="step %{x}: no value is finite<extra></extra>",
+        showlegend=bool(odd),
+    )
+    _with_axes(figure, "value", log=False, height=300).update_layout(showlegend=bool(odd), legend=LEGEND)
+    if ticks:
+        figure.update_yaxes(
+            tickvals=list(map(scale, ticks)), ticktext=[f"{tick:.0e}" if tick else "0" for tick in ticks]
+        )
+    return figure.update_xaxes(type="category", categoryorder="array", categoryarray=names)
+
+
+def _signed_scale(values: Sequence[float]) -> tuple[Callable[[float], float], list[float]]:
+    """Where values are drawn, and the ticks: as they are, without ticks, or with asinh if they span many orders.
+
+    >>> scale, ticks = _signed_scale([-1e8, 1.0, 2.0, 1e4])
+    >>> ticks, scale(0.0)
+    ([-100000000.0, -1000000.0, -10000.0, 0.0, 10000.0, 1000000.0, 100000000.0], 0.0)
+    """
+    sizes = sorted(abs(value) for value in values if value)
+    if not sizes or sizes[-1] < WIDE * sizes[len(sizes) // 2]:
+        return float, []
+    usual, top = math.log10(sizes[len(sizes) // 2]), math.floor(math.log10(sizes[-1]))
+    powers = [10.0**power for power in range(top, math.ceil(usual) - 1, -math.ceil((top - usual) / 3))]
+    negative = [-power for power in powers] if min(values) < 0 else []
+    return lambda value: math.asinh(value / 10**usual), sorted({*negative, 0.0, *powers})
 
 
 def _with_axes(figure: Any, title: str, log: bool, height: int) -> Any:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain, groupby, pairwise
 from typing import Any, NamedTuple
 
-from torchhook.render.figures.style import LEGEND, ODD, label, layer_name, new_figure, odd_kind, quiet
+from torchhook.render.figures.style import LEGEND, LONG, ODD, label, layer_name, new_figure, odd_kind, quiet, usual_gap
 from torchhook.render.palette import DIVERGING, GREY, SEQUENTIAL, SEVERITY, UNMEASURED
 
 _SIGNED = ("mean", "min", "max", "skewness")
@@ -30,6 +30,7 @@ class Stretch(NamedTuple):
     end: float
     text: str
     opacity: float = 1.0
+    is_dated: bool = True  # otherwise its start is not known, and it is hatched
 
 
 def heatmap(field: str, steps: Sequence[int], paths: Sequence[str], rows: Rows, along: str = "step") -> Any:
@@ -40,6 +41,7 @@ def heatmap(field: str, steps: Sequence[int], paths: Sequence[str], rows: Rows, 
     (([0.0, -1.0], [1.0, None]), 'zero', ('fc',), (5.0,), (10.0,))
     """
     name = field if field in _LINEAR else f"log₁₀ {field}"
+    steps, rows = spaced(steps, rows)
     figure = new_figure().add_heatmap(
         x=list(steps),
         y=[layer_name(path) for path in paths],
@@ -52,10 +54,24 @@ def heatmap(field: str, steps: Sequence[int], paths: Sequence[str], rows: Rows, 
         hovertemplate=f"%{{y}}<br>{along} %{{x}}<br>{name} %{{z}}<extra></extra>",
     )
     figure.add_traces(_odd_bars(field, steps, paths, rows, along))
-    figure.update_layout(plot_bgcolor=UNMEASURED)
     _by_layer(figure, paths, step_range(steps), least=320, most=1400, below=_SCALE).update_xaxes(title_text=along)
     frame = {"showline": True, "mirror": True, "linecolor": GREY}  # the middle of a scale may be the colour of the page
-    return figure.update_xaxes(**frame).update_yaxes(**frame)
+    return figure.update_layout(plot_bgcolor=UNMEASURED).update_xaxes(**frame).update_yaxes(**frame)
+
+
+def spaced(steps: Sequence[int], rows: Rows) -> tuple[Sequence[int], Rows]:
+    """The steps and their rows, with empty ones in long gaps, so that each row is drawn at its own step only.
+
+    >>> spaced([0, 1, 2, 50], [[1.0], [2.0], [3.0], [4.0]])
+    ([0, 1, 2, 3, 49, 50], [[1.0], [2.0], [3.0], [None], [None], [4.0]])
+    """
+    usual = usual_gap(steps)
+    found: list[tuple[int, Sequence[float | None]]] = []
+    for step, row in zip(steps, rows, strict=True):
+        if found and step - found[-1][0] > LONG * usual:
+            found += [(between, [None] * len(row)) for between in (found[-1][0] + usual, step - usual)]
+        found.append((step, row))
+    return [step for step, _ in found], [row for _, row in found]
 
 
 def heatmap_rows(field: str, rows: Rows) -> list[list[float | None]]:
@@ -94,7 +110,10 @@ def health_map(paths: Sequence[str], steps: tuple[int, int], found: Mapping[str,
     figure = new_figure()
     figure.add_traces([_bars("nothing found", _HEALTHY, healthy)])
     figure.add_traces([_bars(severity, colour, found.get(severity, ())) for severity, colour in SEVERITY.items()])
-    return _by_layer(figure, paths, steps, least=120, most=460 if any(found.values()) else 220)
+    most = 460 if any(found.values()) else 220
+    return _by_layer(
+        figure, paths, steps, least=120, most=most, named={bar.path for bars in found.values() for bar in bars}
+    )
 
 
 def step_range(steps: Sequence[int]) -> list[float]:
@@ -124,25 +143,51 @@ def _bars(name: str, colour: str, stretches: Sequence[Stretch]) -> dict[str, Any
         "base": [stretch.start for stretch in stretches],
         "x": [stretch.end - stretch.start for stretch in stretches],
         "width": 1,
-        "marker": {"color": colour, "opacity": [stretch.opacity for stretch in stretches], "line": {"width": 0}},
+        "marker": {
+            "color": colour,
+            "opacity": [stretch.opacity for stretch in stretches],
+            "line": {"width": 0},
+            "pattern": {"shape": ["" if stretch.is_dated else "/" for stretch in stretches], "fgopacity": 1},
+        },
         "hovertext": [label(stretch.text) for stretch in stretches],
         "hovertemplate": "%{y}<br>%{hovertext}<extra></extra>",
         "showlegend": bool(stretches),
     }
 
 
-def _by_layer(figure: Any, paths: Sequence[str], steps: Sequence[float], least: int, most: int, below: int = 0) -> Any:
-    """The axes: layers from top to bottom, with as many names as fit, and steps."""
+def _by_layer(
+    figure: Any,
+    paths: Sequence[str],
+    steps: Sequence[float],
+    least: int,
+    most: int,
+    below: int = 0,
+    named: Collection[str] = (),
+) -> Any:
+    """The axes: layers from top to bottom, with as many names as fit, those of `named` first, and steps."""
     height = min(most, max(least, _AROUND + _ROW * len(paths)))
     quiet(figure, height + below).update_layout(showlegend=True, legend=LEGEND, barmode="overlay")
     figure.update_xaxes(title_text="step", range=list(steps))
-    named = paths[:: -(-len(paths) * _ROW // (height - _AROUND)) or 1]
+    rows = _far_apart([path in named for path in paths], -(-len(paths) * _ROW // (height - _AROUND)) or 1)
     return figure.update_yaxes(
         autorange="reversed",
         showgrid=False,
         type="category",
         categoryarray=[layer_name(path) for path in paths],
         tickmode="array",
-        tickvals=[layer_name(path) for path in named],
-        ticktext=[layer_name(path, _LONGEST) for path in named],
+        tickvals=[layer_name(paths[row]) for row in rows],
+        ticktext=[layer_name(paths[row], _LONGEST) for row in rows],
     )
+
+
+def _far_apart(wanted: Sequence[bool], room: int) -> list[int]:
+    """Positions that are at least `room` apart, the wanted ones first.
+
+    >>> _far_apart([False, False, True, False, False, False], 2)
+    [0, 2, 4]
+    """
+    chosen: list[int] = []
+    for number in sorted(range(len(wanted)), key=lambda number: not wanted[number]):
+        if all(abs(number - other) >= room for other in chosen):
+            chosen.append(number)
+    return sorted(chosen)

@@ -18,6 +18,7 @@ _LONGEST = 28  # characters of a name beside an axis
 _SIDE = 400  # rows and columns of a matrix; of larger ones every second or third is drawn
 
 
+_SIMILARITIES = {"cka": "CKA", "cca": "CCA", "svcca": "SVCCA", "pwcca": "PWCCA", "procrustes": "Procrustes similarity"}
 _MARKS = {"zero": ("triangle-left", ZERO), "not finite": ("x", NONFINITE)}
 
 
@@ -33,12 +34,21 @@ def drawn(part: Bars | Matrix) -> Any:
 def caption(part: Bars | Matrix) -> str:
     """What the figure shows, in words."""
     if isinstance(part, Bars):
-        marks = " The first layer is at the left." if part.log else ""
-        return f"{part.unit} of {len(part.layers)} layers.{marks} Triangles are zeros, crosses are not finite."
+        first = " The first layer is at the left." if part.log else ""
+        kinds = {_odd(value) for line in part.values.values() for value in line}
+        marks = {"zero": " Triangles are zeros.", "not finite": " Crosses are not finite."}
+        drawn = "".join(text for kind, text in marks.items() if kind in kinds)
+        return f"{_sentence(part.unit)} of {len(part.layers)} layers.{first}{drawn}"
     counts = {"not finite (orange)": int(part.values.isinf().sum()), "missing (grey)": int(part.values.isnan().sum())}
     odd = "".join(f" {count} values are {what}." for what, count in counts.items() if count)
     every = f" One row and column of {_stride(part)} is drawn." if _stride(part) > 1 else ""
-    return f"{part.unit}, {len(part.rows)} × {len(part.columns)}.{odd}{every}"
+    what = " layers" if part.unit in _SIMILARITIES else ""
+    return f"{_sentence(part.unit)}, {len(part.rows)} × {len(part.columns)}{what}.{odd}{every}"
+
+
+def _sentence(unit: str) -> str:
+    """A unit as the beginning of a sentence."""
+    return _SIMILARITIES.get(unit) or unit[:1].upper() + unit[1:]
 
 
 def _bars(part: Bars) -> Any:
@@ -76,7 +86,7 @@ def _matrix(part: Matrix) -> Any:
     signed, most = bool((values < 0).any()), max([1.0, *known])
     places = {"x": columns, "y": rows}
     colours = [[0, NONFINITE], [0.5, NONFINITE], [0.5, UNMEASURED], [1, UNMEASURED]]
-    figure = new_figure()
+    figure, unit = new_figure(), label(_SIMILARITIES.get(part.unit, part.unit))
     figure.add_heatmap(**places, z=odd, zmin=0, zmax=1, showscale=False, colorscale=colours, hoverinfo="skip")
     figure.add_heatmap(
         **places,
@@ -84,7 +94,11 @@ def _matrix(part: Matrix) -> Any:
         zmin=-most if signed else 0.0,
         zmax=most,
         colorscale=DIVERGING if signed else SEQUENTIAL,
-        colorbar={"title": {"text": label(part.unit), "side": "right"}, "thickness": 12, "outlinewidth": 0},
+        colorbar={
+            "title": {"text": unit, "side": "right"},
+            "thickness": 12,
+            "outlinewidth": 0,
+        },
         hovertemplate="%{y} – %{x}: %{z:.4g}<extra></extra>",
     )
     quiet(figure, height=_height(len(rows)))

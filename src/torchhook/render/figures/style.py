@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import html
 import math
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 from torchhook.core.optional import require
@@ -13,6 +16,7 @@ from torchhook.render.palette import BLACK, GREY, NONFINITE, SEQUENTIAL, UNMEASU
 ODD = {"zero": ZERO, "not finite": NONFINITE, "not measured": UNMEASURED}
 """Values without a place on a scale, by their name in the legend; `odd_kind` says which a value is."""
 
+LONG = 6  # times the usual gap between two measurements: then nothing is drawn between them
 LEGEND = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}  # above the plot
 
 # The script that draws figures in a browser: plotly.js 4.1.1 with the cartesian plot types only, from the npm package
@@ -62,6 +66,15 @@ def is_number(value: Any) -> bool:
     (True, False, False)
     """
     return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def usual_gap(steps: Sequence[int]) -> int:
+    """How far apart steps usually are.
+
+    >>> usual_gap([0, 10, 20, 500]), usual_gap([3])
+    (10, 1)
+    """
+    return median_high([later - step for step, later in pairwise(steps)] or [1])
 
 
 def odd_kind(value: float | None, log: bool = True) -> str | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchhook.core.errors import RunError
-from torchhook.core.findings import Finding
+from torchhook.core.findings import Finding, Severity
 from torchhook.training.runs.run import Run
 from torchhook.training.runs.schema import FILE
 
@@ -24,7 +24,8 @@ class Summary:
     """A run as one line of a list. If it cannot be read, `error` says why, and `started` is the time of its file.
 
     `name` is that of its folder, which may contain any character. `duration` is in seconds, up to now if it is running;
-    `losses` are at most 60, by step, with the first and the last; `finding` is the first of the worst ones.
+    `losses` are at most 60, by step, with the first and the last; `finding` is the first of the worst ones, and
+    `errors` is how many findings are errors.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Summary:
     finding: Finding | None = None
     size: int = 0
     error: str = ""
+    errors: int = 0
 
     @property
     def last_loss(self) -> float | None:
@@ -81,6 +83,7 @@ def _summary(run: Run, name: str) -> Summary:
         len(findings),
         max(findings, key=lambda finding: finding.severity.rank, default=None),
         run.size,
+        errors=sum(finding.severity == Severity.ERROR for finding in findings),
     )
 
 

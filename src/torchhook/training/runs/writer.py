@@ -16,6 +16,7 @@ from torchhook.captures.pictures import png
 from torchhook.core.errors import RunError
 from torchhook.core.findings import Finding, Report
 from torchhook.core.text import in_units, warn
+from torchhook.render.palette import NONFINITE
 from torchhook.render.words import short
 from torchhook.training.logs import Entry, Log
 from torchhook.training.runs.blobs import packed
@@ -178,7 +179,7 @@ class RunLog(Log):
         for number, (path, maps) in enumerate(entry.maps.items()):
             if maps.dim() == 3 and maps.numel():
                 file = folder / f"{entry.step:08}-{number}.png"
-                _replace(file, png(maps))
+                _replace(file, png(maps, NONFINITE))
                 database.add_sample(entry.step, path, file, *_extremes(maps))
         for name in database.thin_samples(self._most_samples, _MOST_SAMPLES):
             (folder / Path(name).name).unlink(missing_ok=True)
