@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -136,7 +137,7 @@ def _kinds(case: Case, length: int) -> Iterator[Kind]:
         both = transformers.EncoderDecoderCache
         yield Kind("EncoderDecoderCache of DynamicCache", lambda: both(dynamic(), dynamic()))
         if takes_static:
-            read = partial(static, max_cache_len=_source_length(case, length))
+            read = partial(static, config=_without_windows(config), max_cache_len=_source_length(case, length))
             yield Kind("EncoderDecoderCache of StaticCache", lambda: both(static(), read()))
         return
     yield Kind("DynamicCache", dynamic)
@@ -146,6 +147,15 @@ def _kinds(case: Case, length: int) -> Iterator[Kind]:
         quantized = partial(transformers.QuantizedCache, backend=backend, config=config, **options)
         if _can_make(quantized):
             yield Kind(f"QuantizedCache of {backend}", quantized, epsilon)
+
+
+def _without_windows(config: Any) -> Any:
+    """The config for the cache of what is read: it is seen whole, whatever the window of the decoder."""
+    full = copy.deepcopy(config.get_text_config(decoder=True))
+    if getattr(full, "layer_types", None) is not None:
+        full.layer_types = ["full_attention"] * len(full.layer_types)
+    full.sliding_window = None
+    return full
 
 
 def _can_make(make: Make) -> bool:

@@ -184,6 +184,8 @@ def _shared(case: Case, twin: nn.Module) -> Iterator[Breach]:
         said = f"a deep copy shares memory with the original, so that each changes the other: {first_few(paths)}"
         yield Breach(said, owner(paths[0]), hint="Clone tensors in __deepcopy__, or leave it out.")
         return
+    if not any(parameter.requires_grad for parameter in case.model.parameters()):
+        return  # which parameters it computes with is read from the graph
     guess, _ = case.gradients(case.variant(model=twin, within=lambda: training(twin)))
     used = set(map(id, leaves_of([guess.loss])))
     paths = [plain(path) for path, parameter in case.model.named_parameters() if id(parameter) in used]
