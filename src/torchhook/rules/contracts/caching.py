@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchhook.core.batch import Batch, call, fitted
-from torchhook.rules.contracts.case import Agreement, Case, Given, Variant, arguments_of
+from torchhook.rules.contracts.case import Agreement, Case, Given, UnsuitedError, Variant, arguments_of
 from torchhook.rules.contracts.claims import cache_of
 from torchhook.rules.contracts.contract import Note, Skip, contract
 from torchhook.rules.contracts.influence import Attentions
@@ -38,6 +38,7 @@ class Kind(NamedTuple):
     name: str
     make: Make
     epsilon: float = 0.0
+    is_own: bool = False  # whether the model makes it
 
 
 @contract(
@@ -88,6 +89,8 @@ def _decoded(case: Case, sequence: Positions, kind: Kind, padded: bool = False) 
             f"decoding with a cache ({name}) gives another result than one forward",
             ("in one forward", "with the cache"),
             chunk(begin, end, case.count, sequence.length, earlier=not padded),
+            what=f"decoding with a cache ({name})",
+            raising="warning" if kind.is_own else None,
             epsilon=kind.epsilon,
             evidence={"cache": name, "positions": [begin, end - 1]},
         )
@@ -104,7 +107,7 @@ def _continued(case: Case, sequence: Positions, stops: list[int], end: int, make
         returned = cache_of(output, name)
         cache = returned if returned is not None or begin else cache
         if cache is None:
-            raise ValueError(f"it returned no {name}")
+            raise UnsuitedError(f"it returned no {name}")
     return Batch(arguments_of(_chunk(case, sequence, stops[-1], end, cache)), None)
 
 
@@ -126,7 +129,7 @@ def _chunk(case: Case, sequence: Positions, begin: int, end: int, cache: Any) ->
 
 def _kinds(case: Case, length: int) -> Iterator[Kind]:
     """The kinds of cache that the model takes."""
-    yield Kind("its own cache", lambda: None)
+    yield Kind("its own cache", lambda: None, is_own=True)
     transformers, config = sys.modules.get("transformers"), case.claims.config
     if transformers is None or config is None or case.claims.cache != "past_key_values" or _is_stateful(case):
         return

@@ -91,7 +91,8 @@ def chosen(contracts: Any) -> list[Contract]:
     """The contracts that are named, by name, as objects, or as functions of the user's own; all of them for None."""
     if contracts is None:
         return sorted(CONTRACTS.values(), key=lambda one: one.code)
-    return [_one(choice) for choice in ([contracts] if isinstance(contracts, str) or callable(contracts) else contracts)]
+    one = isinstance(contracts, str) or not isinstance(contracts, Iterable)
+    return [_one(choice) for choice in ([contracts] if one else contracts)]
 
 
 def _one(choice: Any) -> Contract:

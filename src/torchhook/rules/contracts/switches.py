@@ -213,20 +213,22 @@ def _channels_last(case: Case) -> Iterator[Agreement | Note]:
         case.plain,
         case.variant(mapped(moved, case.given), model=twin),
         "memory format channels_last changes the result",
-        ("contiguous", "channels_last"),
+        ("in the default format", "in channels_last"),
+        raising="warning",
     )
 
 
 def _autocast(case: Case) -> Iterator[Agreement | Note]:
     first = next((one for one in case.model.parameters() if one.is_floating_point()), None)
-    if first is None or first.dtype != torch.float32:
-        yield Note("autocast: its parameters are not float32")
+    if first is None or first.dtype != torch.float32 or not torch.amp.is_autocast_available(first.device.type):
+        yield Note("autocast: its parameters are not float32, or on a device that has none")
         return
     yield Agreement(
         case.plain,
         case.variant(within=lambda: torch.autocast(first.device.type, torch.bfloat16)),
         "autocast to bfloat16 changes the result by more than rounding",
         ("in float32", "under autocast"),
+        raising="warning",
         epsilon=_BFLOAT16,
     )
 
