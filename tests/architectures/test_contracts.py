@@ -21,6 +21,11 @@ BROKEN = {
         " the batch in train mode",
         f"{_SOURCE}/autoformer/modeling_autoformer.py",
     ),
+    "canine": (
+        "TV103",
+        "a strided convolution puts four characters together, of which some may be padding",
+        f"{_SOURCE}/canine/modeling_canine.py",
+    ),
     "convbert": (
         "TV103",
         "its convolutions over positions do not mask padding",

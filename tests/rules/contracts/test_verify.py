@@ -546,17 +546,17 @@ def test_what_a_model_refuses_is_not_checked():
 
 
 @pytest.mark.parametrize(
-    ("change", "batch", "where"),
+    ("change", "batch", "where", "severity"),
     [
-        (lambda x: x.view(len(x), -1), torch.randn(4, 3, 8, 8), "in channels_last"),
-        (lambda x: torch.zeros(len(x), 4).index_add(0, torch.arange(len(x)), x), torch.randn(4, 8), "under autocast"),
+        (lambda x: x.view(len(x), -1), torch.randn(4, 3, 8, 8), "in channels_last", "warning"),
+        (lambda x: torch.zeros(4, 4).index_add(0, torch.arange(4), x), torch.randn(4, 8), "under autocast", "info"),
     ],
 )
-def test_a_switch_that_makes_it_raise_is_a_finding(change, batch, where):
+def test_a_switch_that_makes_it_raise_is_a_finding(change, batch, where, severity):
     first = nn.Conv2d(3, 4, 1) if batch.dim() == 4 else nn.Linear(8, 4)
     model = nn.Sequential(first, Rows(change))
     (found,) = verify(model, batch, contracts=["modes"], progress=False).findings
-    assert (found.severity, found.site) == ("warning", "1") and f"it raises {where}" in found.message
+    assert (found.severity, found.site) == (severity, "1") and f"it raises {where}" in found.message
 
 
 def test_nothing_is_checked_by_runs_on_the_meta_device():
@@ -726,3 +726,14 @@ def test_attributes_that_a_run_leaves_are_removed():
     model = Remembering()
     verify(model, torch.randn(3, 4), progress=False)
     assert model.last is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", [False, True])
+def test_another_compiler_is_used_on_request(broken):
+    change = Rows(lambda x: x + 0.1 if broken and torch.compiler.is_compiling() else x)
+    model = nn.Sequential(nn.Linear(4, 4), change, nn.Linear(4, 2))
+    report = verify(model, torch.randn(3, 4), contracts=[contracts.modes(compile="inductor")], progress=False)
+    assert codes(report) == (["TV107"] if broken else [])
+    assert not broken or "torch.compile (inductor) changes the result" in report.findings[0].message
+    assert not [note for note in report.notes if "compile" in note]

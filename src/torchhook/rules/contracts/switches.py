@@ -228,7 +228,7 @@ def _autocast(case: Case) -> Iterator[Agreement | Note]:
         case.variant(within=lambda: torch.autocast(first.device.type, torch.bfloat16)),
         "autocast to bfloat16 changes the result by more than rounding",
         ("in float32", "under autocast"),
-        raising="warning",
+        raising="info",  # many models are not made for it
         epsilon=_BFLOAT16,
     )
 
