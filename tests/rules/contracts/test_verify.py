@@ -524,10 +524,10 @@ def test_the_cache_of_what_is_read_has_no_window():
 class Decoder(Writer):
     """Cannot be decoded with its cache."""
 
-    def forward(self, ids, **given):
-        if given.get("past_key_values") is not None:
+    def forward(self, ids, cache=None):
+        if cache is not None:
             raise self.error
-        return super().forward(ids, **given)
+        return super().forward(ids)
 
 
 def test_a_cache_that_raises_in_every_step_is_a_finding():
@@ -694,7 +694,7 @@ def test_masks_and_lengths_have_many_names(name):
 
 @pytest.mark.parametrize("name", ["past_kv", "kv_caches", "caches", "past_states", "layer_cache"])
 def test_caches_have_many_names(name):
-    forward = eval(f"lambda self, ids, {name}=None: Writer.forward(self, ids, past_key_values={name})")
+    forward = eval(f"lambda self, ids, {name}=None: Writer.forward(self, ids, {name})")
     model = type("Named", (Writer,), {"forward": forward})()
     report = verify(model, {"ids": ids()}, contracts=["cached"], progress=False)
     assert report.checked == ("TV105",) and not report.findings
