@@ -150,7 +150,8 @@ class Case:
 
     def dim_of(self, name: str, x: Tensor, count: int) -> int | None:
         """The dimension of a tensor that has one entry per sample; None if it has none."""
-        dim = 1 if name in STATES and x.dim() == 3 and x.shape[1] == count else self.sample_dim
+        is_side = name in (*self.claims.masks, self.claims.lengths)  # samples come first in these, also in torch
+        dim = 1 if name in STATES and x.dim() == 3 and x.shape[1] == count else 0 if is_side else self.sample_dim
         return dim if self.has_rows and x.dim() > dim and x.shape[dim] == count else None
 
     def begin(self) -> None:
