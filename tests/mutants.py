@@ -739,7 +739,7 @@ MUTANTS = [
     ),
     Mutant(
         "rules/contracts/samples.py",
-        "for number in (count - 1, 0):",
+        "for number in reversed(range(count)):",
         "for number in (count - 1,):",
         "rules/contracts/test_planted.py"
         "::test_what_is_planted_is_found_at_its_module[all_get_something_of_the_last_sample]",

@@ -74,3 +74,8 @@ def test_all_contracts_by_default_with_what_was_skipped(verified):
 def test_wrong_usage_is_refused(verified, arguments, says):
     result = verified("healthy", **arguments)
     assert result.code == 2 and says in " ".join(result.err.split()).replace("│ ", "")
+
+
+def test_an_unknown_severity_is_refused_with_those_that_there_are(verified):
+    result = verified("healthy", "--fail-on", "fatal")
+    assert result.code == 2 and "'--fail-on': 'fatal' is not one of info, warning, error" in result.err

@@ -12,6 +12,13 @@ from torchhook.core.findings import Severity
 
 RULES, OUTPUT = "What to look for", "What to write"
 
+
+def _severity(text: str) -> Severity:
+    if text not in list(Severity):
+        raise typer.BadParameter(f"{text!r} is not one of {', '.join(Severity)}")
+    return Severity(text)
+
+
 Model = Annotated[
     str,
     typer.Argument(metavar="MODEL", help="package.module:name of a model, or of a function or class that creates one."),
@@ -33,6 +40,7 @@ FailOn = Annotated[
     Severity | None,
     typer.Option(
         "--fail-on",
+        parser=_severity,
         metavar="SEVERITY",
         rich_help_panel=RULES,
         help="Exit with code 1 from this severity on: info, warning or error (default).",

@@ -298,7 +298,7 @@ def _along(output: Any) -> Tensor:
         if leaf.is_floating_point() and leaf.numel() and (leaf.requires_grad or not torch.is_grad_enabled()):
             total = total + (leaf * torch.randn_like(leaf)).sum() / leaf.numel() ** 0.5
     if not isinstance(total, Tensor):
-        raise ValueError("no output of the model has a gradient; pass a loss, or parts=('rest',)")
+        raise ValueError("no output has a gradient: pass a loss, or leave some parameters trainable")
     return total
 
 

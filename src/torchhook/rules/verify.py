@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,14 +13,18 @@ from torch import Tensor, nn
 from torchhook.captures.agreement.free_runs import Disagreement
 from torchhook.core.batch import Batch, InputBatches, ToInputs
 from torchhook.core.findings import Finding, Report, Severity, json_value
-from torchhook.core.model_state import random_state_kept
+from torchhook.core.model_state import attributes_kept, random_state_kept
 from torchhook.core.progress import Progress, progress_bar
 from torchhook.core.selection import require_module, unwrapped, walk
 from torchhook.rules.contracts import Agreement, Breach, Case, Contract, Note, Skip
+from torchhook.rules.contracts.accumulation import COUNTS
+from torchhook.rules.contracts.case import SecondRunError, UnsuitedError
 from torchhook.rules.contracts.contract import CONTRACTS, OWN, chosen
 from torchhook.rules.contracts.positions import settle_mask
 
 _JUDGES_RANDOM = ("deterministic", "used")  # contracts that can be checked on a model whose results are random
+_HIDDEN = ("independent", "padding", "causal", "cached")  # contracts that a branch scaled to nothing may hide from
+_REFUSALS = (NotImplementedError, ValueError, AssertionError)  # raised on purpose, for what a model does not take
 _RANDOM = "its results are random in eval mode (TV101), so that two runs cannot be compared"
 
 
@@ -66,14 +71,20 @@ def verify(
     """
     require_module(model)
     model = unwrapped(model)  # a compiled one would be compiled again for every run
-    if loss is not None and not callable(loss):
-        raise TypeError(f"loss must be a function of output and target, not {loss!r:.80}")
+    _require_usable(loss, optimizer, batch_dim)
     selected = chosen(contracts)
     first = next(iter(InputBatches(batch, model, batch_to_inputs, "batch", targets=True)), None)
     if first is None:
         raise ValueError("batch: the loader has no batches")
     case = Case(model, Batch.of(first), loss, optimizer, batch_dim)
-    with random_state_kept(model), warnings.catch_warnings(), progress_bar("verify", progress) as tell:
+    if not case.count:
+        raise ValueError("batch: it has no samples")
+    with (
+        random_state_kept(model),
+        attributes_kept(model),
+        warnings.catch_warnings(),
+        progress_bar("verify", progress) as tell,
+    ):
         warnings.filterwarnings("ignore", "a tap is inside")
         case.begin()  # raises here if the model cannot run the batch at all
         settle_mask(case)
@@ -94,8 +105,8 @@ def verify(
         findings=tuple(sorted((one for result in results for one in result.folded()), key=_worst_first)),
         model=type(model).__name__,
         fail_on=Severity(fail_on),
-        checked=tuple(result.contract.code for result in results if not result.skipped),
-        skipped={result.contract.code: result.skipped for result in results if result.skipped},
+        checked=tuple(dict.fromkeys(result.contract.code for result in results if not result.skipped)),
+        skipped=_skipped(results),
         notes=tuple(f"{result.contract.name}: {note}" for result in results for note in dict.fromkeys(result.notes)),
     )
 
@@ -108,23 +119,37 @@ class _Result:
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     skipped: str = ""  # why it was not checked
+    compared: set[str] = field(default_factory=set)  # what was
+    raised: dict[str, list[Breach]] = field(default_factory=dict)  # in a second run alone, by what was not checked
 
     def check(self, case: Case, asked: bool) -> None:
-        """Check the contract; what raises is a note, because the rest may still be checked."""
+        """Check the contract; what raises is a note, since the rest may still be checked, unless it is the user's."""
         case.asked = asked
         if case.is_random and self.contract.name not in _JUDGES_RANDOM:
             self.skipped = _RANDOM
             return
-        judged = False
+        tries = False
         try:
-            for one in self.contract.check(case, **self.contract.options):
+            for one in _yielded(self.contract, case):
+                tries |= isinstance(one, Agreement)
                 self._take(case, one)
-                judged |= isinstance(one, (Agreement, Breach))
         except Exception as error:  # of the model, with inputs of another form
-            if judged:
+            if self.contract.code == OWN:
+                raise
+            if self.compared or self.findings:
                 self.notes.append(_raised("the rest", error))
             else:
                 self.skipped = _raised("it", error)
+        for what, breaches in self.raised.items():
+            if what in self.compared:
+                self.notes += [f"in part: {breach.message}" for breach in breaches]
+            else:
+                self.findings += [self._finding(case, breach) for breach in breaches]
+        if self.compared or self.findings:
+            self.notes += [self.skipped] if self.skipped else []
+            self.skipped = ""
+        elif tries and not self.skipped:
+            self.skipped = "it could not be checked: no two runs could be compared"
 
     def folded(self) -> list[Finding]:
         """The findings; of those that have one cause, the first explains the others, each place once."""
@@ -134,21 +159,40 @@ class _Result:
         elsewhere = {other.site: other for other in reversed(others) if other.site and other.site != first.site}
         return [replace(first, affected=tuple(reversed(elsewhere.values())))]
 
-    def _take(self, case: Case, one: Agreement | Breach | Skip | Note) -> None:
+    def _take(self, case: Case, one: Any) -> None:
         if isinstance(one, Skip):
             self.skipped = one.reason
         elif isinstance(one, Note):
             self.notes.append(one.text)
         elif isinstance(one, Breach):
             self.findings.append(self._finding(case, one))
-        else:
+        elif isinstance(one, Agreement):
             self._judge(case, one)
+        else:
+            kinds = "an Agreement, a Breach, a Skip or a Note"
+            raise TypeError(f"contracts: {self.contract.name} must yield {kinds}, not {one!r:.80}")
 
     def _judge(self, case: Case, agreement: Agreement) -> None:
+        what = agreement.what or agreement.names[1]
         try:
             found = case.breach(agreement)
+            self.compared.add(what)
+            if found is None and self.contract.name in _HIDDEN:
+                with case.awake() as is_other:
+                    found = case.breach(agreement) if is_other else None
         except Exception as error:
-            self.notes.append(_raised(f"whether {agreement.said}", error))
+            if self.contract.code == OWN:
+                raise
+            if isinstance(error, SecondRunError) and agreement.raising and not isinstance(error.__cause__, _REFUSALS):
+                first, second = agreement.names
+                said = f"it raises {second}, but not {first}: {_first_line(error)}"
+                breach = Breach(
+                    said, case.raiser(agreement.actual), agreement.raising, evidence=agreement.evidence or {}
+                )
+                self.raised.setdefault(what, []).append(breach)
+            else:
+                kind = "" if isinstance(error, (SecondRunError, UnsuitedError)) else f"{type(error).__name__}: "
+                self.notes.append(f"not checked: {what} ({kind}{_first_line(error)})")
             return
         if found is not None:
             case.is_random |= self.contract.name == "deterministic"
@@ -186,9 +230,45 @@ def _breach(agreement: Agreement, found: Disagreement) -> Breach:
     return Breach(f"{agreement.said}; {values}", found.module, evidence=evidence)
 
 
+def _yielded(contract: Contract, case: Case) -> Iterable[Any]:
+    """What the check of a contract yields."""
+    found = contract.check(case, **contract.options)
+    if not isinstance(found, Iterable):
+        raise TypeError(f"contracts: {contract.name} must yield what it finds, not return {found!r:.80}")
+    return found
+
+
+def _skipped(results: list[_Result]) -> dict[str, str]:
+    """Why contracts were skipped, by their codes; those of the user's own share one."""
+    reasons = {one.contract.code: one.skipped for one in results if one.skipped}
+    own = [f"{one.contract.name}: {one.skipped}" for one in results if one.skipped and one.contract.code == OWN]
+    return {**reasons, OWN: "; ".join(own)} if own else reasons
+
+
+def _require_usable(loss: Any, optimizer: Any, batch_dim: Any) -> None:
+    if loss is not None and not callable(loss):
+        raise TypeError(f"loss must be a function of output and target, not {loss!r:.80}")
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise TypeError(f"optimizer must be one of torch, not {optimizer!r:.80}")
+    if batch_dim is not None and not (isinstance(batch_dim, int) and batch_dim >= 0):
+        raise ValueError(f"batch_dim must be 0 or more, not {batch_dim!r:.80}")
+    try:
+        signature = None if loss is None else inspect.signature(getattr(loss, "forward", loss))
+    except (TypeError, ValueError):  # it is not written in Python
+        return
+    if signature is not None:
+        try:
+            signature.bind(None, None, **{name: None for name in COUNTS if name in signature.parameters})
+        except TypeError as error:
+            raise TypeError(f"loss must be a function of output and target: {error}") from error
+
+
 def _raised(what: str, error: Exception) -> str:
-    first = next(iter(str(error).splitlines()), "")
-    return f"{what} could not be checked: {type(error).__name__}: {first:.200}"
+    return f"{what} could not be checked: {type(error).__name__}: {_first_line(error)}"
+
+
+def _first_line(error: Exception) -> str:
+    return f"{next(iter(str(error).splitlines()), ''):.200}"
 
 
 def _worst_first(finding: Finding) -> tuple[int, str]:

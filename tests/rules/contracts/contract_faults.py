@@ -1234,3 +1234,23 @@ class Ordered(nn.Module):
 @planted("equivariant", "last", lambda: {"x": torch.randn(7, 8), "adj": torch.rand(7, 7).round()})
 def nodes_are_read_one_after_the_other(broken):
     return Ordered(broken)
+
+
+class Counting(nn.Module):
+    """Its loss is a mean over the tokens of the whole batch, or of the part that it sees."""
+
+    def __init__(self, broken: bool) -> None:
+        super().__init__()
+        self.broken = broken
+        self.embed, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
+
+    def forward(self, input_ids, labels, num_items_in_batch=None):
+        logits = self.head(self.embed(input_ids))
+        own = self.broken or num_items_in_batch is None
+        total = (labels != -100).sum() if own else num_items_in_batch
+        return {"loss": F.cross_entropy(logits.mT, labels, reduction="sum") / total, "logits": logits}
+
+
+@planted("accumulation", "", labelled)
+def a_loss_ignores_the_total_that_it_is_given(broken):
+    return Counting(broken)

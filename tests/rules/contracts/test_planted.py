@@ -43,5 +43,6 @@ def test_nothing_is_said_of_its_healthy_twin(name):
 
 def test_there_are_enough_of_them():
     assert len(PLANTED) >= 70 and {case.contract for case in PLANTED.values()} >= {
-        "deterministic", "independent", "padding", "causal", "cached", "modes", "used", "shapes", "equivariant",
+        "deterministic", "independent", "padding", "causal", "cached", "accumulation", "modes", "used", "shapes",
+        "equivariant",
     }  # fmt: skip

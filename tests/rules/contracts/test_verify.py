@@ -1,6 +1,7 @@
 """What `verify` says, skips and leaves as it was."""
 
 import copy
+import dataclasses
 import random
 from functools import partial
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from contract_faults import Listed, Writer, classes, gpt2, ids, labelled, token_loss
+from contract_faults import BERT, Listed, Writer, built, classes, gpt2, ids, labelled, token_loss
 from healthy_models import HEALTHY
 from torch import nn
 
@@ -46,7 +47,12 @@ def test_contracts_are_chosen_by_name_as_objects_or_as_functions():
     ("wrong", "error", "says"),
     [
         ({"contracts": ["casual"]}, ValueError, "did you mean causal"),
+        ({"contracts": ["zzz"]}, ValueError, "there are accumulation, "),
         ({"contracts": [3]}, TypeError, "contracts must be"),
+        ({"contracts": 3}, TypeError, "contracts must be"),
+        ({"loss": lambda output: output.mean()}, TypeError, "too many positional"),
+        ({"optimizer": 3}, TypeError, "optimizer must be"),
+        ({"batch_dim": -1}, ValueError, "batch_dim must be 0 or more"),
         ({"loss": 3}, TypeError, "loss must be"),
         ({"batch_dim": 7}, ValueError, "batch_dim"),
         ({"fail_on": "fatal"}, ValueError, "fatal"),
@@ -55,6 +61,11 @@ def test_contracts_are_chosen_by_name_as_objects_or_as_functions():
 def test_wrong_arguments_are_named(wrong, error, says):
     with pytest.raises(error, match=says):
         verify(nn.Linear(4, 2), torch.randn(3, 4), progress=False, **wrong)
+
+
+def test_an_empty_batch_is_refused():
+    with pytest.raises(ValueError, match="it has no samples"):
+        verify(nn.Linear(4, 2), torch.randn(0, 4), progress=False)
 
 
 def test_unknown_options_of_a_contract_are_refused():
@@ -265,8 +276,9 @@ def test_what_raises_halfway_leaves_the_rest_checked():
         yield case.agree(lambda x: x)
         raise RuntimeError("no more")
 
-    report = verify(nn.Linear(4, 2), torch.randn(3, 4), contracts=[halfway], progress=False)
-    assert report.checked == ("TV199",) and "RuntimeError: no more" in report.notes[0]
+    chosen = dataclasses.replace(contracts.independent, check=halfway)
+    report = verify(nn.Linear(4, 2), torch.randn(3, 4), contracts=[chosen], progress=False)
+    assert report.checked == ("TV102",) and "RuntimeError: no more" in report.notes[0]
 
 
 def test_what_was_compiled_before_does_not_matter():
@@ -428,3 +440,300 @@ def test_progress_names_each_contract():
     verify(nn.Linear(4, 2), torch.randn(3, 4), progress=lambda what, done, total: told.append((what, done, total)))
     names = sorted(CONTRACTS, key=lambda name: CONTRACTS[name].code)
     assert [what for what, *_ in told] == names and told[-1][1:] == (len(names) - 1, len(names))
+
+
+class Rows(nn.Module):
+    """Its rows are changed by a function."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def forward(self, x):
+        return self.change(x)
+
+
+def second_for_third(x):
+    y = x.clone()
+    y[2] = x[1]
+    return y
+
+
+def by_first_feature(x):
+    return x[x[:, 0].argsort()]
+
+
+@pytest.mark.parametrize("change", [second_for_third, by_first_feature])
+def test_every_sample_is_compared_and_the_reverse_order(change):
+    model, x = nn.Sequential(nn.Linear(4, 4), Rows(change)), by_first_feature(torch.randn(4, 4))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(4)), model[0].bias.zero_()
+    (found,) = verify(model, x, contracts=["independent"], progress=False).findings
+    assert (found.code, found.site) == ("TV102", "1")
+
+
+class Masking(nn.Module):
+    """Attention with the mask of each sample, or of the first one for all."""
+
+    def __init__(self, broken):
+        super().__init__()
+        self.broken = broken
+        self.embed, self.mix = nn.Embedding(40, 8), Summing()
+
+    def forward(self, ids, attention_mask=None):
+        mask = torch.ones_like(ids) if attention_mask is None else attention_mask
+        return self.mix(self.embed(ids), mask[:1].expand_as(mask) if self.broken else mask)
+
+
+class Summing(nn.Module):
+    def forward(self, x, mask):
+        return x + (x * mask[..., None]).sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("broken", [False, True])
+def test_samples_are_padded_by_different_amounts(broken, full):
+    given = {"ids": torch.randint(40, (4, 12))} | ({"attention_mask": torch.ones(4, 12).long()} if full else {})
+    report = verify(Masking(broken), given, contracts=["padding"], progress=False)
+    assert codes(report) == (["TV103"] if broken else [])
+
+
+@pytest.mark.parametrize("kind", ["BertModel", "RobertaModel", "ElectraModel", "AlbertModel"])
+def test_encoders_are_not_padded_on_the_left(kind):
+    options = {name: value for name, value in BERT.items() if name != "num_labels"}
+    model = built(kind, **{**options, "max_position_embeddings": 66})
+    report = verify(model, {"input_ids": torch.randint(6, 60, (4, 12))}, contracts=["padding"], progress=False)
+    assert not report.findings and any("encoder" in note for note in report.notes)
+
+
+def test_the_cache_of_what_is_read_has_no_window():
+    transformers = pytest.importorskip("transformers")
+    part = transformers.T5GemmaModuleConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, sliding_window=4, max_position_embeddings=64, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = transformers.T5GemmaForConditionalGeneration(
+        transformers.T5GemmaConfig(encoder=part, decoder=part, vocab_size=64)
+    )
+    batch = {"input_ids": torch.randint(5, 60, (4, 12)), "decoder_input_ids": torch.randint(5, 60, (4, 9))}
+    report = verify(model, batch, contracts=["cached"], progress=False)
+    assert not report.findings and not report.notes
+
+
+class Decoder(Writer):
+    """Cannot be decoded with its cache."""
+
+    def forward(self, ids, cache=None):
+        if cache is not None:
+            raise self.error
+        return super().forward(ids)
+
+
+def test_a_cache_that_raises_in_every_step_is_a_finding():
+    model = Decoder()
+    model.error = RuntimeError("The size of tensor a (5) must match")
+    (found,) = verify(model, {"ids": ids()}, contracts=["cached"], progress=False).findings
+    assert (found.code, found.severity) == ("TV105", "warning") and "raises with the cache" in found.message
+
+
+def test_what_a_model_refuses_is_not_checked():
+    model = Decoder()
+    model.error = NotImplementedError("one position at a time")
+    report = verify(model, {"ids": ids()}, contracts=["cached"], progress=False)
+    assert not report.findings and not report.checked and "could not be checked" in report.skipped["TV105"]
+    assert any(note.startswith("cached: not checked: decoding with a cache") for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("change", "batch", "where", "severity"),
+    [
+        (lambda x: x.view(len(x), -1), torch.randn(4, 3, 8, 8), "in channels_last", "warning"),
+        (lambda x: torch.zeros(4, 4).index_add(0, torch.arange(4), x), torch.randn(4, 8), "under autocast", "info"),
+    ],
+)
+def test_a_switch_that_makes_it_raise_is_a_finding(change, batch, where, severity):
+    first = nn.Conv2d(3, 4, 1) if batch.dim() == 4 else nn.Linear(8, 4)
+    model = nn.Sequential(first, Rows(change))
+    (found,) = verify(model, batch, contracts=["modes"], progress=False).findings
+    assert (found.severity, found.site) == (severity, "1") and f"it raises {where}" in found.message
+
+
+def test_nothing_is_checked_by_runs_on_the_meta_device():
+    report = verify(nn.Linear(4, 2, device="meta"), torch.randn(3, 4), progress=False)
+    assert report.checked == ("TV109",) and not report.findings
+
+
+def test_results_of_nan_only_are_not_compared():
+    report = verify(Rows(lambda x: x * float("nan")), torch.randn(3, 4), contracts=["independent"], progress=False)
+    assert not report.checked and any("no finite values" in note for note in report.notes)
+
+
+def mistaken(case):
+    yield case.no_such_method()
+
+
+def silent(case):
+    return None
+
+
+def speaking(case):
+    yield "twice is not twice"
+
+
+@pytest.mark.parametrize(
+    ("own", "error", "says"),
+    [
+        (mistaken, AttributeError, "no_such_method"),
+        (silent, TypeError, "silent must yield what it finds, not return None"),
+        (speaking, TypeError, "speaking must yield an Agreement"),
+        (lambda case: [case.agree(lambda x: x[:, :3])], RuntimeError, "mat1 and mat2"),
+    ],
+)
+def test_a_mistake_in_a_contract_of_ones_own_raises(own, error, says):
+    with pytest.raises(error, match=says):
+        verify(nn.Linear(4, 2), torch.randn(3, 4), contracts=own, progress=False)
+
+
+def test_contracts_of_ones_own_are_told_apart():
+    def first(case):
+        yield contracts.Skip("no first")
+
+    def second(case):
+        yield contracts.Skip("no second")
+
+    def third(case):
+        yield contracts.Skip("part of it")
+        yield contracts.Breach("it is broken")
+
+    report = verify(nn.Linear(4, 2), torch.randn(3, 4), contracts=[first, second, third], progress=False)
+    assert report.checked == ("TV199",) and report.skipped == {"TV199": "first: no first; second: no second"}
+    assert report.notes == ("third: part of it",) and codes(report) == ["TV199"]
+
+
+def test_copies_of_a_frozen_model_are_checked():
+    class Forgetful(nn.Linear):
+        def _save_to_state_dict(self, destination, prefix, keep_vars):
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            del destination[f"{prefix}bias"]
+
+        def _load_from_state_dict(self, state, prefix, metadata, strict, missing, unexpected, errors):
+            super()._load_from_state_dict(state, prefix, metadata, strict, [], unexpected, errors)
+
+    model = nn.Sequential(nn.Linear(4, 8), Forgetful(8, 2)).requires_grad_(False)
+    (found,) = verify(model, torch.randn(3, 4), contracts=["modes"], progress=False).findings
+    assert found.site == "1" and "something is not saved" in found.message
+
+
+def padded_labels():
+    labels = torch.randint(1, 40, (4, 12))
+    for number in range(4):
+        labels[number, 12 - 3 * number :] = 0
+    return torch.randint(40, (4, 12)), labels
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_labels_are_left_out_as_the_loss_has_it(broken):
+    def loss(output, target, num_items_in_batch=None):
+        total = F.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=0, reduction="sum")
+        return total / ((target != 0).sum() if broken else num_items_in_batch)
+
+    model = nn.Sequential(
+        nn.Embedding(40, 8), nn.GRU(8, 8, batch_first=True), Rows(lambda out: out[0]), nn.Linear(8, 40)
+    )
+    report = verify(model, padded_labels(), loss, ["accumulation"], progress=False)
+    assert codes(report, "warning") == (["TV106"] if broken else [])
+    assert any("the loss does not take -100" in note for note in report.notes)
+
+
+def test_a_full_mask_is_made_ragged_for_accumulation():
+    class Averaging(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(40, 8), nn.Linear(8, 40)
+
+        def forward(self, input_ids, attention_mask, labels):
+            logits = self.head(self.embed(input_ids))
+            return (F.cross_entropy(logits.mT, labels, reduction="none") * attention_mask).sum() / attention_mask.sum()
+
+    batch = {name: torch.randint(40, (4, 12)) for name in ("input_ids", "labels")}
+    report = verify(Averaging(), {**batch, "attention_mask": torch.ones(4, 12)}, contracts=["accumulation"],
+                    progress=False)  # fmt: skip
+    assert [finding.severity for finding in report.findings] == ["info"]
+
+
+class Scaled(nn.Module):
+    def __init__(self, part, scale):
+        super().__init__()
+        self.part, self.scale = part, nn.Parameter(torch.tensor(scale))
+
+    def forward(self, x):
+        return x + self.scale * self.part(x)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-6])
+def test_a_branch_that_is_scaled_to_nothing_is_checked(scale):
+    model = nn.Sequential(nn.Linear(8, 8), Scaled(Rows(lambda x: x - x.mean(0)), scale))
+    before = model[1].scale.clone()
+    (found,) = verify(model, torch.randn(4, 8), contracts=["independent"], progress=False).findings
+    assert found.site == "1.part" and model[1].scale.equal(before)
+    assert not codes(
+        verify(nn.Sequential(nn.Linear(8, 8), Scaled(nn.ReLU(), scale)), torch.randn(4, 8), progress=False)
+    )
+
+
+@pytest.mark.parametrize("name", ["attn_mask", "valid_mask", "seq_len", "src_len"])
+def test_masks_and_lengths_have_many_names(name):
+    form = torch.full((4,), 12) if "len" in name else torch.ones(4, 12, dtype=torch.bool)
+    forward = eval(f"lambda self, ids, {name}=None: self.head(self.embed(ids).mean(1))")
+    model = type("Mean", (nn.Module,), {"forward": forward})()
+    model.embed, model.head = nn.Embedding(40, 8), nn.Linear(8, 2)
+    batch = {"ids": torch.randint(40, (4, 12)), name: form}
+    assert codes(verify(model, batch, contracts=["padding"], progress=False)) == ["TV103"]
+
+
+@pytest.mark.parametrize("name", ["past_kv", "kv_caches", "caches", "past_states", "layer_cache"])
+def test_caches_have_many_names(name):
+    forward = eval(f"lambda self, ids, {name}=None: Writer.forward(self, ids, {name})")
+    model = type("Named", (Writer,), {"forward": forward})()
+    report = verify(model, {"ids": ids()}, contracts=["cached"], progress=False)
+    assert report.checked == ("TV105",) and not report.findings
+
+
+def test_a_dimension_that_is_squeezed_away_is_blamed_on_the_code_that_does():
+    class Squeezing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.pool, self.head = nn.AdaptiveAvgPool2d(1), nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.head(self.pool(x).squeeze())
+
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), Squeezing())
+    assert verify(model, torch.randn(4, 3, 8, 8), contracts=["shapes"], progress=False).findings[0].site == "1"
+
+
+def test_attributes_that_a_run_leaves_are_removed():
+    class Remembering(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.last = None
+
+        def forward(self, x):
+            self.last = x
+            return 2 * x
+
+    model = Remembering()
+    verify(model, torch.randn(3, 4), progress=False)
+    assert model.last is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", [False, True])
+def test_another_compiler_is_used_on_request(broken):
+    change = Rows(lambda x: x + 0.1 if broken and torch.compiler.is_compiling() else x)
+    model = nn.Sequential(nn.Linear(4, 4), change, nn.Linear(4, 2))
+    report = verify(model, torch.randn(3, 4), contracts=[contracts.modes(compile="inductor")], progress=False)
+    assert codes(report) == (["TV107"] if broken else [])
+    assert not broken or "torch.compile (inductor) changes the result" in report.findings[0].message
+    assert not [note for note in report.notes if "compile" in note]

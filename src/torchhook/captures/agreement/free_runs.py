@@ -112,7 +112,7 @@ class FreeRuns:
         if theirs is None:
             return []
         views = self.pairing(tensor, theirs, self._referred(observed.location, address))
-        return [self._pair(observed, mine, part) for mine, part in views if mine.numel()]
+        return [self._pair(observed, mine, part) for mine, part in views if bool(mine.isfinite().any())]
 
     def _pair(self, observed: Observation, mine: Tensor, part: Tensor) -> ComparedTensor:
         """Two parts compared; the noise will be measured in the first run, so its part comes second."""

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchhook.core.batch import Loss
 from torchhook.core.selection import plain
 from torchhook.rules.contracts.case import Case, Given
 from torchhook.rules.contracts.claims import forward_parameters
-from torchhook.rules.contracts.contract import Breach, Skip, contract
+from torchhook.rules.contracts.contract import Breach, Note, Skip, contract
 from torchhook.rules.history import owner
 
-_COUNTS = ("num_items_in_batch", "num_items", "total_count", "total", "normalizer", "avg_factor", "denominator")
+COUNTS = ("num_items_in_batch", "num_items", "total_count", "total", "normalizer", "avg_factor", "denominator")
 _IGNORED = -100
 
 Gradients = Mapping[str, "Tensor | None"]
@@ -29,19 +30,21 @@ Gradients = Mapping[str, "Tensor | None"]
     " transformers take that number as num_items_in_batch.",
     severity="warning",
 )
-def accumulation(case: Case) -> Iterator[Breach | Skip]:
+def accumulation(case: Case) -> Iterator[Breach | Skip | Note]:
     """The gradients of micro-batches add up to those of the whole batch."""
     if case.count < 2:
         yield Skip("it needs at least two samples")
         return
-    given, target, total = _ragged(case)
     count_name = _count_name(case)
-    loss = case.loss
-    if count_name is not None and case.loss is not None:
-        loss = partial(case.loss, **{count_name: total})
-    elif count_name is not None:
-        given = {**given, count_name: torch.tensor(total)}
-    guess, whole = case.gradients(case.variant(given, target), loss)
+    given, target, loss = _ragged(case, count_name)
+    try:
+        guess, whole = case.gradients(case.variant(given, target), loss)
+    except Exception:  # of the loss
+        if given is case.given:
+            raise
+        yield Note(f"labels as given: the loss does not take {_IGNORED}, which marks labels left out here")
+        given, target, loss = _ragged(case, count_name, leaves_out=False)
+        guess, whole = case.gradients(case.variant(given, target), loss)
     if guess.how or not any(gradient is not None for gradient in whole.values()):
         yield Skip("no loss was given, and the output has none" if guess.how else "no parameter gets a gradient")
         return
@@ -67,21 +70,33 @@ def accumulation(case: Case) -> Iterator[Breach | Skip]:
         yield Breach(message, severity="info", hint="Accumulate outputs, not gradients.", evidence=evidence)
 
 
-def _ragged(case: Case) -> tuple[Given, Any, int]:
-    """The case with labels of different lengths, if it has one per token, and how many there are."""
+def _ragged(case: Case, count_name: str | None, leaves_out: bool = True) -> tuple[Given, Any, Loss | None]:
+    """The case with labels and a mask of different lengths, if it has one per token, and a loss that knows how many."""
+    given, target, total = _shortened(case, leaves_out)
+    if count_name is None:
+        return given, target, case.loss
+    if case.loss is not None:
+        return given, target, partial(case.loss, **{count_name: total})
+    return {**given, count_name: torch.tensor(total)}, target, None
+
+
+def _shortened(case: Case, leaves_out: bool) -> tuple[Given, Any, int]:
+    """Arguments and target with labels and a mask of different lengths, and how many labels there are."""
     name = next((name for name in ("labels", "targets", "target") if _is_tokens(case, case.given.get(name))), None)
     labels = case.target if name is None else case.given[name]
     if not _is_tokens(case, labels):
         return case.given, case.target, case.count
-    labels = labels.clone()
     length = labels.shape[1]
-    for number in range(case.count):
-        labels[number, max(2, length - number * length // case.count) :] = _IGNORED
-    total = int((labels != _IGNORED).sum())
-    if name is None:
-        return case.given, labels, total
-    target = {**case.target, name: labels} if isinstance(case.target, dict) else case.target
-    return {**case.given, name: labels}, target, total
+    lengths = torch.tensor([max(2, length - number * length // case.count) for number in range(case.count)])
+    after = (torch.arange(length) >= lengths[:, None]).to(labels.device)
+    labels = labels.masked_fill(after, _IGNORED) if leaves_out else labels
+    changed: Given = {} if name is None else {name: labels}
+    mask = case.claims.mask
+    known = None if mask is None else case.given.get(mask.name)
+    if mask is not None and isinstance(known, Tensor) and known.shape == labels.shape:
+        changed[mask.name] = known.masked_fill(after, int(not mask.real))
+    target = labels if name is None else {**case.target, **changed} if isinstance(case.target, dict) else case.target
+    return {**case.given, **changed}, target, int((labels != _IGNORED).sum())
 
 
 def _is_tokens(case: Case, labels: Any) -> bool:
@@ -100,7 +115,7 @@ def _count_name(case: Case) -> str | None:
         known = list(inspect.signature(takes).parameters)
     except (TypeError, ValueError):
         return None
-    name = next((name for name in _COUNTS if name in known), None)
+    name = next((name for name in COUNTS if name in known), None)
     if case.loss is None and name is not None:  # some models have such a loss, and compute another
         code = getattr(type(model).forward, "__wrapped__", type(model).forward).__code__
         return name if "loss_function" in code.co_names else None

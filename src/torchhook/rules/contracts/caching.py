@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchhook.core.batch import Batch, call, fitted
-from torchhook.rules.contracts.case import Agreement, Case, Given, Variant, arguments_of
+from torchhook.rules.contracts.case import Agreement, Case, Given, UnsuitedError, Variant, arguments_of
 from torchhook.rules.contracts.claims import cache_of
 from torchhook.rules.contracts.contract import Note, Skip, contract
 from torchhook.rules.contracts.influence import Attentions
@@ -37,6 +38,7 @@ class Kind(NamedTuple):
     name: str
     make: Make
     epsilon: float = 0.0
+    is_own: bool = False  # whether the model makes it
 
 
 @contract(
@@ -87,6 +89,8 @@ def _decoded(case: Case, sequence: Positions, kind: Kind, padded: bool = False) 
             f"decoding with a cache ({name}) gives another result than one forward",
             ("in one forward", "with the cache"),
             chunk(begin, end, case.count, sequence.length, earlier=not padded),
+            what=f"decoding with a cache ({name})",
+            raising="warning" if kind.is_own else None,
             epsilon=kind.epsilon,
             evidence={"cache": name, "positions": [begin, end - 1]},
         )
@@ -103,7 +107,7 @@ def _continued(case: Case, sequence: Positions, stops: list[int], end: int, make
         returned = cache_of(output, name)
         cache = returned if returned is not None or begin else cache
         if cache is None:
-            raise ValueError(f"it returned no {name}")
+            raise UnsuitedError(f"it returned no {name}")
     return Batch(arguments_of(_chunk(case, sequence, stops[-1], end, cache)), None)
 
 
@@ -125,7 +129,7 @@ def _chunk(case: Case, sequence: Positions, begin: int, end: int, cache: Any) ->
 
 def _kinds(case: Case, length: int) -> Iterator[Kind]:
     """The kinds of cache that the model takes."""
-    yield Kind("its own cache", lambda: None)
+    yield Kind("its own cache", lambda: None, is_own=True)
     transformers, config = sys.modules.get("transformers"), case.claims.config
     if transformers is None or config is None or case.claims.cache != "past_key_values" or _is_stateful(case):
         return
@@ -136,7 +140,7 @@ def _kinds(case: Case, length: int) -> Iterator[Kind]:
         both = transformers.EncoderDecoderCache
         yield Kind("EncoderDecoderCache of DynamicCache", lambda: both(dynamic(), dynamic()))
         if takes_static:
-            read = partial(static, max_cache_len=_source_length(case, length))
+            read = partial(static, config=_without_windows(config), max_cache_len=_source_length(case, length))
             yield Kind("EncoderDecoderCache of StaticCache", lambda: both(static(), read()))
         return
     yield Kind("DynamicCache", dynamic)
@@ -146,6 +150,15 @@ def _kinds(case: Case, length: int) -> Iterator[Kind]:
         quantized = partial(transformers.QuantizedCache, backend=backend, config=config, **options)
         if _can_make(quantized):
             yield Kind(f"QuantizedCache of {backend}", quantized, epsilon)
+
+
+def _without_windows(config: Any) -> Any:
+    """The config for the cache of what is read: it is seen whole, whatever the window of the decoder."""
+    full = copy.deepcopy(config.get_text_config(decoder=True))
+    if getattr(full, "layer_types", None) is not None:
+        full.layer_types = ["full_attention"] * len(full.layer_types)
+    full.sliding_window = None
+    return full
 
 
 def _can_make(make: Make) -> bool:

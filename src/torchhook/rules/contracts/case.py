@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from inspect import Parameter
 from typing import Any
 
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from torchhook.captures.agreement.free_runs import Disagreement, FreeRuns, Pairing
 from torchhook.captures.agreement.noise import NoisyOutputs
-from torchhook.captures.agreement.recorded_run import RecordedRun, record
+from torchhook.captures.agreement.recorded_run import RecordedRun, everywhere, record
 from torchhook.core.batch import Batch, Guess, Loss, call, fitted, loss_of, on_device, samples_of
+from torchhook.core.event import Event
 from torchhook.core.model_state import attributes_kept, evaluating, state_kept
 from torchhook.core.selection import Selector, unwrapped, walk
 from torchhook.core.session import Session
@@ -27,6 +28,7 @@ from torchhook.rules.model_copy import copies_of
 from torchhook.rules.rest import is_installed
 
 _SAMPLES = 4  # more only take time
+_DORMANT = 1e-3  # weights below that hide what they are multiplied by
 Given = dict[str, Any]
 """The arguments of a model by name; positional ones that have none are called ``"*0"``, ``"*1"`` …"""
 
@@ -52,6 +54,8 @@ class Agreement:
         names: What the two runs are called, such as "without padding" and "with padding".
         pairing: Which parts of their values should be equal.
         reference: A run with other sizes, for the pairing.
+        what: What was not checked if it cannot be; by default the name of the second run.
+        raising: The severity of a finding if the second run alone raises; without one that is a note.
         loss: Whether to compare gradients, too.
         epsilon: The machine epsilon of what the second run computes with, if it is coarser than its dtypes.
         evidence: Numbers to go with a finding.
@@ -63,9 +67,19 @@ class Agreement:
     names: tuple[str, str]
     pairing: Pairing = same
     reference: Variant | None = None
+    what: str = ""
+    raising: str | None = None
     loss: Loss | None = None
     epsilon: float = 0.0
     evidence: Mapping[str, Any] | None = None
+
+
+class UnsuitedError(ValueError):
+    """A variant cannot be made of this model, which is no fault of it."""
+
+
+class SecondRunError(RuntimeError):
+    """The second run of an agreement raised, and the first one did not."""
 
 
 class Case:
@@ -136,7 +150,8 @@ class Case:
 
     def dim_of(self, name: str, x: Tensor, count: int) -> int | None:
         """The dimension of a tensor that has one entry per sample; None if it has none."""
-        dim = 1 if name in STATES and x.dim() == 3 and x.shape[1] == count else self.sample_dim
+        is_side = name in (*self.claims.masks, self.claims.lengths)  # samples come first in these, also in torch
+        dim = 1 if name in STATES and x.dim() == 3 and x.shape[1] == count else 0 if is_side else self.sample_dim
         return dim if self.has_rows and x.dim() > dim and x.shape[dim] == count else None
 
     def begin(self) -> None:
@@ -186,23 +201,83 @@ class Case:
 
     def breach(self, agreement: Agreement) -> Disagreement | None:
         """Where the runs first disagree, if their results do: only then are they compared inside."""
-        result = self._first(agreement, _outside(self.model))
-        return None if result is None else self._first(agreement, None) or result
+        runs = self._runs(agreement, _outside(self.model))
+        result = runs.first()
+        if not runs.judged:
+            raise UnsuitedError("the results have no finite values that belong together")
+        return None if result is None else self._runs(agreement, None).first() or result
 
-    def _first(self, agreement: Agreement, where: Selector | None) -> Disagreement | None:
+    def raiser(self, variant: Variant) -> str:
+        """The path of the module whose own code raises in a run."""
+        running = [""]
+        where = everywhere(self.model if variant.model is None else variant.model)
+
+        def leave(_: Event) -> None:
+            running.pop()
+
+        with suppress(Exception):
+            self.output(variant, [Tap(where, lambda event: running.append(event.path), "input"), Tap(where, leave)])
+        return running[-1]
+
+    @cached_property
+    def _awake(self) -> nn.Module | None:
+        """A copy with other weights where they are about zero, such as a layer scale; None if there are none."""
+        dormant = [path for path, one in self.model.named_parameters() if _is_dormant(path, one)]
+        try:
+            twin = copies_of(self.model, None)[0] if dormant else None
+        except ValueError:  # it cannot be copied
+            return None
+        if twin is not None:
+            move([one for path, one in twin.named_parameters() if path in dormant], 0)
+        return twin
+
+    @contextmanager
+    def awake(self) -> Iterator[bool]:
+        """With weights inside the block that hide no branch; False if the model has none that do."""
+        model = self.model
+        self.model = self._awake or model
+        try:
+            yield self.model is not model
+        finally:
+            self.model = model
+
+    def _runs(self, agreement: Agreement, where: Selector | None) -> FreeRuns:
         def observed(variant: Variant, change: NoisyOutputs | None = None) -> RecordedRun:
             with self.running(variant) as model:
                 return record(model, variant.make(), agreement.loss, where, change)
 
+        expected = observed(agreement.expected)
+        try:
+            actual = observed(agreement.actual)
+        except UnsuitedError:
+            raise
+        except Exception as error:
+            raise SecondRunError(f"{type(error).__name__}: {error}") from error
         return FreeRuns(
-            observed(agreement.expected),
-            observed(agreement.actual),
+            expected,
+            actual,
             agreement.pairing,
             lambda seed: observed(agreement.expected, NoisyOutputs(seed, agreement.epsilon)),
             None if agreement.reference is None else observed(agreement.reference),
             agreement.epsilon,
             frozenset(CACHES),
-        ).first()
+        )
+
+
+@torch.no_grad()
+def move(parameters: Iterable[Tensor], seed: int) -> None:
+    """Give parameters other values of about the same size."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in parameters:
+        noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+        parameter.add_(noise * (0.1 + parameter.abs().mean()))
+
+
+def _is_dormant(path: str, parameter: Tensor) -> bool:
+    """Whether a parameter may hide what it is multiplied by."""
+    if "bias" in path.rpartition(".")[2] or not (parameter.is_floating_point() and parameter.numel()):
+        return False
+    return bool(parameter.detach().abs().max() < _DORMANT)
 
 
 def _outside(model: nn.Module) -> Selector:

@@ -19,7 +19,7 @@ PAIRS = (nn.RNNBase, nn.MultiheadAttention, nn.Transformer, nn.TransformerEncode
 """Modules of torch that say themselves whether samples or positions come first."""
 
 CACHES = ("past_key_values", "cache_params", "past_key_value", "layer_past", "past", "kv_cache", "cache", "state",
-          "mems", "hx")  # fmt: skip
+          "mems", "hx", "past_kv", "kv_caches", "caches", "past_states", "layer_cache")  # fmt: skip
 """What arguments with a cache of earlier positions are called."""
 
 STATES = ("state", "hx", "hidden", "h0", "h_0", "initial_state", "init_state")
@@ -38,6 +38,9 @@ _OFFSETS = ("offsets", "cu_seqlens")
 _LENGTHS = ("lengths", "length", "lens")
 GRAPHS = ("edge_index", "edge_attr", "edge_weight", "adj", "adj_t", "adjacency", "adjacency_matrix", "graph", "edges")
 _MASKS = ("attention_mask", "padding_mask", "src_key_padding_mask", "key_padding_mask", "pad_mask", "mask")
+_GIVEN_MASKS = ("attn_mask", "valid_mask")
+_GIVEN_LENGTHS = ("seq_len", "src_len")
+"""Names that also mean something else: they count if the argument has the form of a mask, or of lengths."""
 _TOKENS = ("input_ids", "inputs_embeds", "decoder_input_ids")
 _LIMITS = (
     "window",
@@ -195,6 +198,7 @@ class Claims:
         if self.settled is not None:
             return self.settled
         named = [*_MASKS, *(name for name in self._ordered if "mask" in name and "pad" in name)]
+        named += [name for name in _GIVEN_MASKS if self._has_form_of_mask(self.given.get(name))]
         name = next((name for name in named if name in self.names), None)
         given = None if name is None else self.given.get(name)
         if name is None or (isinstance(given, Tensor) and given.dim() != 2):
@@ -202,6 +206,13 @@ class Claims:
         real = None if given is None else _real(given)
         real = "pad" not in name if real is None else real
         return Mask(name, real, torch.long if real else torch.bool)
+
+    def _has_form_of_mask(self, value: Any) -> bool:
+        """Whether this has an entry per token, and not one per pair of positions."""
+        tokens = self.given.get(self.tokens or "")
+        if not isinstance(value, Tensor) or not isinstance(tokens, Tensor):
+            return False
+        return value.shape == tokens.shape[:2] and value.shape[0] != value.shape[1]
 
     @property
     def masks(self) -> list[str]:
@@ -219,6 +230,8 @@ class Claims:
     def lengths(self) -> str | None:
         """The argument with the length of each sequence."""
         named = [*_LENGTHS, *(name for name in self._ordered if name.endswith(("lengths", "_lens")))]
+        given = [(name, self.given.get(name)) for name in _GIVEN_LENGTHS]
+        named += [name for name, value in given if isinstance(value, Tensor) and value.dim() == 1]
         return next((name for name in named if name in self.names), None)
 
     @property

@@ -91,7 +91,8 @@ def chosen(contracts: Any) -> list[Contract]:
     """The contracts that are named, by name, as objects, or as functions of the user's own; all of them for None."""
     if contracts is None:
         return sorted(CONTRACTS.values(), key=lambda one: one.code)
-    return [_one(choice) for choice in ([contracts] if isinstance(contracts, (str, Contract)) else contracts)]
+    one = isinstance(contracts, str) or not isinstance(contracts, Iterable)
+    return [_one(choice) for choice in ([contracts] if one else contracts)]
 
 
 def _one(choice: Any) -> Contract:
@@ -99,8 +100,9 @@ def _one(choice: Any) -> Contract:
         return choice
     if isinstance(choice, str):
         if choice not in CONTRACTS:
-            near = get_close_matches(choice, CONTRACTS, 1) or list(CONTRACTS)
-            raise ValueError(f"contracts: there is no contract {choice!r}; did you mean {', '.join(near)}?")
+            near = get_close_matches(choice, CONTRACTS, 1)
+            known = f"did you mean {near[0]}?" if near else f"there are {', '.join(CONTRACTS)}"
+            raise ValueError(f"contracts: there is no contract {choice!r}; {known}")
         return CONTRACTS[choice]
     if not callable(choice):
         raise TypeError(f"contracts must be names, contracts, or functions of a case, not {choice!r:.80}")

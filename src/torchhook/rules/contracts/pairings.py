@@ -44,15 +44,38 @@ def by_sample(count: int, more: int, number: int, other: int) -> Pairing:
     """Sample `number` of the first run and `other` of the second, of `count` each; the reference has `more`."""
 
     def pair(a: Tensor, b: Tensor, reference: Tensor | None) -> Views:
-        dims = _differing(a, reference)
-        if a.shape != b.shape or reference is None or len(dims) != 1:
+        dim = _sample_dim(a, reference, count, more)
+        if a.shape != b.shape or dim is None:
             return []
-        (dim,) = dims
-        size, rest = divmod(a.shape[dim], count)
-        if rest or reference.shape[dim] != size * more:
-            return []
+        size = a.shape[dim] // count
         layouts = [(count, False), (size, True)] if size > 1 else [(0, True)]
         return _views(a, b, {dim: [(Cut(number, 1, *layout), Cut(other, 1, *layout)) for layout in layouts]})
+
+    return pair
+
+
+def turned(count: int, more: int) -> Pairing:
+    """All of both runs, of which the second has the `count` samples in reverse order; the reference has `more`."""
+
+    def pair(a: Tensor, b: Tensor, reference: Tensor | None) -> Views:
+        dim = _sample_dim(a, reference, count, more)
+        if a.shape != b.shape or dim is None:
+            return []
+        mine, other = (_samples(x, dim, count) for x in (a, b))
+        return [(x, y.flip(dim)) for x, y in zip(mine, other, strict=True)]
+
+    return pair
+
+
+def shortened_sample(count: int, more: int, number: int) -> Pairing:
+    """Sample `number` of the first run, and the beginning of it in the second; the reference has `more` samples."""
+
+    def pair(a: Tensor, b: Tensor, reference: Tensor | None) -> Views:
+        dim = _sample_dim(a, reference, count, more)
+        if a.dim() != b.dim() or dim is None or b.shape[dim] % count:
+            return []
+        mine, other = ([x.select(dim, number) for x in _samples(x, dim, count)] for x in (a, b))
+        return [view for x, y in zip(mine, other, strict=True) for view in shortened(1)(x, y, None)]
 
     return pair
 
@@ -147,6 +170,21 @@ def _views(a: Tensor, b: Tensor, choices: Mapping[int, Sequence[Choice]]) -> Vie
             y = y if other is None else other.of(y, dim)
         views.append((x, y))
     return views
+
+
+def _sample_dim(a: Tensor, reference: Tensor | None, count: int, more: int) -> int | None:
+    """The dimension that holds `count` samples, or groups of as many, and `more` in the reference."""
+    dims = _differing(a, reference)
+    if reference is None or len(dims) != 1:
+        return None
+    (dim,) = dims
+    size, rest = divmod(a.shape[dim], count)
+    return None if rest or reference.shape[dim] != size * more else dim
+
+
+def _samples(x: Tensor, dim: int, count: int) -> list[Tensor]:
+    """The samples along a dimension of their own, before what they have several of: in groups, or taken in turns."""
+    return [x.unflatten(dim, (count, -1)), x.unflatten(dim, (-1, count)).transpose(dim, dim + 1)]
 
 
 def _differing(a: Tensor, b: Tensor | None) -> list[int]:

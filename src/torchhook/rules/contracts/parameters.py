@@ -14,7 +14,7 @@ from torchhook.core.model_state import training
 from torchhook.core.selection import plain, walk
 from torchhook.core.tap import Tap
 from torchhook.core.text import first_few
-from torchhook.rules.contracts.case import Case, Variant
+from torchhook.rules.contracts.case import Case, Variant, move
 from torchhook.rules.contracts.contract import Breach, Skip, contract
 from torchhook.rules.effects import effects_of, unused_part
 from torchhook.rules.history import owner
@@ -79,7 +79,7 @@ def _never_reached(case: Case, gradients: Mapping[str, Tensor | None]) -> list[s
     except ValueError:  # then its own weights have to do
         return [plain(path) for path in missing]
     for seed in range(_DRAWS if missing else 0):
-        _move(twin, seed)
+        move([one for one in twin.parameters() if one.requires_grad and one.is_floating_point()], seed)
         missing = among(missing, case.gradients(case.variant(model=twin, within=lambda: training(twin)))[1])
     return [plain(path) for path in missing]
 
@@ -90,16 +90,6 @@ def _called(case: Case, variant: Variant, paths: Iterable[str]) -> set[str]:
     leaves = {path for path, module in walk(case.model) if is_leaf(module)}.intersection(paths)
     case.output(variant, [Tap(path, lambda event: called.add(event.path)) for path in leaves])
     return called
-
-
-@torch.no_grad()
-def _move(model: nn.Module, seed: int) -> None:
-    """Give a model other weights of about the same size."""
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.is_floating_point():
-            noise = torch.randn(parameter.shape, generator=generator).to(parameter)
-            parameter.add_(noise * (0.1 + parameter.abs().mean()))
 
 
 def _untied(model: nn.Module) -> Iterator[Breach]:

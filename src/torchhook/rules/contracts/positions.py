@@ -63,6 +63,20 @@ class Positions:
 
         return self._mapped(pad)
 
+    def ragged(self, number: int, amount: int) -> Given:
+        """As many positions, of which the last ones of one sample are padding."""
+        kept, case = self.length - amount, self.case
+        padded = replace(self, given=self.cut(0, kept), length=kept).padded(amount)
+
+        def mixed(name: str, x: Any) -> Any:
+            dim = case.dim_of(name, x, case.count) if isinstance(x, Tensor) else None
+            if dim is None:
+                return x
+            index = torch.tensor([number], device=x.device)
+            return x.index_copy(dim, index, padded[name].index_select(dim, index))
+
+        return {name: mixed(name, x) for name, x in self.given.items()}
+
     def with_mask(self) -> Positions:
         """With the mask, the lengths, or both, that the model takes, and no padding where there is none yet."""
         claims, x = self.case.claims, self.given[self.name]

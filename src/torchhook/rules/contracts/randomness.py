@@ -52,6 +52,8 @@ def deterministic(case: Case) -> Iterator[Agreement | Note]:
             actual,
             f"the same input gives different results in eval mode{drawn}",
             names,
+            what="the same input twice",
+            raising="warning",
             evidence={"random": drawing} if drawing else None,
         )
 

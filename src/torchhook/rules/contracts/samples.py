@@ -17,7 +17,7 @@ from torchhook.core.torch_internals import BATCH_NORMS
 from torchhook.core.trees import leaves, mapped
 from torchhook.rules.contracts.case import Agreement, Case, Given, Variant
 from torchhook.rules.contracts.contract import Breach, Note, Skip, contract
-from torchhook.rules.contracts.pairings import by_sample
+from torchhook.rules.contracts.pairings import by_sample, turned
 from torchhook.rules.contracts.positions import reading
 
 Shape = tuple[int, ...]
@@ -47,15 +47,24 @@ def independent(case: Case) -> Iterator[Agreement | Skip | Note]:
     def variant(*numbers: int) -> Variant:
         return case.variant(case.taken(given, numbers, count))
 
-    for number in (count - 1, 0):  # what all get from one sample does not change for that one
+    said = "the result of a sample changes with the other samples of the batch, or with its place among them"
+    for number in reversed(range(count)):  # what all get from one sample does not change for that one
         yield Agreement(
             case.variant(given),
             variant(*[number] * count),
-            "the result of a sample changes with the other samples of the batch, or with its place among them",
+            said,
             ("among different samples", "among copies of itself"),
             by_sample(count, count + 1, number, count - 1 - number),
             reference=variant(*range(count), 0),
         )
+    yield Agreement(  # copies are sorted in any order
+        case.variant(given),
+        variant(*reversed(range(count))),
+        said,
+        ("in the order given", "in reverse order"),
+        turned(count, count + 1),
+        reference=variant(*range(count), 0),
+    )
 
 
 @contract(
@@ -90,6 +99,8 @@ def _runs(case: Case, variant: Variant, what: str, count: int = 0) -> Iterator[B
     usual, found = _Shapes(case, case.plain), _Shapes(case, variant)
     both = [path for path in found.outputs if path in usual.outputs]
     lost = next((path for path in both if len(usual.outputs[path]) != len(found.outputs[path])), None)
+    if lost is not None and len(usual.inputs[lost]) != len(found.inputs[lost]):
+        lost = lost.rpartition(".")[0]  # it was lost before, in the code around
     if found.error is not None:
         fixed = next((path for path in both if count and _is_fixed(usual, found, path, (case.count, count))), None)
         said = f"it raises {type(found.error).__name__} for {what}: {str(found.error).partition(chr(10))[0]:.200}"

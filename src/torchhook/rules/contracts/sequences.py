@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 from torchhook.rules.contracts.case import Agreement, Case, Given
 from torchhook.rules.contracts.contract import Breach, Note, Skip, contract
 from torchhook.rules.contracts.influence import Attentions, future_gradient
-from torchhook.rules.contracts.pairings import from_pack, shortened, until
+from torchhook.rules.contracts.pairings import from_pack, shortened, shortened_sample, until
 from torchhook.rules.contracts.positions import Positions, reading, writing
 
 _PADDING = 3  # positions
@@ -54,9 +54,11 @@ def padding(case: Case) -> Iterator[Agreement | Skip | Note]:
             names,
             shortened(case.count),
         )
+    if case.count > 1 and sequence.length > _PADDING + 1:
+        yield _ragged(case, masked.unmarked())
     if claims.mask is None or "position_ids" not in claims.names or claims.is_encoder_decoder:
         yield Note("padding on the left: it does not take position_ids, which would have to skip it")
-    elif not (claims.is_causal or case.asked):
+    elif not claims.is_causal:
         yield Note("padding on the left: it is an encoder, which may expect its first token in front")
     elif claims.takes_images:
         yield Note("padding on the left: its tokens follow those of images")
@@ -111,6 +113,20 @@ def _by_gradients(case: Case, sequence: Positions) -> Iterator[Breach | Note]:
         yield Note(f"windows: {wanted} positions would be needed to see that of {widest}")
         return
     yield from Attentions(case).breaches(sequence.repeated(wanted) if wanted > sequence.length else sequence)
+
+
+def _ragged(case: Case, sequence: Positions) -> Agreement:
+    """The last sample, with padding that the others do not have."""
+    count, last = case.count, case.count - 1
+    short = sequence.cut(0, sequence.length - _PADDING)
+    return Agreement(
+        case.variant(short),
+        case.variant(sequence.ragged(last, _PADDING)),
+        "padding of one sample on the right changes its result",
+        ("among samples of its length", f"among samples that are {_PADDING} positions longer"),
+        shortened_sample(count, count + 1, last),
+        reference=case.variant(case.taken(short, [*range(count), 0])),
+    )
 
 
 def _packed(case: Case) -> Agreement:

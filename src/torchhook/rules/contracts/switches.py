@@ -184,6 +184,8 @@ def _shared(case: Case, twin: nn.Module) -> Iterator[Breach]:
         said = f"a deep copy shares memory with the original, so that each changes the other: {first_few(paths)}"
         yield Breach(said, owner(paths[0]), hint="Clone tensors in __deepcopy__, or leave it out.")
         return
+    if not any(parameter.requires_grad for parameter in case.model.parameters()):
+        return  # which parameters it computes with is read from the graph
     guess, _ = case.gradients(case.variant(model=twin, within=lambda: training(twin)))
     used = set(map(id, leaves_of([guess.loss])))
     paths = [plain(path) for path, parameter in case.model.named_parameters() if id(parameter) in used]
@@ -211,20 +213,22 @@ def _channels_last(case: Case) -> Iterator[Agreement | Note]:
         case.plain,
         case.variant(mapped(moved, case.given), model=twin),
         "memory format channels_last changes the result",
-        ("contiguous", "channels_last"),
+        ("in the default format", "in channels_last"),
+        raising="warning",
     )
 
 
 def _autocast(case: Case) -> Iterator[Agreement | Note]:
     first = next((one for one in case.model.parameters() if one.is_floating_point()), None)
-    if first is None or first.dtype != torch.float32:
-        yield Note("autocast: its parameters are not float32")
+    if first is None or first.dtype != torch.float32 or not torch.amp.is_autocast_available(first.device.type):
+        yield Note("autocast: its parameters are not float32, or on a device that has none")
         return
     yield Agreement(
         case.plain,
         case.variant(within=lambda: torch.autocast(first.device.type, torch.bfloat16)),
         "autocast to bfloat16 changes the result by more than rounding",
         ("in float32", "under autocast"),
+        raising="info",  # many models are not made for it
         epsilon=_BFLOAT16,
     )
 
