@@ -152,9 +152,14 @@ class FileJudge(RoundingJudge):
         mine, theirs = (one.tensors for one in inputs if one is not None)
         if len(mine) != 1 or len(theirs) != 1 or len(known.tensors) != 1 or isinstance(theirs[0], Absent):
             return None
-        own = self._parameters(self.teacher, known)
-        formula = formula_of(Layer(known.module, mine[0], known.tensors[0], own))
-        return None if formula is None else formula(theirs[0])
+        if mine[0].is_floating_point() != theirs[0].is_floating_point():  # such as ids and what was looked up
+            return None
+        formula = formula_of(Layer(known.module, mine[0], known.tensors[0], self._parameters(self.teacher, known)))
+        try:
+            predicted = None if formula is None else formula(theirs[0])
+        except (RuntimeError, IndexError):  # the student's input is of another size, or has other ids
+            return None
+        return predicted if predicted is not None and predicted.shape == observed.tensors[0].shape else None
 
     def _parameter_errors(self, observed: Observation, known: Observation) -> dict[str, float]:
         """By how much the parameters of a layer differ, those that differ by more than the rounding of their dtypes."""

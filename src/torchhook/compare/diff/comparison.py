@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -23,6 +24,8 @@ from torchhook.core.trees import Arguments
 
 _ROUTED = "rounding alone changes the shapes inside {}: what depends on them was not judged"
 NO_BATCH = Batch(Arguments((), {}), None)  # of two recordings, neither model is run
+Partners = defaultdict[str, dict[tuple[str, int], None]]
+"""Of each module its counterparts, with the number by which their calls are later."""
 _COMPILED = "{} is compiled: it was recompiled with taps inside, by the same backend with the same options"
 
 
@@ -99,15 +102,26 @@ class Comparison:
         return self._result(rows, judgement.in_both(found).a.site, module, sentence)
 
     def _names(self) -> Iterator[tuple[str, str]]:
-        """The paths of modules that were compared, in a and in b; not what stands for a part or a union of some."""
+        """The paths of modules that were compared, in a and in b: those with one counterpart, call by call.
+
+        Not what stands for a part or a union of some modules.
+        """
         invented = {path for record in self.runs.records for path in record.stand_ins}
+        partners: tuple[Partners, Partners] = defaultdict(dict), defaultdict(dict)
         for mine, theirs in self.runs.pairs.partners.items():
-            if not invented & {mine.path, theirs.path}:
-                yield mine.path, theirs.path
+            shift = theirs.number - mine.number
+            partners[0][mine.path][theirs.path, shift] = None
+            partners[1][theirs.path][mine.path, -shift] = None
+        for path, found in partners[0].items():
+            (other, shift), *more = found
+            if not (more or shift or len(partners[1][other]) > 1 or invented & {path, other}):
+                yield path, other
 
     def _result(self, rows: list[Row], first: Site | None, module: str | None, verdict: str) -> Difference:
-        lonely = unmatched(self.runs.pairs, *(record.modules for record in self.runs.records))
-        match = used(self.sides.pairs, self._names())
+        a, b = (record.modules for record in self.runs.records)
+        recorded = self.sides.a.model is None, self.sides.b.model is None
+        lonely = unmatched(self.runs.pairs, a, b, recorded)
+        match = used(self.sides.pairs, self._names(), a, b)
         return Difference(first, module, verdict, tuple(rows), tuple(lonely), tuple(self.notes), match=match)
 
 

@@ -47,8 +47,7 @@ class Names:
             ran = _entered(records[which], after[which] if after else None, until[which])
             for location in ran:
                 module = records[which].observations[location].module
-                idle = module.is_passive and not module.training
-                if not idle and Call(location.site.path, location.call) not in known[which]:
+                if not module.is_idle and Call(location.site.path, location.call) not in known[which]:
                     return f"{'ab'[which]} runs {location.site.path} ({module.kind}), which has no match"
         return ""
 

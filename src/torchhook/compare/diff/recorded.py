@@ -15,7 +15,7 @@ from torchhook.captures.agreement.rounding import comparable, gap, precision, sh
 from torchhook.compare.diff.comparison import NO_BATCH, Comparison
 from torchhook.compare.diff.match import Match
 from torchhook.compare.diff.result import Difference
-from torchhook.compare.diff.sides import matched_sides
+from torchhook.compare.diff.sides import matched_sides, require_fitting
 from torchhook.compare.diff.updates import diff_updates
 from torchhook.compare.recordings.ranks import Shape, joined
 from torchhook.compare.recordings.recording import RecordedRank, Recording, Turn
@@ -43,6 +43,16 @@ class Recorded:
         """The first pass."""
         return self.ranks[0].first
 
+    @property
+    def modules(self) -> set[str]:
+        """The paths of all modules, of all ranks."""
+        return {path for rank in self.ranks for path in rank.about.modules}
+
+    @property
+    def called(self) -> set[str]:
+        """The paths of the modules that returned something in any pass."""
+        return {line.path for rank in self.ranks for line in rank.lines if line.port == "output"}
+
     def alone(self) -> Iterator[Recorded]:
         """Each rank by itself."""
         for rank in self.ranks:
@@ -63,8 +73,7 @@ class Recorded:
         """What the user says that modules of this side are called in the other one."""
         if like is None:
             return {}
-        own = {path for rank in self.ranks for path in rank.about.modules}
-        a, b = (own, like.modules) if self.name == "a" else (like.modules, own)
+        a, b = (self.modules, like.modules) if self.name == "a" else (like.modules, self.modules)
         plain = [(pair.a[0], pair.b[0]) for pair in match.expanded(a, b) if len(pair.a) == len(pair.b) == 1]
         return dict(plain) if self.name == "a" else {theirs: mine for mine, theirs in plain}
 
@@ -102,9 +111,8 @@ def diff_recordings(a: Recorded, b: Recorded, match: Match, tolerance: float | N
         )
     if len(a.ranks) > 1 < len(b.ranks):
         return _rank_by_rank(a, b, match, tolerance)
+    require_fitting(match, (a.modules, b.modules), (a.called, b.called))
     turns = list(zip(a.turns, b.turns, strict=False))
-    if not turns:
-        raise ValueError("a or b is empty: the model was not called while it was recorded")
     several = len(a.turns) > 1 or len(b.turns) > 1
     for number, (mine, theirs) in enumerate(turns):
         found = _diff_turn(a, b, mine, theirs, match, tolerance)
@@ -116,7 +124,7 @@ def diff_recordings(a: Recorded, b: Recorded, match: Match, tolerance: float | N
     if several:
         found = replace(found, step=None if found.same else mine.step, verdict=_with_step(found, mine, len(turns)))
     if len(a.turns) != len(b.turns):
-        found = replace(found, notes=(*found.notes, f"a has {len(a.turns)} passes, and b {len(b.turns)}"))
+        found = replace(found, notes=(*found.notes, f"a has {_passes(len(a.turns))}, and b {len(b.turns)}"))
     return found
 
 
@@ -148,7 +156,11 @@ def _diff_turn(a: Recorded, b: Recorded, mine: Turn, theirs: Turn, match: Match,
 
 
 def _with_step(found: Difference, turn: Turn, turns: int) -> str:
-    return f"{turns} passes: {found.verdict}" if found.same else f"step {turn.step}: {found.verdict}"
+    return f"{_passes(turns)}: {found.verdict}" if found.same else f"step {turn.step}: {found.verdict}"
+
+
+def _passes(count: int) -> str:
+    return f"{count} pass{'' if count == 1 else 'es'}"
 
 
 def _different_inputs(a: RecordedRun, b: RecordedRun) -> Difference | None:

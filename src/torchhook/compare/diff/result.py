@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import starmap
 from typing import Any
 
 from torchhook.captures.agreement.pairs import Unmatched
@@ -112,11 +113,11 @@ class Difference(Result):
 
     def lines(self) -> list[str]:
         """The notes, including the map that was used, and one for each module that was not compared."""
-        lonely = [
-            f"{one.path or 'the model'!r} of {one.model} was not compared: {one.reason}" for one in self.unmatched
-        ]
+        lonely: dict[tuple[str, str, str], list[Unmatched]] = {}
+        for one in self.unmatched:
+            lonely.setdefault((_starred(one.path), one.model, one.reason), []).append(one)
         compared = [f"compared: {' + '.join(pair.a)} with {' + '.join(pair.b)} in b" for pair in self.match]
-        return [*compared, *(f"note: {line}" for line in (*self.notes, *lonely))]
+        return [*compared, *(f"note: {line}" for line in (*self.notes, *starmap(_uncompared, lonely.items())))]
 
     def _records(self) -> list[dict[str, Any]]:
         return [row.record() for row in self.rows]
@@ -144,6 +145,18 @@ class Difference(Result):
 
     def _foot(self) -> Sequence[str]:
         return self.lines()
+
+
+def _starred(path: str) -> str:
+    return ".".join("*" if name.isdecimal() else name for name in path.split("."))
+
+
+def _uncompared(kind: tuple[str, str, str], held: Sequence[Unmatched]) -> str:
+    """A note for some modules of one model whose names differ in numbers alone."""
+    pattern, model, reason = kind
+    if len(held) > 1:
+        return f"{len(held)} modules {pattern!r} of {model} were not compared: {reason}"
+    return f"{held[0].path or 'the model'!r} of {model} was not compared: {reason}"
 
 
 def place_of(site: Site, call: int) -> str:

@@ -147,6 +147,8 @@ class RecordedRank:
     @cached_property
     def turns(self) -> list[Turn]:
         """The passes of the model, in order."""
+        if not self._by_turn:
+            raise FileError(f"{str(self.folder)!r} is empty: the model was not called while it was recorded")
         return list(self._by_turn)
 
     @cached_property
@@ -166,8 +168,6 @@ class RecordedRank:
     @property
     def first(self) -> Turn:
         """The first pass."""
-        if not self.turns:
-            raise FileError(f"{str(self.folder)!r} is empty: the model was not called while it was recorded")
         return self.turns[0]
 
     def run(self, turn: Turn) -> RecordedRun:
