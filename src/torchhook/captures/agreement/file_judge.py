@@ -102,7 +102,7 @@ class FileJudge(RoundingJudge):
         one = super()._compared(observed, known, number, where, sure)
         carried = self._carried()
         if self.trusting:
-            carried = max(carried, *self._parameter_errors(observed, known).values(), 0.0)
+            carried = max(carried, *self._parameter_errors(observed, known, least=0.0).values(), 0.0)
         judged = self._judged(one, observed, known, number, carried)
         if sure or not judged.diverges:  # what may not be a match at all explains nothing that follows
             self.errors[observed.location] = max(self.errors.get(observed.location, 0.0), one.gap.error)
@@ -161,15 +161,17 @@ class FileJudge(RoundingJudge):
             return None
         return predicted if predicted is not None and predicted.shape == observed.tensors[0].shape else None
 
-    def _parameter_errors(self, observed: Observation, known: Observation) -> dict[str, float]:
-        """By how much the parameters of a layer differ, those that differ by more than the rounding of their dtypes."""
+    def _parameter_errors(
+        self, observed: Observation, known: Observation, least: float = _PARAMETER
+    ) -> dict[str, float]:
+        """By how much the parameters of a layer differ, those that differ by more than so many rounding errors."""
         if observed.location.site.port != "output" or not (observed.module.is_leaf and known.module.is_leaf):
             return {}
         mine, theirs = self._parameters(self.teacher, known), self._parameters(self.student, observed)
         alike = [name for name in mine if name in theirs and mine[name].shape == theirs[name].shape]
         errors = {name: gap(mine[name], theirs[name]).error for name in alike}
-        least = {name: _PARAMETER * precision([mine[name], theirs[name]]) for name in alike}
-        return {name: error for name, error in errors.items() if error > least[name]}
+        rounding = {name: precision([mine[name], theirs[name]]) for name in alike}
+        return {name: error for name, error in errors.items() if error > least * rounding[name]}
 
     def _input(self, run: RecordedRun, location: Location) -> Observation | None:
         return run.observations.get(Location(Site(location.site.path, "input"), location.call))

@@ -17,7 +17,7 @@ from torchhook.compare.diff.fused import real_module
 from torchhook.compare.diff.match import used
 from torchhook.compare.diff.names import Names, explanation
 from torchhook.compare.diff.result import Difference, Row, place_of
-from torchhook.compare.diff.sides import Sides
+from torchhook.compare.diff.sides import Sides, orient
 from torchhook.core.batch import Batch, Loss
 from torchhook.core.site import Site
 from torchhook.core.trees import Arguments
@@ -35,6 +35,9 @@ class Comparison:
     def __init__(self, sides: Sides, batch: Batch = NO_BATCH, loss: Loss | None = None, trusting: bool = False) -> None:
         self.sides = sides
         self.runs = PairedRuns(sides.a, sides.b, batch, loss, sides.renamed, trusting)
+        orient(
+            *self.runs.records, {mine.path: theirs.path for mine, theirs in reversed(self.runs.pairs.everyone.items())}
+        )
         models = {"a": sides.a.model, "b": sides.b.model}
         self.compiled = [name for name, model in models.items() if model is not None and is_compiled(model)]
         self.notes = [_COMPILED.format(name) for name in self.compiled]
@@ -56,7 +59,7 @@ class Comparison:
         """Diverge at the first location that is off by more than rounding although its inputs are the same."""
         rows = list(self.rows())
         if not self.runs.pairs.misshapen and all(row.error == 0 for row in rows):
-            return self._result(rows, None, None, "a and b agree: all values are equal")
+            return self._result(rows, None, None, f"a and b agree: {self._all} equal")
         if len(self.compiled) == 2:
             self.notes.append("both are compiled: column 'own error' is that of b uncompiled")
         judgement = self.runs.judged()
@@ -66,6 +69,11 @@ class Comparison:
         for path in judgement.judge.unjudged:
             self.notes.append(_ROUTED.format(names.of(names.module(path))))
         return self._with_verdict(rows, judgement, names)
+
+    @property
+    def _all(self) -> str:
+        sketched = any(run.is_sketched for run in self.runs.records)
+        return "all that the sketches keep is" if sketched else "all values are"
 
     def rows(self) -> Iterator[Row]:
         """One row per pair of values: outputs in execution order, then gradients in the order of the backward."""
@@ -81,6 +89,7 @@ class Comparison:
 
     def _with_verdict(self, rows: list[Row], judgement: Judgement, names: Names) -> Difference:
         """The verdict, and the rows with the errors that the modules make by themselves."""
+        rows = self._with_input(rows, judgement)
         own: dict[Location, list[ComparedTensor]] = {}
         for one in judgement.judge.compared:
             own.setdefault(judgement.in_both(one).a, []).append(one)
@@ -100,6 +109,17 @@ class Comparison:
         if isinstance(found, ComparedTensor):
             self.notes += better_fits(self.runs, judgement, found)
         return self._result(rows, judgement.in_both(found).a.site, module, sentence)
+
+    def _with_input(self, rows: list[Row], judgement: Judgement) -> list[Row]:
+        """The rows, and one for the place where the models diverge if that is the input of a call."""
+        both = None if judgement.first is None else judgement.in_both(judgement.first)
+        if both is None or both.a.site.port != "input":
+            return rows
+        mine, theirs = (run.find(location) for run, location in zip(self.runs.records, both, strict=True))
+        row = None if mine is None or theirs is None else _row(mine, theirs)
+        order = {location: number for number, location in enumerate(self.runs.records[0].observations)}
+        at = sum(order.get(Location(one.site, one.call, one.leaf), math.inf) < order[both.a] for one in rows)
+        return rows if row is None else [*rows[:at], row, *rows[at:]]
 
     def _names(self) -> Iterator[tuple[str, str]]:
         """The paths of modules that were compared, in a and in b: those with one counterpart, call by call.
@@ -184,12 +204,14 @@ def _excess(one: ComparedTensor, swapped: bool) -> str:
     explained = one.explained / one.gap.scale if one.gap.scale else 0.0
     teachers, students = one.gap.values
     values = (students, teachers) if swapped else (teachers, students)
-    return f"{_off(one.gap.error, one.gap.worst, values)}; rounding explains {explained:.2g}"
+    least = one.explained + explained * abs(teachers)
+    return f"{_off(one.gap.error, one.gap.worst, values, least)}; rounding explains {explained:.2g}"
 
 
-def _off(error: float, worst: tuple[int, ...], values: tuple[float, float]) -> str:
+def _off(error: float, worst: tuple[int, ...], values: tuple[float, float], least: float = 0.0) -> str:
+    """How far two tensors are apart, and where most; not if the few entries of a sketch differ by `least` or less."""
     off = f"off by {error:.2g} relative to its size"
-    if values[0] == values[1]:  # none of the entries that a sketch has is off
+    if abs(values[0] - values[1]) <= least or values[0] == values[1] or all(map(math.isnan, values)):
         return off
     index = f" at ({', '.join(map(str, worst))})" if worst else ""
     return f"{off}, most{index}: {values[0]:.6g} in a, {values[1]:.6g} in b"

@@ -13,6 +13,7 @@ from torchhook.captures.agreement.pairs import renaming
 from torchhook.captures.agreement.recorded_run import Location, RecordedRun, in_order_of
 from torchhook.captures.agreement.rounding import comparable, gap, precision, shapes_of
 from torchhook.compare.diff.comparison import NO_BATCH, Comparison
+from torchhook.compare.diff.fused import copied
 from torchhook.compare.diff.match import Match
 from torchhook.compare.diff.result import Difference
 from torchhook.compare.diff.sides import matched_sides, require_fitting
@@ -64,10 +65,17 @@ class Recorded:
         """The arguments of the model in the first pass."""
         return self.ranks[0].inputs(None)
 
-    def side(self, like: RecordedRun | None, match: Match, turn: Turn | None = None) -> Side:
-        """One pass (None: the first) in the shapes of `like`, the run that it is compared with."""
+    def side(self, like: RecordedRun | None, match: Match, turn: Turn | None = None, after: bool = False) -> Side:
+        """One pass (None: the first) in the shapes of `like`, the run that it is compared with.
+
+        It has the parameters before its step, or `after` it.
+        """
         at = self.first if turn is None else turn
-        return Side(joined(self.ranks, at, like, partial(self._expected, like, self._renamed(like, match))))
+        return Side(joined(self.ranks, at, like, partial(self._expected, like, self._renamed(like, match)), after))
+
+    def has_update(self, step: int) -> bool:
+        """Whether the parameters after a step were recorded."""
+        return any(line.port == "param" and line.step == step + 1 for rank in self.ranks for line in rank.lines)
 
     def _renamed(self, like: RecordedRun | None, match: Match) -> dict[str, str]:
         """What the user says that modules of this side are called in the other one."""
@@ -117,8 +125,8 @@ def diff_recordings(a: Recorded, b: Recorded, match: Match, tolerance: float | N
     for number, (mine, theirs) in enumerate(turns):
         found = _diff_turn(a, b, mine, theirs, match, tolerance)
         is_last = number + 1 == len(turns) or turns[number + 1][0].step != mine.step
-        if found.same and is_last:
-            found = diff_updates(a.ranks, b.ranks, mine.step, theirs.step, found)
+        if found.same and is_last and a.has_update(mine.step) and b.has_update(theirs.step):
+            found = _diff_update(a, b, mine, theirs, match, found)
         if not found.same:
             break
     if several:
@@ -145,14 +153,34 @@ def _when(found: Difference) -> tuple[bool, int, int]:
 
 
 def _diff_turn(a: Recorded, b: Recorded, mine: Turn, theirs: Turn, match: Match, tolerance: float | None) -> Difference:
-    if len(a.ranks) > 1:
-        second = b.side(None, match, theirs)
-        first = a.side(second.run, match, mine)
-    else:
-        first = a.side(None, match, mine)
-        second = b.side(first.run, match, theirs)
+    first, second = _both(a, b, mine, theirs, match)
     ranks = len(a.ranks), len(b.ranks)
     return compared(first, second, match, tolerance, ranks=ranks, trusting=mine.step > a.first.step)
+
+
+def _both(a: Recorded, b: Recorded, mine: Turn, theirs: Turn, match: Match, after: bool = False) -> tuple[Side, Side]:
+    """One pass of each; that of several ranks is joined in the shapes of the other."""
+    if len(a.ranks) > 1:
+        second = b.side(None, match, theirs, after)
+        return a.side(second.run, match, mine, after), second
+    first = a.side(None, match, mine, after)
+    return first, b.side(first.run, match, theirs, after)
+
+
+def _diff_update(a: Recorded, b: Recorded, mine: Turn, theirs: Turn, match: Match, found: Difference) -> Difference:
+    """What `found` becomes if the optimizers did something else in the step."""
+    ranks = len(a.ranks), len(b.ranks)
+    before, after = (_both(a, b, mine, theirs, match, late) for late in (False, True))
+    gradients = Side(_with_gradients(before[0].run)), Side(_with_gradients(before[1].run))
+    first, second, third = (matched_sides(*pair, match=match, ranks=ranks) for pair in (before, after, gradients))
+    return diff_updates(first, second, third, found)
+
+
+def _with_gradients(run: RecordedRun) -> RecordedRun:
+    """The same run with gradients in place of parameters, which are split and turned around in the same way."""
+    twin = copied(run)
+    twin.parameters = {observed.location.site.path: observed.tensors[0] for observed in run.of("param_grad")}
+    return twin
 
 
 def _with_step(found: Difference, turn: Turn, turns: int) -> str:

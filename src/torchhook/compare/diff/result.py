@@ -123,11 +123,12 @@ class Difference(Result):
         return [row.record() for row in self.rows]
 
     def _figures(self) -> list[Bars]:
-        """The errors of the outputs by layer, and what rounding explains; of each call, and not of gradients."""
-        rows = [row for row in self.rows if row.site.port == "output"]
+        """The errors by layer, those of modules by themselves if these are others, and what rounding explains."""
+        rows = [row for row in self.rows if row.site.port in ("input", "output")]
+        owns: list[float | None] = [row.own for row in rows if row.own != row.error]
         errors: dict[str, list[float | None]] = {
             "error": [row.error for row in rows],
-            "own error": [row.own for row in rows],
+            "own error": [row.own for row in rows] if any(own is not None for own in owns) else [],
             ROUNDING: [None if row.explained == math.inf else row.explained for row in rows],
         }
         drawn = {name: line for name, line in errors.items() if any(value is not None for value in line)}

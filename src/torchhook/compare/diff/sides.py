@@ -49,7 +49,6 @@ def matched_sides(a: Side, b: Side, match: Match, ranks: tuple[int, int] = (1, 1
         whole = ranks[0] if len(pair.a) == 1 else ranks[1]
         by_rank = replace(pair, heads=whole) if whole > 1 and pair.heads is None else pair
         renamed |= _translated(runs, by_rank, swapped)
-    _orient(runs, renamed)
     return Sides(Side(runs[0], a.model), Side(runs[1], b.model), renamed, (*given, *found))
 
 
@@ -114,9 +113,8 @@ def _translated(runs: tuple[RecordedRun, RecordedRun], pair: Counterparts, swapp
     return split(b, pair, pair.b[0], pair.a, a)
 
 
-def _orient(runs: tuple[RecordedRun, RecordedRun], renamed: Mapping[str, str]) -> None:
+def orient(a: RecordedRun, b: RecordedRun, renamed: Mapping[str, str]) -> None:
     """Turn the weights of a's layers around where only one of the two models has them inputs × outputs."""
-    a, b = runs
     for path, facts in list(a.modules.items()):
         other = b.modules.get(renaming(path, renamed))
         if other is not None and is_turned(facts) != is_turned(other) and "weight" in facts.parameters:

@@ -170,11 +170,12 @@ class RecordedRank:
         """The first pass."""
         return self.turns[0]
 
-    def run(self, turn: Turn) -> RecordedRun:
-        """What flowed in one pass; tensors are read when they are asked for."""
+    def run(self, turn: Turn, after: bool = False) -> RecordedRun:
+        """What flowed in one pass, with the parameters before its step, or `after` it; read when they are asked for."""
         run = RecordedRun()
         run.modules, run.coarsest = dict(self.about.modules), self.about.coarsest
-        run.parameters, run.is_sketched = self.parameters(turn.step), self.about.keep == "sketch"
+        run.parameters = self.parameters_at(turn.step + 1) if after else self.parameters(turn.step)
+        run.is_sketched = self.about.keep == "sketch"
         moved = self._moved if turn == self.first else {}
         for line in self._by_turn.get(turn, ()):
             location = Location(Site(line.path, line.port), line.call, line.leaf)
