@@ -397,3 +397,62 @@ def test_small_mistakes_after_large_rounding_errors_show_where_a_formula_fits(tm
     for factor, module in ((1.0, None), (1.04, "8")):
         record(deep(factor).bfloat16(), x, to=tmp_path / f"{factor}.th", noise=False)
         assert diff(tmp_path / "a.th", tmp_path / f"{factor}.th").module == module
+
+
+class Attending(nn.Module):
+    """A block with the attention in a module of its own, or in its own code, and a mistake in the scale."""
+
+    def __init__(self, scale=1.0, nested=True):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
+        self.out = nn.Sequential(nn.Linear(16, 16)) if nested else nn.Linear(16, 16)
+        self.scale = scale
+
+    def forward(self, x):
+        return self.out((self.q(x) @ self.k(x).mT * self.scale).softmax(-1) @ self.v(x))
+
+
+class Outer(nn.Module):
+    def __init__(self, attention):
+        super().__init__()
+        self.attention, self.norm = attention, nn.LayerNorm(16)
+
+    def forward(self, x):
+        return self.norm(x + self.attention(x))
+
+
+class Flat(nn.Module):
+    """The same without a module around the attention."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.wq, self.wk, self.wv, self.wo = attention.q, attention.k, attention.v, attention.out[0]
+        self.ln, self.scale = nn.LayerNorm(16), 2.0
+
+    def forward(self, x):
+        attended = (self.wq(x) @ self.wk(x).mT * self.scale).softmax(-1) @ self.wv(x)
+        return self.ln(x + self.wo(attended))
+
+
+def test_a_mistake_between_two_calls_is_laid_to_the_innermost_module(tmp_path):
+    torch.manual_seed(0)
+    a, x = nn.Sequential(*(Outer(Attending()) for _ in range(2))), torch.randn(2, 5, 16)
+    b = nn.Sequential(*(Flat(block.attention) for block in a))
+    b[0].scale = 1.0
+    files = [record(model, x, to=tmp_path / f"{n}.th", noise=False) for n, model in enumerate((a, b))]
+    found = diff(*files)
+    assert found.module == "1.attention", found.verdict
+    (marked,) = [row for row in found.rows if row.parts and row.site == found.first]
+    assert (marked.site.port, marked.partner) == ("input", "1.wo")
+    assert "diverges" in repr(found)
+    (figure,) = found._figures()
+    assert list(figure.values) == ["error", "rounding"] and f"{marked.site.path}, input" in figure.layers
+
+
+def test_a_second_call_has_the_name_of_its_own_partner(tmp_path):
+    torch.manual_seed(0)
+    a, b, x = Activated(True), Activated(False), torch.randn(4, 16)
+    b.load_state_dict(a.state_dict())
+    b.act2 = nn.GELU()
+    found = diff(a, b, x)
+    assert found.module == "act" and "at act (ReLU, act2 in b), call 1" in found.verdict

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -37,7 +37,7 @@ class Recorded:
     @property
     def turns(self) -> list[Turn]:
         """The passes that were recorded, of all ranks."""
-        return list(dict.fromkeys(turn for rank in self.ranks for turn in rank.turns))
+        return list(dict.fromkeys(turn for rank in self.ranks for turn in rank.turns)) or [self.first]
 
     @property
     def first(self) -> Turn:
@@ -72,6 +72,10 @@ class Recorded:
         """
         at = self.first if turn is None else turn
         return Side(joined(self.ranks, at, like, partial(self._expected, like, self._renamed(like, match)), after))
+
+    def is_cut(self, turn: Turn) -> bool:
+        """Whether the recording of a pass ends before the model returned, of any rank."""
+        return any(rank.is_cut(turn) for rank in self.ranks)
 
     def has_update(self, step: int) -> bool:
         """Whether the parameters after a step were recorded."""
@@ -119,21 +123,33 @@ def diff_recordings(a: Recorded, b: Recorded, match: Match, tolerance: float | N
         )
     if len(a.ranks) > 1 < len(b.ranks):
         return _rank_by_rank(a, b, match, tolerance)
-    require_fitting(match, (a.modules, b.modules), (a.called, b.called))
     turns = list(zip(a.turns, b.turns, strict=False))
+    require_fitting(match, (a.modules, b.modules), (a.called, b.called))
+    cut: dict[str, None] = {}
     several = len(a.turns) > 1 or len(b.turns) > 1
     for number, (mine, theirs) in enumerate(turns):
         found = _diff_turn(a, b, mine, theirs, match, tolerance)
         is_last = number + 1 == len(turns) or turns[number + 1][0].step != mine.step
         if found.same and is_last and a.has_update(mine.step) and b.has_update(theirs.step):
             found = _diff_update(a, b, mine, theirs, match, found)
+        cut |= dict.fromkeys(one.name for one, turn in ((a, mine), (b, theirs)) if one.is_cut(turn))
         if not found.same:
             break
     if several:
         found = replace(found, step=None if found.same else mine.step, verdict=_with_step(found, mine, len(turns)))
     if len(a.turns) != len(b.turns):
         found = replace(found, notes=(*found.notes, f"a has {_passes(len(a.turns))}, and b {len(b.turns)}"))
-    return found
+    return as_far_as_known(found, cut)
+
+
+def as_far_as_known(found: Difference, cut: Collection[str]) -> Difference:
+    """`found`, where the recordings of some sides end before the model returned."""
+    if not cut:
+        return found
+    ends = f"{' and '.join(cut)} end{'s' if len(cut) == 1 else ''} before the model returned"
+    if not found.same:
+        return replace(found, notes=(*found.notes, ends))
+    return replace(found, complete=False, verdict=f"{found.verdict}; but {ends}", notes=(*found.notes, ends))
 
 
 def _rank_by_rank(a: Recorded, b: Recorded, match: Match, tolerance: float | None) -> Difference:
@@ -142,7 +158,9 @@ def _rank_by_rank(a: Recorded, b: Recorded, match: Match, tolerance: float | Non
     results = [diff_recordings(*pair, match, tolerance) for pair in pairs]
     number = min(range(len(results)), key=lambda number: _when(results[number]))
     found = results[number]
-    return found if found.same else replace(found, verdict=f"rank {number}: {found.verdict}")
+    if found.same:
+        return next((one for one in results if not one.complete), found)
+    return replace(found, verdict=f"rank {number}: {found.verdict}")
 
 
 def _when(found: Difference) -> tuple[bool, int, int]:

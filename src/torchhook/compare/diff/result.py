@@ -76,6 +76,7 @@ class Difference(Result):
     row per location in execution order (gradients in the order of the backward), `unmatched` the modules without a
     match, and `notes` other remarks. `step` is the step of a training at which recordings of several diverge. `match`
     is which modules of a were compared with which of b, if they are called differently; ``match.save(path)`` keeps it.
+    `complete` is False if a recording ends before the model returned: the models agree as far as it goes.
     """
 
     first: Site | None
@@ -86,6 +87,7 @@ class Difference(Result):
     notes: tuple[str, ...] = field(default=())
     step: int | None = None
     match: Match = field(default_factory=Match)
+    complete: bool = True
 
     HEADER = _HEADER
 
@@ -99,6 +101,7 @@ class Difference(Result):
         found = {
             "version": VERSION,
             "same": self.same,
+            "complete": self.complete,
             "verdict": self.verdict,
             "step": self.step,
             "first": None if self.first is None else self.first._asdict(),

@@ -147,9 +147,12 @@ class RecordedRank:
     @cached_property
     def turns(self) -> list[Turn]:
         """The passes of the model, in order."""
-        if not self._by_turn:
-            raise FileError(f"{str(self.folder)!r} is empty: the model was not called while it was recorded")
         return list(self._by_turn)
+
+    def is_cut(self, turn: Turn) -> bool:
+        """Whether the recording of a pass ends before the model returned."""
+        ports = {line.port for line in self._by_turn.get(turn, ()) if not line.path}
+        return "input" in ports and "output" not in ports
 
     @cached_property
     def _by_turn(self) -> dict[Turn, list[Line]]:
@@ -168,6 +171,8 @@ class RecordedRank:
     @property
     def first(self) -> Turn:
         """The first pass."""
+        if not self.turns:
+            raise FileError(f"{str(self.folder)!r} is empty: the model was not called while it was recorded")
         return self.turns[0]
 
     def run(self, turn: Turn, after: bool = False) -> RecordedRun:
