@@ -79,6 +79,8 @@ class FileJudge(RoundingJudge):
             known = None if partner is None else self.teacher.find(partner)
             if known is not None and observed.location.site.port == "input":
                 observed = in_order_of(observed, known)
+            if known is None and "grad" not in observed.location.site.port:  # a block that the other one does not have
+                self.errors[observed.location] = self._carried()
             growth = math.sqrt(observed.module.terms / _TERMS)
             if known is not None and "grad" not in observed.location.site.port:
                 self.choices.see(where, known, observed, len(self.compared), self._carried())
