@@ -154,14 +154,14 @@ def _show(found: Difference) -> None:
     console = Console(highlight=False)
     if console.is_terminal:
         shown = Table(*found.HEADER, box=None, pad_edge=False, header_style="bold")
-        for row in found.rows:
+        for row in found.shown:
             cells = [Text(printable(str(cell)), overflow="fold") for cell in row.cells()]
             shown.add_row(*cells, style="bold red" if row.parts else "")
         console.print(shown)
     else:
         from torchhook.core.text import table
 
-        typer.echo(_printable(table(found.HEADER, [row.cells() for row in found.rows])))
+        typer.echo(_printable(table(found.HEADER, [row.cells() for row in found.shown])))
     for line in found.lines():
         console.print(Text(printable(line)), style="dim", soft_wrap=True)
     style = "bold red" if not found.same else "bold green" if found.complete else "bold yellow"

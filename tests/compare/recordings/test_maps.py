@@ -442,7 +442,7 @@ def test_a_mistake_between_two_calls_is_laid_to_the_innermost_module(tmp_path):
     files = [record(model, x, to=tmp_path / f"{n}.th", noise=False) for n, model in enumerate((a, b))]
     found = diff(*files)
     assert found.module == "1.attention", found.verdict
-    (marked,) = [row for row in found.rows if row.parts and row.site == found.first]
+    (marked,) = [row for row in found.shown if row.parts and row.site == found.first]
     assert (marked.site.port, marked.partner) == ("input", "1.wo")
     assert "diverges" in repr(found)
     (figure,) = found._figures()

@@ -108,7 +108,9 @@ class Comparison:
         module = real_module(self.runs.records[0], module, tensors)
         if isinstance(found, ComparedTensor):
             self.notes += better_fits(self.runs, judgement, found)
-        return self._result(rows, judgement.in_both(found).a.site, module, sentence)
+        number = next((number for number, row in enumerate(rows) if row.site.port == "input"), None)
+        place = None if number is None else (number, rows.pop(number))
+        return replace(self._result(rows, judgement.in_both(found).a.site, module, sentence), place=place)
 
     def _with_input(self, rows: list[Row], judgement: Judgement) -> list[Row]:
         """The rows, and one for the place where the models diverge if that is the input of a call."""

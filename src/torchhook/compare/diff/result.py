@@ -77,6 +77,7 @@ class Difference(Result):
     match, and `notes` other remarks. `step` is the step of a training at which recordings of several diverge. `match`
     is which modules of a were compared with which of b, if they are called differently; ``match.save(path)`` keeps it.
     `complete` is False if a recording ends before the model returned: the models agree as far as it goes.
+    `place` is a row for `first` if that is the input of a module, and before which of `rows` it is shown.
     """
 
     first: Site | None
@@ -88,6 +89,7 @@ class Difference(Result):
     step: int | None = None
     match: Match = field(default_factory=Match)
     complete: bool = True
+    place: tuple[int, Row] | None = None
 
     HEADER = _HEADER
 
@@ -95,6 +97,14 @@ class Difference(Result):
     def same(self) -> bool:
         """Whether the models agree everywhere."""
         return self.first is None
+
+    @property
+    def shown(self) -> tuple[Row, ...]:
+        """The rows of the table: one per location, and one for the input where the models diverge."""
+        if self.place is None:
+            return self.rows
+        number, row = self.place
+        return *self.rows[:number], row, *self.rows[number:]
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values, for programs; numbers that are not finite are strings."""
@@ -127,7 +137,7 @@ class Difference(Result):
 
     def _figures(self) -> list[Bars]:
         """The errors by layer, those of modules by themselves if these are others, and what rounding explains."""
-        rows = [row for row in self.rows if row.site.port in ("input", "output")]
+        rows = [row for row in self.shown if row.site.port in ("input", "output")]
         owns: list[float | None] = [row.own for row in rows if row.own != row.error]
         errors: dict[str, list[float | None]] = {
             "error": [row.error for row in rows],
@@ -139,10 +149,10 @@ class Difference(Result):
         return [Bars(names, drawn, "relative error", "Where they part", log=True)] if rows else []
 
     def _printed(self) -> tuple[Sequence[str], list[list[Any]]]:
-        return _HEADER, [row.cells() for row in self.rows]
+        return _HEADER, [row.cells() for row in self.shown]
 
     def _important(self) -> int:
-        return next((number for number, row in enumerate(self.rows) if row.parts), 0)
+        return next((number for number, row in enumerate(self.shown) if row.parts), 0)
 
     def _title(self) -> str:
         return self.verdict
