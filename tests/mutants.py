@@ -789,8 +789,8 @@ MUTANTS = [
     ),
     Mutant(
         "compare/diff/updates.py",
-        "explained = _SLACK * (epsilon + start) * size + _SIGNS * math.sqrt(gradients.get(name, 0.0))",
-        "explained = _SLACK * (epsilon + start) * size",
+        "explained = _SLACK * (epsilon + gap(before, start).error) * size + _SIGNS * math.sqrt(max(gradient, epsilon))",
+        "explained = _SLACK * (epsilon + gap(before, start).error) * size",
         "compare/recordings/test_recorded_steps.py::test_rounding_that_grows_from_step_to_step_is_no_difference[all]",
     ),
     Mutant(

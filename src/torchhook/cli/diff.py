@@ -68,7 +68,7 @@ def diff(
 
     A, B and NAME are package.module:name; modules in the current folder work too.
     Rounding does not count: float32 and bfloat16 copies of a model agree.
-    Exits with 0 if they agree and with 1 if they diverge.
+    Exits with 0 if they agree, with 1 if they diverge and with 2 if a recording ends before the model returned.
 
     [bold]torchhook diff net:original net:ported --input 2,3,224,224 --eval
     torchhook diff a.th b.th --match map.toml --report diff.html[/]
@@ -100,7 +100,7 @@ def diff(
     else:
         _show(found)
     _write(found, report or [], save_match)
-    raise typer.Exit(0 if found.same else 1)
+    raise typer.Exit(1 if not found.same else 0 if found.complete else 2)
 
 
 def _side(name: str, option: str, seed: int, evaluated: bool) -> Any:
@@ -154,17 +154,18 @@ def _show(found: Difference) -> None:
     console = Console(highlight=False)
     if console.is_terminal:
         shown = Table(*found.HEADER, box=None, pad_edge=False, header_style="bold")
-        for row in found.rows:
+        for row in found.shown:
             cells = [Text(printable(str(cell)), overflow="fold") for cell in row.cells()]
             shown.add_row(*cells, style="bold red" if row.parts else "")
         console.print(shown)
     else:
         from torchhook.core.text import table
 
-        typer.echo(_printable(table(found.HEADER, [row.cells() for row in found.rows])))
+        typer.echo(_printable(table(found.HEADER, [row.cells() for row in found.shown])))
     for line in found.lines():
         console.print(Text(printable(line)), style="dim", soft_wrap=True)
-    console.print(Text(printable(found.verdict)), style="bold green" if found.same else "bold red", soft_wrap=True)
+    style = "bold red" if not found.same else "bold green" if found.complete else "bold yellow"
+    console.print(Text(printable(found.verdict)), style=style, soft_wrap=True)
 
 
 def _printable(text: str) -> str:

@@ -8,8 +8,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from typer.testing import CliRunner
 
 from torchhook import FileError, Recording, diff, record
+from torchhook.cli.app import app
 from torchhook.compare.recordings.files import LINES, TensorFile, write_tensors
 from torchhook.core.errors import TorchhookError
 
@@ -73,6 +75,7 @@ def test_a_file_that_is_none_is_said_by_its_name(twin, file, content):
         lambda stored: {**stored, "shape": [-1]},
         lambda stored: {**stored, "shape": [2**62, 2**62]},
         lambda stored: {**stored, "dtype": 3},
+        lambda stored: {**stored, "dtype": "pickle"},
         lambda stored: {**stored, "sketch": 0},
         lambda stored: {**stored, "sketch": 99},
         lambda stored: {**stored, "shards": [[0, 0]]},
@@ -92,6 +95,44 @@ def test_a_recording_that_was_cut_has_what_came_before(recorded, twin):
     (twin / LINES).write_bytes(text[:-10])
     assert len(Recording(twin).ranks[0].lines) == len(Recording(recorded).ranks[0].lines) - 1
     assert diff(recorded, twin).same
+
+
+def test_a_cut_recording_does_not_pass_as_agreement(recorded, twin):
+    lines = (twin / LINES).read_bytes().splitlines(keepends=True)
+    (twin / LINES).write_bytes(b"".join(lines[:-3]))
+    for a, b, name in ((recorded, twin, "b"), (twin, recorded, "a")):
+        found = diff(a, b)
+        assert not found.complete and found.verdict.endswith(f"; but {name} ends before the model returned")
+        assert f"{name} ends before the model returned" in found.notes and found.to_dict()["complete"] is False
+        missing = {one.reason for one in found.unmatched if one.model != name}
+        assert missing == {f"{name} did not record it"}
+    done = CliRunner().invoke(app, ["diff", str(recorded), str(twin)])
+    assert done.exit_code == 2 and "but b ends before the model returned" in done.stdout
+    assert diff(recorded, recorded).complete
+
+
+def test_a_line_that_is_not_json_is_said(twin):
+    with (twin / LINES).open("ab") as file:
+        file.write(b"\xff\xfe\n")
+    with pytest.raises(FileError, match="it has a line that is not JSON"):
+        read_all(twin)
+
+
+def test_an_empty_recording_is_named(recorded, tmp_path):
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2))
+    with record(model, to=tmp_path / "empty.th"):
+        pass
+    empty = tmp_path / "empty.th"
+    assert "0 steps" in repr(Recording(empty))
+    for look in (
+        lambda: diff(recorded, empty),
+        lambda: diff(empty, recorded),
+        lambda: diff(model, empty),
+        lambda: Recording(empty)[""],
+        lambda: Recording(empty).inputs(),
+    ):
+        with pytest.raises(FileError, match=r"empty\.th' is empty: the model was not called while it was recorded"):
+            look()
 
 
 def test_tensors_that_do_not_fit_their_file(tmp_path):

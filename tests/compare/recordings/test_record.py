@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -440,3 +441,58 @@ def test_two_recordings_with_as_many_ranks_are_compared_rank_by_rank(tmp_path):
     assert found.module == "2" and found.verdict.startswith("rank 1: a and b diverge at 2 (Linear)")
     with pytest.raises(ValueError, match="a has 2 ranks and b 3"):
         diff(a, [*a, a[0]])
+
+
+class Shifted(nn.Module):
+    """Adds something to one row, or puts NaN there."""
+
+    def __init__(self, by=0.0):
+        super().__init__()
+        self.by = by
+
+    def forward(self, x):
+        y = x * 2
+        y[777] += self.by
+        return y
+
+
+def test_sketches_say_no_more_than_they_know(tmp_path):
+    """One row of 8192 is in none of the random sums, but in the moments."""
+    x = torch.rand(8192, 64, generator=torch.Generator().manual_seed(0))
+    files = {
+        by: record(nn.Sequential(Shifted(by), nn.Identity()), x, to=tmp_path / f"{by}.th", keep="sketch")
+        for by in (0.0, 100.0, math.nan)
+    }
+    assert diff(files[0.0], files[0.0]).verdict == "a and b agree: all that the sketches keep is equal"
+    for by in (100.0, math.nan):
+        found = diff(files[0.0], files[by])
+        assert found.module == "0", found.verdict
+        assert " in a, " not in found.verdict  # none of the entries that were kept is off
+
+
+def test_parts_of_sketches_have_no_values_to_show(tmp_path):
+    class Split(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            return self.q(x).tanh() * self.k(x)
+
+    class Fused(nn.Module):
+        def __init__(self, source):
+            super().__init__()
+            self.qk = nn.Linear(64, 128)
+            self.qk.weight = nn.Parameter(torch.cat([source.q.weight, 2 * source.k.weight]))
+            self.qk.bias = nn.Parameter(torch.cat([source.q.bias, source.k.bias]))
+
+        def forward(self, x):
+            q, k = self.qk(x).chunk(2, -1)
+            return q.tanh() * k
+
+    torch.manual_seed(0)
+    split, x = Split(), torch.randn(64, 64)
+    models = {"a": split, "b": Fused(split)}
+    files = [record(model, x, to=tmp_path / f"{name}.th", keep="sketch") for name, model in models.items()]
+    found = diff(*files)
+    assert found.module == "k" and "nan" not in found.verdict, found.verdict

@@ -3,7 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from recorded_pairs import ids, language
+from recorded_pairs import HEALTHY, PAIRS, ids, language
+from torch import distributed, nn
+from torch.multiprocessing.spawn import spawn
 
 from torchhook import diff, record
 
@@ -87,3 +89,94 @@ def test_fewer_steps_are_a_note(reference, tmp_path):
         model(ids())
     found = diff(file, tmp_path / "b.th")
     assert found.same and "a has 3 passes, and b 1" in found.notes
+
+
+def taught(model, to, faulty=(), optimizer=torch.optim.AdamW, keep="all", grads=True):
+    """Train a model for two steps, in the second with twice the learning rate for parameters of some names."""
+    wrong = [any(name in path for name in faulty) for path, _ in model.named_parameters()]
+    groups = [{"params": [one]} for one in model.parameters()]
+    steps = optimizer(groups, lr=1e-3)
+    with record(model, to=to, grads=grads, optimizer=steps, keep=keep):
+        for step in range(2):
+            for group, is_wrong in zip(steps.param_groups, wrong, strict=True):
+                group["lr"] = 2e-3 if is_wrong and step == 1 else 1e-3
+            output = model(ids().roll(step, 1))
+            scores = output if isinstance(output, torch.Tensor) else output.logits
+            loss = F.cross_entropy(scores.flatten(0, 1), ids().flatten())
+            steps.zero_grad()
+            loss.backward()
+            steps.step()
+    return to
+
+
+@pytest.mark.parametrize("keep", ["all", "sketch"])
+@pytest.mark.parametrize(
+    ("pair", "faulty", "module"),
+    [
+        ("gpt2", "", "transformer.wte"),
+        ("gpt2", "qkv", "transformer.h.0.attn.c_attn"),
+        ("llama-fused", "", "model.embed_tokens"),
+        ("llama-fused", "qkv", "model.layers.0.self_attn.q_proj"),
+        ("llama-split", "attn.wk", "model.layers.0.self_attn.k_proj"),
+    ],
+)
+def test_updates_of_parameters_with_other_names_or_fused(tmp_path, keep, pair, faulty, module):
+    models = PAIRS[pair]
+    a = taught(models.a(), tmp_path / "a.th", keep=keep)
+    same = diff(a, taught(models.b(HEALTHY), tmp_path / "same.th", keep=keep))
+    assert same.same, same.verdict
+    assert sum(row.site.port == "param" for row in same.rows) > 20
+    # a sketch of a weight that is stored the other way around cannot be turned: then a note says so
+    assert any("was not compared" in note for note in same.notes) == (keep == "sketch" and pair == "gpt2")
+    found = diff(a, taught(models.b(HEALTHY), tmp_path / "wrong.th", [faulty], keep=keep))
+    assert (found.step, found.first.port) == (1, "param"), found.verdict
+    assert found.module == module or (keep == "sketch" and pair == "gpt2")
+
+
+def test_gradients_that_are_rounding_errors_say_nothing_about_an_update(tmp_path):
+    """The softmax does not see a bias of the keys, of which an Adam makes steps in any direction."""
+    models = PAIRS["gpt2"]
+    for grads in (True, False):
+        files = [
+            taught(model, tmp_path / f"{grads}{n}.th", grads=grads)
+            for n, model in enumerate((models.a(), models.b(HEALTHY)))
+        ]
+        for found in (diff(*files), diff(*files[::-1])):
+            assert found.same, found.verdict
+
+
+def sharded(rank, folder, faulty):
+    from torch.distributed.fsdp import fully_shard
+
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/{faulty}.meeting", rank=rank, world_size=2)
+    model = fully_shard(small())
+    stepped(model, f"{folder}/{faulty}.th", faulty)
+    distributed.destroy_process_group()
+
+
+def small():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
+
+
+def stepped(model, to, faulty):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with record(model, to=to, grads=True, optimizer=optimizer):
+        for step in range(2):
+            optimizer.param_groups[0]["lr"] = 0.2 if faulty and step == 1 else 0.1
+            x = torch.linspace(-1, 1, 128).view(8, 16).roll(step, 1)
+            loss = F.mse_loss(model(x), x.flip(1))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+
+def test_updates_of_sharded_parameters(tmp_path):
+    stepped(small(), tmp_path / "one.th", False)
+    for faulty in (False, True):
+        spawn(sharded, (str(tmp_path), faulty), 2)
+        found = diff(tmp_path / "one.th", tmp_path / f"{faulty}.th")
+        if faulty:
+            assert (found.step, found.module, found.first.port) == (1, "0", "param"), found.verdict
+        else:
+            assert found.same and any(row.site.port == "param" for row in found.rows), found.verdict

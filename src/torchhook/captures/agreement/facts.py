@@ -41,6 +41,11 @@ class ModuleFacts:
         return sum(math.prod(shape) for shape in self.parameters.values())
 
     @property
+    def is_idle(self) -> bool:
+        """Whether it returns its input."""
+        return self.is_passive and not self.training
+
+    @property
     def fan_in(self) -> float:
         """About how many products each output of the module itself sums up."""
         return _terms(shape for name, shape in self.parameters.items() if "." not in name)

@@ -79,6 +79,8 @@ class FileJudge(RoundingJudge):
             known = None if partner is None else self.teacher.find(partner)
             if known is not None and observed.location.site.port == "input":
                 observed = in_order_of(observed, known)
+            if known is None and "grad" not in observed.location.site.port:  # a block that the other one does not have
+                self.errors[observed.location] = self._carried()
             growth = math.sqrt(observed.module.terms / _TERMS)
             if known is not None and "grad" not in observed.location.site.port:
                 self.choices.see(where, known, observed, len(self.compared), self._carried())
@@ -102,7 +104,7 @@ class FileJudge(RoundingJudge):
         one = super()._compared(observed, known, number, where, sure)
         carried = self._carried()
         if self.trusting:
-            carried = max(carried, *self._parameter_errors(observed, known).values(), 0.0)
+            carried = max(carried, *self._parameter_errors(observed, known, least=0.0).values(), 0.0)
         judged = self._judged(one, observed, known, number, carried)
         if sure or not judged.diverges:  # what may not be a match at all explains nothing that follows
             self.errors[observed.location] = max(self.errors.get(observed.location, 0.0), one.gap.error)
@@ -152,19 +154,26 @@ class FileJudge(RoundingJudge):
         mine, theirs = (one.tensors for one in inputs if one is not None)
         if len(mine) != 1 or len(theirs) != 1 or len(known.tensors) != 1 or isinstance(theirs[0], Absent):
             return None
-        own = self._parameters(self.teacher, known)
-        formula = formula_of(Layer(known.module, mine[0], known.tensors[0], own))
-        return None if formula is None else formula(theirs[0])
+        if mine[0].is_floating_point() != theirs[0].is_floating_point():  # such as ids and what was looked up
+            return None
+        formula = formula_of(Layer(known.module, mine[0], known.tensors[0], self._parameters(self.teacher, known)))
+        try:
+            predicted = None if formula is None else formula(theirs[0])
+        except (RuntimeError, IndexError):  # the student's input is of another size, or has other ids
+            return None
+        return predicted if predicted is not None and predicted.shape == observed.tensors[0].shape else None
 
-    def _parameter_errors(self, observed: Observation, known: Observation) -> dict[str, float]:
-        """By how much the parameters of a layer differ, those that differ by more than the rounding of their dtypes."""
+    def _parameter_errors(
+        self, observed: Observation, known: Observation, least: float = _PARAMETER
+    ) -> dict[str, float]:
+        """By how much the parameters of a layer differ, those that differ by more than so many rounding errors."""
         if observed.location.site.port != "output" or not (observed.module.is_leaf and known.module.is_leaf):
             return {}
         mine, theirs = self._parameters(self.teacher, known), self._parameters(self.student, observed)
         alike = [name for name in mine if name in theirs and mine[name].shape == theirs[name].shape]
         errors = {name: gap(mine[name], theirs[name]).error for name in alike}
-        least = {name: _PARAMETER * precision([mine[name], theirs[name]]) for name in alike}
-        return {name: error for name, error in errors.items() if error > least[name]}
+        rounding = {name: precision([mine[name], theirs[name]]) for name in alike}
+        return {name: error for name, error in errors.items() if error > least * rounding[name]}
 
     def _input(self, run: RecordedRun, location: Location) -> Observation | None:
         return run.observations.get(Location(Site(location.site.path, "input"), location.call))

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from difflib import SequenceMatcher
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torchhook.captures.agreement.evidence import in_words
 from torchhook.captures.agreement.recorded_run import Location, Observation, RecordedRun
 from torchhook.captures.agreement.rounding import comparable, gap, shapes_of
-from torchhook.core.errors import SelectionError
-from torchhook.core.selection import nearest
 from torchhook.core.site import Site
 
 
@@ -146,29 +144,27 @@ def renaming(path: str, renamed: Mapping[str, str]) -> str:
     return path
 
 
-def require_mapping(match: Any, a: Collection[str], b: Collection[str]) -> dict[str, str]:
-    """Return `match` as a dict; raise unless it maps paths in a to paths in b, given all of these."""
-    if match is None:
-        return {}
-    if not isinstance(match, Mapping):
-        raise TypeError(f"match must map paths in a to paths in b, not {match!r:.80}")
-    known = a, b
-    for pair in match.items():
-        for name, path, paths in zip("ab", pair, known, strict=True):
-            if path not in paths:
-                raise SelectionError(f"match: {name} has no module {path!r}; {nearest(str(path), paths)}")
-    return dict(match)
+def unmatched(pairs: Pairs, a: Collection[str], b: Collection[str], recorded: tuple[bool, bool]) -> list[Unmatched]:
+    """The modules of each model that ran without a match in the other, with the reason; not those that do nothing.
 
-
-def unmatched(pairs: Pairs, a: Collection[str], b: Collection[str]) -> list[Unmatched]:
-    """The modules of each model that ran without a match in the other, with the reason; `a` and `b` have all paths."""
+    `a` and `b` have the paths of all modules; `recorded` says which sides come from a file, which may lack some calls.
+    """
     modules = a, b
+    missing = {
+        name: "did not record it" if known else "does not call it" for name, known in zip("ab", recorded, strict=True)
+    }
     everyone = pairs.everyone
     taken = set(everyone.values())
     lonely = [
-        ("a", call, "b", modules[1], pairs.b) for call in pairs.a if call not in everyone or call in pairs.misshapen
+        ("a", call, "b", modules[1], pairs.b)
+        for call, output in pairs.a.items()
+        if (call not in everyone and not output.module.is_idle) or call in pairs.misshapen
     ]
-    lonely += [("b", call, "a", modules[0], pairs.a) for call in pairs.b if call not in taken]
+    lonely += [
+        ("b", call, "a", modules[0], pairs.a)
+        for call, output in pairs.b.items()
+        if call not in taken and not output.module.is_idle
+    ]
     found: dict[tuple[str, str], str] = {}
     for name, call, other, known, calls in lonely:
         if name == "a" and call in pairs.misshapen:
@@ -176,7 +172,7 @@ def unmatched(pairs: Pairs, a: Collection[str], b: Collection[str]) -> list[Unma
         elif call.path not in known:
             reason = f"{other} has no such module"
         elif all(call.path != path for path, _ in calls):
-            reason = f"{other} does not call it"
+            reason = f"{other} {missing[other]}"
         else:
             reason = f"{other} calls it fewer times, or runs a different module there"
         if reason:

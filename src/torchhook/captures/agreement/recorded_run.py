@@ -117,6 +117,11 @@ class RecordedRun:
         """What flowed at one port, in execution order."""
         return [observed for observed in self.observations.values() if observed.location.site.port == port]
 
+    @property
+    def called(self) -> set[str]:
+        """The paths of the modules that have returned something."""
+        return {location.site.path for location in self.observations if location.site.port == "output"}
+
     def gradient_order(self) -> dict[Location, float]:
         """When each gradient was computed: those of parameters come after the last output gradient of their module."""
         gradients = self.of("grad_output")

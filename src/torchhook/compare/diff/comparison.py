@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -16,13 +17,15 @@ from torchhook.compare.diff.fused import real_module
 from torchhook.compare.diff.match import used
 from torchhook.compare.diff.names import Names, explanation
 from torchhook.compare.diff.result import Difference, Row, place_of
-from torchhook.compare.diff.sides import Sides
+from torchhook.compare.diff.sides import Sides, orient
 from torchhook.core.batch import Batch, Loss
 from torchhook.core.site import Site
 from torchhook.core.trees import Arguments
 
 _ROUTED = "rounding alone changes the shapes inside {}: what depends on them was not judged"
 NO_BATCH = Batch(Arguments((), {}), None)  # of two recordings, neither model is run
+Partners = defaultdict[str, dict[tuple[str, int], None]]
+"""Of each module its counterparts, with the number by which their calls are later."""
 _COMPILED = "{} is compiled: it was recompiled with taps inside, by the same backend with the same options"
 
 
@@ -32,6 +35,9 @@ class Comparison:
     def __init__(self, sides: Sides, batch: Batch = NO_BATCH, loss: Loss | None = None, trusting: bool = False) -> None:
         self.sides = sides
         self.runs = PairedRuns(sides.a, sides.b, batch, loss, sides.renamed, trusting)
+        orient(
+            *self.runs.records, {mine.path: theirs.path for mine, theirs in reversed(self.runs.pairs.everyone.items())}
+        )
         models = {"a": sides.a.model, "b": sides.b.model}
         self.compiled = [name for name, model in models.items() if model is not None and is_compiled(model)]
         self.notes = [_COMPILED.format(name) for name in self.compiled]
@@ -53,7 +59,7 @@ class Comparison:
         """Diverge at the first location that is off by more than rounding although its inputs are the same."""
         rows = list(self.rows())
         if not self.runs.pairs.misshapen and all(row.error == 0 for row in rows):
-            return self._result(rows, None, None, "a and b agree: all values are equal")
+            return self._result(rows, None, None, f"a and b agree: {self._all} equal")
         if len(self.compiled) == 2:
             self.notes.append("both are compiled: column 'own error' is that of b uncompiled")
         judgement = self.runs.judged()
@@ -63,6 +69,11 @@ class Comparison:
         for path in judgement.judge.unjudged:
             self.notes.append(_ROUTED.format(names.of(names.module(path))))
         return self._with_verdict(rows, judgement, names)
+
+    @property
+    def _all(self) -> str:
+        sketched = any(run.is_sketched for run in self.runs.records)
+        return "all that the sketches keep is" if sketched else "all values are"
 
     def rows(self) -> Iterator[Row]:
         """One row per pair of values: outputs in execution order, then gradients in the order of the backward."""
@@ -78,6 +89,7 @@ class Comparison:
 
     def _with_verdict(self, rows: list[Row], judgement: Judgement, names: Names) -> Difference:
         """The verdict, and the rows with the errors that the modules make by themselves."""
+        rows = self._with_input(rows, judgement)
         own: dict[Location, list[ComparedTensor]] = {}
         for one in judgement.judge.compared:
             own.setdefault(judgement.in_both(one).a, []).append(one)
@@ -96,18 +108,42 @@ class Comparison:
         module = real_module(self.runs.records[0], module, tensors)
         if isinstance(found, ComparedTensor):
             self.notes += better_fits(self.runs, judgement, found)
-        return self._result(rows, judgement.in_both(found).a.site, module, sentence)
+        number = next((number for number, row in enumerate(rows) if row.site.port == "input"), None)
+        place = None if number is None else (number, rows.pop(number))
+        return replace(self._result(rows, judgement.in_both(found).a.site, module, sentence), place=place)
+
+    def _with_input(self, rows: list[Row], judgement: Judgement) -> list[Row]:
+        """The rows, and one for the place where the models diverge if that is the input of a call."""
+        both = None if judgement.first is None else judgement.in_both(judgement.first)
+        if both is None or both.a.site.port != "input":
+            return rows
+        mine, theirs = (run.find(location) for run, location in zip(self.runs.records, both, strict=True))
+        row = None if mine is None or theirs is None else _row(mine, theirs)
+        order = {location: number for number, location in enumerate(self.runs.records[0].observations)}
+        at = sum(order.get(Location(one.site, one.call, one.leaf), math.inf) < order[both.a] for one in rows)
+        return rows if row is None else [*rows[:at], row, *rows[at:]]
 
     def _names(self) -> Iterator[tuple[str, str]]:
-        """The paths of modules that were compared, in a and in b; not what stands for a part or a union of some."""
+        """The paths of modules that were compared, in a and in b: those with one counterpart, call by call.
+
+        Not what stands for a part or a union of some modules.
+        """
         invented = {path for record in self.runs.records for path in record.stand_ins}
+        partners: tuple[Partners, Partners] = defaultdict(dict), defaultdict(dict)
         for mine, theirs in self.runs.pairs.partners.items():
-            if not invented & {mine.path, theirs.path}:
-                yield mine.path, theirs.path
+            shift = theirs.number - mine.number
+            partners[0][mine.path][theirs.path, shift] = None
+            partners[1][theirs.path][mine.path, -shift] = None
+        for path, found in partners[0].items():
+            (other, shift), *more = found
+            if not (more or shift or len(partners[1][other]) > 1 or invented & {path, other}):
+                yield path, other
 
     def _result(self, rows: list[Row], first: Site | None, module: str | None, verdict: str) -> Difference:
-        lonely = unmatched(self.runs.pairs, *(record.modules for record in self.runs.records))
-        match = used(self.sides.pairs, self._names())
+        a, b = (record.modules for record in self.runs.records)
+        recorded = self.sides.a.model is None, self.sides.b.model is None
+        lonely = unmatched(self.runs.pairs, a, b, recorded)
+        match = used(self.sides.pairs, self._names(), a, b)
         return Difference(first, module, verdict, tuple(rows), tuple(lonely), tuple(self.notes), match=match)
 
 
@@ -170,12 +206,14 @@ def _excess(one: ComparedTensor, swapped: bool) -> str:
     explained = one.explained / one.gap.scale if one.gap.scale else 0.0
     teachers, students = one.gap.values
     values = (students, teachers) if swapped else (teachers, students)
-    return f"{_off(one.gap.error, one.gap.worst, values)}; rounding explains {explained:.2g}"
+    least = one.explained + explained * abs(teachers)
+    return f"{_off(one.gap.error, one.gap.worst, values, least)}; rounding explains {explained:.2g}"
 
 
-def _off(error: float, worst: tuple[int, ...], values: tuple[float, float]) -> str:
+def _off(error: float, worst: tuple[int, ...], values: tuple[float, float], least: float = 0.0) -> str:
+    """How far two tensors are apart, and where most; not if the few entries of a sketch differ by `least` or less."""
     off = f"off by {error:.2g} relative to its size"
-    if values[0] == values[1]:  # none of the entries that a sketch has is off
+    if abs(values[0] - values[1]) <= least or values[0] == values[1] or all(map(math.isnan, values)):
         return off
     index = f" at ({', '.join(map(str, worst))})" if worst else ""
     return f"{off}, most{index}: {values[0]:.6g} in a, {values[1]:.6g} in b"

@@ -10,7 +10,7 @@ import copy
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -80,14 +80,14 @@ def reorder(run: RecordedRun, path: str, size: int, interleave: bool) -> None:
 
 
 def oriented(run: RecordedRun, path: str) -> None:
-    """Turn the weight of a layer around, and its gradient."""
+    """Turn the weight of a layer around, and its gradient; a sketch, which cannot be turned, is left out."""
     name = f"{path}.weight"
     if name in run.parameters:
         run.parameters = _overlaid(run, {name: _turned(run.parameters[name])})
-    location = Location(Site(name, "param_grad"), 0)
-    if location in run.observations:
-        found = run.observations[location]
-        run.observations[location] = replace(found, tensors=[_turned(tensor) for tensor in found.tensors])
+    found = run.observations.pop(location := Location(Site(name, "param_grad"), 0), None)
+    turned = [] if found is None else [_turned(tensor) for tensor in found.tensors]
+    if found is not None and all(tensor is not None for tensor in turned):
+        run.observations[location] = replace(found, tensors=cast("list[Tensor]", turned))
 
 
 def is_turned(facts: ModuleFacts) -> bool:
@@ -212,13 +212,15 @@ def _joined(tensors: Sequence[Tensor], places: Sequence[Sequence[slice]]) -> Ten
     return torch.empty_like(whole).index_copy_(-1, order.to(whole.device), whole)
 
 
-def _overlaid(run: RecordedRun, news: dict[str, Tensor]) -> Mapping[str, Tensor]:
-    """The parameters of a run, some of them others; those on disk are not read for this."""
-    return ChainMap(news, cast("dict[str, Tensor]", run.parameters))
+def _overlaid(run: RecordedRun, news: Mapping[str, Tensor | None]) -> Mapping[str, Tensor]:
+    """The parameters of a run, some of them others, or unknown (None); those on disk are not read for this."""
+    return cast("Mapping[str, Tensor]", ChainMap(cast("dict[str, Any]", news), cast("dict[str, Any]", run.parameters)))
 
 
-def _turned(tensor: Tensor) -> Tensor:
-    return tensor if isinstance(tensor, Absent) or tensor.dim() != 2 else tensor.T
+def _turned(tensor: Tensor) -> Tensor | None:
+    if tensor.dim() != 2:
+        return tensor
+    return None if isinstance(tensor, Absent) else tensor.T
 
 
 def _sizes(run: RecordedRun, parts: Sequence[str], others: RecordedRun, whole: str) -> list[int]:

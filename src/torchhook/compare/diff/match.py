@@ -11,12 +11,15 @@ import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import combinations, product, zip_longest
 from pathlib import Path
 from typing import Any
 
 from torchhook.core.errors import FileError, SelectionError
 from torchhook.core.optional import require
 from torchhook.core.selection import nearest
+
+_DEEPEST = 4  # numbers of a path that a star may stand for
 
 
 @dataclass(frozen=True)
@@ -121,8 +124,8 @@ def _expanded(pair: Counterparts, a: Collection[str], b: Collection[str]) -> Ite
     if mine != theirs:
         odd = sorted(mine ^ theirs)[0]
         raise ValueError(
-            f"match: {_shown(pair.a)} is there {len(mine)} times in a, and {_shown(pair.b)} {len(theirs)} times in b"
-            f" (as {'.'.join(odd)} only in {'a' if odd in mine else 'b'})"
+            f"match: {_shown(pair.a)} fits {len(mine)} modules of a, and {_shown(pair.b)} {len(theirs)} of b"
+            f" (the star stands for {'.'.join(odd)} only in {'a' if odd in mine else 'b'})"
         )
     for names in sorted(mine, key=lambda names: [(len(name), name) for name in names]):
         one = replace(pair, a=_filled(pair.a, names), b=_filled(pair.b, names))
@@ -144,7 +147,7 @@ def _names(path: str, known: Collection[str], which: str) -> set[tuple[str, ...]
 
 def _filled(paths: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
     """The paths with names in place of their stars."""
-    return tuple(path.replace("*", "{}").format(*names) for path in paths)
+    return tuple("".join(map("".join, zip_longest(path.split("*"), names, fillvalue=""))) for path in paths)
 
 
 def _read(path: Path) -> Match:
@@ -174,29 +177,59 @@ def _shown(paths: Sequence[str]) -> str:
     return repr(paths[0]) if len(paths) == 1 else repr(tuple(paths))
 
 
-def used(pairs: Sequence[Counterparts], names: Iterable[tuple[str, str]]) -> Match:
+def used(
+    pairs: Sequence[Counterparts], names: Iterable[tuple[str, str]], a: Collection[str], b: Collection[str]
+) -> Match:
     """The map that was used: the entries, and the names of modules that are called differently, with stars for numbers.
 
-    >>> used([], [("h.0.fc", "blocks.0.up"), ("h.1.fc", "blocks.1.up"), ("norm", "norm")])
+    `a` and `b` are the paths of all modules.
+
+    >>> names = [("h.0.fc", "blocks.0.up"), ("h.1.fc", "blocks.1.up"), ("norm", "norm")]
+    >>> used([], names, *zip(*names))
     Match({'h.*.fc': 'blocks.*.up'})
     """
     known = {path for pair in pairs for path in (*pair.a, *pair.b)}
-    differing = [Counterparts((a,), (b,)) for a, b in dict.fromkeys(names) if a != b and not {a, b} & known]
-    return Match([*_starred(list(pairs)), *_starred(differing)])
+    differing = [
+        Counterparts((mine,), (other,)) for mine, other in names if mine != other and not {mine, other} & known
+    ]
+    return Match([*_starred(list(pairs), a, b), *_starred(differing, a, b)])
 
 
-def _starred(pairs: Sequence[Counterparts]) -> list[Counterparts]:
-    """The same pairs, those that differ in numbers alone as one; a number that is not the same on both sides stays."""
+def _starred(pairs: Sequence[Counterparts], a: Collection[str], b: Collection[str]) -> list[Counterparts]:
+    """The same pairs, those that differ in numbers alone as one, if it stands for these and no others."""
     groups: dict[Counterparts, list[Counterparts]] = {}
     for pair in pairs:
-        groups.setdefault(_pattern(pair), []).append(pair)
-    return [pattern if len(held) > 1 else held[0] for pattern, held in groups.items()]
+        for pattern in _patterns(pair):
+            groups.setdefault(pattern, []).append(pair)
+    chosen: dict[Counterparts, Counterparts] = {}
+    for pattern, held in sorted(groups.items(), key=lambda group: -len(group[1])):
+        if len(held) > 1 and not chosen.keys() & set(held) and _stands_for(pattern, held, a, b):
+            chosen |= dict.fromkeys(held, pattern)
+    return list(dict.fromkeys(chosen.get(pair, pair) for pair in pairs))
 
 
-def _pattern(pair: Counterparts) -> Counterparts:
-    paths = [path.split(".") for path in (*pair.a, *pair.b)]
-    numbers = [[name for name in path if name.isdecimal()] for path in paths]
-    if any(found != numbers[0] for found in numbers):
-        return pair
-    stars = [".".join("*" if name.isdecimal() else name for name in path) for path in paths]
-    return replace(pair, a=tuple(stars[: len(pair.a)]), b=tuple(stars[len(pair.a) :]))
+def _stands_for(pattern: Counterparts, held: Sequence[Counterparts], a: Collection[str], b: Collection[str]) -> bool:
+    try:
+        return set(_expanded(pattern, a, b)) == set(held)
+    except (ValueError, SelectionError):
+        return False
+
+
+def _patterns(pair: Counterparts) -> Iterator[Counterparts]:
+    """The pair with stars for numbers that all of its paths have, in every way."""
+    ways = [_ways(path) for path in (*pair.a, *pair.b)]
+    for numbers in ways[0]:
+        for paths in product(*(way.get(numbers, ()) for way in ways)):
+            yield replace(pair, a=paths[: len(pair.a)], b=paths[len(pair.a) :])
+
+
+def _ways(path: str) -> dict[tuple[str, ...], list[str]]:
+    """The path with stars for some of its numbers, by these numbers."""
+    names = path.split(".")
+    places = [place for place, name in enumerate(names) if name.isdecimal()][:_DEEPEST]
+    found: dict[tuple[str, ...], list[str]] = {}
+    for count in range(1, len(places) + 1):
+        for starred in combinations(places, count):
+            text = ".".join("*" if place in starred else name for place, name in enumerate(names))
+            found.setdefault(tuple(names[place] for place in starred), []).append(text)
+    return found

@@ -10,6 +10,7 @@ from torchhook.captures.agreement.facts import ModuleFacts
 from torchhook.captures.agreement.paired_runs import Both, Judgement
 from torchhook.captures.agreement.pairs import Call, Pairs
 from torchhook.captures.agreement.recorded_run import Location, RecordedRun
+from torchhook.core.site import Site
 
 
 class Names:
@@ -29,16 +30,17 @@ class Names:
             path = path.rpartition(".")[0]
         return path if self.swapped else self.in_a.get(path, "")
 
-    def of(self, path: str, kind: bool = True) -> str:
-        """The module of a at `path` in words, with its class if `kind`."""
+    def of(self, path: str, kind: bool = True, call: int = 0) -> str:
+        """The module of a at `path` in words, with its class if `kind`, and its name in b, as of one call."""
         known = self.modules[path].kind if kind and path in self.modules else ""
-        other = self.in_b.get(path, path)
+        partner = self.calls.get(Call(path, call))
+        other = partner.path if partner else self.in_b.get(path, path)
         words = ", ".join(filter(None, (known, f"{other} in b" if other != path else "")))
         return f"{path or 'the model itself'}{f' ({words})' if words else ''}"
 
     def call(self, location: Location, kind: bool = True) -> str:
         """A call of a module of a, in words."""
-        return f"{self.of(location.site.path, kind)}{f', call {location.call}' if location.call else ''}"
+        return f"{self.of(location.site.path, kind, location.call)}{f', call {location.call}' if location.call else ''}"
 
     def unpartnered(self, records: tuple[RecordedRun, RecordedRun], after: Both | None, until: Both) -> str:
         """The first module without a match that ran between two locations in b, else in a, in words."""
@@ -47,8 +49,7 @@ class Names:
             ran = _entered(records[which], after[which] if after else None, until[which])
             for location in ran:
                 module = records[which].observations[location].module
-                idle = module.is_passive and not module.training
-                if not idle and Call(location.site.path, location.call) not in known[which]:
+                if not module.is_idle and Call(location.site.path, location.call) not in known[which]:
                     return f"{'ab'[which]} runs {location.site.path} ({module.kind}), which has no match"
         return ""
 
@@ -74,7 +75,8 @@ def explanation(
         code = "at" if site.path in names.modules and names.modules[site.path].is_leaf else "in the code of"
         return module, f"a and b diverge {code} {call}{f', where {extra}' if extra else ''}: its output is {off}"
     if extra and before and since:
-        module = names.module(_common(before.location.site.path, found.where))
+        judged = names.module(_common(before.location.site.path, found.where))
+        module = max(judged, _caller(records[0], since.a, both.a), key=len)
         start = f"the {since.a.site.port} of {names.call(since.a)}"
         return module, f"a and b diverge between {start} and the input of {call}, where {extra}: that input is {off}"
     called = names.call(both.a, kind=False)
@@ -87,6 +89,15 @@ def _entered(run: RecordedRun, after: Location | None, until: Location) -> Itera
     start = locations.index(after) + 1 if after in run.observations else 0
     stop = locations.index(until) if until in run.observations else 0
     return (location for location in locations[start:stop] if location.site.port == "input")
+
+
+def _caller(run: RecordedRun, since: Location, until: Location) -> str:
+    """The innermost module whose code runs from one location to the input of another one."""
+    start = since.site.path if since.site.port == "input" else since.site.path.rpartition(".")[0]
+    path = _common(start, until.site.path.rpartition(".")[0])
+    while path and Location(Site(path, "input"), 0) not in run.observations:
+        path = path.rpartition(".")[0]
+    return path
 
 
 def _common(path: str, other: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -13,9 +13,10 @@ from torchhook.captures.agreement.pairs import renaming
 from torchhook.captures.agreement.recorded_run import Location, RecordedRun, in_order_of
 from torchhook.captures.agreement.rounding import comparable, gap, precision, shapes_of
 from torchhook.compare.diff.comparison import NO_BATCH, Comparison
+from torchhook.compare.diff.fused import copied
 from torchhook.compare.diff.match import Match
 from torchhook.compare.diff.result import Difference
-from torchhook.compare.diff.sides import matched_sides
+from torchhook.compare.diff.sides import matched_sides, require_fitting
 from torchhook.compare.diff.updates import diff_updates
 from torchhook.compare.recordings.ranks import Shape, joined
 from torchhook.compare.recordings.recording import RecordedRank, Recording, Turn
@@ -36,12 +37,22 @@ class Recorded:
     @property
     def turns(self) -> list[Turn]:
         """The passes that were recorded, of all ranks."""
-        return list(dict.fromkeys(turn for rank in self.ranks for turn in rank.turns))
+        return list(dict.fromkeys(turn for rank in self.ranks for turn in rank.turns)) or [self.first]
 
     @property
     def first(self) -> Turn:
         """The first pass."""
         return self.ranks[0].first
+
+    @property
+    def modules(self) -> set[str]:
+        """The paths of all modules, of all ranks."""
+        return {path for rank in self.ranks for path in rank.about.modules}
+
+    @property
+    def called(self) -> set[str]:
+        """The paths of the modules that returned something in any pass."""
+        return {line.path for rank in self.ranks for line in rank.lines if line.port == "output"}
 
     def alone(self) -> Iterator[Recorded]:
         """Each rank by itself."""
@@ -54,17 +65,27 @@ class Recorded:
         """The arguments of the model in the first pass."""
         return self.ranks[0].inputs(None)
 
-    def side(self, like: RecordedRun | None, match: Match, turn: Turn | None = None) -> Side:
-        """One pass (None: the first) in the shapes of `like`, the run that it is compared with."""
+    def side(self, like: RecordedRun | None, match: Match, turn: Turn | None = None, after: bool = False) -> Side:
+        """One pass (None: the first) in the shapes of `like`, the run that it is compared with.
+
+        It has the parameters before its step, or `after` it.
+        """
         at = self.first if turn is None else turn
-        return Side(joined(self.ranks, at, like, partial(self._expected, like, self._renamed(like, match))))
+        return Side(joined(self.ranks, at, like, partial(self._expected, like, self._renamed(like, match)), after))
+
+    def is_cut(self, turn: Turn) -> bool:
+        """Whether the recording of a pass ends before the model returned, of any rank."""
+        return any(rank.is_cut(turn) for rank in self.ranks)
+
+    def has_update(self, step: int) -> bool:
+        """Whether the parameters after a step were recorded."""
+        return any(line.port == "param" and line.step == step + 1 for rank in self.ranks for line in rank.lines)
 
     def _renamed(self, like: RecordedRun | None, match: Match) -> dict[str, str]:
         """What the user says that modules of this side are called in the other one."""
         if like is None:
             return {}
-        own = {path for rank in self.ranks for path in rank.about.modules}
-        a, b = (own, like.modules) if self.name == "a" else (like.modules, own)
+        a, b = (self.modules, like.modules) if self.name == "a" else (like.modules, self.modules)
         plain = [(pair.a[0], pair.b[0]) for pair in match.expanded(a, b) if len(pair.a) == len(pair.b) == 1]
         return dict(plain) if self.name == "a" else {theirs: mine for mine, theirs in plain}
 
@@ -103,21 +124,32 @@ def diff_recordings(a: Recorded, b: Recorded, match: Match, tolerance: float | N
     if len(a.ranks) > 1 < len(b.ranks):
         return _rank_by_rank(a, b, match, tolerance)
     turns = list(zip(a.turns, b.turns, strict=False))
-    if not turns:
-        raise ValueError("a or b is empty: the model was not called while it was recorded")
+    require_fitting(match, (a.modules, b.modules), (a.called, b.called))
+    cut: dict[str, None] = {}
     several = len(a.turns) > 1 or len(b.turns) > 1
     for number, (mine, theirs) in enumerate(turns):
         found = _diff_turn(a, b, mine, theirs, match, tolerance)
         is_last = number + 1 == len(turns) or turns[number + 1][0].step != mine.step
-        if found.same and is_last:
-            found = diff_updates(a.ranks, b.ranks, mine.step, theirs.step, found)
+        if found.same and is_last and a.has_update(mine.step) and b.has_update(theirs.step):
+            found = _diff_update(a, b, mine, theirs, match, found)
+        cut |= dict.fromkeys(one.name for one, turn in ((a, mine), (b, theirs)) if one.is_cut(turn))
         if not found.same:
             break
     if several:
         found = replace(found, step=None if found.same else mine.step, verdict=_with_step(found, mine, len(turns)))
     if len(a.turns) != len(b.turns):
-        found = replace(found, notes=(*found.notes, f"a has {len(a.turns)} passes, and b {len(b.turns)}"))
-    return found
+        found = replace(found, notes=(*found.notes, f"a has {_passes(len(a.turns))}, and b {len(b.turns)}"))
+    return as_far_as_known(found, cut)
+
+
+def as_far_as_known(found: Difference, cut: Collection[str]) -> Difference:
+    """`found`, where the recordings of some sides end before the model returned."""
+    if not cut:
+        return found
+    ends = f"{' and '.join(cut)} end{'s' if len(cut) == 1 else ''} before the model returned"
+    if not found.same:
+        return replace(found, notes=(*found.notes, ends))
+    return replace(found, complete=False, verdict=f"{found.verdict}; but {ends}", notes=(*found.notes, ends))
 
 
 def _rank_by_rank(a: Recorded, b: Recorded, match: Match, tolerance: float | None) -> Difference:
@@ -126,7 +158,9 @@ def _rank_by_rank(a: Recorded, b: Recorded, match: Match, tolerance: float | Non
     results = [diff_recordings(*pair, match, tolerance) for pair in pairs]
     number = min(range(len(results)), key=lambda number: _when(results[number]))
     found = results[number]
-    return found if found.same else replace(found, verdict=f"rank {number}: {found.verdict}")
+    if found.same:
+        return next((one for one in results if not one.complete), found)
+    return replace(found, verdict=f"rank {number}: {found.verdict}")
 
 
 def _when(found: Difference) -> tuple[bool, int, int]:
@@ -137,18 +171,42 @@ def _when(found: Difference) -> tuple[bool, int, int]:
 
 
 def _diff_turn(a: Recorded, b: Recorded, mine: Turn, theirs: Turn, match: Match, tolerance: float | None) -> Difference:
-    if len(a.ranks) > 1:
-        second = b.side(None, match, theirs)
-        first = a.side(second.run, match, mine)
-    else:
-        first = a.side(None, match, mine)
-        second = b.side(first.run, match, theirs)
+    first, second = _both(a, b, mine, theirs, match)
     ranks = len(a.ranks), len(b.ranks)
     return compared(first, second, match, tolerance, ranks=ranks, trusting=mine.step > a.first.step)
 
 
+def _both(a: Recorded, b: Recorded, mine: Turn, theirs: Turn, match: Match, after: bool = False) -> tuple[Side, Side]:
+    """One pass of each; that of several ranks is joined in the shapes of the other."""
+    if len(a.ranks) > 1:
+        second = b.side(None, match, theirs, after)
+        return a.side(second.run, match, mine, after), second
+    first = a.side(None, match, mine, after)
+    return first, b.side(first.run, match, theirs, after)
+
+
+def _diff_update(a: Recorded, b: Recorded, mine: Turn, theirs: Turn, match: Match, found: Difference) -> Difference:
+    """What `found` becomes if the optimizers did something else in the step."""
+    ranks = len(a.ranks), len(b.ranks)
+    before, after = (_both(a, b, mine, theirs, match, late) for late in (False, True))
+    gradients = Side(_with_gradients(before[0].run)), Side(_with_gradients(before[1].run))
+    first, second, third = (matched_sides(*pair, match=match, ranks=ranks) for pair in (before, after, gradients))
+    return diff_updates(first, second, third, found)
+
+
+def _with_gradients(run: RecordedRun) -> RecordedRun:
+    """The same run with gradients in place of parameters, which are split and turned around in the same way."""
+    twin = copied(run)
+    twin.parameters = {observed.location.site.path: observed.tensors[0] for observed in run.of("param_grad")}
+    return twin
+
+
 def _with_step(found: Difference, turn: Turn, turns: int) -> str:
-    return f"{turns} passes: {found.verdict}" if found.same else f"step {turn.step}: {found.verdict}"
+    return f"{_passes(turns)}: {found.verdict}" if found.same else f"step {turn.step}: {found.verdict}"
+
+
+def _passes(count: int) -> str:
+    return f"{count} pass{'' if count == 1 else 'es'}"
 
 
 def _different_inputs(a: RecordedRun, b: RecordedRun) -> Difference | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import starmap
 from typing import Any
 
 from torchhook.captures.agreement.pairs import Unmatched
@@ -75,6 +76,8 @@ class Difference(Result):
     row per location in execution order (gradients in the order of the backward), `unmatched` the modules without a
     match, and `notes` other remarks. `step` is the step of a training at which recordings of several diverge. `match`
     is which modules of a were compared with which of b, if they are called differently; ``match.save(path)`` keeps it.
+    `complete` is False if a recording ends before the model returned: the models agree as far as it goes.
+    `place` is a row for `first` if that is the input of a module, and before which of `rows` it is shown.
     """
 
     first: Site | None
@@ -85,6 +88,8 @@ class Difference(Result):
     notes: tuple[str, ...] = field(default=())
     step: int | None = None
     match: Match = field(default_factory=Match)
+    complete: bool = True
+    place: tuple[int, Row] | None = None
 
     HEADER = _HEADER
 
@@ -93,11 +98,20 @@ class Difference(Result):
         """Whether the models agree everywhere."""
         return self.first is None
 
+    @property
+    def shown(self) -> tuple[Row, ...]:
+        """The rows of the table: one per location, and one for the input where the models diverge."""
+        if self.place is None:
+            return self.rows
+        number, row = self.place
+        return *self.rows[:number], row, *self.rows[number:]
+
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values, for programs; numbers that are not finite are strings."""
         found = {
             "version": VERSION,
             "same": self.same,
+            "complete": self.complete,
             "verdict": self.verdict,
             "step": self.step,
             "first": None if self.first is None else self.first._asdict(),
@@ -112,21 +126,22 @@ class Difference(Result):
 
     def lines(self) -> list[str]:
         """The notes, including the map that was used, and one for each module that was not compared."""
-        lonely = [
-            f"{one.path or 'the model'!r} of {one.model} was not compared: {one.reason}" for one in self.unmatched
-        ]
+        lonely: dict[tuple[str, str, str], list[Unmatched]] = {}
+        for one in self.unmatched:
+            lonely.setdefault((_starred(one.path), one.model, one.reason), []).append(one)
         compared = [f"compared: {' + '.join(pair.a)} with {' + '.join(pair.b)} in b" for pair in self.match]
-        return [*compared, *(f"note: {line}" for line in (*self.notes, *lonely))]
+        return [*compared, *(f"note: {line}" for line in (*self.notes, *starmap(_uncompared, lonely.items())))]
 
     def _records(self) -> list[dict[str, Any]]:
         return [row.record() for row in self.rows]
 
     def _figures(self) -> list[Bars]:
-        """The errors of the outputs by layer, and what rounding explains; of each call, and not of gradients."""
-        rows = [row for row in self.rows if row.site.port == "output"]
+        """The errors by layer, those of modules by themselves if these are others, and what rounding explains."""
+        rows = [row for row in self.shown if row.site.port in ("input", "output")]
+        owns: list[float | None] = [row.own for row in rows if row.own != row.error]
         errors: dict[str, list[float | None]] = {
             "error": [row.error for row in rows],
-            "own error": [row.own for row in rows],
+            "own error": [row.own for row in rows] if any(own is not None for own in owns) else [],
             ROUNDING: [None if row.explained == math.inf else row.explained for row in rows],
         }
         drawn = {name: line for name, line in errors.items() if any(value is not None for value in line)}
@@ -134,16 +149,28 @@ class Difference(Result):
         return [Bars(names, drawn, "relative error", "Where they part", log=True)] if rows else []
 
     def _printed(self) -> tuple[Sequence[str], list[list[Any]]]:
-        return _HEADER, [row.cells() for row in self.rows]
+        return _HEADER, [row.cells() for row in self.shown]
 
     def _important(self) -> int:
-        return next((number for number, row in enumerate(self.rows) if row.parts), 0)
+        return next((number for number, row in enumerate(self.shown) if row.parts), 0)
 
     def _title(self) -> str:
         return self.verdict
 
     def _foot(self) -> Sequence[str]:
         return self.lines()
+
+
+def _starred(path: str) -> str:
+    return ".".join("*" if name.isdecimal() else name for name in path.split("."))
+
+
+def _uncompared(kind: tuple[str, str, str], held: Sequence[Unmatched]) -> str:
+    """A note for some modules of one model whose names differ in numbers alone."""
+    pattern, model, reason = kind
+    if len(held) > 1:
+        return f"{len(held)} modules {pattern!r} of {model} were not compared: {reason}"
+    return f"{held[0].path or 'the model'!r} of {model} was not compared: {reason}"
 
 
 def place_of(site: Site, call: int) -> str:

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from torchhook.captures.agreement.paired_runs import Side
 from torchhook.compare.diff.match import Match
-from torchhook.compare.diff.recorded import Recorded, compared, diff_recordings
+from torchhook.compare.diff.recorded import Recorded, as_far_as_known, compared, diff_recordings
 from torchhook.compare.diff.result import Difference
+from torchhook.compare.diff.sides import require_fitting
 from torchhook.compare.recordings.recording import Recording
 from torchhook.compare.task import task_of
 from torchhook.core.batch import Batch, Loss
@@ -80,8 +81,12 @@ def diff(
         one.side(like, given) if isinstance(one, Recorded) else cast("Side", side)
         for one, side in zip((first, second), models, strict=True)
     ]
+    a_run, b_run = (side.run for side in sides)
+    require_fitting(given, (a_run.modules, b_run.modules), (a_run.called, b_run.called))
     ranks = [len(one.ranks) if isinstance(one, Recorded) else 1 for one in (first, second)]
-    return compared(sides[0], sides[1], given, tolerance, batch, graded, (ranks[0], ranks[1]))
+    found = compared(sides[0], sides[1], given, tolerance, batch, graded, (ranks[0], ranks[1]))
+    cut = [one.name for one in (first, second) if isinstance(one, Recorded) and one.is_cut(one.first)]
+    return as_far_as_known(found, cut)
 
 
 def _opened(subject: Any, name: str) -> nn.Module | Recorded:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -44,6 +44,7 @@ _CODES = {
 }
 _CODE_OF = {dtype: code for code, dtype in _CODES.items()}
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*_CODES.values(), torch.complex64, torch.complex128)}
+_NAMES = {str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 Keep = Literal["all", "sketch"]
 
@@ -72,6 +73,10 @@ class StoredTensor:
     key: str
     sketch: int | None = None  # the dimension of the features, if only a sketch is kept
     shards: tuple[tuple[int, int, int], ...] = ()  # if it is a part: dimension, number of the part, number of parts
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _NAMES:
+            raise ValueError(f"a tensor has the unknown dtype {self.dtype!r:.60}")
 
     @property
     def type(self) -> torch.dtype:
@@ -128,7 +133,14 @@ def read_lines(folder: Path) -> Iterator[Line]:
                 if len(text) == _LONGEST:
                     raise ValueError("it has a line that is too long")
                 return
-            yield built(Line, json_of(text))
+            yield built(Line, _line(text))
+
+
+def _line(text: bytes) -> Any:
+    try:
+        return json_of(text)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError("it has a line that is not JSON") from error
 
 
 def write_noise(folder: Path, noise: Iterable[Moved]) -> None:

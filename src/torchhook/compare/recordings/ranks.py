@@ -26,12 +26,17 @@ Expected = Callable[[Location], "Sequence[Shape | None]"]
 """From a location to the shapes of its tensors in the run to compare with; none if it has no counterpart there."""
 
 
-def joined(ranks: Sequence[RecordedRank], turn: Turn, like: RecordedRun | None, expected: Expected) -> RecordedRun:
-    """What all ranks had in one pass, together: those with the same modules joined, then all stages in their order."""
+def joined(
+    ranks: Sequence[RecordedRank], turn: Turn, like: RecordedRun | None, expected: Expected, after: bool = False
+) -> RecordedRun:
+    """What all ranks had in one pass, together: those with the same modules joined, then all stages in their order.
+
+    The parameters are those before the step, or `after` it.
+    """
     stages: dict[frozenset[str], list[RecordedRun]] = {}
     for rank in ranks:
         if turn in rank.turns:
-            stages.setdefault(frozenset(rank.about.modules), []).append(rank.run(turn))
+            stages.setdefault(frozenset(rank.about.modules), []).append(rank.run(turn, after))
     return _in_sequence([_side_by_side(runs, like, expected) for runs in stages.values()])
 
 

@@ -149,6 +149,11 @@ class RecordedRank:
         """The passes of the model, in order."""
         return list(self._by_turn)
 
+    def is_cut(self, turn: Turn) -> bool:
+        """Whether the recording of a pass ends before the model returned."""
+        ports = {line.port for line in self._by_turn.get(turn, ()) if not line.path}
+        return "input" in ports and "output" not in ports
+
     @cached_property
     def _by_turn(self) -> dict[Turn, list[Line]]:
         """The values of each pass."""
@@ -170,11 +175,12 @@ class RecordedRank:
             raise FileError(f"{str(self.folder)!r} is empty: the model was not called while it was recorded")
         return self.turns[0]
 
-    def run(self, turn: Turn) -> RecordedRun:
-        """What flowed in one pass; tensors are read when they are asked for."""
+    def run(self, turn: Turn, after: bool = False) -> RecordedRun:
+        """What flowed in one pass, with the parameters before its step, or `after` it; read when they are asked for."""
         run = RecordedRun()
         run.modules, run.coarsest = dict(self.about.modules), self.about.coarsest
-        run.parameters, run.is_sketched = self.parameters(turn.step), self.about.keep == "sketch"
+        run.parameters = self.parameters_at(turn.step + 1) if after else self.parameters(turn.step)
+        run.is_sketched = self.about.keep == "sketch"
         moved = self._moved if turn == self.first else {}
         for line in self._by_turn.get(turn, ()):
             location = Location(Site(line.path, line.port), line.call, line.leaf)

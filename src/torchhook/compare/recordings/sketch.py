@@ -29,6 +29,7 @@ _SMALL = 2048  # values: smaller tensors are kept as they are
 _SIGNS = (1, 1, -1, 1, 1, 1, -1, -1, 1, 1, 1, -1, 1, -1, 1, -1)
 # The sum of the signs is the root of their number, as that of random ones is on average: a difference that is the same
 # for all features is seen at its size.
+_MOMENTS = 4e-5  # the relative errors of two root mean squares, which kernels compute differently
 _NONFINITE = [FIELDS.index(name) for name in ("nan", "posinf", "neginf")]
 
 
@@ -71,6 +72,9 @@ class Sketch(Absent):
         scale, other_scale, apart = (_rms(part, a) for part in (x, y, x - y))
         if (a.moments - b.moments)[_NONFINITE].nan_to_num().any():  # what is not known does not differ
             apart = math.inf
+        sizes = a.rms, b.rms
+        if all(map(math.isfinite, sizes)):  # of all values, while sums may be over some rows
+            apart = max(apart, abs(sizes[0] - sizes[1]) - _MOMENTS * max(sizes))
         entries, others = a.entries.double(), b.entries.double()
         far = (entries - others).abs().nan_to_num(nan=0.0)  # what is not finite is counted above
         worst = int((far / (entries.abs().nan_to_num() + scale + TINY)).argmax())
@@ -82,8 +86,15 @@ class Sketch(Absent):
             peak=peak,
             cosine=max(-1.0, min(1.0, float((x * y).sum()) / product)) if product else 1.0,
             worst=_place(worst, a.shape) if far[worst] else (),
-            values=(float(entries[worst]), float(others[worst])),
+            values=(float(entries[worst]), float((others if far[worst] else entries)[worst])),
         )
+
+    @property
+    def rms(self) -> float:
+        """The root mean square of all finite values; NaN if it is not known."""
+        row = dict(zip(FIELDS, self.moments.tolist(), strict=True))
+        count = row["count"] - row["nan"] - row["posinf"] - row["neginf"]
+        return math.sqrt(row["m2"] / count + row["mean"] ** 2) if count > 0 else math.nan
 
     def part(self, places: Sequence[slice]) -> Sketch | None:
         """The sketch of some ranges of the features; None if they do not begin and end between groups."""
