@@ -133,6 +133,14 @@ def test_updates_of_parameters_with_other_names_or_fused(tmp_path, keep, pair, f
     assert found.module == module or (keep == "sketch" and pair == "gpt2")
 
 
+@pytest.mark.parametrize("pair", ["llama-fused", "llama-split"])
+def test_a_model_whose_names_are_inside_a_part_of_the_other_is_paired_with_the_whole(tmp_path, pair):
+    a, b = taught(PAIRS[pair].a(), tmp_path / "a.th"), taught(PAIRS[pair].b(HEALTHY), tmp_path / "b.th")
+    for found in (diff(a, b), diff(b, a)):
+        assert found.same, found.verdict
+        assert any(row.site == ("", "output") and row.partner == "" for row in found.rows)
+
+
 def test_gradients_that_are_rounding_errors_say_nothing_about_an_update(tmp_path):
     """The softmax does not see a bias of the keys, of which an Adam makes steps in any direction."""
     models = PAIRS["gpt2"]

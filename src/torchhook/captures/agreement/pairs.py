@@ -123,6 +123,7 @@ def matched(a: RecordedRun, b: RecordedRun, renamed: Mapping[str, str]) -> Pairs
     """Match the calls of two runs. `renamed` maps paths in a to paths in b, including everything below them."""
     pairs = Pairs(a, b)
     pairs.join((call, Call(renaming(call.path, renamed), call.number)) for call in pairs.a)
+    pairs.join((call, call) for call in pairs.a if not call.path)  # what is around one model may belong to the other
     pairs.align(_shapes_and_size, pairs.partners)
     pairs.align(_shapes, pairs.partners)
     pairs.drop_matched()
