@@ -422,7 +422,7 @@ class Monitor:
             partial(_heard, found, worker),
             partial(worker.fail, "gathering the ranks"),
         )
-        worker.writes = tree.is_root
+        worker.writes = self.writes = tree.is_root
         worker.apart = self.every
         seat = seat_of(model, rank(), mesh)
         if seat.pipelined:
@@ -535,6 +535,8 @@ def _taken_over(monitor: weakref.ref[Monitor], worker: Worker, folder: str | Non
     if worker.writes:
         return -2
     worker.writes, last = True, -2
+    if (watching := monitor()) is not None:
+        watching.writes = True
     if folder is not None:
         with suppress(RunError), Run(folder) as run:
             last = -2 if run.last_step is None else run.last_step
@@ -544,7 +546,7 @@ def _taken_over(monitor: weakref.ref[Monitor], worker: Worker, folder: str | Non
         found = monitor()
         if found is not None:
             worker.logs = list(found._make_logs(folder))
-            worker.about = header(found._about, found._place)
+            worker.about = {**worker.about, **header(found._about, found._place)}
             worker.begin(found._about)
 
     worker.put(begin)
@@ -564,7 +566,8 @@ def _closed_at_exit(monitor: weakref.ref[Monitor]) -> None:
     if found is not None:  # else it was garbage collected
         is_interactive = hasattr(sys, "ps1")  # there, an error is that of some other line
         error = None if is_interactive else getattr(sys, "last_value", None)
-        found.close(state_of(error), error)
+        was_told = found._terminated is not None and found._terminated.was_told  # Python keeps no SystemExit
+        found.close("interrupted" if was_told and error is None else state_of(error), error)
 
 
 def _sent(losses: dict[int, Loss]) -> dict[int, Callable[[], float]]:

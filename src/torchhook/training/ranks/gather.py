@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from multiprocessing import connection as links
 from typing import Any
 
+from torchhook.core.text import warn
 from torchhook.rules.entry import Entry
 from torchhook.rules.ranks import LOST, Member, RankStep, Split
 from torchhook.stats.reading import Snapshot
@@ -111,6 +112,10 @@ class Gather:
             else:
                 self._tree.find(lambda: self._until is None or time.monotonic() < self._until)
                 self._climb()
+                if not self._tree.knows_secret and self._until is None:
+                    warn(
+                        f"rank 0 is not watched yet: rank {self.seat.rank} no longer waits, and writes a run of its own"
+                    )
             while not self._is_over():
                 self._guarded(self._receive)
                 while not self._inbox.empty():
@@ -139,7 +144,8 @@ class Gather:
         return (not self._awaited and now > self._held) or now > self._until
 
     def _leave(self) -> None:
-        self._flush(at_end=True)
+        while self._pending:  # if the parent is lost now, what was sent waits again
+            self._flush(at_end=True)
         self._know_left(self.seat.rank, self._state)
         for link in list(self._tree.children.values()):
             self._tell(link, {"left": self._state})
@@ -194,12 +200,13 @@ class Gather:
             if link.rank not in self._left:
                 self._held = time.monotonic() + _HOLD
                 self._know_left(link.rank, {"state": LOST})
-        else:
-            if link.rank not in self._left:
-                self._seats.setdefault(link.rank, Seat(link.rank, self._above))
-                self._know_left(link.rank, {"state": LOST})
-            if self._until is None:
-                self._climb()
+            return
+        is_lost = link.rank not in self._left
+        if is_lost:
+            self._seats.setdefault(link.rank, Seat(link.rank, self._above))
+            self._know_left(link.rank, {"state": LOST})
+        if is_lost or self._until is None:  # the parent of a rank that ends may end before it does
+            self._climb()
 
     def _climb(self) -> None:
         """Find a parent; without one, this rank is the root from now on."""
@@ -207,10 +214,17 @@ class Gather:
         self._tree.climb()
         self._untold = set(self._seats), set(self._left)
         if self.is_root and not was_root:
-            self._flushed = max(self._flushed, self._calls.take_over(self._run))
+            self._flushed = self._calls.take_over(self._run or self._tree.known_run())
             self._seen |= {rank: self._flushed for rank in self._left if rank not in self._seen}
+            self._adopt()
         for share in list(self._sent):
             self._take(share, self.seat.rank)
+
+    def _adopt(self) -> None:
+        """Wait for the ranks that were below those that have left: they come here now."""
+        orphans = {child for rank in self._left for child in below(rank, self.world)}
+        self._awaited |= orphans - self._left.keys() - {self.seat.rank}
+        self._held = time.monotonic() + _HOLD
 
     def _put(self, entry: Entry) -> None:
         self._own[entry.step] = entry
@@ -290,6 +304,8 @@ class Gather:
             self._tell(self._tree.parent, facts)
 
     def _say(self, news: Mapping[str, Any]) -> None:
+        if news.get("run") and self.is_root:
+            self._tree.keep_run(news["run"])
         self._run = news.get("run") or self._run
         for link in list(self._tree.children.values()):
             self._tell(link, news)
