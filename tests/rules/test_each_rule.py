@@ -1206,6 +1206,30 @@ def a_rank_that_was_lost(code):
     )
 
 
+@example("TR105", "")
+def a_rank_that_raises_before_the_others(code):
+    first = Member("b", 0, 1, 19, 20, "failed", 100.0, "RuntimeError: bad sample")
+    other = Member("a", 0, 0, 19, 20, "failed", 100.1, "RuntimeError: Connection closed by peer")
+    report = seen_by_ranks(code, [{}, {"members": {0: other, 1: first}}])
+    assert report.findings[0].message == "rank 1 (b) was the first to end, after 20 steps: RuntimeError: bad sample"
+    return report
+
+
+@example("TR105", "")
+def a_rank_that_leaves_before_the_others_fail(code):
+    first = Member("b", 0, 1, 19, 20, "ended", 100.0)
+    other = Member("a", 0, 0, 19, 20, "failed", 100.1, "RuntimeError: Connection closed by peer")
+    report = seen_by_ranks(code, [{}, {"members": {0: other, 1: first}}])
+    assert "rank 1 (b) was the first to end, after 20 steps: it left the training" in report.findings[0].message
+    return report
+
+
+@example("TR105")
+def an_error_that_all_ranks_raise(code):
+    members = {rank: Member("a", 0, rank, 19, 20, "failed", 100.0 + rank, "KeyError: 'x'") for rank in (0, 1)}
+    return seen_by_ranks(code, [{}, {"members": members}])
+
+
 @example("TR105")
 def a_rank_with_one_step_less(code):
     return seen_by_ranks(

@@ -21,7 +21,7 @@ LOST = "lost"
 class Member(NamedTuple):
     """A rank: where it runs, its stage, the first rank that works on the same samples, and the last step it sent.
 
-    `steps` and `state` are known once it has ended.
+    The rest is known once it has ended: after how many steps, how, when by its own clock, and with what error.
     """
 
     host: str = ""
@@ -30,6 +30,8 @@ class Member(NamedTuple):
     seen: int = -1
     steps: int | None = None
     state: str = ""
+    ended: float = 0.0
+    error: str = ""
 
 
 class Split(NamedTuple):

@@ -134,7 +134,8 @@ class Worker:
             self._windows.task_done()
         self.about = {**self.about, "state": state}
         if self.gather is not None:
-            self.gather.close(self.steps, state)
+            error = self.about.get("error", {})
+            self.gather.close(self.steps, state, ": ".join(filter(None, (error.get("type"), error.get("message")))))
             while not self._windows.empty():  # what the other ranks have sent until then
                 self._read(self._windows.get()[0])
             if not self.writes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -14,7 +15,6 @@ from torchhook.rules.registry import register
 from torchhook.rules.rule import Phase, Rule
 
 _IN_A_ROW = 2  # measured steps in which a rank has to be odd
-_NUMBERS = "{:.3g}"
 
 
 class RankRule(Rule):
@@ -59,15 +59,17 @@ class ReplicasDiffer(RankRule):
                     is_due = before is not None and split in before.splits  # the same as before, and so constant
                 if split.port in known.checked and is_due and place not in found:
                     found.add(place)
-                    yield self._finding(known, split)
+                    yield self._finding(known, split, before)
             if known.step >= history.first_step or known.is_by_hand:
                 earlier.append({(split.path, split.port) for split in known.splits})
             before = known
 
-    def _finding(self, known: RankStep, split: Split) -> Finding:
+    def _finding(self, known: RankStep, split: Split, before: RankStep | None) -> Finding:
         what = {"param": "", "buffer": "the buffer ", "state": "the optimizer's state of "}[split.port]
         rank = _odd_one(split)
-        message = f"replicas differ: {_where(known, [rank])} has other bits in {what}{split.path.rpartition('.')[2]}"
+        message = f"replicas differ: {what}{split.path.rpartition('.')[2]} is not the same on {_where(known, [rank])}"
+        if before is not None and before.step + 1 < known.step:
+            message += f", since a step from {before.step + 1} to {known.step}"
         evidence: dict[str, Any] = {
             "rank": rank,
             "host": _host(known, rank),
@@ -119,7 +121,9 @@ class GradientsDiffer(RankRule):
 
     def _finding(self, known: RankStep, split: Split, is_clipped: bool) -> Finding:
         why = "clipped by different norms" if is_clipped else "not averaged"
-        norms = ", ".join(f"{_NUMBERS.format(value)} on rank {rank}" for value, rank, _ in split.values)
+        norms = ", ".join(
+            f"{value} on rank {rank}" for value, (_, rank, _) in zip(_told(split), split.values, strict=True)
+        )
         message = f"the gradient of {split.path.rpartition('.')[2]} differs between ranks ({why}): its norm is {norms}"
         rank = _odd_one(split)
         evidence: dict[str, Any] = {
@@ -236,33 +240,54 @@ class OddRank(RankRule):
 
 @register
 class RankLeft(RankRule):
-    """A rank was lost, or took fewer than nine tenths of the steps that the others took."""
+    """A rank was lost, or was the first to end in a training that failed, or took far fewer steps than the others.
+
+    Far fewer is less than nine tenths, unless they do so on purpose, inside DistributedDataParallel's ``join()``.
+    """
 
     code, name = "TR105", "rank-left"
     explains = ()
-    hint = (
-        "Look at the log of this rank and of its host (the kernel's tells of a lack of memory), and give all ranks as"
-        " many batches."
-    )
+    hint = "Look at the log of this rank and of its host; the kernel's tells of a lack of memory."
     wrong = "Ranks that are replaced by an elastic launcher."
     least = 0.9
 
     def find(self, history: History) -> Iterator[Finding]:
         last = history.ranks[-1]
+        states = [member.state for member in last.members.values()]
+        if LOST in states:
+            yield from self._lost(last, history.first_step)
+        elif "failed" in states:
+            yield from self._first(last)
+        else:
+            yield from self._short(last)
+
+    def _lost(self, last: RankStep, first_step: int) -> Iterator[Finding]:
         for rank, member in last.members.items():
             if member.state == LOST:
-                after = (
-                    f"after step {member.seen}"
-                    if member.seen >= history.first_step
-                    else "before its first measured step"
-                )
+                is_known = member.seen >= first_step
+                after = f"after step {member.seen}" if is_known else "before its first measured step"
                 yield self.finding(f"{_where(last, [rank])} was lost {after}", "", rank=rank, host=member.host)
+
+    def _first(self, last: RankStep) -> Iterator[Finding]:
+        """The rank that ended first: the others fail because they wait for it. What all raise alike is no rank's own."""
+        ended = {rank: member for rank, member in last.members.items() if member.steps is not None}
+        if len({(member.state, member.error) for member in ended.values()}) < 2:
+            return
+        rank, member = min(ended.items(), key=lambda item: item[1].ended)
+        why = member.error or {"ended": "it left the training, and others failed"}.get(member.state, member.state)
+        message = f"{_where(last, [rank])} was the first to end, after {member.steps:,} steps: {why}"
+        hint = "Look at what this rank did last; what the others raise then follows from it."
+        found = self.finding(message, "", rank=rank, host=member.host, steps=member.steps, error=member.error)
+        yield replace(found, hint=hint)
+
+    def _short(self, last: RankStep) -> Iterator[Finding]:
         steps = {rank: member.steps for rank, member in last.members.items() if member.steps is not None}
         most = max(steps.values(), default=0)
         for rank, taken in steps.items():
             if taken < self.least * most:
                 message = f"{_where(last, [rank])} took {taken:,} steps, and others {most:,}"
-                yield self.finding(message, "", rank=rank, host=_host(last, rank), steps=taken, most=most)
+                found = self.finding(message, "", rank=rank, host=_host(last, rank), steps=taken, most=most)
+                yield replace(found, hint="Give all ranks as many batches, or train inside join().")
 
 
 @register
@@ -343,18 +368,20 @@ class NonfiniteOnOneRank(RankRule):
             if here and known.step <= first_loss:
                 if len(here) < len(known.facts):
                     rank = min(here)
-                    yield self._finding(known, rank, str(here[rank][0]), known.step, len(here))
+                    what = "a value that is not finite began"
+                    yield self._finding(known, rank, str(here[rank][0]), known.step, len(here), what)
                 return
         if by_loss and history.ranks:
             step = min(by_loss.values())
             first = [rank for rank, at in by_loss.items() if at == step]
             with_loss = {rank for known in history.ranks for rank, facts in known.facts.items() if "loss" in facts}
             if len(first) < len(with_loss):
-                yield self._finding(history.ranks[-1], first[0], "", step, len(first))
+                what = "the loss is not finite first"
+                yield self._finding(history.ranks[-1], first[0], "", step, len(first), what)
 
-    def _finding(self, known: RankStep, rank: int, site: str, step: int, count: int) -> Finding:
+    def _finding(self, known: RankStep, rank: int, site: str, step: int, count: int, what: str) -> Finding:
         more = f" and {count - 1} more" if count > 1 else ""
-        message = f"a value that is not finite began on {_where(known, [rank])}{more}; the others get it from there"
+        message = f"{what} on {_where(known, [rank])}{more}; the others get it from there"
         return self.finding(message, site, step, rank=rank, host=_host(known, rank))
 
 
@@ -392,6 +419,15 @@ class SlowRank(RankRule):
                 message = f"{_where(last, [rank])} is slow: {1e3 * own:.3g} ms to the end of a forward"
                 message += f", {1e3 * others:.3g} on the slowest of the others"
                 yield self.finding(message, "", rank=rank, host=member.host, seconds=plain(own))
+
+
+def _told(split: Split) -> list[str]:
+    """Its values with as many digits as it takes to tell them apart."""
+    for digits in range(3, 17):
+        said = [f"{value:.{digits}g}" for value, *_ in split.values]
+        if len(set(said)) == len(said):
+            break
+    return said
 
 
 def _odd_one(split: Split) -> int:

@@ -92,10 +92,10 @@ class Gather:
         """Tell the ranks below."""
         self._do(lambda: self._say(news))
 
-    def close(self, steps: int, state: str) -> None:
+    def close(self, steps: int, state: str, error: str = "") -> None:
         """This rank has ended. Waits a little for those below, so that what they still send is not lost."""
         patience = _END * (1 + len(below(self.seat.rank, self.world)))
-        self._state = {"steps": steps, "state": state}
+        self._state = {"steps": steps, "state": state, "ended": time.time(), "error": error}
         self._closed = time.monotonic()
         self._until = self._closed + patience
         self._tree.ring()
@@ -113,9 +113,7 @@ class Gather:
                 self._tree.find(lambda: self._until is None or time.monotonic() < self._until)
                 self._climb()
                 if not self._tree.knows_secret and self._until is None:
-                    warn(
-                        f"rank 0 is not watched yet: rank {self.seat.rank} no longer waits, and writes a run of its own"
-                    )
+                    warn(f"rank 0 is not watched yet, so rank {self.seat.rank} writes a run of its own")
             while not self._is_over():
                 self._guarded(self._receive)
                 while not self._inbox.empty():

@@ -69,5 +69,6 @@ def _step(step: int, facts: Any, ids: Any, blob: bytes, places: Mapping[int, Pla
 
 
 def _member(known: Any) -> Member:
-    host, stage, lead, seen, steps, state = known
-    return Member(str(host), int(stage), int(lead), int(seen), None if steps is None else int(steps), str(state))
+    host, stage, lead, seen, steps, state, ended, error = [*known, 0.0, ""][:8]  # the last two are new in this version
+    counted = None if steps is None else int(steps)
+    return Member(str(host), int(stage), int(lead), int(seen), counted, str(state), float(ended), str(error))
