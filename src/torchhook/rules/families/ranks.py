@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from statistics import median
@@ -30,8 +31,9 @@ class ReplicasDiffer(RankRule):
     """Parameters, buffers or optimizer states that all ranks should have alike are not, by checksums of their bits.
 
     They should be alike if gradients are averaged (DistributedDataParallel, fully_shard with copies), if the ranks work
-    on the same samples (tensor parallel), or if they were after a step of the training. Of buffers, only those that do
-    not change are judged: batch norms have their own ones on every rank.
+    on the same samples (tensor parallel), or if they were after a step of the training. Where the script splits
+    parameters itself, those are not judged that differ before training, or whose gradients do. Of buffers, only those
+    that do not change are judged: batch norms have their own ones on every rank.
     """
 
     code, name = "TR101", "replicas-differ"
@@ -45,6 +47,7 @@ class ReplicasDiffer(RankRule):
 
     def find(self, history: History) -> Iterator[Finding]:
         found: set[tuple[str, str]] = set()
+        parts = _parts(history)
         before: RankStep | None = None
         earlier: list[set[tuple[str, str]]] = []  # what differed in steps in which copies should have been alike
         for known in history.ranks:
@@ -55,6 +58,7 @@ class ReplicasDiffer(RankRule):
                 is_due = _should_agree(known, split) and known.step >= history.first_step
                 whole = (split.path, "param")  # parts have states of their own
                 is_due |= any(not {place, whole} & apart for apart in earlier)
+                is_due &= split.path not in parts
                 if split.port == "buffer":
                     is_due = before is not None and split in before.splits  # the same as before, and so constant
                 if split.port in known.checked and is_due and place not in found:
@@ -102,6 +106,7 @@ class GradientsDiffer(RankRule):
         first = _first_check(history)
         by_hand = set() if first is None or not first.is_by_hand else {split.path for split in first.splits}
         alike: set[str] = set()
+        parts = _parts(history)
         found: set[str] = set()
         for known in history.ranks:
             if known.step < history.first_step or len(known.facts) < 2:
@@ -110,7 +115,7 @@ class GradientsDiffer(RankRule):
             before = {s.path for s in known.splits if s.port == "param_grad_norm" and self._is_apart(s)}
             for path, split in apart.items():
                 is_copy = _should_agree(known, split) or path in alike or (by_hand and path not in by_hand)
-                if path not in found and is_copy:
+                if path not in found | parts and is_copy:
                     found.add(path)
                     yield self._finding(known, split, is_clipped=path not in before)
             alike |= {path for path, _ in history.summaries("step_grad_norm")} - apart.keys()
@@ -121,9 +126,8 @@ class GradientsDiffer(RankRule):
 
     def _finding(self, known: RankStep, split: Split, is_clipped: bool) -> Finding:
         why = "clipped by different norms" if is_clipped else "not averaged"
-        norms = ", ".join(
-            f"{value} on rank {rank}" for value, (_, rank, _) in zip(_told(split), split.values, strict=True)
-        )
+        ranks = [rank for _, rank, _ in split.values]
+        norms = ", ".join(f"{norm} on rank {rank}" for norm, rank in zip(_told(split), ranks, strict=True))
         message = f"the gradient of {split.path.rpartition('.')[2]} differs between ranks ({why}): its norm is {norms}"
         rank = _odd_one(split)
         evidence: dict[str, Any] = {
@@ -269,7 +273,7 @@ class RankLeft(RankRule):
                 yield self.finding(f"{_where(last, [rank])} was lost {after}", "", rank=rank, host=member.host)
 
     def _first(self, last: RankStep) -> Iterator[Finding]:
-        """The rank that ended first: the others fail because they wait for it. What all raise alike is no rank's own."""
+        """The rank that ended first: the others fail because they wait for it. What all raise alike began on none."""
         ended = {rank: member for rank, member in last.members.items() if member.steps is not None}
         if len({(member.state, member.error) for member in ended.values()}) < 2:
             return
@@ -303,7 +307,7 @@ class SharedBatch(RankRule):
 
     def find(self, history: History) -> Iterator[Finding]:
         first = _first_check(history)
-        if first is not None and first.is_by_hand:  # then the samples may be the same on purpose
+        if first is not None and first.is_by_hand and not first.split:  # then the samples may be the same on purpose
             return
         seen: dict[tuple[int, ...], list[tuple[RankStep, tuple[Any, ...]]]] = {}
         for known in history.ranks:
@@ -439,6 +443,28 @@ def _should_agree(known: RankStep, split: Split) -> bool:
     """Whether the ranks should have the same value: gradients are averaged, or they work on the same samples."""
     leads = {known.members[rank].lead for _, rank, _ in split.values if rank in known.members}
     return known.averages or len(leads) == 1
+
+
+def _parts(history: History) -> set[str]:
+    """The parameters that the script has split itself.
+
+    They differ before training. Those that begin alike, as zeros do, have gradients that differ between ranks with the
+    same samples.
+    """
+    first = _first_check(history)
+    if first is None or not (first.is_by_hand or first.split):
+        return set()
+    trained = next((known for known in history.ranks if len(_by_rank(known, "grad_norm")) > 1), first)
+    apart = [(first, split) for split in first.splits if split.port == "param"]
+    grads = [split for split in trained.splits if split.port == "param_grad_norm"]
+    apart += [(trained, split) for split in grads if not _is_alike_in_teams(trained, split)]
+    return {split.path for known, split in apart if known.split or not _should_agree(known, split)}
+
+
+def _is_alike_in_teams(known: RankStep, split: Split) -> bool:
+    """Whether ranks that work on the same samples have the same value; without any such ranks, whether all have it."""
+    sizes = Counter(member.lead for member in known.members.values())
+    return known.split and all(sizes[rank] and not total % sizes[rank] for _, rank, total in split.values)
 
 
 def _first_check(history: History) -> RankStep | None:

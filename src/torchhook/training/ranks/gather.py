@@ -17,7 +17,7 @@ from torchhook.rules.entry import Entry
 from torchhook.rules.ranks import LOST, Member, RankStep, Split
 from torchhook.stats.reading import Snapshot
 from torchhook.training.ranks.seat import Seat
-from torchhook.training.ranks.share import SUMS, Share, named
+from torchhook.training.ranks.share import SUMS, Decided, Share, named
 from torchhook.training.ranks.tree import Link, Tree, below
 
 _SHARE, _FACTS = b"S", b"F"
@@ -69,6 +69,7 @@ class Gather:
         self._own: dict[int, Entry] = {}
         self._pending: dict[int, _Pending] = {}
         self._sent: deque[Share] = deque(maxlen=_AGAIN)
+        self._decided: Decided = {}
         self._flushed = -2
         self._latest: RankStep | None = None  # that was delivered
         self._held = 0.0  # until when nothing is passed on
@@ -236,6 +237,7 @@ class Gather:
         self._seen.update((rank, max(self._seen.get(rank, -2), share.step)) for rank in share.facts)
         known = self._pending.get(share.step)
         if known is None:
+            share.decided = self._decided
             if share.step > self._flushed or not self.is_root:  # what comes late goes up by itself
                 self._pending[share.step] = _Pending(share, time.monotonic())
         elif not known.share.facts.keys() & share.facts.keys():  # else it came twice
@@ -358,9 +360,10 @@ class Gather:
             frozenset(key[2] for key in share.votes if key[2] in SUMS),
             len({key[:2] for key in share.votes if key[2] == "param"}),
             any(seat.averages for seat in self._seats.values()),
+            any(seat.split for seat in self._seats.values()),
         )
 
 
 def _told(seat: Seat) -> dict[str, Any]:
     """A seat as other ranks need it: which parameters are where is in the shares."""
-    return asdict(replace(seat, shards={}, sole=frozenset())) | {"shards": {}, "sole": []}
+    return asdict(replace(seat, shards={}, sole=frozenset(), widths={})) | {"sole": []}

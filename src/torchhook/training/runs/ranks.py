@@ -27,6 +27,7 @@ def as_columns(known: RankStep, ids: Mapping[Place, int]) -> tuple[int, str, str
         "checked": sorted(known.checked),
         "parameters": known.parameters,
         "averages": known.averages,
+        "split": known.split,
         "ranks": list(known.tables),
     }
     tables = [table[here] for table in known.tables.values()]
@@ -65,6 +66,7 @@ def _step(step: int, facts: Any, ids: Any, blob: bytes, places: Mapping[int, Pla
         frozenset(map(str, facts["checked"])),
         int(facts["parameters"]),
         bool(facts["averages"]),
+        bool(facts.get("split")),  # new in this version
     )
 
 
