@@ -558,6 +558,14 @@ def layout_before_ddp(parameter: Any) -> Any:
     return getattr(parameter, "_st_info", None) if _knows_plain_shards else None
 
 
+_knows_join = _late("module._join_config", "trainings inside join() look as if ranks ended too early")
+
+
+def trains_in_join(wrapper: Any) -> bool:
+    """Whether a DistributedDataParallel is, or was, inside its ``join()``, where ranks may have unequal batches."""
+    return _knows_join and bool(getattr(getattr(wrapper, "_join_config", None), "enable", False))
+
+
 # --- kernels: if any of this is missing, statistics are computed by plain torch
 
 _KERNELS = (

@@ -21,7 +21,8 @@ LOST = "lost"
 class Member(NamedTuple):
     """A rank: where it runs, its stage, the first rank that works on the same samples, and the last step it sent.
 
-    The rest is known once it has ended: after how many steps, how, when by its own clock, and with what error.
+    The rest is known once it has ended: after how many steps, how, when by its own clock, with what error, and whether
+    ranks may have different numbers of steps on purpose.
     """
 
     host: str = ""
@@ -32,6 +33,7 @@ class Member(NamedTuple):
     state: str = ""
     ended: float = 0.0
     error: str = ""
+    apart: bool = False
 
 
 class Split(NamedTuple):

@@ -44,7 +44,7 @@ from torchhook.training.process import described, device_of, header, rank, world
 from torchhook.training.ranks.connect import connected
 from torchhook.training.ranks.gather import Answers, Gather
 from torchhook.training.ranks.probe import checksums
-from torchhook.training.ranks.seat import require_mesh, seat_of
+from torchhook.training.ranks.seat import may_end_apart, require_mesh, seat_of
 from torchhook.training.ranks.signals import TERMINATED, Terminated
 from torchhook.training.ranks.tree import Tree
 from torchhook.training.runs.folders import new_folder
@@ -159,7 +159,7 @@ class Monitor:
         history = History(rest=at_rest(model, optimizer), own_optimizer=optimizer is not None, first_step=first_step)
         checked = partial(check, rules=applied, per_module=per_module, model=self.model_name)
         faulted = partial(_faulted, weakref.ref(self))
-        self._price = None if price is None else Price(price, model, is_prompt=on_finding is not None)
+        self._price = None if price is None else Price(price, model, on_finding is not None, every)
         tree = connected()
         self._terminated: Terminated | None = None  # tells other ranks and the run about the end
         self._instruments = Instruments(
@@ -279,6 +279,8 @@ class Monitor:
                 history.loop = self.notes.facts()()
             if state == "failed" and error is not None:
                 self._worker.about = {**self._worker.about, "error": failure(error)}
+            if self._worker.gather is not None:
+                self._worker.may_end_apart = may_end_apart(self._instruments.watch.model)
             last = self._last()
         except Exception as fault:
             self._worker.fail("reading the last step", fault)

@@ -38,7 +38,7 @@ class ReplicasDiffer(RankRule):
 
     code, name = "TR101", "replicas-differ"
     phase = Phase.UPDATE
-    explains = ("TH6", "TH7", "TR104")
+    explains = ("TH6", "TH7", "TR102", "TR104")
     hint = (
         "Let all ranks compute the same update: call the wrapper rather than the module inside, clip by the norm of the"
         " whole model, change parameters on all ranks alike, and give all of them the same seed."
@@ -285,6 +285,8 @@ class RankLeft(RankRule):
         yield replace(found, hint=hint)
 
     def _short(self, last: RankStep) -> Iterator[Finding]:
+        if any(member.apart for member in last.members.values()):
+            return
         steps = {rank: member.steps for rank, member in last.members.items() if member.steps is not None}
         most = max(steps.values(), default=0)
         for rank, taken in steps.items():

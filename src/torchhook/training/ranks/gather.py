@@ -93,10 +93,10 @@ class Gather:
         """Tell the ranks below."""
         self._do(lambda: self._say(news))
 
-    def close(self, steps: int, state: str, error: str = "") -> None:
+    def close(self, steps: int, state: str, error: str = "", apart: bool = False) -> None:
         """This rank has ended. Waits a little for those below, so that what they still send is not lost."""
         patience = _END * (1 + len(below(self.seat.rank, self.world)))
-        self._state = {"steps": steps, "state": state, "ended": time.time(), "error": error}
+        self._state = {"steps": steps, "state": state, "ended": time.time(), "error": error, "apart": apart}
         self._closed = time.monotonic()
         self._until = self._closed + patience
         self._tree.ring()

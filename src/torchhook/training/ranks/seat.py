@@ -15,7 +15,7 @@ from torch import distributed, nn
 
 from torchhook.core.selection import unwrapped
 from torchhook.core.shards import is_sharded, shards_of_gathered
-from torchhook.core.torch_internals import fsdp_parameters, layout_before_ddp
+from torchhook.core.torch_internals import fsdp_parameters, layout_before_ddp, trains_in_join
 
 TENSOR = ("tp", "tensor", "tensor_parallel", "sp", "cp", "context")  # dims of a mesh whose ranks share their samples
 STAGES = ("pp", "pipe", "pipeline", "stage")
@@ -175,6 +175,13 @@ def _around(model: nn.Module) -> tuple[bool, int | None, int]:
     return wrapped, stage, stages
 
 
+def may_end_apart(model: nn.Module) -> bool:
+    """Whether DistributedDataParallel trains the model inside ``join()``, so that ranks may end apart."""
+    inside = unwrapped(model)
+    wrappers = (known for known in gc.get_objects() if type(known) is nn.parallel.DistributedDataParallel)
+    return any(wrapper.module is inside and trains_in_join(wrapper) for wrapper in wrappers)
+
+
 def checksum(tensor: torch.Tensor, ordered: bool = False) -> torch.Tensor:
     """The sum of the bits of a tensor, on its device: equal tensors have the same, and any drift changes it.
 
@@ -183,9 +190,13 @@ def checksum(tensor: torch.Tensor, ordered: bool = False) -> torch.Tensor:
     >>> checksum(torch.tensor([1.0, 2.0])) == checksum(torch.tensor([1.0, 2.0000002]))
     tensor(False)
     """
-    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    bits = plain.detach().contiguous().view(whole[plain.element_size()])
+    flat = plain.detach().contiguous().reshape(-1)
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
     if ordered:
-        bits = bits.reshape(-1) * torch.arange(1, 2 * bits.numel(), 2, device=bits.device)
-    return bits.sum(dtype=torch.int64)
+        bits = flat.view(integer)
+        return (bits * torch.arange(1, 2 * bits.numel(), 2, device=bits.device)).sum(dtype=torch.int64)
+    if flat.storage_offset() * flat.element_size() % 8:
+        flat = flat.clone()
+    even = flat.numel() - flat.numel() % (8 // flat.element_size())  # words of eight bytes are summed far faster
+    return flat[:even].view(torch.int64).sum() + flat[even:].view(integer).sum(dtype=torch.int64)

@@ -71,6 +71,8 @@ def _step(step: int, facts: Any, ids: Any, blob: bytes, places: Mapping[int, Pla
 
 
 def _member(known: Any) -> Member:
-    host, stage, lead, seen, steps, state, ended, error = [*known, 0.0, ""][:8]  # the last two are new in this version
+    host, stage, lead, seen, steps, state, *more = known
+    ended, error, apart = more or (0.0, "", False)  # which earlier versions did not write
     counted = None if steps is None else int(steps)
-    return Member(str(host), int(stage), int(lead), int(seen), counted, str(state), float(ended), str(error))
+    place = str(host), int(stage), int(lead), int(seen)
+    return Member(*place, counted, str(state), float(ended), str(error), bool(apart))
