@@ -125,7 +125,10 @@ class GradientsDiffer(RankRule):
         return max(values) - min(values) > self.least * max(map(abs, values))
 
     def _finding(self, known: RankStep, split: Split, is_clipped: bool) -> Finding:
-        why = "clipped by different norms" if is_clipped else "not averaged"
+        leads = {known.members[rank].lead for _, rank, _ in split.values if rank in known.members}
+        why = (
+            "clipped by different norms" if is_clipped else "not averaged" if len(leads) > 1 else "of the same samples"
+        )
         ranks = [rank for _, rank, _ in split.values]
         norms = ", ".join(f"{norm} on rank {rank}" for norm, rank in zip(_told(split), ranks, strict=True))
         message = f"the gradient of {split.path.rpartition('.')[2]} differs between ranks ({why}): its norm is {norms}"
