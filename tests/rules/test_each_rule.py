@@ -1211,6 +1211,15 @@ def gradients_that_are_nearly_averaged(code):
     return report
 
 
+@example("TR102", "1", step=0)
+def gradients_that_differ_though_the_samples_are_the_same(code):
+    members = {rank: Member("a", 0, 0, 3) for rank in (0, 1)}
+    splits = tuple(split(port, 1.0, 1.5) for port in ("step_grad_norm", "param_grad_norm"))
+    report = seen_by_ranks(code, [{"members": members, "splits": splits}] * 3)
+    assert "differs between ranks (of the same samples): its norm is 1 on rank 0" in report.findings[0].message
+    return report
+
+
 @example("TR102")
 def gradients_that_are_rounded_apart(code):
     return seen_by_ranks(code, [{"splits": (split("step_grad_norm", 1.0, 1.0000001),)}] * 3)

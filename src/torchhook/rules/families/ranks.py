@@ -125,10 +125,8 @@ class GradientsDiffer(RankRule):
         return max(values) - min(values) > self.least * max(map(abs, values))
 
     def _finding(self, known: RankStep, split: Split, is_clipped: bool) -> Finding:
-        leads = {known.members[rank].lead for _, rank, _ in split.values if rank in known.members}
-        why = (
-            "clipped by different norms" if is_clipped else "not averaged" if len(leads) > 1 else "of the same samples"
-        )
+        is_same = len(_leads(known, split)) == 1
+        why = "clipped by different norms" if is_clipped else "of the same samples" if is_same else "not averaged"
         ranks = [rank for _, rank, _ in split.values]
         norms = ", ".join(f"{norm} on rank {rank}" for norm, rank in zip(_told(split), ranks, strict=True))
         message = f"the gradient of {split.path.rpartition('.')[2]} differs between ranks ({why}): its norm is {norms}"
@@ -446,8 +444,12 @@ def _odd_one(split: Split) -> int:
 
 def _should_agree(known: RankStep, split: Split) -> bool:
     """Whether the ranks should have the same value: gradients are averaged, or they work on the same samples."""
-    leads = {known.members[rank].lead for _, rank, _ in split.values if rank in known.members}
-    return known.averages or len(leads) == 1
+    return known.averages or len(_leads(known, split)) == 1
+
+
+def _leads(known: RankStep, split: Split) -> set[int]:
+    """Of the ranks that have the values, the first with the same samples."""
+    return {known.members[rank].lead for _, rank, _ in split.values if rank in known.members}
 
 
 def _parts(history: History) -> set[str]:
