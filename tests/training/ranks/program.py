@@ -172,13 +172,18 @@ def bypassed(folder, rank, world):
     train(model.module, folder, parts=(rank, world), wrapped=None, steps=4)
 
 
-def drifted(folder, rank, world):
+def drifted(folder, rank, world, at=2):
     def fault(when, step, x, model):
-        if when == "step" and step == 2 and rank == 1:
+        if when == "step" and step == at and rank == 1:
             with torch.no_grad():
                 model[2].weight[0, 0] += 2**-8
 
-    ddp(folder, rank, world, fault, steps=6)
+    ddp(folder, rank, world, fault, steps=at + 4)
+
+
+def drifted_late(folder, rank, world):
+    """When checksums are no longer taken in every measured step."""
+    drifted(folder, rank, world, at=7)
 
 
 def norm_drifted(folder, rank, world):
