@@ -22,6 +22,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "torchhook"
 DOOR = PACKAGE / "core" / "torch_internals.py"
 OF_COMPILERS = {"_orig_mod", "_torchdynamo_orig_callable", "_torchdynamo_orig_backend", "_dynamo_marked_constant"}
 OF_PARALLELISM = {"_is_replica", "_fsdp_param_group", "_fsdp_param_groups", "_unsharded_param", "_get_fsdp_state"}
+OF_PARALLELISM |= {"_st_info", "_join_config"}
 OF_OTHERS = {"_asdict", "_fields", "_replace", "_name", "_batches_that_stepped"}  # named tuples, ctypes, Lightning
 OF_OTHERS |= {"_can_compile_fullgraph", "_is_stateful", "_tied_weights_keys"}  # what models of transformers claim
 BY_NAME = {"getattr", "hasattr", "setattr", "delattr", "__getattribute__", "attrgetter", "methodcaller"}

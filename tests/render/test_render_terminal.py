@@ -88,6 +88,14 @@ def test_the_class_is_beside_the_path():
     assert "TH204 error: 5 (Linear), step 2: constant\n  explains TH201 at 3 (ReLU)" in str(report)
 
 
+def test_several_consequences_at_one_place_are_named_once():
+    parts = tuple(Finding("TR101", "error", f"{name} differs", "0", 2) for name in ("weight", "bias", "scale"))
+    elsewhere = Finding("TR101", "error", "weight differs", "2", 2)
+    report = Report((Finding("TR102", "error", "gradients differ", "0", 1, affected=(*parts, elsewhere)),))
+    assert "explains TR101 at 0, TR101 at 2\n" in printed(report, width=80)
+    assert str(report).endswith("explains TR101 at 0, TR101 at 2")
+
+
 @pytest.mark.parametrize("width", [60, 80, 100, 160, 200])
 @pytest.mark.parametrize("name", ["sick", "hostile", "large"])
 def test_no_line_is_wider_than_the_terminal_or_ends_in_spaces(name, width):

@@ -1153,6 +1153,32 @@ def a_copy_that_has_other_bits(code):
     return seen_by_ranks(code, [alike, alike, alike | {"splits": (split("param", 3, 4),)}])
 
 
+@example("TR101", "1", step=2)
+def a_copy_that_has_parted_since_the_last_checksum(code):
+    alike = {"checked": frozenset({"param"})}
+    report = seen_by_ranks(code, [alike, {}, alike | {"splits": (split("param", 3, 4),)}])
+    expected = "replicas differ: weight is not the same on rank 1 (host1), since a step from 1 to 2"
+    assert report.findings[0].message == expected
+    return report
+
+
+@example("TR101")
+def zeros_that_the_script_has_split(code):
+    """They are alike at first, but get gradients of their own on ranks that have the same samples."""
+    alike = {"checked": frozenset({"param"}), "split": True, "averages": False}
+    alike["members"] = {rank: Member("a", 0, 0, 3) for rank in (0, 1)}
+    grads = {"splits": (split("param_grad_norm", 0.1, 0.2), split("step_grad_norm", 0.1, 0.2))}
+    before = alike | {"facts": {0: {}, 1: {}}}
+    return seen_by_ranks(code, [before, alike | grads, *[alike | {"splits": (split("param", 3, 4),)}] * 3])
+
+
+@example("TR101", "1", step=2)
+def a_copy_beside_those_that_the_script_has_split(code):
+    alike = {"checked": frozenset({"param"}), "split": True, "averages": False, "parameters": 2}
+    alike["members"] = {rank: Member("a", 0, 0, 3) for rank in (0, 1)}
+    return seen_by_ranks(code, [alike, alike, alike | {"splits": (split("param", 3, 4),)}])
+
+
 @example("TR101", "1", step=1)
 def a_table_that_only_one_rank_has(code):
     apart = {"checked": frozenset({"buffer"}), "splits": (split("buffer", 3, 4),)}
@@ -1176,6 +1202,22 @@ def gradients_that_are_not_averaged(code):
     return seen_by_ranks(
         code, [{"splits": (split("step_grad_norm", 1.0, 1.5), split("param_grad_norm", 1.0, 1.5))}] * 3
     )
+
+
+@example("TR102", "1", step=0)
+def gradients_that_are_nearly_averaged(code):
+    report = seen_by_ranks(code, [{"splits": (split("step_grad_norm", 0.39978, 0.39991),)}] * 3)
+    assert "its norm is 0.3998 on rank 0, 0.3999 on rank 1" in report.findings[0].message
+    return report
+
+
+@example("TR102", "1", step=0)
+def gradients_that_differ_though_the_samples_are_the_same(code):
+    members = {rank: Member("a", 0, 0, 3) for rank in (0, 1)}
+    splits = tuple(split(port, 1.0, 1.5) for port in ("step_grad_norm", "param_grad_norm"))
+    report = seen_by_ranks(code, [{"members": members, "splits": splits}] * 3)
+    assert "differs between ranks (of the same samples): its norm is 1 on rank 0" in report.findings[0].message
+    return report
 
 
 @example("TR102")
@@ -1204,6 +1246,30 @@ def a_rank_that_was_lost(code):
     return seen_by_ranks(
         code, [{}, {"members": {0: Member("a", 0, 0, 8, 9, "ended"), 1: Member("b", 0, 1, 3, None, LOST)}}]
     )
+
+
+@example("TR105", "")
+def a_rank_that_raises_before_the_others(code):
+    first = Member("b", 0, 1, 19, 20, "failed", 100.0, "RuntimeError: bad sample")
+    other = Member("a", 0, 0, 19, 20, "failed", 100.1, "RuntimeError: Connection closed by peer")
+    report = seen_by_ranks(code, [{}, {"members": {0: other, 1: first}}])
+    assert report.findings[0].message == "rank 1 (b) was the first to end, after 20 steps: RuntimeError: bad sample"
+    return report
+
+
+@example("TR105", "")
+def a_rank_that_leaves_before_the_others_fail(code):
+    first = Member("b", 0, 1, 19, 20, "ended", 100.0)
+    other = Member("a", 0, 0, 19, 20, "failed", 100.1, "RuntimeError: Connection closed by peer")
+    report = seen_by_ranks(code, [{}, {"members": {0: other, 1: first}}])
+    assert "rank 1 (b) was the first to end, after 20 steps: it left the training" in report.findings[0].message
+    return report
+
+
+@example("TR105")
+def an_error_that_all_ranks_raise(code):
+    members = {rank: Member("a", 0, rank, 19, 20, "failed", 100.0 + rank, "KeyError: 'x'") for rank in (0, 1)}
+    return seen_by_ranks(code, [{}, {"members": members}])
 
 
 @example("TR105")
@@ -1238,6 +1304,13 @@ def updates_that_differ(code):
 def a_nan_on_one_rank(code):
     broken = {"nonfinite": ["1", "output"]}
     return seen_by_ranks(code, [{}, {"facts": {0: {}, 1: broken}}, {"facts": {0: broken, 1: broken}}])
+
+
+@example("TR108", "", step=1)
+def a_loss_that_is_nan_on_one_rank(code):
+    report = seen_by_ranks(code, [{}, {"facts": {0: {"loss": 1.0}, 1: {"loss": 1.0, "nonfinite_loss": 1}}}])
+    assert report.findings[0].message.startswith("the loss is not finite first on rank 1 (host1);")
+    return report
 
 
 @example("TR108")

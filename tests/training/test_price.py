@@ -273,3 +273,11 @@ def test_what_was_watched_is_freed_without_the_garbage_collector(watch):
         assert [reference() for reference in gone] == [None] * 4
     finally:
         gc.enable()
+
+
+def test_the_price_is_named_only_if_it_held_measurements_back():
+    price = Price(0.02, nn.Linear(1, 1), every=2)
+    price.steps, price.measured = 100, 50
+    assert price.did["said"] == "measured 1 step in 2"
+    price.measured = 10
+    assert price.did["said"] == "measured 1 step in 10 to stay under 2 %"

@@ -344,7 +344,7 @@ def _as_text(finding: Finding) -> str:
 
 
 def _consequences(finding: Finding) -> str:
-    """The affected findings in one line, the first few by name."""
-    names = [f"{other.code} at {other.place}" for other in finding.affected]
+    """The affected findings in one line, the first few by name; of several at the same place, one."""
+    names = list(dict.fromkeys(f"{other.code} at {other.place}" for other in finding.affected))
     rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + rest

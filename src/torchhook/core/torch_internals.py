@@ -550,6 +550,22 @@ def fsdp_parameters(module: nn.Module) -> list[tuple[Any, nn.Parameter]]:
     return [(getattr(known, "_unsharded_param", None), known.sharded_param) for known in managed]
 
 
+_knows_plain_shards = _late("tensor._st_info", "shards that were made plain for DistributedDataParallel look whole")
+
+
+def layout_before_ddp(parameter: Any) -> Any:
+    """The mesh and placements of a shard that torch has made a plain tensor for DistributedDataParallel, or None."""
+    return getattr(parameter, "_st_info", None) if _knows_plain_shards else None
+
+
+_knows_join = _late("module._join_config", "trainings inside join() look as if ranks ended too early")
+
+
+def trains_in_join(wrapper: Any) -> bool:
+    """Whether a DistributedDataParallel is, or was, inside its ``join()``, where ranks may have unequal batches."""
+    return _knows_join and bool(getattr(getattr(wrapper, "_join_config", None), "enable", False))
+
+
 # --- kernels: if any of this is missing, statistics are computed by plain torch
 
 _KERNELS = (

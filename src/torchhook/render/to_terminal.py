@@ -72,8 +72,9 @@ def _finding_lines(finding: Finding) -> Iterator[Line]:
 
 
 def _few(findings: tuple[Finding, ...]) -> str:
-    rest = f" and {len(findings) - AFFECTED} more" if len(findings) > AFFECTED else ""
-    return ", ".join(map(finding_title, findings[:AFFECTED])) + rest
+    titles = list(dict.fromkeys(map(finding_title, findings)))
+    rest = f" and {len(titles) - AFFECTED} more" if len(titles) > AFFECTED else ""
+    return ", ".join(titles[:AFFECTED]) + rest
 
 
 def _print(console: Any, indent: int, pieces: list[Piece]) -> None:

@@ -21,7 +21,8 @@ LOST = "lost"
 class Member(NamedTuple):
     """A rank: where it runs, its stage, the first rank that works on the same samples, and the last step it sent.
 
-    `steps` and `state` are known once it has ended.
+    The rest is known once it has ended: after how many steps, how, when by its own clock, with what error, and whether
+    ranks may have different numbers of steps on purpose.
     """
 
     host: str = ""
@@ -30,6 +31,9 @@ class Member(NamedTuple):
     seen: int = -1
     steps: int | None = None
     state: str = ""
+    ended: float = 0.0
+    error: str = ""
+    apart: bool = False
 
 
 class Split(NamedTuple):
@@ -58,6 +62,7 @@ class RankStep:
     checked: frozenset[str] = frozenset()  # what was compared by checksums
     parameters: int = 0  # that were compared
     averages: bool = False  # whether gradients are averaged over the ranks, so that these should be copies
+    split: bool = False  # whether the script says that it splits parameters itself, so that some are no copies
 
     @property
     def is_by_hand(self) -> bool:

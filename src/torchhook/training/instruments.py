@@ -49,6 +49,7 @@ class Instruments:
         has_ranks: bool = False,
     ) -> None:
         self.price = price
+        self._was_checked = False  # whether checksums were taken in the latest measured step
         self.stretch = 1 if has_ranks else 0  # with several ranks, one step in `every` times this is measured
         self.clock = Clock(every, by_passes=False, training_only=True, allows=self._allows)
         self.seldom = SlowClock(self.clock, SELDOM)
@@ -110,11 +111,13 @@ class Instruments:
         return joined(snapshots), self._maps.taken(), wires
 
     def take_local(self) -> Callable[[], Mapping[str, Any]]:
-        """A reader of what only this rank is asked: checksums are taken seldom."""
+        """A reader of what only this rank is asked: checksums are taken in every other measured step."""
         seen = self._probe.taken()
         model = self._model()
-        is_seldom = model is not None and self._measured is not None and self._measured >= Kind.SELDOM
-        sums = checksums(model, self.watch.optimizer) if model is not None and is_seldom else dict
+        is_due = self._measured is not None and (self._measured >= Kind.SELDOM or not self._was_checked)
+        if self._measured is not None:
+            self._was_checked = is_due
+        sums = checksums(model, self.watch.optimizer) if model is not None and is_due else dict
         apart = 1 if self.price is None else self.price.affordable
         return lambda: {**seen(), "sums": sums(), "apart": apart}
 

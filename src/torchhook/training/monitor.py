@@ -44,7 +44,7 @@ from torchhook.training.process import described, device_of, header, rank, world
 from torchhook.training.ranks.connect import connected
 from torchhook.training.ranks.gather import Answers, Gather
 from torchhook.training.ranks.probe import checksums
-from torchhook.training.ranks.seat import require_mesh, seat_of
+from torchhook.training.ranks.seat import may_end_apart, require_mesh, seat_of
 from torchhook.training.ranks.signals import TERMINATED, Terminated
 from torchhook.training.ranks.tree import Tree
 from torchhook.training.runs.folders import new_folder
@@ -159,7 +159,7 @@ class Monitor:
         history = History(rest=at_rest(model, optimizer), own_optimizer=optimizer is not None, first_step=first_step)
         checked = partial(check, rules=applied, per_module=per_module, model=self.model_name)
         faulted = partial(_faulted, weakref.ref(self))
-        self._price = None if price is None else Price(price, model, is_prompt=on_finding is not None)
+        self._price = None if price is None else Price(price, model, on_finding is not None, every)
         tree = connected()
         self._terminated: Terminated | None = None  # tells other ranks and the run about the end
         self._instruments = Instruments(
@@ -279,6 +279,8 @@ class Monitor:
                 history.loop = self.notes.facts()()
             if state == "failed" and error is not None:
                 self._worker.about = {**self._worker.about, "error": failure(error)}
+            if self._worker.gather is not None:
+                self._worker.may_end_apart = may_end_apart(self._instruments.watch.model)
             last = self._last()
         except Exception as fault:
             self._worker.fail("reading the last step", fault)
@@ -422,7 +424,7 @@ class Monitor:
             partial(_heard, found, worker),
             partial(worker.fail, "gathering the ranks"),
         )
-        worker.writes = tree.is_root
+        worker.writes = self.writes = tree.is_root
         worker.apart = self.every
         seat = seat_of(model, rank(), mesh)
         if seat.pipelined:
@@ -535,6 +537,8 @@ def _taken_over(monitor: weakref.ref[Monitor], worker: Worker, folder: str | Non
     if worker.writes:
         return -2
     worker.writes, last = True, -2
+    if (watching := monitor()) is not None:
+        watching.writes = True
     if folder is not None:
         with suppress(RunError), Run(folder) as run:
             last = -2 if run.last_step is None else run.last_step
@@ -544,7 +548,7 @@ def _taken_over(monitor: weakref.ref[Monitor], worker: Worker, folder: str | Non
         found = monitor()
         if found is not None:
             worker.logs = list(found._make_logs(folder))
-            worker.about = header(found._about, found._place)
+            worker.about = {**worker.about, **header(found._about, found._place)}
             worker.begin(found._about)
 
     worker.put(begin)
@@ -564,7 +568,8 @@ def _closed_at_exit(monitor: weakref.ref[Monitor]) -> None:
     if found is not None:  # else it was garbage collected
         is_interactive = hasattr(sys, "ps1")  # there, an error is that of some other line
         error = None if is_interactive else getattr(sys, "last_value", None)
-        found.close(state_of(error), error)
+        was_told = found._terminated is not None and found._terminated.was_told  # Python keeps no SystemExit
+        found.close("interrupted" if was_told and error is None else state_of(error), error)
 
 
 def _sent(losses: dict[int, Loss]) -> dict[int, Callable[[], float]]:

@@ -51,8 +51,9 @@ class Price:
     steps pay back. With `is_prompt`, findings are waited for, and all of that is spent as early as asked for.
     """
 
-    def __init__(self, share: float, model: nn.Module, is_prompt: bool = False) -> None:
+    def __init__(self, share: float, model: nn.Module, is_prompt: bool = False, every: int = 1) -> None:
         self.share = share
+        self._every = every  # what was asked for
         self._free = _OVERDRAFT if is_prompt else _FREE
         self.steps = 0
         self.measured = 0
@@ -177,7 +178,7 @@ class Price:
     def _said(self) -> str:
         every = round(max(self.steps, 1) / max(self.measured, 1))
         often = f"1 step in {every:,}" if every > 1 else "every step"
-        return f"measured {often} to stay under {self.share * 100:g} %"
+        return f"measured {often}" + (f" to stay under {self.share * 100:g} %" if every > self._every else "")
 
     def _know(self, kind: Kind | None, is_idle: bool, seconds: float) -> None:
         """The length of a step is known now."""

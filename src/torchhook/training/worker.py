@@ -47,6 +47,7 @@ class Worker:
         self.gather: Gather | None = None  # where all ranks come together, if there are several
         self.writes = True  # whether this rank, if there are several, writes the run
         self.steps = 0  # of the training, when it is over
+        self.may_end_apart = False  # whether other ranks may have more steps on purpose
         self.act_at = 0  # the step from which on to act on findings, so that all ranks do so together
         self.apart = 1  # steps between two that are measured
         self._gathered = 0.0  # seconds of the thread that gathers
@@ -134,7 +135,9 @@ class Worker:
             self._windows.task_done()
         self.about = {**self.about, "state": state}
         if self.gather is not None:
-            self.gather.close(self.steps, state)
+            error = self.about.get("error", {})
+            said = ": ".join(filter(None, (error.get("type"), error.get("message"))))
+            self.gather.close(self.steps, state, said, self.may_end_apart)
             while not self._windows.empty():  # what the other ranks have sent until then
                 self._read(self._windows.get()[0])
             if not self.writes:

@@ -138,6 +138,32 @@ def tensor_parallel(model, mesh):
     return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
 
+def normed():
+    return exact(nn.Sequential(*net(), nn.LayerNorm(4).double()))
+
+
+def one_normed(folder: Path) -> None:
+    train(normed(), folder)
+
+
+def fsdp_tp_normed(folder, rank, world, fault=None, steps=STEPS):
+    """A norm that is not in the tensor-parallel plan."""
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
+    model = fully_shard(tensor_parallel(normed(), mesh["tp"]), mesh=mesh["dp"])
+    return train(model, folder, parts=(mesh["dp"].get_local_rank(), 2), fault=fault, steps=steps)
+
+
+def ddp_tp_normed(folder, rank, world, fault=None, steps=STEPS):
+    """DistributedDataParallel around shards that torch has made plain tensors."""
+    from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
+    model = tensor_parallel(normed(), mesh["tp"])
+    _pre_dp_module_transform(model)
+    wrapped = nn.parallel.DistributedDataParallel(model, process_group=mesh["dp"].get_group())
+    return train(model, folder, parts=(mesh["dp"].get_local_rank(), 2), wrapped=wrapped, fault=fault, steps=steps)
+
+
 # --- faults, each with the code, the rank and the site at which it has to be found
 
 
@@ -146,13 +172,29 @@ def bypassed(folder, rank, world):
     train(model.module, folder, parts=(rank, world), wrapped=None, steps=4)
 
 
-def drifted(folder, rank, world):
+def drifted(folder, rank, world, at=2):
     def fault(when, step, x, model):
-        if when == "step" and step == 2 and rank == 1:
+        if when == "step" and step == at and rank == 1:
             with torch.no_grad():
                 model[2].weight[0, 0] += 2**-8
 
-    ddp(folder, rank, world, fault, steps=6)
+    ddp(folder, rank, world, fault, steps=at + 4)
+
+
+def drifted_late(folder, rank, world):
+    """When checksums are no longer taken in every measured step."""
+    drifted(folder, rank, world, at=7)
+
+
+def norm_drifted(folder, rank, world):
+    """On one of the tensor-parallel ranks that share a shard of a norm which is not in their plan."""
+
+    def fault(when, step, x, model):
+        if when == "step" and step == 2 and rank == 3:
+            with torch.no_grad():
+                model[3].weight.to_local()[0] += 2**-8
+
+    fsdp_tp_normed(folder, rank, world, fault, steps=6)
 
 
 def state_drifted(folder, rank, world):
@@ -230,9 +272,7 @@ def nan(folder, rank, world):
 
 def left_early(folder, rank, world):
     """Rank 1 has half the batches. Steps take less than it takes the ranks to find one another."""
-    model = nn.parallel.DistributedDataParallel(net())
-    with model.join():
-        train(model.module, folder, parts=(rank, world), wrapped=model, steps=20 if rank == 1 else 40)
+    train(net(), folder, parts=(rank, world), steps=20 if rank == 1 else 40)
 
 
 def slow(folder, rank, world):
@@ -264,6 +304,21 @@ def with_uneven_batches(folder, rank, world):
     )
 
 
+def with_join(folder, rank, world):
+    """Rank 1 has half the batches, and join() is there for that."""
+    model = nn.parallel.DistributedDataParallel(net())
+    with model.join():
+        train(model.module, folder, parts=(rank, world), wrapped=model, steps=20 if rank == 1 else 40)
+
+
+def stale_optimizer(folder, rank, world):
+    """The optimizer has the parameters from before fully_shard, which are no longer those of the model."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=2**-6)
+    model = fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    train(model, folder, parts=(rank, world), optimizer=optimizer, steps=12)
+
+
 def with_frozen_parts(folder, rank, world):
     def make():
         model = net()
@@ -290,6 +345,77 @@ def with_accumulation(folder, rank, world):
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             monitor.step(loss=4 * loss)
+
+
+class Sum(torch.autograd.Function):
+    """The sum over all ranks, forward; or backward, if `is_forward` is false."""
+
+    @staticmethod
+    def forward(ctx, x, is_forward):
+        ctx.is_forward = is_forward
+        x = x.clone()
+        if is_forward:
+            distributed.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        if not ctx.is_forward:
+            distributed.all_reduce(grad)
+        return grad, None
+
+
+class SplitByHand(nn.Module):
+    """A feed-forward block whose layers are split over the ranks by the script itself; zeros are alike at first."""
+
+    def __init__(self, rank, world):
+        super().__init__()
+        whole = net()
+        self.first = nn.Linear(8, 16 // world).double()
+        self.second = nn.Linear(16 // world, 4, bias=False).double()
+        self.norm = nn.LayerNorm(4).double()
+        with torch.no_grad():
+            self.first.weight.copy_(whole[0].weight.chunk(world)[rank])
+            self.first.bias.zero_()
+            self.second.weight.copy_(whole[2].weight.chunk(world, 1)[rank])
+
+    def forward(self, x):
+        return self.norm(Sum.apply(self.second(self.first(Sum.apply(x, False)).relu()), True))
+
+
+def split_by_hand(folder, rank, world, fault=None):
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    train(SplitByHand(rank, world), folder, mesh=mesh, steps=12, fault=fault)
+
+
+def copy_of_split_drifted(folder, rank, world):
+    def fault(when, step, x, model):
+        if when == "step" and step == 2 and rank == 1:
+            with torch.no_grad():
+                model.norm.bias[0] += 2**-8
+
+    split_by_hand(folder, rank, world, fault)
+
+
+class Adapted(nn.Module):
+    """A layer beside which a branch begins with zeros."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.up, self.down = (exact(nn.Linear(*sizes).double()) for sizes in ((8, 4), (8, 16), (16, 4)))
+        nn.init.zeros_(self.up.weight)
+        nn.init.zeros_(self.up.bias)
+
+    def forward(self, x):
+        return self.base(x) + self.down(self.up(x).tanh())
+
+
+def with_zeros_split(folder, rank, world):
+    """All parts of the layer of zeros look the same at first."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    model = parallelize_module(Adapted(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return train(model, folder, steps=12)
 
 
 def main(folder: str, *cases: str) -> None:

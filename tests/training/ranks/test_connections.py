@@ -11,6 +11,8 @@ from torch.distributed import HashStore
 
 from torchhook.rules.entry import Entry
 from torchhook.stats.reading import Snapshot
+from torchhook.training.ranks import gather as gather_module
+from torchhook.training.ranks import tree as tree_module
 from torchhook.training.ranks.gather import Answers, Gather
 from torchhook.training.ranks.seat import Seat
 from torchhook.training.ranks.tree import Tree
@@ -121,3 +123,94 @@ def test_a_rank_that_is_found_only_after_the_root_has_ended_is_in_the_run(trees)
     assert not faults and len(delivered) == 41
     members = delivered[-1].ranks.members
     assert {rank: (known.steps, known.state) for rank, known in members.items()} == {0: (40, "ended"), 1: (20, "ended")}
+
+
+def until(is_so, seconds=15):
+    end = time.monotonic() + seconds
+    while not is_so() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert is_so()
+
+
+def gathered(store, trees, rank, world):
+    """A gathering, with the steps and ranks that it delivers, the folders that it takes over, and its faults."""
+    delivered, folders, faults = [], [], []
+
+    def take_over(folder):
+        folders.append(folder)
+        return -2
+
+    def deliver(entry):
+        delivered.append((entry.step, sorted(entry.ranks.facts), entry.ranks.members))
+
+    calls = Answers(deliver, take_over, lambda news: None, faults.append)
+    return Gather(Seat(rank), world, trees(rank, store), calls), delivered, folders, faults
+
+
+def test_what_a_lost_root_has_not_written_is_written_by_the_next(trees):
+    store = HashStore()
+    root = trees(0, store)  # lets rank 1 in, and reads nothing
+    one, delivered, _, faults = gathered(store, trees, 1, 2)
+    until(lambda: list(root.admit()) or root.children)
+    for step in range(4):
+        one.put(Entry(step, 0.0, Snapshot({})))
+    until(lambda: len(one._sent) == 4)
+    root.close()
+    until(lambda: len(delivered) == 4)
+    one.close(4, "ended")
+    assert [step for step, *_ in delivered] == [0, 1, 2, 3, 3] and not faults
+
+
+def test_a_rank_that_was_never_told_where_the_run_is_goes_on_with_it(trees):
+    store = HashStore()
+    root = trees(0, store)
+    root.keep_run("runs/net")
+    root.close()
+    one, _, folders, faults = gathered(store, trees, 1, 2)
+    until(lambda: folders)
+    one.close(0, "ended")
+    assert folders == ["runs/net"] and not faults
+
+
+def test_a_new_root_that_ends_waits_for_the_ranks_that_the_old_one_had(trees):
+    store = HashStore()
+    root = trees(0, store)
+    one, delivered, folders, _ = gathered(store, trees, 1, 3)
+    two = trees(2, store)  # which calls late
+    until(lambda: list(root.admit()) or root.children)
+    root.close()
+    until(lambda: folders)
+    ending = threading.Thread(target=one.close, args=(5, "ended"))
+    ending.start()
+    time.sleep(1.5)
+    two.find(lambda: True)
+    two.climb()
+    assert two.parent is not None and two.parent.rank == 1
+    two.close()
+    ending.join(20)
+    assert delivered[-1][2][1].state == "ended"
+
+
+def test_a_rank_that_ends_takes_over_if_its_parent_dies(trees):
+    store = HashStore()
+    root = trees(0, store)
+    one, delivered, folders, _ = gathered(store, trees, 1, 2)
+    one._awaited.add(7)  # another rank below it, for which it waits
+    until(lambda: list(root.admit()) or root.children)
+    ending = threading.Thread(target=one.close, args=(5, "failed"))
+    ending.start()
+    time.sleep(0.3)
+    root.close()
+    ending.join(20)
+    assert folders == [None] and delivered[-1][2][0].state == "lost"
+
+
+def test_a_rank_that_waits_in_vain_for_the_first_says_that_it_writes_a_run_of_its_own(trees, monkeypatch):
+    monkeypatch.setattr(tree_module, "_ARRIVAL", 0.2)
+    said = []
+    monkeypatch.setattr(gather_module, "warn", said.append)
+    one, _, folders, _ = gathered(HashStore(), trees, 1, 2)
+    until(lambda: folders)
+    until(lambda: said)
+    one.close(0, "ended")
+    assert said == ["rank 0 is not watched yet, so rank 1 writes a run of its own"]

@@ -31,6 +31,8 @@ TRAINING = """
                 os.kill(os.getpid(), signal.SIGKILL)
             if fault == "raise" and rank == 1:
                 raise ValueError("no more data")
+            if fault == "leave" and rank == 1:
+                sys.exit()
             if fault == "stuck" and rank == 0:
                 print("stuck", flush=True)
             if fault == "stuck":
@@ -76,6 +78,7 @@ def test_a_rank_that_is_killed_is_named_and_the_data_of_the_others_are_whole(tra
         others = {0, 1, 2} - {killed}
         last = run.rank_step(run.rank_steps[-1])
         assert {rank: member.state for rank, member in last.members.items() if rank == killed} == {killed: "lost"}
+        assert run.report.about["ranks"] == "3 ranks on 1 host"
         assert len(run.steps) >= 10 and run.steps == list(range(0, run.steps[-1] + 1, 2))
         whole = [set(step.facts) for step in run.ranks() if 0 <= step.step < 20]
         assert all(others <= ranks for ranks in whole), whole
@@ -89,6 +92,16 @@ def test_a_rank_that_raises_is_said(train):
         states = {rank: member.state for rank, member in run.rank_step(run.rank_steps[-1]).members.items()}
         assert set(states) == {0, 1, 2} and states[1] == "failed"
         assert done.stderr.count("→ torchhook dashboard") == 1
+        [found] = [finding for finding in run.findings if finding.code == "TR105"]
+        assert found.evidence["rank"] == 1 and "first to end, after 25 steps: ValueError: no more data" in found.message
+
+
+@pytest.mark.slow
+def test_a_rank_that_leaves_while_the_others_wait_for_it_is_named(train):
+    run, _, _ = train("leave", ranks=2)
+    with run:
+        [found] = [finding for finding in run.findings if finding.code == "TR105"]
+        assert found.evidence["rank"] == 1 and "first to end, after 25 steps: it left" in found.message
 
 
 @pytest.mark.slow
@@ -131,3 +144,37 @@ def test_survivors_that_are_told_to_end_while_they_are_stuck_end_with_the_report
         assert run.state == "interrupted", err[-3000:]
         assert run.steps == [0, 2, 4, 6, 8, 10]
         assert set(run.rank_step(10).facts) == {0, 1}
+
+
+OPEN = """
+    import time, torch
+    from torch import distributed, nn
+    from torchhook import Monitor
+
+    distributed.init_process_group("gloo")
+    model = nn.Linear(4, 2)
+    monitor = Monitor(model, every=1, price=None)
+    print(monitor.writes, flush=True)
+    while True:
+        model(torch.randn(8, 4))
+        monitor.step(loss=1.0)
+        time.sleep(0.02)
+"""
+
+
+@pytest.mark.slow
+def test_a_monitor_that_sigterm_leaves_open_was_interrupted(tmp_path):
+    (tmp_path / "train.py").write_text(textwrap.dedent(OPEN))
+    command = [sys.executable, *LAUNCHER, "2", "train.py"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes)
+    try:
+        assert {process.stdout.readline().strip() for _ in range(2)} == {"True", "False"}  # one of them writes
+        time.sleep(2)
+        process.terminate()
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    [folder] = [path for path in (tmp_path / "runs").iterdir() if not path.is_symlink()]
+    with Run(folder) as run:
+        assert run.state == "interrupted", err[-3000:]

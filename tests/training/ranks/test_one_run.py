@@ -17,10 +17,15 @@ PROGRAM = Path(__file__).with_name("program.py")
 LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 EXACT = ("count", "nan", "posinf", "neginf", "zeros", "min", "max")
 KINDS = {2: ["ddp", "fsdp", "tp", "pp"], 4: ["ddp_tp", "ddp", "tp"]}
+NORMED = ["fsdp_tp_normed", "ddp_tp_normed"]
 HEALTHY = ["with_dropout", "with_uneven_batches", "with_frozen_parts", "with_batch_norm", "with_accumulation"]
+HEALTHY += ["split_by_hand", "with_join"]
+OTHERS = ["with_zeros_split", "stale_optimizer"]
 FAULTS = {  # the code, the rank, the site and the step at which each fault is found
     "bypassed": ("TR102", 1, "0", 0),
     "drifted": ("TR101", 1, "2", 2),
+    "drifted_late": ("TR101", 1, "2", 8),
+    "copy_of_split_drifted": ("TR101", 1, "norm", 2),
     "state_drifted": ("TR101", 1, "0", 2),
     "buffer_wrong": ("TR101", 1, "1", 2),
     "unaveraged": ("TR102", 1, "0", 0),
@@ -46,9 +51,8 @@ def launched(folder, ranks, *cases):
 def one(tmp_path_factory):
     """The same training in one process, with all the data."""
     folder = tmp_path_factory.mktemp("one")
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import program, pathlib; program.one(pathlib.Path(sys.argv[2]))"
-    )
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import program, pathlib; folder = pathlib.Path(sys.argv[2]);"
+    code += "program.one(folder / 'net'); program.one_normed(folder / 'normed')"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run(
         [sys.executable, "-c", code, str(PROGRAM.parent), str(folder)],
@@ -63,13 +67,13 @@ def one(tmp_path_factory):
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
-    return folder, launched(folder, 2, *KINDS[2], *HEALTHY, *FAULTS)
+    return folder, launched(folder, 2, *KINDS[2], *HEALTHY, *FAULTS, *OTHERS)
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
     folder = tmp_path_factory.mktemp("four")
-    return folder, launched(folder, 4, *KINDS[4], "with_dropout", "drifted", "scaled", "slow")
+    return folder, launched(folder, 4, *KINDS[4], *NORMED, "norm_drifted", "with_dropout", "drifted", "scaled", "slow")
 
 
 def only_run(folder):
@@ -82,7 +86,7 @@ def only_run(folder):
 @pytest.mark.parametrize(("ranks", "kind"), [(ranks, kind) for ranks, kinds in KINDS.items() for kind in kinds])
 def test_merged_equals_one_process(request, one, ranks, kind):
     folder, _ = request.getfixturevalue({2: "two", 4: "four"}[ranks])
-    with only_run(folder / kind) as merged, only_run(one) as alone:
+    with only_run(folder / kind) as merged, only_run(one / "net") as alone:
         assert merged.state == "ended" and merged.findings == []
         steps = merged.steps
         assert steps == ([1, 2] if kind == "pp" else [0, 1, 2])  # torch runs a pipeline on made-up values first
@@ -93,6 +97,39 @@ def test_merged_equals_one_process(request, one, ranks, kind):
             for place in expected:
                 if is_comparable(kind, place):
                     same(place, expected[place], found[place], kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", NORMED)
+def test_parameters_outside_the_plan_of_tensor_parallelism_count_once(four, one, kind):
+    with only_run(four[0] / kind) as merged, only_run(one / "normed") as alone:
+        assert merged.state == "ended" and merged.findings == []
+        for place, expected in alone.window(0).items():
+            if is_comparable("ddp" if kind.startswith("ddp") else kind, place):
+                same(place, expected, merged.window(0)[place], kind)
+
+
+@pytest.mark.slow
+def test_an_optimizer_from_before_fully_shard_is_said(two):
+    with only_run(two[0] / "stale_optimizer") as run:
+        [found] = run.report.findings
+        assert (found.code, found.site) == ("TH503", "0") and "4 parameters that are not in the model" in found.message
+
+
+@pytest.mark.slow
+def test_zeros_on_all_ranks_are_parts_all_the_same(two):
+    with only_run(two[0] / "with_zeros_split") as run:
+        assert not [finding for finding in run.findings if finding.code.startswith("TR")]
+        assert [run.window(step)["up"].count for step in run.steps] == [16 * 16] * 12
+
+
+@pytest.mark.slow
+def test_a_copy_outside_the_plan_that_drifts_is_named(four):
+    with only_run(four[0] / "norm_drifted") as run:
+        found = [finding for finding in run.findings if finding.code == "TR101"]
+        assert [(f.evidence["rank"], f.site, f.step) for f in found] == [(3, "3", 2)]
+        assert found == [finding for finding in run.findings if finding.code.startswith("TR")]
+        assert not [f for f in run.findings if f.code == "TH000"]
 
 
 def is_comparable(kind, place):
@@ -159,5 +196,5 @@ def test_every_rank_is_in_the_run_and_one_line_is_said(two):
         tables = torch.stack([table[last.places.index(("0", "output"))] for table in last.tables.values()])
         assert float(tables[:, 0].mean()) == pytest.approx(mean, rel=1e-5)  # of equal parts
         path = str(run.folder.absolute())
-    assert said.count("→ torchhook dashboard") == len(KINDS[2]) + len(HEALTHY) + len(FAULTS)
+    assert said.count("→ torchhook dashboard") == len(KINDS[2]) + len(HEALTHY) + len(FAULTS) + len(OTHERS)
     assert json.loads((folder / "ddp-1.json").read_text()) == [path, 0]  # the other rank knows where it is

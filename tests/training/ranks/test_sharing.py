@@ -171,6 +171,15 @@ def test_a_checksum_of_any_dtype_sees_one_bit(dtype):
     assert checksum(torch.tensor([1.0, 2.0]), ordered=True) != checksum(torch.tensor([2.0, 1.0]), ordered=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_the_checksum_of_equal_values_is_the_same_wherever_they_lie_in_memory(dtype):
+    """A shard may begin anywhere in its storage, and have a number of values that is odd."""
+    x = torch.arange(13).to(dtype)
+    for offset in range(9):
+        inside = torch.zeros(40, dtype=dtype)[offset : offset + 13].copy_(x)
+        assert checksum(inside) == checksum(x) != checksum(x.flip(0) + 1)
+
+
 NO_COLLECTIVES = """
 import torch
 from torch import distributed, nn

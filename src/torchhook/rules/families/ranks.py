@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -14,7 +16,6 @@ from torchhook.rules.registry import register
 from torchhook.rules.rule import Phase, Rule
 
 _IN_A_ROW = 2  # measured steps in which a rank has to be odd
-_NUMBERS = "{:.3g}"
 
 
 class RankRule(Rule):
@@ -30,13 +31,14 @@ class ReplicasDiffer(RankRule):
     """Parameters, buffers or optimizer states that all ranks should have alike are not, by checksums of their bits.
 
     They should be alike if gradients are averaged (DistributedDataParallel, fully_shard with copies), if the ranks work
-    on the same samples (tensor parallel), or if they were after a step of the training. Of buffers, only those that do
-    not change are judged: batch norms have their own ones on every rank.
+    on the same samples (tensor parallel), or if they were after a step of the training. Where the script splits
+    parameters itself, those are not judged that differ before training, or whose gradients do. Of buffers, only those
+    that do not change are judged: batch norms have their own ones on every rank.
     """
 
     code, name = "TR101", "replicas-differ"
     phase = Phase.UPDATE
-    explains = ("TH6", "TH7", "TR104")
+    explains = ("TH6", "TH7", "TR102", "TR104")
     hint = (
         "Let all ranks compute the same update: call the wrapper rather than the module inside, clip by the norm of the"
         " whole model, change parameters on all ranks alike, and give all of them the same seed."
@@ -45,6 +47,7 @@ class ReplicasDiffer(RankRule):
 
     def find(self, history: History) -> Iterator[Finding]:
         found: set[tuple[str, str]] = set()
+        parts = _parts(history)
         before: RankStep | None = None
         earlier: list[set[tuple[str, str]]] = []  # what differed in steps in which copies should have been alike
         for known in history.ranks:
@@ -55,19 +58,22 @@ class ReplicasDiffer(RankRule):
                 is_due = _should_agree(known, split) and known.step >= history.first_step
                 whole = (split.path, "param")  # parts have states of their own
                 is_due |= any(not {place, whole} & apart for apart in earlier)
+                is_due &= split.path not in parts
                 if split.port == "buffer":
                     is_due = before is not None and split in before.splits  # the same as before, and so constant
                 if split.port in known.checked and is_due and place not in found:
                     found.add(place)
-                    yield self._finding(known, split)
+                    yield self._finding(known, split, before)
             if known.step >= history.first_step or known.is_by_hand:
                 earlier.append({(split.path, split.port) for split in known.splits})
             before = known
 
-    def _finding(self, known: RankStep, split: Split) -> Finding:
+    def _finding(self, known: RankStep, split: Split, before: RankStep | None) -> Finding:
         what = {"param": "", "buffer": "the buffer ", "state": "the optimizer's state of "}[split.port]
         rank = _odd_one(split)
-        message = f"replicas differ: {_where(known, [rank])} has other bits in {what}{split.path.rpartition('.')[2]}"
+        message = f"replicas differ: {what}{split.path.rpartition('.')[2]} is not the same on {_where(known, [rank])}"
+        if before is not None and before.step + 1 < known.step:
+            message += f", since a step from {before.step + 1} to {known.step}"
         evidence: dict[str, Any] = {
             "rank": rank,
             "host": _host(known, rank),
@@ -100,6 +106,7 @@ class GradientsDiffer(RankRule):
         first = _first_check(history)
         by_hand = set() if first is None or not first.is_by_hand else {split.path for split in first.splits}
         alike: set[str] = set()
+        parts = _parts(history)
         found: set[str] = set()
         for known in history.ranks:
             if known.step < history.first_step or len(known.facts) < 2:
@@ -108,7 +115,7 @@ class GradientsDiffer(RankRule):
             before = {s.path for s in known.splits if s.port == "param_grad_norm" and self._is_apart(s)}
             for path, split in apart.items():
                 is_copy = _should_agree(known, split) or path in alike or (by_hand and path not in by_hand)
-                if path not in found and is_copy:
+                if path not in found | parts and is_copy:
                     found.add(path)
                     yield self._finding(known, split, is_clipped=path not in before)
             alike |= {path for path, _ in history.summaries("step_grad_norm")} - apart.keys()
@@ -118,8 +125,10 @@ class GradientsDiffer(RankRule):
         return max(values) - min(values) > self.least * max(map(abs, values))
 
     def _finding(self, known: RankStep, split: Split, is_clipped: bool) -> Finding:
-        why = "clipped by different norms" if is_clipped else "not averaged"
-        norms = ", ".join(f"{_NUMBERS.format(value)} on rank {rank}" for value, rank, _ in split.values)
+        is_same = len(_leads(known, split)) == 1
+        why = "clipped by different norms" if is_clipped else "of the same samples" if is_same else "not averaged"
+        ranks = [rank for _, rank, _ in split.values]
+        norms = ", ".join(f"{norm} on rank {rank}" for norm, rank in zip(_told(split), ranks, strict=True))
         message = f"the gradient of {split.path.rpartition('.')[2]} differs between ranks ({why}): its norm is {norms}"
         rank = _odd_one(split)
         evidence: dict[str, Any] = {
@@ -236,33 +245,56 @@ class OddRank(RankRule):
 
 @register
 class RankLeft(RankRule):
-    """A rank was lost, or took fewer than nine tenths of the steps that the others took."""
+    """A rank was lost, or was the first to end in a training that failed, or took far fewer steps than the others.
+
+    Far fewer is less than nine tenths, unless they do so on purpose, inside DistributedDataParallel's ``join()``.
+    """
 
     code, name = "TR105", "rank-left"
     explains = ()
-    hint = (
-        "Look at the log of this rank and of its host (the kernel's tells of a lack of memory), and give all ranks as"
-        " many batches."
-    )
+    hint = "Look at the log of this rank and of its host; the kernel's tells of a lack of memory."
     wrong = "Ranks that are replaced by an elastic launcher."
     least = 0.9
 
     def find(self, history: History) -> Iterator[Finding]:
         last = history.ranks[-1]
+        states = [member.state for member in last.members.values()]
+        if LOST in states:
+            yield from self._lost(last, history.first_step)
+        elif "failed" in states:
+            yield from self._first(last)
+        else:
+            yield from self._short(last)
+
+    def _lost(self, last: RankStep, first_step: int) -> Iterator[Finding]:
         for rank, member in last.members.items():
             if member.state == LOST:
-                after = (
-                    f"after step {member.seen}"
-                    if member.seen >= history.first_step
-                    else "before its first measured step"
-                )
+                is_known = member.seen >= first_step
+                after = f"after step {member.seen}" if is_known else "before its first measured step"
                 yield self.finding(f"{_where(last, [rank])} was lost {after}", "", rank=rank, host=member.host)
+
+    def _first(self, last: RankStep) -> Iterator[Finding]:
+        """The rank that ended first: the others fail because they wait for it. What all raise alike began on none."""
+        ended = {rank: member for rank, member in last.members.items() if member.steps is not None}
+        if len({(member.state, member.error) for member in ended.values()}) < 2:
+            return
+        rank, member = min(ended.items(), key=lambda item: item[1].ended)
+        why = member.error or {"ended": "it left the training, and others failed"}.get(member.state, member.state)
+        message = f"{_where(last, [rank])} was the first to end, after {member.steps:,} steps: {why}"
+        hint = "Look at what this rank did last; what the others raise then follows from it."
+        found = self.finding(message, "", rank=rank, host=member.host, steps=member.steps, error=member.error)
+        yield replace(found, hint=hint)
+
+    def _short(self, last: RankStep) -> Iterator[Finding]:
+        if any(member.apart for member in last.members.values()):
+            return
         steps = {rank: member.steps for rank, member in last.members.items() if member.steps is not None}
         most = max(steps.values(), default=0)
         for rank, taken in steps.items():
             if taken < self.least * most:
                 message = f"{_where(last, [rank])} took {taken:,} steps, and others {most:,}"
-                yield self.finding(message, "", rank=rank, host=_host(last, rank), steps=taken, most=most)
+                found = self.finding(message, "", rank=rank, host=_host(last, rank), steps=taken, most=most)
+                yield replace(found, hint="Give all ranks as many batches, or train inside join().")
 
 
 @register
@@ -278,7 +310,7 @@ class SharedBatch(RankRule):
 
     def find(self, history: History) -> Iterator[Finding]:
         first = _first_check(history)
-        if first is not None and first.is_by_hand:  # then the samples may be the same on purpose
+        if first is not None and first.is_by_hand and not first.split:  # then the samples may be the same on purpose
             return
         seen: dict[tuple[int, ...], list[tuple[RankStep, tuple[Any, ...]]]] = {}
         for known in history.ranks:
@@ -343,18 +375,20 @@ class NonfiniteOnOneRank(RankRule):
             if here and known.step <= first_loss:
                 if len(here) < len(known.facts):
                     rank = min(here)
-                    yield self._finding(known, rank, str(here[rank][0]), known.step, len(here))
+                    what = "a value that is not finite began"
+                    yield self._finding(known, rank, str(here[rank][0]), known.step, len(here), what)
                 return
         if by_loss and history.ranks:
             step = min(by_loss.values())
             first = [rank for rank, at in by_loss.items() if at == step]
             with_loss = {rank for known in history.ranks for rank, facts in known.facts.items() if "loss" in facts}
             if len(first) < len(with_loss):
-                yield self._finding(history.ranks[-1], first[0], "", step, len(first))
+                what = "the loss is not finite first"
+                yield self._finding(history.ranks[-1], first[0], "", step, len(first), what)
 
-    def _finding(self, known: RankStep, rank: int, site: str, step: int, count: int) -> Finding:
+    def _finding(self, known: RankStep, rank: int, site: str, step: int, count: int, what: str) -> Finding:
         more = f" and {count - 1} more" if count > 1 else ""
-        message = f"a value that is not finite began on {_where(known, [rank])}{more}; the others get it from there"
+        message = f"{what} on {_where(known, [rank])}{more}; the others get it from there"
         return self.finding(message, site, step, rank=rank, host=_host(known, rank))
 
 
@@ -394,6 +428,15 @@ class SlowRank(RankRule):
                 yield self.finding(message, "", rank=rank, host=member.host, seconds=plain(own))
 
 
+def _told(split: Split) -> list[str]:
+    """Its values with as many digits as it takes to tell them apart."""
+    for digits in range(3, 17):
+        said = [f"{value:.{digits}g}" for value, *_ in split.values]
+        if len(set(said)) == len(said):
+            break
+    return said
+
+
 def _odd_one(split: Split) -> int:
     """The rank that differs from most; of two, the later one."""
     return min(split.values, key=lambda value: (value[2], -value[1]))[1]
@@ -401,8 +444,34 @@ def _odd_one(split: Split) -> int:
 
 def _should_agree(known: RankStep, split: Split) -> bool:
     """Whether the ranks should have the same value: gradients are averaged, or they work on the same samples."""
-    leads = {known.members[rank].lead for _, rank, _ in split.values if rank in known.members}
-    return known.averages or len(leads) == 1
+    return known.averages or len(_leads(known, split)) == 1
+
+
+def _leads(known: RankStep, split: Split) -> set[int]:
+    """Of the ranks that have the values, the first with the same samples."""
+    return {known.members[rank].lead for _, rank, _ in split.values if rank in known.members}
+
+
+def _parts(history: History) -> set[str]:
+    """The parameters that the script has split itself.
+
+    They differ before training. Those that begin alike, as zeros do, have gradients that differ between ranks with the
+    same samples.
+    """
+    first = _first_check(history)
+    if first is None or not (first.is_by_hand or first.split):
+        return set()
+    trained = next((known for known in history.ranks if len(_by_rank(known, "grad_norm")) > 1), first)
+    apart = [(first, split) for split in first.splits if split.port == "param"]
+    grads = [split for split in trained.splits if split.port == "param_grad_norm"]
+    apart += [(trained, split) for split in grads if not _is_alike_in_teams(trained, split)]
+    return {split.path for known, split in apart if known.split or not _should_agree(known, split)}
+
+
+def _is_alike_in_teams(known: RankStep, split: Split) -> bool:
+    """Whether ranks that work on the same samples have the same value; without any such ranks, whether all have it."""
+    sizes = Counter(member.lead for member in known.members.values())
+    return known.split and all(sizes[rank] and not total % sizes[rank] for _, rank, total in split.values)
 
 
 def _first_check(history: History) -> RankStep | None:

@@ -12,11 +12,12 @@ from dataclasses import asdict, dataclass, replace
 from multiprocessing import connection as links
 from typing import Any
 
+from torchhook.core.text import warn
 from torchhook.rules.entry import Entry
 from torchhook.rules.ranks import LOST, Member, RankStep, Split
 from torchhook.stats.reading import Snapshot
 from torchhook.training.ranks.seat import Seat
-from torchhook.training.ranks.share import SUMS, Share, named
+from torchhook.training.ranks.share import SUMS, Decided, Share, named
 from torchhook.training.ranks.tree import Link, Tree, below
 
 _SHARE, _FACTS = b"S", b"F"
@@ -68,6 +69,7 @@ class Gather:
         self._own: dict[int, Entry] = {}
         self._pending: dict[int, _Pending] = {}
         self._sent: deque[Share] = deque(maxlen=_AGAIN)
+        self._decided: Decided = {}
         self._flushed = -2
         self._latest: RankStep | None = None  # that was delivered
         self._held = 0.0  # until when nothing is passed on
@@ -91,10 +93,10 @@ class Gather:
         """Tell the ranks below."""
         self._do(lambda: self._say(news))
 
-    def close(self, steps: int, state: str) -> None:
+    def close(self, steps: int, state: str, error: str = "", apart: bool = False) -> None:
         """This rank has ended. Waits a little for those below, so that what they still send is not lost."""
         patience = _END * (1 + len(below(self.seat.rank, self.world)))
-        self._state = {"steps": steps, "state": state}
+        self._state = {"steps": steps, "state": state, "ended": time.time(), "error": error, "apart": apart}
         self._closed = time.monotonic()
         self._until = self._closed + patience
         self._tree.ring()
@@ -111,6 +113,8 @@ class Gather:
             else:
                 self._tree.find(lambda: self._until is None or time.monotonic() < self._until)
                 self._climb()
+                if not self._tree.knows_secret and self._until is None:
+                    warn(f"rank 0 is not watched yet, so rank {self.seat.rank} writes a run of its own")
             while not self._is_over():
                 self._guarded(self._receive)
                 while not self._inbox.empty():
@@ -139,7 +143,8 @@ class Gather:
         return (not self._awaited and now > self._held) or now > self._until
 
     def _leave(self) -> None:
-        self._flush(at_end=True)
+        while self._pending:  # if the parent is lost now, what was sent waits again
+            self._flush(at_end=True)
         self._know_left(self.seat.rank, self._state)
         for link in list(self._tree.children.values()):
             self._tell(link, {"left": self._state})
@@ -194,12 +199,13 @@ class Gather:
             if link.rank not in self._left:
                 self._held = time.monotonic() + _HOLD
                 self._know_left(link.rank, {"state": LOST})
-        else:
-            if link.rank not in self._left:
-                self._seats.setdefault(link.rank, Seat(link.rank, self._above))
-                self._know_left(link.rank, {"state": LOST})
-            if self._until is None:
-                self._climb()
+            return
+        is_lost = link.rank not in self._left
+        if is_lost:
+            self._seats.setdefault(link.rank, Seat(link.rank, self._above))
+            self._know_left(link.rank, {"state": LOST})
+        if is_lost or self._until is None:  # the parent of a rank that ends may end before it does
+            self._climb()
 
     def _climb(self) -> None:
         """Find a parent; without one, this rank is the root from now on."""
@@ -207,10 +213,17 @@ class Gather:
         self._tree.climb()
         self._untold = set(self._seats), set(self._left)
         if self.is_root and not was_root:
-            self._flushed = max(self._flushed, self._calls.take_over(self._run))
+            self._flushed = self._calls.take_over(self._run or self._tree.known_run())
             self._seen |= {rank: self._flushed for rank in self._left if rank not in self._seen}
+            self._adopt()
         for share in list(self._sent):
             self._take(share, self.seat.rank)
+
+    def _adopt(self) -> None:
+        """Wait for the ranks that were below those that have left: they come here now."""
+        orphans = {child for rank in self._left for child in below(rank, self.world)}
+        self._awaited |= orphans - self._left.keys() - {self.seat.rank}
+        self._held = time.monotonic() + _HOLD
 
     def _put(self, entry: Entry) -> None:
         self._own[entry.step] = entry
@@ -224,6 +237,7 @@ class Gather:
         self._seen.update((rank, max(self._seen.get(rank, -2), share.step)) for rank in share.facts)
         known = self._pending.get(share.step)
         if known is None:
+            share.decided = self._decided
             if share.step > self._flushed or not self.is_root:  # what comes late goes up by itself
                 self._pending[share.step] = _Pending(share, time.monotonic())
         elif not known.share.facts.keys() & share.facts.keys():  # else it came twice
@@ -290,6 +304,8 @@ class Gather:
             self._tell(self._tree.parent, facts)
 
     def _say(self, news: Mapping[str, Any]) -> None:
+        if news.get("run") and self.is_root:
+            self._tree.keep_run(news["run"])
         self._run = news.get("run") or self._run
         for link in list(self._tree.children.values()):
             self._tell(link, news)
@@ -344,9 +360,10 @@ class Gather:
             frozenset(key[2] for key in share.votes if key[2] in SUMS),
             len({key[:2] for key in share.votes if key[2] == "param"}),
             any(seat.averages for seat in self._seats.values()),
+            any(seat.split for seat in self._seats.values()),
         )
 
 
 def _told(seat: Seat) -> dict[str, Any]:
     """A seat as other ranks need it: which parameters are where is in the shares."""
-    return asdict(replace(seat, shards={}, sole=frozenset())) | {"shards": {}, "sole": []}
+    return asdict(replace(seat, shards={}, sole=frozenset(), widths={})) | {"sole": []}

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import gc
+import math
 import socket
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed, nn
 
 from torchhook.core.selection import unwrapped
 from torchhook.core.shards import is_sharded, shards_of_gathered
-from torchhook.core.torch_internals import fsdp_parameters
+from torchhook.core.torch_internals import fsdp_parameters, layout_before_ddp, trains_in_join
 
 TENSOR = ("tp", "tensor", "tensor_parallel", "sp", "cp", "context")  # dims of a mesh whose ranks share their samples
 STAGES = ("pp", "pipe", "pipeline", "stage")
@@ -25,7 +26,9 @@ class Seat:
     """A rank: its host, its stage of a pipeline, and its team, the ranks that work on the same samples as it does.
 
     `shards` says for each sharded parameter which part is here, `sole` of which of them no other rank has that part.
+    `widths` has the last dim of whole inputs and outputs of sharded layers: smaller ones are parts.
     With `averages`, gradients are averaged over all teams.
+    With `split`, the script itself splits parameters over the team, and a parameter that looks whole may be a part.
     With `pipelined`, torch's pipelining runs the stage, whose first step begins with values that it makes up.
     """
 
@@ -34,9 +37,11 @@ class Seat:
     stage: int = 0
     team: tuple[int, ...] = ()
     averages: bool = False
+    split: bool = False
     pipelined: bool = False
     shards: dict[str, str] = field(default_factory=dict)
     sole: frozenset[str] = frozenset()
+    widths: dict[tuple[str, str], int] = field(default_factory=dict)
 
     @property
     def lead(self) -> int:
@@ -53,18 +58,31 @@ def seat_of(model: nn.Module, rank: int, mesh: Any = None) -> Seat:
     inside = unwrapped(model)
     sharded_of = shards_of_gathered(inside)
     parameters = {path: sharded_of.get(id(p), p) for path, p in inside.named_parameters()}
-    sharded = [parameter for parameter in parameters.values() if is_sharded(parameter)]
     managed = {id(known) for module in inside.modules() for _, known in fsdp_parameters(module)}
-    meshes = [(mesh, frozenset(_named(mesh, TENSOR)))] if mesh is not None else map(_tensor_dims(managed), sharded)
+    layouts = {path: known for path, p in parameters.items() if (known := _layout(p, id(p) in managed)) is not None}
+    dims = frozenset() if mesh is None else frozenset(_named(mesh, TENSOR))
+    meshes = [(mesh, dims)] if mesh is not None else [(known.mesh, known.tensor_dims) for known in layouts.values()]
     team = max((_team(known, dims) for known, dims in meshes), key=len, default=(rank,))
-    wrapped, stage = _around(inside)
+    wrapped, stage, stages = _around(inside)
     pipelined, stage = stage is not None, stage or 0
-    if mesh is not None and (dims := _named(mesh, STAGES)):
-        stage = mesh.get_coordinate()[dims[0]]
-    shards = {path: part for path, parameter in parameters.items() if (part := _part(parameter))}
-    sole = frozenset(path for path in shards if not _has_copies(parameters[path]))
+    if mesh is not None and (at := _named(mesh, STAGES)):
+        stage, stages = mesh.get_coordinate()[at[0]], mesh.size(at[0])
+    shards = {path: part for path, known in layouts.items() if (part := known.part)}
+    of_stage = (distributed.get_world_size() if layouts else 1) // stages
+    sole = frozenset(path for path in shards if layouts[path].parts == of_stage)
     averages = bool(managed) or wrapped or inside is not model
-    return Seat(rank, socket.gethostname(), stage, team or (rank,), averages, pipelined, shards, sole)
+    return Seat(
+        rank,
+        socket.gethostname(),
+        stage,
+        team or (rank,),
+        averages,
+        bool(dims),
+        pipelined,
+        shards,
+        sole,
+        _widths(inside, layouts),
+    )
 
 
 def require_mesh(mesh: Any) -> None:
@@ -76,35 +94,60 @@ def require_mesh(mesh: Any) -> None:
         )
 
 
-def _tensor_dims(managed: set[int]) -> Any:
-    """A function of a sharded parameter: its mesh, and the dims of that which share their samples."""
+class _Layout(NamedTuple):
+    """How a parameter is laid out on a mesh; `managed` by fully_shard or not."""
 
-    def dims(parameter: Any) -> tuple[Any, frozenset[int]]:
-        mesh = parameter.device_mesh
-        if mesh.mesh_dim_names:
-            return mesh, frozenset(_named(mesh, TENSOR))
-        if id(parameter) not in managed:
-            return mesh, frozenset(range(mesh.ndim))
+    mesh: Any
+    placements: tuple[Any, ...]
+    shape: tuple[int, ...]
+    managed: bool
+
+    @property
+    def tensor_dims(self) -> frozenset[int]:
+        """The dims of the mesh whose ranks share their samples."""
+        if self.mesh.mesh_dim_names:
+            return frozenset(_named(self.mesh, TENSOR))
+        if not self.managed:
+            return frozenset(range(self.mesh.ndim))
         # Of fully_shard's mesh, the first dim is over samples; over the second, too, where the first has copies.
-        is_both = mesh.ndim > 1 and not parameter.placements[0].is_replicate()
-        return mesh, frozenset(range(1, mesh.ndim)) if is_both else frozenset()
+        is_both = self.mesh.ndim > 1 and not self.placements[0].is_replicate()
+        return frozenset(range(1, self.mesh.ndim)) if is_both else frozenset()
 
-    return dims
+    @property
+    def part(self) -> str:
+        """Which part is here, by the dims of the mesh; empty if it is whole."""
+        here = self.mesh.get_coordinate()
+        return ",".join(f"{number}:{here[number]}" for number in self._split if here)
+
+    @property
+    def parts(self) -> int:
+        """In how many parts it is: if there are as many ranks, each has a part of its own."""
+        return math.prod(map(self.mesh.size, self._split))
+
+    @property
+    def _split(self) -> list[int]:  # a shard of a shard has a kind of its own
+        return [number for number, kind in enumerate(self.placements) if not kind.is_replicate()]
 
 
-def _part(parameter: Any) -> str:
-    """Which part of a parameter is here, by the dims of its mesh; empty if it is whole."""
-    if not is_sharded(parameter):
-        return ""
-    here = parameter.device_mesh.get_coordinate()
-    kinds = enumerate(parameter.placements)  # a shard of a shard has a kind of its own
-    return ",".join(f"{number}:{here[number]}" for number, kind in kinds if here and not kind.is_replicate())
+def _layout(parameter: Any, managed: bool) -> _Layout | None:
+    """The layout of a parameter that is sharded, or was until it was made plain for DistributedDataParallel."""
+    if is_sharded(parameter):
+        return _Layout(parameter.device_mesh, parameter.placements, parameter.shape, managed)
+    known = layout_before_ddp(parameter)
+    return None if known is None else _Layout(known.mesh, known.placements, known.shape, managed)
 
 
-def _has_copies(parameter: Any) -> bool:
-    """Whether other ranks of its mesh have the same part of a sharded parameter."""
-    mesh = parameter.device_mesh
-    return any(kind.is_replicate() and mesh.size(number) > 1 for number, kind in enumerate(parameter.placements))
+def _widths(model: nn.Module, layouts: dict[str, _Layout]) -> dict[tuple[str, str], int]:
+    """The last dim of the whole inputs and outputs of layers whose weights are sharded, by path and port."""
+    found: dict[tuple[str, str], int] = {}
+    for path, module in model.named_modules():
+        weight = layouts.get(f"{path}.weight".removeprefix("."))
+        if weight is not None and isinstance(module, nn.Linear | nn.Embedding):
+            wide, narrow = weight.shape if isinstance(module, nn.Linear) else reversed(weight.shape)
+            found |= {(path, "output"): wide, (path, "grad_output"): wide}
+            if isinstance(module, nn.Linear):
+                found[path, "input"] = narrow
+    return found
 
 
 def _named(mesh: Any, names: Iterable[str]) -> list[int]:
@@ -120,16 +163,23 @@ def _team(mesh: Any, dims: frozenset[int]) -> tuple[int, ...]:
     return tuple(sorted(mesh.mesh[place].flatten().tolist()))
 
 
-def _around(model: nn.Module) -> tuple[bool, int | None]:
-    """Whether DistributedDataParallel has the model, and which stage of torch's pipelining it is, if it is one."""
+def _around(model: nn.Module) -> tuple[bool, int | None, int]:
+    """Whether DistributedDataParallel has the model; which stage of torch's pipelining it is, and of how many."""
     kind = getattr(sys.modules.get("torch.distributed.pipelining"), "PipelineStage", ())
-    wrapped, stage = False, None
+    wrapped, stage, stages = False, None, 1
     for known in gc.get_objects() if distributed.is_initialized() else ():
         if type(known) is nn.parallel.DistributedDataParallel:
             wrapped |= known.module is model
         elif kind and isinstance(known, kind) and known.submod is model:
-            stage = known.stage_index
-    return wrapped, stage
+            stage, stages = known.stage_index, known.group_size
+    return wrapped, stage, stages
+
+
+def may_end_apart(model: nn.Module) -> bool:
+    """Whether DistributedDataParallel trains the model inside ``join()``, so that ranks may end apart."""
+    inside = unwrapped(model)
+    wrappers = (known for known in gc.get_objects() if type(known) is nn.parallel.DistributedDataParallel)
+    return any(wrapper.module is inside and trains_in_join(wrapper) for wrapper in wrappers)
 
 
 def checksum(tensor: torch.Tensor, ordered: bool = False) -> torch.Tensor:
@@ -140,9 +190,13 @@ def checksum(tensor: torch.Tensor, ordered: bool = False) -> torch.Tensor:
     >>> checksum(torch.tensor([1.0, 2.0])) == checksum(torch.tensor([1.0, 2.0000002]))
     tensor(False)
     """
-    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    bits = plain.detach().contiguous().view(whole[plain.element_size()])
+    flat = plain.detach().contiguous().reshape(-1)
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
     if ordered:
-        bits = bits.reshape(-1) * torch.arange(1, 2 * bits.numel(), 2, device=bits.device)
-    return bits.sum(dtype=torch.int64)
+        bits = flat.view(integer)
+        return (bits * torch.arange(1, 2 * bits.numel(), 2, device=bits.device)).sum(dtype=torch.int64)
+    if flat.storage_offset() * flat.element_size() % 8:
+        flat = flat.clone()
+    even = flat.numel() - flat.numel() % (8 // flat.element_size())  # words of eight bytes are summed far faster
+    return flat[:even].view(torch.int64).sum() + flat[even:].view(integer).sum(dtype=torch.int64)

@@ -1,9 +1,10 @@
 """`Share`: what one rank, or several together, measured in one step, and how two shares are merged.
 
 Activations of ranks with different samples are merged as statistics. Of ranks that work on the same samples (a team),
-those with equal states are copies and count once, the others are parts and are joined. Parameters that several ranks
-have are not merged: a `Vote` says which value one had and on how many ranks, so that copies that part are seen. Of
-those of which each rank has a part of its own, the squares of the norms are added up.
+those with equal states are copies and count once, the others are parts and are joined. What is narrower than the whole
+layer is a part however it looks; of all else it is decided once, for copies may drift apart. Parameters that several
+ranks have are not merged: a `Vote` says which value one had and on how many ranks, so that copies that part are seen.
+Of those of which each rank has a part of its own, the squares of the norms are added up.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _MOST_VALUES = 4  # that a parameter may have on different ranks; those on the f
 _NAMED = 8  # ranks that a vote names
 _INTEGER, _DOUBLE = struct.Struct("q"), struct.Struct("d")
 _WIDTH = len(FIELDS)
-_MEAN = FIELDS.index("mean")
+_MEAN, _MIN, _MAX = map(FIELDS.index, ("mean", "min", "max"))
 
 Cell = tuple[int, str, str]
 """A stage, a path and a port."""
@@ -49,6 +50,10 @@ Blocks = dict[tuple[str, tuple[int, ...]], tuple[list[Cell], Tensor]]
 
 VoteKey = tuple[int, str, str, str]
 """A stage, a path, a port and the part of the parameter."""
+
+
+Decided = dict[tuple[tuple[int, ...], Cell], tuple[int, ...]]
+"""By team and cell: the ranks whose states count; those of the others are copies."""
 
 
 class Vote(NamedTuple):
@@ -73,6 +78,7 @@ class Share:
     first: Blocks = field(default_factory=dict)  # of which the first rank's count; the port ends with the part
     votes: dict[VoteKey, list[Vote]] = field(default_factory=dict)
     tables: dict[int, tuple[list[Cell], Tensor]] = field(default_factory=dict)
+    decided: Decided = field(default_factory=dict)  # which is not sent
 
     @staticmethod
     def of(entry: Entry, seat: Seat) -> Share:
@@ -101,7 +107,7 @@ class Share:
         share.tables = {seat.rank: _table(blocks)}
         share.facts = {seat.rank: {**local, **share._facts(*share.tables[seat.rank])}}
         if len(seat.team) > 1:
-            share.open = {seat.lead: {seat.rank: blocks}}
+            share.open = {seat.lead: {seat.rank: _marked(blocks, entry.snapshot, seat)}}
         else:
             share.done = combined(share.done, blocks, merged)
         return share
@@ -130,7 +136,7 @@ class Share:
         """Join the parts of these teams (by default of all), of which all that will come is here."""
         for lead in list(self.open) if leads is None else leads:
             members = self.open.pop(lead)
-            self.done = combined(self.done, joined(members[rank] for rank in sorted(members)), merged)
+            self.done = combined(self.done, joined(members, self.decided), merged)
 
     def snapshot(self, own: Snapshot, teams: int) -> Snapshot:
         """All places as they are written to a run. `own` adds what is never sent; of `teams` averaged gradients."""
@@ -257,25 +263,40 @@ def merged(stat: str, states: Tensor) -> Tensor:
     return whole
 
 
-def joined(members: Iterable[Blocks]) -> Blocks:
-    """What a team saw: of equal states one, of others all, as parts of the same value."""
-    together: dict[tuple[str, Cell], list[Tensor]] = {}
-    for blocks in members:
-        for (stat, _), (cells, states) in blocks.items():
+def joined(members: Mapping[int, Blocks], decided: Decided) -> Blocks:
+    """What a team saw: of copies one, of others all, as parts of the same value."""
+    team = tuple(sorted(members))
+    together: dict[Cell, dict[str, dict[int, Tensor]]] = {}
+    for rank in team:
+        for (stat, _), (cells, states) in members[rank].items():
             for cell, state in zip(cells, states, strict=True):
-                known = together.setdefault((stat, cell), [])
-                if not any(
-                    state.shape == other.shape and torch.equal(_comparable(state), _comparable(other))
-                    for other in known
-                ):
-                    known.append(state)
+                together.setdefault(cell, {}).setdefault(stat, {})[rank] = state
     found: dict[tuple[str, tuple[int, ...]], list[tuple[Cell, Tensor]]] = {}
-    for (stat, cell), parts in together.items():
-        whole = _whole(stat, parts)
-        found.setdefault((stat, tuple(whole.shape)), []).append((cell, whole))
+    for (stage, path, port), by_stat in together.items():
+        port, mark, _ = port.partition("#")
+        cell = stage, path, port
+        counted = team if mark else decided.get((team, cell)) or _decide(team, cell, by_stat, decided)
+        for stat, known in by_stat.items():
+            whole = _whole(stat, [known[rank] for rank in counted if rank in known] or [*known.values()][:1])
+            found.setdefault((stat, tuple(whole.shape)), []).append((cell, whole))
     return {
         key: ([cell for cell, _ in pairs], torch.stack([state for _, state in pairs])) for key, pairs in found.items()
     }
+
+
+def _decide(
+    team: tuple[int, ...], cell: Cell, by_stat: Mapping[str, Mapping[int, Tensor]], decided: Decided
+) -> tuple[int, ...]:
+    """The ranks whose states are not those of a rank before. Nothing follows for other steps from constants."""
+    stat = Moments.name if Moments.name in by_stat else next(iter(by_stat))
+    first: dict[bytes, int] = {}
+    for rank, state in by_stat[stat].items():
+        first.setdefault(state.contiguous().numpy().tobytes(), rank)
+    counted = tuple(first.values())
+    vary = stat != Moments.name or all(state[_MIN] < state[_MAX] for state in by_stat[stat].values())
+    if len(counted) == len(team) or vary:
+        decided[team, cell] = counted
+    return counted
 
 
 def scaled(moments: Tensor, factor: float) -> Tensor:
@@ -297,8 +318,17 @@ def _whole(stat: str, parts: list[Tensor]) -> Tensor:
     return merged(stat, torch.stack(parts))
 
 
-def _comparable(state: Tensor) -> Tensor:
-    return state.contiguous().view(torch.int64)
+def _marked(blocks: Blocks, snapshot: Snapshot, seat: Seat) -> Blocks:
+    """The same, with a mark at the ports of those that are parts of the value of a whole layer."""
+
+    def is_part(path: str, port: str) -> bool:
+        shape = snapshot.rows[path, port].shape
+        return shape is not None and len(shape) > 0 and shape[-1] < seat.widths.get((path, port), 0)
+
+    return {
+        key: ([(stage, path, f"{port}#" if is_part(path, port) else port) for stage, path, port in cells], states)
+        for key, (cells, states) in blocks.items()
+    }
 
 
 def _add(blocks: Blocks, stat: str, cells: list[Cell], states: Tensor) -> None:

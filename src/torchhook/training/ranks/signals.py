@@ -26,6 +26,7 @@ class Terminated:
         self._end = end
         self._is_over = threading.Event()
         self._before = -1
+        self.was_told = False  # whether the process was told to end
         self._is_set = (
             threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         )
@@ -58,5 +59,6 @@ class Terminated:
         self._inside.close()
 
     def _leave(self, number: int, frame: FrameType | None) -> None:
+        self.was_told = True
         if not self._is_over.is_set():
             raise SystemExit(TERMINATED)

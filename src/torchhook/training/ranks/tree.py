@@ -101,13 +101,30 @@ class Tree:
         self._look_up([-1, parent_of(self.rank)], _ARRIVAL, go_on)
         self._look_up(above(self.rank), _GRACE, go_on)
 
+    @property
+    def knows_secret(self) -> bool:
+        """Whether rank 0 has begun, and the others can be called."""
+        return bool(self._secret)
+
     def climb(self) -> None:
         """Connect to the nearest rank above that is still there; without any, this one is the root."""
-        for other in above(self.rank) if self._secret else ():
+        for other in above(self.rank) if self.knows_secret else ():
             if other in self._addresses and (link := self._called(other)) is not None:
                 self.parent = link
                 return
         self.parent, self.is_root = None, True
+
+    def keep_run(self, run: str) -> None:
+        """Keep where the run is, for a rank that has to go on with it and was not told."""
+        self._store.set(f"{self._name}/run", run)
+
+    def known_run(self) -> str | None:
+        """Where the run is, if another rank has begun it."""
+        key = f"{self._name}/run"
+        with contextlib.suppress(RuntimeError):  # the store may be gone with its rank
+            if self._store.check([key]):
+                return str(self._store.get(key).decode())
+        return None
 
     def admit(self) -> Iterator[Link]:
         """The ranks that have called since the last time."""

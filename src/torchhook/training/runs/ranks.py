@@ -27,6 +27,7 @@ def as_columns(known: RankStep, ids: Mapping[Place, int]) -> tuple[int, str, str
         "checked": sorted(known.checked),
         "parameters": known.parameters,
         "averages": known.averages,
+        "split": known.split,
         "ranks": list(known.tables),
     }
     tables = [table[here] for table in known.tables.values()]
@@ -65,9 +66,13 @@ def _step(step: int, facts: Any, ids: Any, blob: bytes, places: Mapping[int, Pla
         frozenset(map(str, facts["checked"])),
         int(facts["parameters"]),
         bool(facts["averages"]),
+        bool(facts.get("split")),  # new in this version
     )
 
 
 def _member(known: Any) -> Member:
-    host, stage, lead, seen, steps, state = known
-    return Member(str(host), int(stage), int(lead), int(seen), None if steps is None else int(steps), str(state))
+    host, stage, lead, seen, steps, state, *more = known
+    ended, error, apart = more or (0.0, "", False)  # which earlier versions did not write
+    counted = None if steps is None else int(steps)
+    place = str(host), int(stage), int(lead), int(seen)
+    return Member(*place, counted, str(state), float(ended), str(error), bool(apart))
