@@ -192,3 +192,26 @@ def test_a_trigger_is_not_run_by_the_writer_either(tmp_path):
     with pytest.warns(UserWarning, match=r"cannot be written .*is refused: it has 't' \(trigger\)"):
         log.begin({"model": "Net"})
     assert Path(folder, FILE).read_bytes() == changed and "refused" in log.unwritten
+
+
+@pytest.mark.parametrize(
+    "strange", ["a journal that has another file deleted", "an index that is also a file elsewhere"]
+)
+def test_no_file_of_the_user_is_changed(tmp_path, command, strange):
+    folder = good(tmp_path / "run")
+    REFUSED[strange](folder)
+    with pytest.raises(RunError, match="refused") as refused:
+        Run(folder)
+    assert "sqlite3" not in str(refused.value), "which would change it"
+    assert "unreadable" in command("runs", "list", tmp_path).out
+    log = RunLog(folder)
+    with pytest.warns(UserWarning, match=r"cannot be written .*is refused"):
+        log.begin({"model": "Net"})
+    assert (folder / "victim.txt").read_text() == "precious"
+
+
+def test_what_is_not_a_file_is_said_without_advice(tmp_path):
+    folder = good(tmp_path / "run")
+    REFUSED["a journal that is a pipe"](folder)
+    with pytest.raises(RunError, match=r"run.sqlite' is refused: 'run.sqlite-journal' is not a plain file$"):
+        Run(folder)

@@ -15,12 +15,14 @@ from typing import TypeVar
 
 from torchhook.core.errors import RunError
 from torchhook.core.text import in_units
-from torchhook.training.runs.schema import APPLICATION, BESIDE, FILE, VERSION, require_tables
+from torchhook.training.runs.schema import APPLICATION, BESIDE, FILE, VERSION, require_own_files, require_tables
 
 _PATIENCE = 10.0  # seconds to wait for a writer
 _MOST = 10.0  # seconds that SQLite may take for one reading
 _OPERATIONS = 10_000  # of SQLite, between two looks at the clock
-_LARGEST = 2**31  # bytes that are copied to recover a run
+_LARGEST = 2**29  # bytes that are copied to recover a run
+_SPARSE = 8  # times what it takes on disk: a file that claims more than this is made of holes
+_SMALL = 2**24  # bytes that are copied in any case
 
 Result = TypeVar("Result")
 
@@ -103,9 +105,7 @@ class Source:
                 self._db.execute("ROLLBACK")
 
     def _opened(self) -> sqlite3.Connection:
-        for file in map(self._beside, ("", *BESIDE)):
-            if file.is_symlink():
-                raise RunError(f"{str(self.file)!r} is refused: {file.name!r} is a link, which may lead anywhere")
+        require_own_files(self.file)
         # A writer always has other files next to the first. Without them, SQLite is told not to create any, since it
         # may not even have the permission; and it would create the second file of a write-ahead log.
         beside = self._beside_then = self._suffixes()
@@ -129,8 +129,8 @@ class Source:
     def _mended(self) -> sqlite3.Connection:
         """Recover what a crash left behind, in a copy."""
         files = [file for suffix in ("", *BESIDE) if suffix != "-shm" and (file := self._beside(suffix)).exists()]
-        size = sum(file.stat().st_size for file in files)  # which a file may claim without having it
-        if size > _LARGEST:
+        size = sum(file.stat().st_size for file in files)
+        if size > _LARGEST or (size > _SMALL and size > _SPARSE * sum(map(_on_disk, files))):
             raise RunError(
                 f"{str(self.file)!r} was not closed, and takes {in_units(size)}, which is too much to recover it in a"
                 f" copy; `sqlite3 {quote(str(self.file))} .tables` recovers it in place"
@@ -138,10 +138,18 @@ class Source:
         self._copy = TemporaryDirectory(prefix="torchhook-run-")
         for file in files:
             shutil.copyfile(file, Path(self._copy.name, file.name))
-        return _connected(Path(self._copy.name, FILE), "mode=rw")
+        copied = Path(self._copy.name, FILE)
+        require_own_files(copied)  # the journal may have changed meanwhile
+        return _connected(copied, "mode=rw")
 
     def _beside(self, suffix: str) -> Path:
         return self.file.with_name(FILE + suffix)
+
+
+def _on_disk(file: Path) -> int:
+    """The bytes that a file takes: it may claim more, which are holes."""
+    found = file.stat()
+    return 512 * found.st_blocks if hasattr(found, "st_blocks") else found.st_size
 
 
 class _Clock:
