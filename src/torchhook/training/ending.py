@@ -11,7 +11,7 @@ from torchhook.core.findings import Report
 from torchhook.render.words import counts, short
 from torchhook.rules.history import own_frame
 
-_UNTIL = {"failed": " until it failed", "interrupted": " until it was interrupted"}
+_UNTIL = {"failed": " before it failed", "interrupted": " before it was interrupted"}
 
 
 def ending(report: Report, steps: int, state: str, run: str | None, unwritten: str = "", missing: str = "") -> str:
@@ -24,7 +24,7 @@ def ending(report: Report, steps: int, state: str, run: str | None, unwritten: s
     >>> print(ending(Report(), 300, "ended", None))
     torchhook: nothing found in 300 steps
     >>> print(ending(Report(), 30, "failed", "runs/net", "from step 12 on: the disk is full"))
-    torchhook: nothing found in 30 steps until it failed; the run could not be written from step 12 on: the disk is full
+    torchhook: nothing found in 30 steps before it failed; the run could not be written from step 12 on: the disk is full
     """
     said = counts(report)
     if report.findings:
@@ -36,7 +36,7 @@ def ending(report: Report, steps: int, state: str, run: str | None, unwritten: s
     if missing:
         said += f"; the run has a gap {missing}"
     if unwritten:
-        said += f"; the run could not be written {unwritten}"
+        said += f"; the run could not be written{unwritten}"
     elif run is not None:
         said += f" → torchhook dashboard {quote(run)}"
     return " ".join(short(f"torchhook: {said}", 1000).split())
