@@ -2,7 +2,9 @@
 
 import csv
 import json
+import re
 import time
+from pathlib import Path
 
 import pyarrow.parquet as parquet
 import pytest
@@ -163,3 +165,29 @@ def test_what_a_killed_start_left_is_listed_and_pruned(command, root):
     assert said.out == "would remove: runs/odd [31m/.run.sqlite.4194999\nNothing was removed yet: add --yes.\n"
     assert command("runs", "prune", "--keep", "1", "--yes").out == "removed: runs/odd [31m/.run.sqlite.4194999\n"
     assert {path.name for path in root.iterdir()} == {run.name, "latest"}
+
+
+def test_a_run_without_any_step_has_no_last_step(command, root):
+    log = RunLog(new_folder(root, "Net"))
+    log.begin({"model": "Net"})
+    line = command("runs", "list").out.splitlines()[1]
+    assert re.search(r" running +20\d\d-\S+ \S+ +0 +\d", line), "0 findings, and no step"
+
+
+def test_the_findings_that_are_counted_are_those_of_the_report(command, root):
+    """A warning of the last check may not have been among those that were found on the way."""
+    folder = run_in(root, "Net", state=None)
+    log = RunLog(folder)
+    log.begin({"model": "Net"})
+    log.end(Report((Finding("TH601", "warning", "it stands still"),), "Net"), "ended")
+    assert "1 warning" in command("why").out
+    assert re.search(r" 5 +1 +\d", command("runs", "list").out.splitlines()[1])
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full device here")
+def test_a_file_that_cannot_be_written_is_said_in_a_line(command, root):
+    folder = run_in(root, "Net")
+    done = command("runs", "export", folder, "--csv", "/dev/full")
+    assert (done.code, done.err) == (2, "torchhook: cannot write /dev/full: No space left on device\n")
+    done = command("runs", "export", folder, "--csv", "-")
+    assert done.code == 0 and re.fullmatch(r"written: [\d,]+ rows to standard output\n", done.err)

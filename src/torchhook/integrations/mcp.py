@@ -6,8 +6,10 @@ import asyncio
 import json
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from functools import wraps
 from importlib.resources import files
@@ -119,6 +121,8 @@ class _Diagnoses:
         """
         if not 0 <= steps <= _STEPS:
             raise _failure(f"steps must be 0 to {_STEPS:,}, not {short(str(steps), 80)}")
+        if bool(inputs) == (loader is not None):
+            raise _failure("pass either inputs or loader, to say what to run the model on")
         words = [_fit(_TARGET, model, "model"), "--steps", str(steps)]
         for shape in inputs or ():
             words += ["--input", _fit(_SHAPE, shape, "inputs")]
@@ -141,17 +145,26 @@ class _Diagnoses:
                     stdout=output,
                     stderr=output,
                     env={name: value for name, value in os.environ.items() if name not in _UNSET} | _PLAIN,
+                    start_new_session=True,
                 )
             try:
                 await asyncio.wait_for(child.wait(), self._seconds)
             except asyncio.TimeoutError:
                 raise _failure(f"the diagnosis took longer than {self._seconds:g} seconds and was ended") from None
             finally:
-                if child.returncode is None:
-                    child.kill()
+                _end_all(child)
             if child.returncode not in (0, 1) or not file.exists():
                 raise _failure(f"the diagnosis ended with exit code {child.returncode}: {_end(said)}")
             return from_json(file.read_text(encoding="utf-8"))
+
+
+def _end_all(child: asyncio.subprocess.Process) -> None:
+    """End a process, if it still runs, and those that it started."""
+    with suppress(ProcessLookupError):
+        if hasattr(os, "killpg"):
+            os.killpg(child.pid, signal.SIGKILL)
+        elif child.returncode is None:
+            child.kill()
 
 
 def _fit(form: re.Pattern[str], value: str, argument: str) -> str:

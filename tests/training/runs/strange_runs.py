@@ -163,6 +163,8 @@ REFUSED = {  # such a run is a row that says why
     "an owner that is a list": _sql("UPDATE life SET owner = '[]', state = 'running'"),
     "an owner that is deep": _sql(f"UPDATE life SET owner = '{_DEEP}', state = 'running'"),
     "a state that is a number": _sql("UPDATE life SET state = x'ff'"),
+    "a state that there is not": _sql("UPDATE life SET state = 'exploded'"),
+    "a state that is an integer": _sql("UPDATE life SET state = 5"),
     "a state that is not Unicode": _sql("UPDATE life SET state = CAST(x'ff' AS TEXT)"),
     "steps that are text": _instead("losses", "CREATE TABLE losses AS SELECT 'two' AS step, 'low' AS loss"),
     "steps of windows that are text": _instead(

@@ -10,8 +10,8 @@ created, modules are noted again until its next step.
 Several threads may train at the same time. Models and optimizers are known to all of them, and belong together by their
 parameters. What happens between two steps belongs to the thread in which it happens, its lane. An optimizer belongs to
 the lane in which it stepped last. A thread without an optimizer works for others: each of its backwards counts for the
-optimizer that has the parameters, and its batches for the training, if there is only one. Once a thread does both, as in
-a pool, every backward is told apart like that.
+optimizer that has the parameters, and its batches for the training, if there is only one. Once a thread does both, as
+in a pool, every backward is told apart like that.
 """
 
 from __future__ import annotations
@@ -360,9 +360,7 @@ class Discovery:
         for other in self._lanes:
             if other is not lane and other.losses:
                 was_there = other is known.lane and not other.has_stepped
-                taken = other.take(
-                    lambda leaves, was_there=was_there: was_there if leaves is None else bool(leaves & held)
-                )
+                taken = other.take(partial(_meets, held, was_there))
                 other.has_helped |= bool(taken)
                 losses += taken
         self._wanders |= any(some.has_helped and some.has_stepped for some in (lane, *self._lanes))
@@ -572,6 +570,11 @@ def _parameters(optimizer: Optimizer | None) -> list[Tensor]:
 def _held(optimizer: Optimizer | None) -> set[int]:
     """The ids of the parameters that an optimizer has."""
     return set(map(id, _parameters(optimizer)))
+
+
+def _meets(held: set[int], is_unknown_mine: bool, leaves: set[int] | None) -> bool:
+    """Whether a loss depends on one of the parameters with the ids in `held`, if its leaves are known."""
+    return is_unknown_mine if leaves is None else bool(leaves & held)
 
 
 def _has_gradient(optimizer: Optimizer) -> bool:

@@ -14,8 +14,16 @@ from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 from torchhook.core.errors import RunError
-from torchhook.core.text import in_units
-from torchhook.training.runs.schema import APPLICATION, BESIDE, FILE, VERSION, require_own_files, require_tables
+from torchhook.core.text import in_units, printable
+from torchhook.training.runs.schema import (
+    APPLICATION,
+    BESIDE,
+    FILE,
+    UNWRITTEN,
+    VERSION,
+    require_own_files,
+    require_tables,
+)
 
 _PATIENCE = 10.0  # seconds to wait for a writer
 _MOST = 10.0  # seconds that SQLite may take for one reading
@@ -24,6 +32,10 @@ _LARGEST = 2**29  # bytes that are copied to recover a run
 _SPARSE = 8  # times what it takes on disk: a file that claims more than this is made of holes
 _SMALL = 2**24  # bytes that are copied in any case
 
+_LONGEST = 1000  # bytes of a reason
+MARK = "torchhook: "
+"""What the file begins with that says why a run could not be written, unless it is empty."""
+
 Result = TypeVar("Result")
 
 
@@ -31,10 +43,27 @@ def located(path: Path) -> Path:
     """The file of the run at `path`, which is its folder or the file itself."""
     file = path if path.name == FILE else path / FILE
     if not is_file(file):
+        if (reason := unwritten(file.parent)) is not None:
+            raise RunError(f"the run in {str(file.parent)!r} could not be written{reason and f' {reason}'}")
         raise RunError(
             f"there is no run in {str(path)!r} (no {FILE}); `torchhook runs list FOLDER` lists the runs in a folder"
         )
     return file
+
+
+def unwritten(folder: Path) -> str | None:
+    """Since when and why the run in a folder could not be written, as far as there was room to say so; None if nothing
+    says that. Others may have a file of the same name.
+    """
+    mark = folder / UNWRITTEN
+    if mark.is_symlink() or not is_file(mark):
+        return None
+    try:
+        with mark.open("rb") as opened:
+            said = printable(opened.read(_LONGEST).decode(errors="replace")).strip()
+    except OSError:
+        return None
+    return said.removeprefix(MARK) if not said or said.startswith(MARK) else None
 
 
 def is_file(path: Path) -> bool:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchhook.core.errors import RunError
 from torchhook.core.findings import Finding
+from torchhook.training.runs.location import is_file
 from torchhook.training.runs.run import Run
-from torchhook.training.runs.schema import FILE
+from torchhook.training.runs.schema import FILE, UNWRITTEN
 
 POINTS = 60  # of the loss curve
 
@@ -64,11 +66,15 @@ def summarize(folder: str | os.PathLike[str]) -> Summary:
         with Run(folder) as run:
             return _summary(run, folder.name)
     except RunError as error:
-        return Summary(folder.name, _written(folder / FILE), error=str(error).replace(f"{folder}{os.sep}", ""))
+        has_file = is_file(folder / FILE)
+        state, file = (UNREADABLE, folder / FILE) if has_file else (UNWRITTEN, folder / UNWRITTEN)
+        return Summary(folder.name, _written(file), state, error=str(error).replace(f"{folder}{os.sep}", ""))
 
 
 def _summary(run: Run, name: str) -> Summary:
-    findings, state, started = run.findings, run.state, run.started
+    state, started, findings = run.state, run.started, run.findings
+    with suppress(RunError):  # a report may be broken although its run can be listed
+        findings = run.current_findings
     end = time.time() if state == "running" else run.ended or next(reversed(run.times.values()), None)
     return Summary(
         name,
