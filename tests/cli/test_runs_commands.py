@@ -105,7 +105,7 @@ def test_exports_a_table(command, root, tmp_path):
         rows = list(csv.DictReader(file))
     columns = parquet.read_table(tmp_path / "run.parquet").to_pydict()
     streamed = command("runs", "export", "runs/latest", "--csv", "-")
-    assert streamed.err == "written: -, 2 rows\n" and not (tmp_path / "-").exists()
+    assert streamed.err == "written: 2 rows to standard output\n" and not (tmp_path / "-").exists()
     assert list(csv.DictReader(streamed.out.splitlines())) == rows
     assert list(rows[0]) == list(columns) and [row["path"] for row in rows] == ["fc", "fc"] == columns["path"]
     for name in ("step", "mean", "std", "count", "loss"):

@@ -59,7 +59,7 @@ def new_folder(root: str | os.PathLike[str], name: str) -> Path:
 
 def find(root: str | os.PathLike[str]) -> list[Path]:
     """The runs in a folder, newest first."""
-    return sorted(_runs_below(_folder(root)), key=lambda folder: (_started(folder), folder.name), reverse=True)
+    return _newest_first(_runs_below(_folder(root)))
 
 
 def summaries(root: str | os.PathLike[str]) -> list[Summary]:
@@ -89,7 +89,7 @@ def latest(path: str | os.PathLike[str], tell: Callable[[str], None] = warn) -> 
         return named
     if unwritten(path) is not None:
         return path
-    found = [path / run.name for run in summaries(path)]
+    found = _newest_first(_begun_below(_folder(path)))
     if not found:
         raise RunError(f"there are no runs in {str(path)!r}; `torchhook run SCRIPT` or a `Monitor` writes one")
     for folder in found:
@@ -203,15 +203,19 @@ def _lead_to(folder: Path) -> None:
     draft.replace(latest)
 
 
+def _newest_first(runs: list[Path]) -> list[Path]:
+    return sorted(runs, key=lambda folder: (_started(folder), folder.name), reverse=True)
+
+
 def _started(folder: Path) -> float:
     try:
         with Run(folder) as run:
             return run.started
     except RunError:
-        try:
-            return (folder / FILE).stat().st_mtime
-        except OSError:  # it was deleted meanwhile
-            return 0.0
+        for file in (FILE, UNWRITTEN):
+            with suppress(OSError):
+                return (folder / file).stat().st_mtime
+        return 0.0  # it was deleted meanwhile
 
 
 def _ended(folder: Path) -> float | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torchhook.core.errors import RunError
 from torchhook.core.findings import Finding
-from torchhook.training.runs.location import is_file
+from torchhook.training.runs.location import is_file, unwritten
 from torchhook.training.runs.run import Run
 from torchhook.training.runs.schema import FILE, UNWRITTEN
 
@@ -66,9 +66,9 @@ def summarize(folder: str | os.PathLike[str]) -> Summary:
         with Run(folder) as run:
             return _summary(run, folder.name)
     except RunError as error:
-        has_file = is_file(folder / FILE)
-        state, file = (UNREADABLE, folder / FILE) if has_file else (UNWRITTEN, folder / UNWRITTEN)
-        return Summary(folder.name, _written(file), state, error=str(error).replace(f"{folder}{os.sep}", ""))
+        is_lost = not is_file(folder / FILE) and unwritten(folder) is not None
+        state, file = (UNWRITTEN, UNWRITTEN) if is_lost else (UNREADABLE, FILE)
+        return Summary(folder.name, _written(folder / file), state, error=str(error).replace(f"{folder}{os.sep}", ""))
 
 
 def _summary(run: Run, name: str) -> Summary:
