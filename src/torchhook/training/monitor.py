@@ -351,7 +351,8 @@ class Monitor:
 
         Several ranks have to hand over those of the same steps, at measured ones.
         """
-        return time.monotonic() - self._gave > self._patience and self._worker.gather is None
+        has_waited = time.monotonic() - self._gave > self._patience
+        return has_waited and bool(self._losses) and self._worker.gather is None
 
     def _keep(self, loss: Tensor | float | None) -> None:
         """Keep a loss until the next entry; look at the next step if it is not finite, as far as that is known here."""
