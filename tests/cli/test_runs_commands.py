@@ -13,6 +13,7 @@ from torch import nn
 
 from torchhook import Finding, Report
 from torchhook.core.site import Site
+from torchhook.integrations.agents import Questions
 from torchhook.stats.reduce import Reduce
 from torchhook.training.logs import Entry
 from torchhook.training.runs import RunLog
@@ -182,6 +183,8 @@ def test_the_findings_that_are_counted_are_those_of_the_report(command, root):
     log.end(Report((Finding("TH601", "warning", "it stands still"),), "Net"), "ended")
     assert "1 warning" in command("why").out
     assert re.search(r" 5 +1 +\d", command("runs", "list").out.splitlines()[1])
+    (row,) = Questions(root).list_runs().runs
+    assert (row.errors, row.warnings) == (0, 1)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full device here")

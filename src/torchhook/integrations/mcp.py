@@ -121,14 +121,14 @@ class _Diagnoses:
         """
         if not 0 <= steps <= _STEPS:
             raise _failure(f"steps must be 0 to {_STEPS:,}, not {short(str(steps), 80)}")
-        if bool(inputs) == (loader is not None):
-            raise _failure("pass either inputs or loader, to say what to run the model on")
         words = [_fit(_TARGET, model, "model"), "--steps", str(steps)]
         for shape in inputs or ():
             words += ["--input", _fit(_SHAPE, shape, "inputs")]
         for name, value in {"loader": loader, "loss": loss, "optimizer": optimizer}.items():
             if value is not None:
                 words += [f"--{name}", _fit(_TARGET if name == "loader" else _NAME, value, name)]
+        if bool(inputs) == (loader is not None):
+            raise _failure("pass either inputs or loader, to say what to run the model on")
         async with self._turn:
             report = await self._report(words)
         found: dict[str, Any] = _result(as_answer(Why(model, "diagnosed", None, len(report.losses), report), model))

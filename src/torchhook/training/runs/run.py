@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sqlite3
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -199,9 +200,11 @@ class Run:
 
     @property
     def current_findings(self) -> list[Finding]:
-        """Those of the report, as of the last check; all so far if there is none."""
-        report = self._stored()
-        return self.findings if report is None else list(report.findings)
+        """Those of the report, as of the last check; all so far if there is none that can be read."""
+        with suppress(RunError):
+            if (report := self._stored()) is not None:
+                return list(report.findings)
+        return self.findings
 
     @property
     def report(self) -> Report | None:

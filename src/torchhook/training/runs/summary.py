@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -72,9 +71,7 @@ def summarize(folder: str | os.PathLike[str]) -> Summary:
 
 
 def _summary(run: Run, name: str) -> Summary:
-    state, started, findings = run.state, run.started, run.findings
-    with suppress(RunError):  # a report may be broken although its run can be listed
-        findings = run.current_findings
+    findings, state, started = run.current_findings, run.state, run.started
     end = time.time() if state == "running" else run.ended or next(reversed(run.times.values()), None)
     return Summary(
         name,
