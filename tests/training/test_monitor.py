@@ -712,6 +712,27 @@ def test_how_it_ended_is_in_the_line(capfd):
         assert capfd.readouterr().err == f"torchhook: nothing found in 0 steps {said}\n"
 
 
+def test_an_exception_without_a_text_is_said_as_python_says_it(capfd):
+    class Odd(Exception):
+        def __str__(self):
+            raise RuntimeError("no text")
+
+    class Failing(Kept):
+        def write(self, entry):
+            raise Odd
+
+    model, log = small(), Failing()
+    with (
+        suppress(Odd),
+        pytest.warns(UserWarning, match="raised Odd: <exception str"),
+        Monitor(model, sgd(model), every=1, price=None, to=[log]) as monitor,
+    ):
+        train(model, sgd(model), monitor, 3)
+        raise Odd
+    assert monitor.report.about["error"]["message"] == "<exception str() failed>"
+    assert capfd.readouterr().err.count("\n") == 1
+
+
 def test_a_run_that_cannot_be_written_is_said_so_and_not_where_it_is(capfd, tmp_path):
     (tmp_path / "file").write_text("not a folder")
     model = small()

@@ -201,10 +201,11 @@ class Run:
     @property
     def current_findings(self) -> list[Finding]:
         """Those of the report, as of the last check; all so far if there is none that can be read."""
+        found = self.findings  # a run in which they are broken is corrupt, and says so
         with suppress(RunError):
             if (report := self._stored()) is not None:
                 return list(report.findings)
-        return self.findings
+        return found
 
     @property
     def report(self) -> Report | None:
