@@ -695,8 +695,8 @@ MUTANTS = [
     ),
     Mutant(
         "cli/runs.py",
-        "return [run.name, run.model, run.state, _date(run.started), run.last_step or 0, run.findings, size, run.error]",
-        "return [run.name, run.model, run.state, _date(run.started), len(run.losses), run.findings, size, run.error]",
+        "return [run.name, run.model, run.state, _date(run.started), last, findings, size, run.error]",
+        "return [run.name, run.model, run.state, _date(run.started), len(run.losses), findings, size, run.error]",
         "cli/test_runs_commands.py::test_lists_the_runs_on_a_line_each",
     ),
     # contracts

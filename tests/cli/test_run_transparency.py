@@ -440,8 +440,10 @@ def test_a_training(folder, monkeypatch):
     assert shown.startswith("Traceback") and str(Path(torchhook.__file__).parent) not in shown
     assert own_lines(shown) == own_lines(plain.stderr.decode())
     assert told.startswith(("\nFAILED  Net: ", "\nunfinished  Net: ")) and "passed" not in told
-    assert f"torchhook {torchhook.__version__}, torch " in told and "\n$ train.py --epochs 3\n" in told
-    run = re.search(r"\ntorchhook: .* until it failed → torchhook dashboard (runs/mine\S*)\n", told)[1]
+    assert f"torchhook {torchhook.__version__}, torch " in told
+    typed = "$ torchhook run --every 1 --name mine --report it.json train.py --epochs 3"
+    assert typed in " ".join(told.split())
+    run = re.search(r"\ntorchhook: .* before it failed → torchhook dashboard (runs/mine\S*)\n", told)[1]
     assert (folder / run).is_dir()
     assert "\nwritten: it.json\n" in told and (folder / "it.json").is_file()
 

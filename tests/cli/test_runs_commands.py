@@ -2,7 +2,9 @@
 
 import csv
 import json
+import re
 import time
+from pathlib import Path
 
 import pyarrow.parquet as parquet
 import pytest
@@ -11,6 +13,7 @@ from torch import nn
 
 from torchhook import Finding, Report
 from torchhook.core.site import Site
+from torchhook.integrations.agents import Questions
 from torchhook.stats.reduce import Reduce
 from torchhook.training.logs import Entry
 from torchhook.training.runs import RunLog
@@ -103,7 +106,7 @@ def test_exports_a_table(command, root, tmp_path):
         rows = list(csv.DictReader(file))
     columns = parquet.read_table(tmp_path / "run.parquet").to_pydict()
     streamed = command("runs", "export", "runs/latest", "--csv", "-")
-    assert streamed.err == "written: -, 2 rows\n" and not (tmp_path / "-").exists()
+    assert streamed.err == "written: 2 rows to standard output\n" and not (tmp_path / "-").exists()
     assert list(csv.DictReader(streamed.out.splitlines())) == rows
     assert list(rows[0]) == list(columns) and [row["path"] for row in rows] == ["fc", "fc"] == columns["path"]
     for name in ("step", "mean", "std", "count", "loss"):
@@ -163,3 +166,31 @@ def test_what_a_killed_start_left_is_listed_and_pruned(command, root):
     assert said.out == "would remove: runs/odd [31m/.run.sqlite.4194999\nNothing was removed yet: add --yes.\n"
     assert command("runs", "prune", "--keep", "1", "--yes").out == "removed: runs/odd [31m/.run.sqlite.4194999\n"
     assert {path.name for path in root.iterdir()} == {run.name, "latest"}
+
+
+def test_a_run_without_any_step_has_no_last_step(command, root):
+    log = RunLog(new_folder(root, "Net"))
+    log.begin({"model": "Net"})
+    line = command("runs", "list").out.splitlines()[1]
+    assert re.search(r" running +20\d\d-\S+ \S+ +0 +\d", line), "0 findings, and no step"
+
+
+def test_the_findings_that_are_counted_are_those_of_the_report(command, root):
+    """A warning of the last check may not have been among those that were found on the way."""
+    folder = run_in(root, "Net", state=None)
+    log = RunLog(folder)
+    log.begin({"model": "Net"})
+    log.end(Report((Finding("TH601", "warning", "it stands still"),), "Net"), "ended")
+    assert "1 warning" in command("why").out
+    assert re.search(r" 5 +1 +\d", command("runs", "list").out.splitlines()[1])
+    (row,) = Questions(root).list_runs().runs
+    assert (row.errors, row.warnings) == (0, 1)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full device here")
+def test_a_file_that_cannot_be_written_is_said_in_a_line(command, root):
+    folder = run_in(root, "Net")
+    done = command("runs", "export", folder, "--csv", "/dev/full")
+    assert (done.code, done.err) == (2, "torchhook: cannot write /dev/full: No space left on device\n")
+    done = command("runs", "export", folder, "--csv", "-")
+    assert done.code == 0 and re.fullmatch(r"written: [\d,]+ rows to standard output\n", done.err)

@@ -217,7 +217,7 @@ def test_the_newest_run_with_and_without_a_link(command, root):
     (new / FILE).write_text("no database")
     passed = command("why")
     assert passed.code == 1 and passed.out.startswith("Old: 1 error")
-    assert passed.err.startswith(f"torchhook: passed over 'runs/{new.name}', which cannot be read: 'run.sqlite' is not")
+    assert passed.err.startswith(f"torchhook: skipped 'runs/{new.name}': 'run.sqlite' is not")
     broken = command("why", new)
     assert broken.code == 2 and "is not a run, or is corrupt" in broken.said
 

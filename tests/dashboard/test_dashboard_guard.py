@@ -296,3 +296,9 @@ def test_callbacks_on_another_machine_are_those_of_the_host_that_was_asked(root)
     for origin, status in ((here, 200), ("http://gpu-7.example", 403), ("http://a.example", 403)):
         answer = client.post("/_dash-update-component", json=CALLBACK, headers={"Origin": origin}, base_url=here)
         assert answer.status_code == status
+
+
+def test_a_request_that_is_nested_too_deeply_is_refused(client):
+    deep, headers = '{"output": ' + "[" * 100_000 + "]" * 100_000 + "}", {"Host": "localhost:8787"}
+    answer = client.post("/_dash-update-component", data=deep, content_type="application/json", headers=headers)
+    assert (answer.status_code, answer.data) == (400, b"This request is nested too deeply.")

@@ -360,7 +360,7 @@ def test_a_single_run_is_served_as_the_only_one(tmp_path):
 
 
 PROJECT = """
-import os, sys, time
+import os, subprocess, sys, time
 from pathlib import Path
 import torch
 from torch import nn
@@ -385,6 +385,10 @@ def crashing():
 
 def leaving():
     os._exit(7)
+
+def spawning():
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+    return dead()
 """
 
 HOSTILE_CODE = [
@@ -397,7 +401,7 @@ HOSTILE_CODE = [
     ({"model": "net:dead", "inputs": ["9" * 400]}, "inputs must look like"),
     ({"model": "net:dead", "loader": "--device=x"}, "loader must look like"),
     ({"model": "net:dead", "inputs": ["2,8"], "steps": -1}, "steps must be 0 to 10,000, not -1"),
-    ({"model": "net:dead"}, "pass exactly one of the two"),
+    ({"model": "net:dead"}, "pass either inputs or loader"),
     ({"model": "net:nothing", "inputs": ["2,8"]}, "net has no 'nothing'"),
     ({"model": "net:crashing", "inputs": ["2,8"]}, "ZeroDivisionError: division by zero (net.py:"),
     ({"model": "net:leaving", "inputs": ["2,8"]}, "the diagnosis ended with exit code 7: a line"),
@@ -450,6 +454,16 @@ def test_a_diagnosis_ends_after_its_time(project):
     said, rules, alive = asyncio.run(wait())
     assert "took longer than 2 seconds and was ended" in said and rules["rules"]
     assert alive == 1, "the server alone"
+
+
+@pytest.mark.slow
+def test_what_a_diagnosis_started_ends_with_it(project):
+    async def wait():
+        async with served("runs", "--allow-code", cwd=project) as call:
+            await call("diagnose", model="net:spawning", inputs=["2,8"])
+            return processes_in(project, 1)
+
+    assert asyncio.run(wait()) == 1, "the server alone"
 
 
 @pytest.mark.slow

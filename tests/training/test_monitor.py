@@ -706,10 +706,31 @@ def test_other_ranks_and_a_closed_standard_error_say_nothing(capfd, monkeypatch)
 
 def test_how_it_ended_is_in_the_line(capfd):
     model = small()
-    for error, said in ((ValueError, "until it failed"), (KeyboardInterrupt, "until it was interrupted")):
+    for error, said in ((ValueError, "before it failed"), (KeyboardInterrupt, "before it was interrupted")):
         with suppress(error), Monitor(model, to=[]):
             raise error
         assert capfd.readouterr().err == f"torchhook: nothing found in 0 steps {said}\n"
+
+
+def test_an_exception_without_a_text_is_said_as_python_says_it(capfd):
+    class Odd(Exception):
+        def __str__(self):
+            raise RuntimeError("no text")
+
+    class Failing(Kept):
+        def write(self, entry):
+            raise Odd
+
+    model, log = small(), Failing()
+    with (
+        suppress(Odd),
+        pytest.warns(UserWarning, match="raised Odd: <exception str"),
+        Monitor(model, sgd(model), every=1, price=None, to=[log]) as monitor,
+    ):
+        train(model, sgd(model), monitor, 3)
+        raise Odd
+    assert monitor.report.about["error"]["message"] == "<exception str() failed>"
+    assert capfd.readouterr().err.count("\n") == 1
 
 
 def test_a_run_that_cannot_be_written_is_said_so_and_not_where_it_is(capfd, tmp_path):
@@ -719,7 +740,7 @@ def test_a_run_that_cannot_be_written_is_said_so_and_not_where_it_is(capfd, tmp_
         with pytest.warns(UserWarning, match="no run is recorded"), Monitor(model, to=to) as monitor:
             pass
         line = capfd.readouterr().err
-        assert line.startswith("torchhook: nothing found in 0 steps; the run could not be written at all: ")
+        assert line.startswith("torchhook: nothing found in 0 steps; the run could not be written: ")
         assert line.count("\n") == 1 and "dashboard" not in line and monitor.unwritten in line
 
 
@@ -924,7 +945,7 @@ if sys.argv[1:]:
 """
 
 
-@pytest.mark.parametrize(("argument", "state", "how"), [([], "ended", ""), (["fail"], "failed", " until it failed")])
+@pytest.mark.parametrize(("argument", "state", "how"), [([], "ended", ""), (["fail"], "failed", " before it failed")])
 def test_a_script_that_never_closes_it_ends_with_the_line_too(tmp_path, argument, state, how):
     command = [sys.executable, "-c", FORGETFUL, *argument]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)

@@ -20,3 +20,21 @@ from torchhook.training.process import described, header
 def test_the_command_is_as_it_is_typed(monkeypatch, argv, said):
     monkeypatch.setattr(sys, "argv", argv)
     assert header(described())["command"] == said
+
+
+@pytest.mark.parametrize(
+    ("typed", "argv", "said"),
+    [
+        (["python", "-m", "torchhook", "run", "bad.py"], ["bad.py"], "torchhook run bad.py"),
+        (
+            ["python", "/env/bin/torchhook", "run", "--every", "5", "-m", "net.train", "--lr", "1"],
+            ["/net/train.py", "--lr", "1"],
+            "torchhook run --every 5 -m net.train --lr 1",
+        ),
+        (["python", "bad.py", "torchhook", "run"], ["bad.py", "torchhook", "run"], "bad.py torchhook run"),
+    ],
+)
+def test_a_script_of_torchhook_run_is_said_with_it(monkeypatch, typed, argv, said):
+    monkeypatch.setattr(sys, "orig_argv", typed)
+    monkeypatch.setattr(sys, "argv", argv)
+    assert header(described())["command"] == said

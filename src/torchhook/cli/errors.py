@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from torchhook.core.errors import TorchhookError
-from torchhook.core.text import printable
+from torchhook.core.text import message_of, printable
 
 _OTHERS = {*sys.stdlib_module_names, "__main__", "rich", "torch", "torchhook", "typer"}
 _ON_PURPOSE = (ImportError, TorchhookError, ValueError)
@@ -58,4 +58,5 @@ def in_words(error: Exception) -> str:
         for (frame, line), module in zip(frames, modules, strict=True)
         if module.split(".")[0] not in _OTHERS
     ]
-    return f"{type(error).__name__}: {error}{''.join(places[-1:])}\n(TORCHHOOK_TRACEBACK=1 shows the traceback)"
+    said = f"{type(error).__name__}: {message_of(error)}{''.join(places[-1:])}"
+    return f"{said}\n(TORCHHOOK_TRACEBACK=1 shows the traceback)"

@@ -25,6 +25,7 @@ from torchhook.cli.outputs import require_writable
 from torchhook.core.config import Config
 from torchhook.core.errors import TorchhookError
 from torchhook.core.findings import Report
+from torchhook.core.text import message_of
 from torchhook.training.launch.script import Script, leave, say, show
 
 if TYPE_CHECKING:
@@ -177,10 +178,11 @@ class Launch:
     def _why_nothing(self, failure: str) -> str:
         if self.fault is not None:
             return f"nothing was watched: {self.fault}"
+        if failure:
+            begun = "it imported torch" if self.discovery is None else "an optimizer took a step"
+            return f"the script {failure} before {begun}, so nothing was trained."
         if self.discovery is None:
-            reason = f"the script {failure} before it imported torch" if failure else "the script did not import torch"
-        elif failure:
-            reason = f"the script {failure} before an optimizer took a step"
+            reason = "the script did not import torch"
         else:
             reason = "no optimizer took a step, and nothing changed between two backwards"
         return f"nothing was trained here: {reason}. Trainings in child processes are not seen."
@@ -242,8 +244,9 @@ def _failure(ended: BaseException | None) -> str:
         return "was interrupted"
     if isinstance(ended, SystemExit) and isinstance(ended.code, int):
         return f"failed with exit code {ended.code}"
-    kind = "" if isinstance(ended, SystemExit) else f"{type(ended).__name__}: "
-    return f"failed ({kind}{str(ended).partition(chr(10))[0]:.200})"
+    kind = "" if isinstance(ended, SystemExit) else type(ended).__name__
+    said = message_of(ended).partition("\n")[0]
+    return f"failed ({': '.join(filter(None, [kind, said])):.200})"
 
 
 def _in_words(error: Exception) -> str:

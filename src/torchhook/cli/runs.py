@@ -33,8 +33,10 @@ def list_(folder: _Folder = Path("runs")) -> None:
     [bold]torchhook runs list[/]
     """
     from torchhook.training.runs.folders import leftovers, summaries
+    from torchhook.training.runs.schema import UNWRITTEN
 
-    rows = [*map(_line, summaries(folder)), *(_left(file.relative_to(folder)) for file in leftovers(folder))]
+    left = [file.relative_to(folder) for file in leftovers(folder) if file.name != UNWRITTEN]
+    rows = [*map(_line, summaries(folder)), *map(_left, left)]
     if not rows:
         typer.echo(f"There are no runs in {folder}.")
         return
@@ -74,11 +76,12 @@ def export(
         Path | None, typer.Option(metavar="FILE", dir_okay=False, help="The CSV file to write; - is standard output.")
     ] = None,
 ) -> None:
-    """Write a run to a table with one row per step and site.
+    """Write a run to a table with one row per measured step and site.
 
     [bold]torchhook runs export runs/latest --parquet run.parquet[/]
     [bold]torchhook runs export runs/latest --csv run.csv[/]
     """
+    from torchhook.core.errors import RunError
     from torchhook.training.runs import Run
     from torchhook.training.runs.export import export_csv, export_parquet
 
@@ -90,8 +93,17 @@ def export(
             raise wrong(option, f"there is no folder {str(file.parent)!r}")
     with Run(run) as opened:
         for option, file in wanted.items():
-            rows = (export_csv if option == "--csv" else export_parquet)(opened, file)
-            typer.echo(f"written: {file}, {rows:,} rows", err=str(file) == "-")
+            try:
+                rows = (export_csv if option == "--csv" else export_parquet)(opened, file)
+            except BrokenPipeError:
+                raise
+            except OSError as error:
+                raise RunError(f"cannot write {file}: {error.strerror or error}") from None
+            is_piped = str(file) == "-"
+            typer.echo(
+                f"written: {rows:,} rows to standard output" if is_piped else f"written: {file}, {rows:,} rows",
+                err=is_piped,
+            )
 
 
 @app.command()
@@ -136,12 +148,22 @@ def prune(
 def _line(run: Summary) -> list[str | int]:
     from torchhook.core.text import in_units
 
-    size = "" if run.error else in_units(run.size)
-    return [run.name, run.model, run.state, _date(run.started), run.last_step or 0, run.findings, size, run.error]
+    last = "" if run.last_step is None else run.last_step
+    findings, size = ("", "") if run.error else (run.findings, in_units(run.size))
+    return [run.name, run.model, run.state, _date(run.started), last, findings, size, run.error]
 
 
 def _left(file: Path) -> list[str | int]:
-    return [str(file), "", "never began", "", 0, 0, "", "left by a start that failed; torchhook runs prune removes it"]
+    return [
+        str(file),
+        "",
+        "never began",
+        "",
+        "",
+        "",
+        "",
+        "left by a start that failed; torchhook runs prune removes it",
+    ]
 
 
 def _summary(run: Run) -> str:

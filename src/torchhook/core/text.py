@@ -34,6 +34,18 @@ def escaped(text: str) -> str:
     return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
+def message_of(error: BaseException) -> str:
+    """The message of an exception, whose class may be anyone's.
+
+    >>> message_of(ValueError("no data"))
+    'no data'
+    """
+    try:
+        return str(error)
+    except Exception:
+        return "<exception str() failed>"  # as Python says
+
+
 def in_units(size: float) -> str:
     """A number of bytes with its unit.
 

@@ -39,6 +39,7 @@ class Guard:
         """Install the checks and the route for images in a server."""
         server.before_request(self._check)
         server.after_request(_with_headers)
+        server.register_error_handler(RecursionError, lambda error: ("This request is nested too deeply.", 400))
 
         @server.get("/run/<name>/samples/<file>")
         def _(name: str, file: str) -> Response:

@@ -198,7 +198,7 @@ class Questions:
     def _row(self, folder: Path) -> RunRow:
         try:
             with self._opened_at(folder) as run:
-                found = [str(finding.severity) for finding in run.findings]
+                found = [str(finding.severity) for finding in run.current_findings]
                 started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.started))
                 state, model, last = short(run.state), short(run.model), run.last_step
                 return RunRow(_name(folder), state, model, started, last, found.count("error"), found.count("warning"))

@@ -6,8 +6,10 @@ import asyncio
 import json
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from functools import wraps
 from importlib.resources import files
@@ -125,6 +127,8 @@ class _Diagnoses:
         for name, value in {"loader": loader, "loss": loss, "optimizer": optimizer}.items():
             if value is not None:
                 words += [f"--{name}", _fit(_TARGET if name == "loader" else _NAME, value, name)]
+        if bool(inputs) == (loader is not None):
+            raise _failure("pass either inputs or loader, to say what to run the model on")
         async with self._turn:
             report = await self._report(words)
         found: dict[str, Any] = _result(as_answer(Why(model, "diagnosed", None, len(report.losses), report), model))
@@ -141,17 +145,26 @@ class _Diagnoses:
                     stdout=output,
                     stderr=output,
                     env={name: value for name, value in os.environ.items() if name not in _UNSET} | _PLAIN,
+                    start_new_session=True,
                 )
             try:
                 await asyncio.wait_for(child.wait(), self._seconds)
             except asyncio.TimeoutError:
                 raise _failure(f"the diagnosis took longer than {self._seconds:g} seconds and was ended") from None
             finally:
-                if child.returncode is None:
-                    child.kill()
+                _end_all(child)
             if child.returncode not in (0, 1) or not file.exists():
                 raise _failure(f"the diagnosis ended with exit code {child.returncode}: {_end(said)}")
             return from_json(file.read_text(encoding="utf-8"))
+
+
+def _end_all(child: asyncio.subprocess.Process) -> None:
+    """End a process, if it still runs, and those that it started."""
+    with suppress(ProcessLookupError):
+        if hasattr(os, "killpg"):
+            os.killpg(child.pid, signal.SIGKILL)
+        elif child.returncode is None:
+            child.kill()
 
 
 def _fit(form: re.Pattern[str], value: str, argument: str) -> str:

@@ -8,10 +8,11 @@ from pathlib import Path
 from shlex import quote
 
 from torchhook.core.findings import Report
+from torchhook.core.text import message_of
 from torchhook.render.words import counts, short
 from torchhook.rules.history import own_frame
 
-_UNTIL = {"failed": " until it failed", "interrupted": " until it was interrupted"}
+_UNTIL = {"failed": " before it failed", "interrupted": " before it was interrupted"}
 
 
 def ending(report: Report, steps: int, state: str, run: str | None, unwritten: str = "", missing: str = "") -> str:
@@ -23,8 +24,8 @@ def ending(report: Report, steps: int, state: str, run: str | None, unwritten: s
     torchhook: 1 error (TH501 at layer3.0.conv1) → torchhook dashboard runs/net
     >>> print(ending(Report(), 300, "ended", None))
     torchhook: nothing found in 300 steps
-    >>> print(ending(Report(), 30, "failed", "runs/net", "from step 12 on: the disk is full"))
-    torchhook: nothing found in 30 steps until it failed; the run could not be written from step 12 on: the disk is full
+    >>> print(ending(Report(), 30, "failed", "runs/net", "from step 12 on: disk full"))
+    torchhook: nothing found in 30 steps before it failed; the run could not be written from step 12 on: disk full
     """
     said = counts(report)
     if report.findings:
@@ -36,7 +37,7 @@ def ending(report: Report, steps: int, state: str, run: str | None, unwritten: s
     if missing:
         said += f"; the run has a gap {missing}"
     if unwritten:
-        said += f"; the run could not be written {unwritten}"
+        said += f"; the run could not be written{' ' if unwritten.startswith('from step') else ': '}{unwritten}"
     elif run is not None:
         said += f" → torchhook dashboard {quote(run)}"
     return " ".join(short(f"torchhook: {said}", 1000).split())
@@ -50,7 +51,7 @@ def failure(error: BaseException) -> dict[str, str]:
     """
     at = own_frame(error)
     line = "" if at is None else f"{at.filename}:{at.lineno}: {at.line}".removesuffix(": ")  # of exec, there is no text
-    return {"type": type(error).__name__, "message": short(str(error), 1000), "line": short(line)}
+    return {"type": type(error).__name__, "message": short(message_of(error), 1000), "line": short(line)}
 
 
 def tell(line: str) -> None:

@@ -56,6 +56,7 @@ from torchhook.training.worker import Arriving, Worker
 OnFinding = Literal["stop", "warn"] | Callable[[Finding], None]
 Loss = Tensor | float | Callable[[], float]  # a callable reads a loss that is on its way to the host
 Terms = Callable[[], Sequence[LossTerm]]
+_DEAR = 0.02  # seconds that handing over losses takes at the most: a price of less waits longer than a second
 _MOST = 20_000  # losses that wait while the logs are slower than the training
 
 
@@ -154,6 +155,8 @@ class Monitor:
         self._quiet = 0  # how many of the next steps need no look, if they are not measured
         self._rates: dict[int, float] = {}  # by step, until the worker takes them
         self._losses: dict[int, Loss] = {}
+        self._gave = time.monotonic()  # when losses were last handed over
+        self._patience = 1.0 if price is None else max(1.0, _DEAR / price)  # seconds until they are again
         self._terms: dict[int, Terms] = {}  # what the losses compare
         self.notes: Notes | None = None  # on the loop around the training, if a launcher takes them
         history = History(rest=at_rest(model, optimizer), own_optimizer=optimizer is not None, first_step=first_step)
@@ -337,12 +340,21 @@ class Monitor:
             if not self._give(self._entry(self.steps, *instruments.take())):
                 self._worker.lost += 1
             instruments.plan()
-        elif len(self._losses) >= SELDOM * self.every:
+        elif len(self._losses) >= SELDOM * self.every or self._is_due:
             self._give_losses()
         if len(self._rates) > _MOST or len(self._losses) > _MOST:
             for numbers in (self._losses, self._rates, self._terms):
                 for step in list(numbers)[: _MOST // 2]:
                     del numbers[step]
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether losses have waited so long that they are worth a little: if the process is killed, they are lost.
+
+        Several ranks have to hand over those of the same steps, at measured ones.
+        """
+        has_waited = time.monotonic() - self._gave > self._patience
+        return has_waited and bool(self._losses) and self._worker.gather is None
 
     def _keep(self, loss: Tensor | float | None) -> None:
         """Keep a loss until the next entry; look at the next step if it is not finite, as far as that is known here."""
@@ -397,7 +409,7 @@ class Monitor:
     def _give(self, entry: Arriving) -> bool:
         """Hand an entry to the worker; if it has no room, losses and rates wait for the next entry."""
         self._worker.judge.history.scaled |= self._instruments.watch.is_scaled
-        has_room = self._worker.put(entry)
+        has_room, self._gave = self._worker.put(entry), time.monotonic()
         if has_room:
             self._losses, self._rates, self._terms = {}, {}, {}
         return has_room
@@ -405,11 +417,11 @@ class Monitor:
     def _give_losses(self) -> None:
         """Hand over the losses alone, if the next measured step is far and that can be afforded."""
         if self._price is None:
-            if len(self._losses) % (SELDOM * self.every) == 0:  # the optimizer does not step
+            if len(self._losses) % (SELDOM * self.every) == 0 or self._is_due:  # or the optimizer does not step
                 self._give(self._entry(self.steps))
             return
         is_broken = self._broken is not None and self.steps > self._broken + SELDOM
-        if is_broken or len(self._losses) > _MOST // 2 or self._price.allows_entry():
+        if is_broken or self._is_due or len(self._losses) > _MOST // 2 or self._price.allows_entry():
             begun = time.perf_counter()
             self._give(self._entry(self.steps))
             self._price.book(time.perf_counter() - begun)

@@ -34,7 +34,7 @@ def described() -> dict[str, Any]:
     """Facts about this process, as JSON values."""
     return {
         "started": time.time(),
-        "command": sys.argv,
+        "command": _typed(),
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "rank": rank(),
@@ -57,6 +57,15 @@ def header(about: Mapping[str, Any], run: str | None = None) -> dict[str, Any]:
         "device": about.get("device"),
     }
     return {name: fact for name, fact in facts.items() if fact}
+
+
+def _typed() -> list[str]:
+    """The command of this process; `torchhook run` gives the script arguments of its own."""
+    words = sys.orig_argv[: -len(sys.argv)]
+    for at in range(len(words) - 1):
+        if Path(words[at]).name == "torchhook" and words[at + 1] == "run":
+            return ["torchhook", *sys.orig_argv[at + 1 :]]
+    return sys.argv
 
 
 def _command(arguments: Sequence[Any]) -> list[str]:

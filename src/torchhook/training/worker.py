@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from torchhook.core.findings import Finding, Report
-from torchhook.core.text import warn
+from torchhook.core.text import message_of, warn
 from torchhook.render.to_json import json as to_json
 from torchhook.rules.check import failed
 from torchhook.training.judge import Judge
@@ -105,7 +105,7 @@ class Worker:
 
     def fail(self, what: str, error: BaseException) -> None:
         """Report a fault of torchhook itself. It stops nothing, not even where warnings are errors."""
-        reason = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {message_of(error)}"
         if len(self.broken) < 10:
             self.broken.append(failed(what, reason))
         with suppress(UserWarning):

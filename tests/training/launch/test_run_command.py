@@ -128,10 +128,21 @@ def test_nothing_trained_is_said_in_a_line(told):
     )
 
 
+UNPRINTABLE = """
+class Odd(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+raise Odd
+"""
+
+
 @pytest.mark.parametrize(
     "script, how",
     [
         ("raise ValueError('two\\nlines')", "failed (ValueError: two) before it imported torch"),
+        ("assert False", "failed (AssertionError) before it imported torch"),
+        (UNPRINTABLE, "failed (Odd: <exception str() failed>) before it imported torch"),
         ("raise SystemExit('no data')", "failed (no data) before it imported torch"),
         ("import torch\n1 / 0", "failed (ZeroDivisionError: division by zero) before an optimizer took a step"),
     ],
@@ -140,7 +151,7 @@ def test_a_script_that_failed_first_says_so_and_how(told, monkeypatch, script, h
     if "import torch" not in script:
         monkeypatch.setattr(Script, "run", partialmethod(_without_torch, Script.run))
     _, _, err = told("train.py", script=script)
-    assert err.splitlines()[-1].startswith(f"torchhook: nothing was trained here: the script {how}. ")
+    assert err.splitlines()[-1] == f"torchhook: the script {how}, so nothing was trained."
 
 
 def _without_torch(script, run, on_torch):

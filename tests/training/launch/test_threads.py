@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -188,7 +189,7 @@ def test_what_a_thread_trained_that_ends_with_an_error_has_failed(tmp_path, has_
         in_thread(lambda: [step(*both) for both in [made()] for _ in range(4)])
     assert threading.excepthook is before
     failed, ended = found.watched
-    assert failed.ending.startswith("torchhook: nothing found in 4 steps until it failed → ")
+    assert failed.ending.startswith("torchhook: nothing found in 4 steps before it failed → ")
     assert failed.report.about["error"]["message"] == "shard 3 is damaged"
     with Run(failed.run) as run, Run(ended.run) as other:
         assert (run.state, other.state) == ("failed", "ended")
@@ -234,6 +235,60 @@ def test_a_thread_that_runs_backwards_for_another(tmp_path, beside):
             optimizer.step()
     runs = sorted((told(monitor) for monitor in found.watched), key=lambda known: max(known.values()))
     assert runs == [pytest.approx(dict(enumerate(others))), pytest.approx(dict(enumerate(losses)))]
+
+
+def of(number):
+    """A training of its own, whose losses are around 100 times its number."""
+    model = nn.Sequential(nn.Linear(4, 5 + number), nn.Tanh(), nn.Linear(5 + number, 1))
+    return model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def backward(model, number):
+    loss = model(torch.randn(8, 4)).square().mean() + 100 * number
+    model.zero_grad()
+    loss.backward()
+
+
+def require_apart(found, count, steps):
+    """Each of the trainings has its own losses."""
+    by_width = {monitor.run: told(monitor) for monitor in found.watched}
+    assert len(by_width) == count
+    centres = sorted({round(sum(losses.values()) / len(losses), -2) for losses in by_width.values()})
+    assert centres == [100 * number for number in range(count)]
+    for losses in by_width.values():
+        assert len(losses) == steps and max(losses.values()) - min(losses.values()) < 50
+
+
+def test_backwards_of_several_trainings_in_a_pool_and_their_steps_here(tmp_path):
+    with Discovery(every=2, price=None, to=tmp_path) as found, ThreadPoolExecutor(2) as pool:
+        trained = [of(number) for number in range(3)]
+        for _ in range(12):
+            list(pool.map(backward, [model for model, _ in trained], range(3)))
+            for _, optimizer in trained:
+                optimizer.step()
+    require_apart(found, 3, 12)
+
+
+def test_backwards_in_threads_that_are_gone_when_their_optimizers_step(tmp_path):
+    with Discovery(every=2, price=None, to=tmp_path) as found:
+        trained = [of(number) for number in range(4)]
+        for _ in range(12):
+            for number, (model, _) in enumerate(trained):
+                in_thread(partial(backward, model, number))
+            for _, optimizer in trained:
+                optimizer.step()
+    require_apart(found, 4, 12)
+
+
+def test_backwards_and_steps_in_any_thread_of_a_pool(tmp_path, beside):
+    with Discovery(every=2, price=None, to=tmp_path) as found:
+        trained = [of(number) for number in range(2)]
+        for _ in range(12):
+            for number, (model, _) in enumerate(trained):
+                beside[number].do(partial(backward, model, number))
+            for number, (_, optimizer) in enumerate(trained):
+                beside[1 - number].do(optimizer.step)
+    require_apart(found, 2, 12)
 
 
 def test_batches_that_another_thread_loads(tmp_path):

@@ -2,6 +2,7 @@
 
 import os
 import sqlite3
+import struct
 from contextlib import closing
 
 from run_samples import written
@@ -62,8 +63,31 @@ def _hole_to_recover(folder):
     (folder / f"{FILE}-journal").write_bytes(bytes.fromhex("d9d505f920a163d7") + bytes(2000))
 
 
-def _log_is_a_pipe(folder):
-    os.mkfifo(folder / f"{FILE}-wal")
+def _journal_of_several(folder):
+    """A journal of SQLite that is rolled back with others; it then deletes the file that they name."""
+    victim, magic = folder / "victim.txt", bytes.fromhex("d9d505f920a163d7")
+    victim.write_text("precious")
+    name = os.fsencode(victim)
+    with closing(sqlite3.connect(folder / FILE)) as db:
+        ((pages,),), ((size,),) = db.execute("PRAGMA page_count"), db.execute("PRAGMA page_size")
+    header = magic + struct.pack(">IIIII", 0, 0, pages, 512, size)
+    trailer = struct.pack(">I", 2**30 // size + 1) + name + struct.pack(">II", len(name), sum(name)) + magic
+    (folder / f"{FILE}-journal").write_bytes(header.ljust(512, b"\0") + trailer)
+
+
+def _index_is_also_elsewhere(folder):
+    _log_without_its_index(folder)
+    (folder / "victim.txt").write_text("precious")
+    os.link(folder / "victim.txt", folder / f"{FILE}-shm")
+
+
+def _log_is_a_hole(folder):
+    (folder / f"{FILE}-wal").touch()
+    os.truncate(folder / f"{FILE}-wal", 2**28)
+
+
+def _beside_is_a_pipe(suffix):
+    return lambda folder: os.mkfifo(folder / f"{FILE}{suffix}")
 
 
 def _file_is_a_pipe(folder):
@@ -116,7 +140,13 @@ REFUSED = {  # such a run is a row that says why
     "a hole of a terabyte to recover": _hole_to_recover,
     "a file that is a link to a run": lambda folder: _file_is_a_link(folder.with_name("first") / FILE)(folder),
     "a log that is a link": lambda folder: (folder / f"{FILE}-wal").symlink_to(folder.with_name("first") / FILE),
-    "a log that is a pipe": _log_is_a_pipe,
+    "a log that is a pipe": _beside_is_a_pipe("-wal"),
+    "an index that is a pipe": _beside_is_a_pipe("-shm"),
+    "a journal that is a pipe": _beside_is_a_pipe("-journal"),
+    "a log that is a folder": lambda folder: (folder / f"{FILE}-wal").mkdir(),
+    "a log that is a hole": _log_is_a_hole,
+    "a journal that has another file deleted": _journal_of_several,
+    "an index that is also a file elsewhere": _index_is_also_elsewhere,
     "a life without a row": _sql("DELETE FROM life"),
     "two lives": _instead(
         "life",
@@ -133,6 +163,8 @@ REFUSED = {  # such a run is a row that says why
     "an owner that is a list": _sql("UPDATE life SET owner = '[]', state = 'running'"),
     "an owner that is deep": _sql(f"UPDATE life SET owner = '{_DEEP}', state = 'running'"),
     "a state that is a number": _sql("UPDATE life SET state = x'ff'"),
+    "a state that there is not": _sql("UPDATE life SET state = 'exploded'"),
+    "a state that is an integer": _sql("UPDATE life SET state = 5"),
     "a state that is not Unicode": _sql("UPDATE life SET state = CAST(x'ff' AS TEXT)"),
     "steps that are text": _instead("losses", "CREATE TABLE losses AS SELECT 'two' AS step, 'low' AS loss"),
     "steps of windows that are text": _instead(
@@ -181,6 +213,7 @@ READ = {  # such a run has a row like others
     "a name that is not Unicode": _named(b"odd\xff\xfe"),
     "a name with a newline and an escape": _named(b"odd\n\x1b[31mname"),
     "a name like an option": _named(b"--help"),
+    "a name like the options of an address": _named(b"run?mode=rwc&vfs=memdb#%2e%2e"),
     "a log of another file": _log_of_another_file,
     "a model that is a table": _sql("""UPDATE about SET value = '{"a": [1]}' WHERE key = 'model'"""),
     "a model with markup": _sql("""UPDATE about SET value = '"[red]<b>\\u001b[31m\\ud800"' WHERE key = 'model'"""),

@@ -313,3 +313,32 @@ def test_a_write_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch):
     log.write(entry_at(3, sites=("new", "head")))
     with Run(tmp_path / "run") as run:
         assert states_of(run.window(3)) == states_of(snapshot_at(3, sites=("new", "head")))
+
+
+SLOW = """
+import sys, time, torch
+from torchhook import Monitor
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+monitor = Monitor(model, optimizer, every=1000, to=sys.argv[1])
+for step in range(10_000):
+    optimizer.zero_grad()
+    loss = model(torch.ones(8, 4)).square().mean()
+    loss.backward()
+    optimizer.step()
+    monitor.step(loss)
+    print(step, flush=True)
+    time.sleep(0.02)
+"""
+
+
+def test_the_last_step_of_a_killed_run_is_that_of_its_last_seconds(tmp_path):
+    """Although the last measured step is the first."""
+    program = [sys.executable, "-c", SLOW, str(tmp_path)]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if int(line) == 250:
+                process.kill()
+                break
+    with Run(tmp_path / "latest") as run:
+        assert run.state == "killed" and run.steps[-1] < 100 and run.last_step > 120

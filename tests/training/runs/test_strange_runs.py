@@ -65,7 +65,7 @@ def test_it_hides_no_others_in_a_list(runs, command, request):
 @pytest.mark.parametrize("runs", REFUSED, indirect=True)
 def test_the_list_says_why(runs, command):
     (line,) = (line for line in command("runs", "list", runs).out.splitlines() if " unreadable " in line)
-    assert re.search(r" 0 +0 +'run.sqlite' (is|was|takes) \w+", line)
+    assert re.search(r"\d:\d\d +'run.sqlite' (is|was|takes) \w+", line)
 
 
 @pytest.mark.parametrize("runs", REFUSED, indirect=True)
@@ -75,7 +75,7 @@ def test_why_is_answered_of_the_newest_run_that_can_be_read(runs, command):
             (runs / "latest").symlink_to("strange")
         done = command("why", runs)
         assert (done.code, done.out.partition("\n")[0]) == (1, f"Net: 1 error, in {runs / 'last'}, ended at step 2")
-        assert done.err.startswith(f"torchhook: passed over '{runs}/strange', which cannot be read: 'run.sqlite' ")
+        assert done.err.startswith(f"torchhook: skipped '{runs}/strange': 'run.sqlite' ")
         assert done.err.count("\n") == 1
 
 
@@ -192,3 +192,26 @@ def test_a_trigger_is_not_run_by_the_writer_either(tmp_path):
     with pytest.warns(UserWarning, match=r"cannot be written .*is refused: it has 't' \(trigger\)"):
         log.begin({"model": "Net"})
     assert Path(folder, FILE).read_bytes() == changed and "refused" in log.unwritten
+
+
+@pytest.mark.parametrize(
+    "strange", ["a journal that has another file deleted", "an index that is also a file elsewhere"]
+)
+def test_no_file_of_the_user_is_changed(tmp_path, command, strange):
+    folder = good(tmp_path / "run")
+    REFUSED[strange](folder)
+    with pytest.raises(RunError, match="refused") as refused:
+        Run(folder)
+    assert "sqlite3" not in str(refused.value), "which would change it"
+    assert "unreadable" in command("runs", "list", tmp_path).out
+    log = RunLog(folder)
+    with pytest.warns(UserWarning, match=r"cannot be written .*is refused"):
+        log.begin({"model": "Net"})
+    assert (folder / "victim.txt").read_text() == "precious"
+
+
+def test_what_is_not_a_file_is_said_without_advice(tmp_path):
+    folder = good(tmp_path / "run")
+    REFUSED["a journal that is a pipe"](folder)
+    with pytest.raises(RunError, match=r"run.sqlite' is refused: 'run.sqlite-journal' is not a plain file$"):
+        Run(folder)

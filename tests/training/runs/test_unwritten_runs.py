@@ -2,6 +2,7 @@
 
 import os
 import re
+import sqlite3
 import subprocess
 import sys
 import time
@@ -11,10 +12,11 @@ from threading import Timer
 
 import pytest
 import torch
+from run_samples import written
 from torch import nn
 
-from torchhook import Monitor
-from torchhook.training.runs import Run
+from torchhook import Monitor, Report
+from torchhook.training.runs import Run, RunLog
 from torchhook.training.runs.folders import clear, leftovers, summaries
 from torchhook.training.runs.summary import summarize
 
@@ -81,8 +83,11 @@ def test_a_disk_that_is_too_small_for_the_beginning(tmp_path, capfd):
         with pytest.warns(UserWarning, match="the run is lost"):
             trained(root)
         assert "the run could not be written from step 0 on: " in last_line(capfd.readouterr().err)
+        (run,) = summaries(root)
+        assert run.state == "unwritten" and abs(run.started - time.time()) < 60
+        assert run.error.startswith("the run in ") and "could not be written" in run.error
         (left,) = leftovers(root)
-        assert left.name == "unwritten" and summaries(root) == []
+        assert left.name == "unwritten"
         clear(left)
         assert list(root.iterdir()) == []
 
@@ -116,9 +121,7 @@ def test_a_disk_that_is_read_only(tmp_path, capfd):
     with disk(tmp_path / "disk", "size=1m", "ro") as root:
         with pytest.warns(UserWarning, match="no run is recorded"):
             trained(root)
-        assert last_line(capfd.readouterr().err).endswith(
-            "; the run could not be written at all: Read-only file system"
-        )
+        assert last_line(capfd.readouterr().err).endswith("; the run could not be written: Read-only file system")
 
 
 @pytest.mark.parametrize("path", ["x" * 300, "/".join(["y" * 200] * 25)])
@@ -126,7 +129,7 @@ def test_a_path_that_is_too_long(tmp_path, capfd, path):
     with pytest.warns(UserWarning, match="no run is recorded") as warned:
         monitor = trained(tmp_path / path)
     assert len(str(warned[0].message)) < 400
-    assert last_line(capfd.readouterr().err).endswith("; the run could not be written at all: File name too long")
+    assert last_line(capfd.readouterr().err).endswith("; the run could not be written: File name too long")
     assert "run" not in monitor.report.about
 
 
@@ -143,3 +146,28 @@ def test_files_that_may_not_grow(tmp_path):
     assert re.search("; the run could not be written from step 20 on: disk I/O error$", last_line(done.stderr))
     (run,) = summaries(tmp_path)
     assert (run.state, run.last_step, run.error) == ("unwritten", 15, "")
+
+
+@pytest.fixture
+def lost(tmp_path, monkeypatch):
+    """A run of which nothing could be written, beside room for a reason."""
+
+    def full(file):
+        raise sqlite3.OperationalError("database or disk is full")
+
+    written(RunLog(tmp_path / "runs" / "before"), range(3)).end(Report(model="Net"), "ended")
+    with monkeypatch.context() as patched, pytest.warns(UserWarning, match="the run is lost"):
+        patched.setattr("torchhook.training.runs.database.create", full)
+        return trained(tmp_path / "runs").run
+
+
+def test_one_that_could_not_be_written_at_all_is_listed_with_its_date_and_reason(lost, command):
+    name, reason = lost.name, "could not be written from step 0 on: database or disk is full"
+    (line,) = (line for line in command("runs", "list", lost.parent).out.splitlines() if name in line)
+    assert re.search(rf" unwritten +20\d\d-\d\d-\d\d \d\d:\d\d:\d\d +the run in .*{reason}", line)
+    found = command("why", lost)
+    assert found.code == 2 and reason in found.said
+    found = command("why", lost.parent)
+    assert found.code == 0 and found.err.startswith(f"torchhook: skipped '{lost}': ") and reason in found.said
+    (lost / "unwritten").write_text("notes of my own")
+    assert lost.name not in command("runs", "list", lost.parent).out

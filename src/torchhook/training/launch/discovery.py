@@ -9,8 +9,9 @@ created, modules are noted again until its next step.
 
 Several threads may train at the same time. Models and optimizers are known to all of them, and belong together by their
 parameters. What happens between two steps belongs to the thread in which it happens, its lane. An optimizer belongs to
-the lane in which it stepped last. A thread without an optimizer works for others: its backwards count for the optimizer
-that has the parameters, and its batches for the training, if there is only one.
+the lane in which it stepped last. A thread without an optimizer works for others: each of its backwards counts for the
+optimizer that has the parameters, and its batches for the training, if there is only one. Once a thread does both, as
+in a pool, every backward is told apart like that.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ _PATIENCE = 100  # steps of other optimizers during which we look for the module
 _ELSEWHERE = 0.01  # of such a step, if it is in another thread
 _IDLE = 1000  # steps of other optimizers after which a training is over
 _WATCHED = 8  # models of one optimizer that are watched, at most
+_ENDED = 64  # threads that ended after backwards, and whose losses are kept until an optimizer steps
 _LONELY = 8  # backwards of which an optimizer may make one step before we ask whether the script trains by hand
 _SEARCHES = 3  # times that all modules of the process are searched for parameters of which none was called, at most
 
@@ -112,6 +114,7 @@ class Discovery:
         self._lanes: list[Lane] = []
         self._here = threading.local()  # has the lane of each thread
         self._lock = threading.RLock()  # for what threads share; reentrant, since collecting garbage may call us
+        self._wanders = False  # whether a thread that trains runs backwards for others, too
         self._never_steps = False  # whether many backwards changed nothing, although there is an optimizer
         self._searches = 0
         self._feeders, self._schedules = Feeders(lambda feeder: self._lane().draw(feeder)), Schedules()
@@ -163,7 +166,9 @@ class Discovery:
         if lane is None:
             lane = self._here.lane = Lane()
             with self._lock:
-                self._lanes = [*(known for known in self._lanes if known.is_alive or self._has_optimizer(known)), lane]
+                ended = [known for known in self._lanes if not known.is_alive and not self._has_optimizer(known)]
+                gone = {*ended} - {*[known for known in ended if known.losses][-_ENDED:]}
+                self._lanes = [*(known for known in self._lanes if known not in gone), lane]
         return lane
 
     def _known(self) -> dict[Optimizer, KnownOptimizer]:
@@ -243,22 +248,27 @@ class Discovery:
         losses = [tensor for tensor in several if isinstance(tensor, Tensor) and tensor.numel() == 1]
         values = [loss.detach().reshape(()).clone() for loss in losses]
         lane = self._lane()
-        lane.losses += values
-        concerned = self._concerned(lane, losses)
+        leaves = self._leaves(lane, losses)
+        with self._lock:
+            lane.losses += zip(values, leaves, strict=True)
+        concerned = self._concerned(lane, leaves)
         for training in concerned:
             training.notes.backward(losses)
         self._dissect(lane, losses, concerned)
         if not lane.has_stepped and all(training.lane is lane for training in concerned):
             self._suspect(lane, losses, values)
 
-    def _concerned(self, lane: Lane, losses: list[Tensor]) -> list[Training]:
-        """The trainings that a backward belongs to: those of its thread, or else those of the parameters."""
-        if len(self._lanes) == 1 or self._has_optimizer(lane):
-            return [training for training in list(self._trainings) if training.lane is lane]
-        leaves = set(map(id, leaves_of(losses)))
-        if not lane.has_stepped:
-            lane.leaves |= leaves
-        return [training for training in list(self._trainings) if leaves & _held(training.optimizer())]
+    def _leaves(self, lane: Lane, losses: list[Tensor]) -> Sequence[set[int] | None]:
+        """The ids of the tensors that each loss depends on; None if what is trained in this thread tells enough."""
+        if len(self._lanes) == 1 or (lane.has_stepped and self._has_optimizer(lane) and not self._wanders):
+            return [None] * len(losses)
+        return [set(map(id, leaves_of([loss]))) for loss in losses]
+
+    def _concerned(self, lane: Lane, leaves: Sequence[set[int] | None]) -> list[Training]:
+        """The trainings that a backward belongs to: those of the parameters, if they are known, or of its thread."""
+        met = set().union(*filter(None, leaves))
+        found = [training for training in list(self._trainings) if met and met & _held(training.optimizer())]
+        return found or [training for training in list(self._trainings) if training.lane is lane]
 
     def never_stepped(self) -> Report | None:
         """The report on a script with an optimizer that never takes a step, and many backwards that change nothing."""
@@ -331,7 +341,7 @@ class Discovery:
         lane = self._lane()
         with self._lock:
             known = self._optimizers.setdefault(optimizer, KnownOptimizer(lane))
-        lane.begin(self._helpers(lane, optimizer, known))
+            lane.begin(self._waiting(lane, optimizer, known))
         known.lane = lane
         self._end_by_hand(lane)
         if not known.steps or not self._own(optimizer):
@@ -341,11 +351,20 @@ class Discovery:
             training.notes.schedules = self._schedules.of(optimizer)
             training.notes.stepping()
 
-    def _helpers(self, lane: Lane, optimizer: Optimizer, known: KnownOptimizer) -> list[Lane]:
-        """The other lanes, without a step of their own, that ran backwards for this optimizer."""
-        others = [other for other in self._lanes if other is not lane and not other.has_stepped and other.losses]
-        held = _held(optimizer) if others else set()
-        return [other for other in others if other is known.lane or other.leaves & held]
+    def _waiting(self, lane: Lane, optimizer: Optimizer, known: KnownOptimizer) -> list[Tensor]:
+        """The losses that belong to the step of an optimizer: those of its thread, unless they are of another
+        optimizer, and those of other threads that depend on its parameters.
+        """
+        held, elsewhere = (set(), set()) if len(self._lanes) == 1 else (_held(optimizer), self._held_apart(optimizer))
+        losses = lane.take(lambda leaves: leaves is None or bool(leaves & held) or not leaves & elsewhere)
+        for other in self._lanes:
+            if other is not lane and other.losses:
+                was_there = other is known.lane and not other.has_stepped
+                taken = other.take(partial(_meets, held, was_there))
+                other.has_helped |= bool(taken)
+                losses += taken
+        self._wanders |= any(some.has_helped and some.has_stepped for some in (lane, *self._lanes))
+        return losses
 
     def _stepped(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An optimizer has stepped."""
@@ -456,15 +475,14 @@ class Discovery:
         if is_late:
             monitor.wait()
         training = Training(root, optimizer, monitor, self._guarded, known.lane)
-        training.notes.others = partial(self._held_by_others, training)
+        training.notes.others = lambda: self._held_apart(training.optimizer())
         for other in list(self._trainings):
             if other.lane is not training.lane:
                 other.notes.disown(list(training.lane.feeders))
         self._trainings.append(training)
 
-    def _held_by_others(self, training: Training) -> set[int]:
+    def _held_apart(self, own: Optimizer | None) -> set[int]:
         """The ids of the parameters that other optimizers have."""
-        own = training.optimizer()
         return {id_ for optimizer in self._known() if optimizer is not own for id_ in _held(optimizer)}
 
     def _monitor(self, root: nn.Module, optimizer: Any, first_step: int) -> Monitor | None:
@@ -552,6 +570,11 @@ def _parameters(optimizer: Optimizer | None) -> list[Tensor]:
 def _held(optimizer: Optimizer | None) -> set[int]:
     """The ids of the parameters that an optimizer has."""
     return set(map(id, _parameters(optimizer)))
+
+
+def _meets(held: set[int], is_unknown_mine: bool, leaves: set[int] | None) -> bool:
+    """Whether a loss depends on one of the parameters with the ids in `held`, if its leaves are known."""
+    return is_unknown_mine if leaves is None else bool(leaves & held)
 
 
 def _has_gradient(optimizer: Optimizer) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -22,20 +22,20 @@ _BACKWARDS = 1000  # losses that are kept between two steps, at most
 class Lane:
     """One thread of the script: its losses, what they compare, and the batches that it drew, until it steps.
 
-    `leaves` are the ids of the tensors that the losses depend on. They are known only where nothing is trained yet, as
-    far as we can tell: another thread may step after these backwards.
+    With each loss come the ids of the tensors that it depends on, if another thread may step after its backward.
     """
 
     def __init__(self) -> None:
         self._thread = weakref.ref(threading.current_thread())
-        self.losses: deque[Tensor] = deque(maxlen=_BACKWARDS)
+        self.losses: deque[tuple[Tensor, set[int] | None]] = deque(maxlen=_BACKWARDS)
         self.before: list[Tensor] = []  # losses from before the step began
+        self.others: list[tuple[Tensor, set[int] | None]] = []  # those for other optimizers, while one steps
         self.terms: list[Terms] = []  # what they compare
-        self.leaves: set[int] = set()
         self.drawn: dict[Feeder, int] = {}  # the loaders that gave batches since the last step, and how many
         self.feeders: weakref.WeakSet[Feeder] = weakref.WeakSet()  # all of them so far
         self.brief = 0  # trainings that were over after a few steps
         self.has_stepped = False
+        self.has_helped = False  # whether an optimizer in another thread stepped after a backward here
         self.lonely = 0  # backwards where there is an optimizer, but none has ever stepped
         self.suspicion: Suspicion | None = None  # backwards that may be a training without an optimizer
         self.is_unfounded = False
@@ -51,27 +51,34 @@ class Lane:
         self.drawn[feeder] = self.drawn.get(feeder, 0) + 1
         self.feeders.add(feeder)
 
-    def begin(self, others: Sequence[Lane]) -> None:
-        """An optimizer begins to step, after backwards here and in `others`; those from now on are of its closure."""
-        self.before = [loss for lane in (self, *others) for loss in lane.losses]
-        for lane in (self, *others):
-            lane.losses.clear()
-            lane.leaves.clear()
+    def take(self, is_mine: Callable[[set[int] | None], bool]) -> list[Tensor]:
+        """Take out the losses that belong to a step, as their leaves say."""
+        taken = [loss for loss, leaves in self.losses if is_mine(leaves)]
+        rest = [pair for pair in self.losses if not is_mine(pair[1])]
+        self.losses.clear()
+        self.losses.extend(rest)
+        return taken
+
+    def begin(self, losses: list[Tensor]) -> None:
+        """An optimizer begins to step, after backwards with these losses; those from now on are of its closure."""
+        self.before, self.others = losses, list(self.losses)
+        self.losses.clear()
         self.has_stepped, self.suspicion = True, None
 
     def end(self, others: Sequence[Lane]) -> tuple[list[Tensor], list[Terms], dict[Feeder, int]]:
         """The step is over: its losses, what they compare, and the batches that were drawn here and in `others`."""
-        losses, terms = [*self.before, *list(self.losses)[-1:]], self.terms
+        losses, terms = [*self.before, *(loss for loss, _ in list(self.losses)[-1:])], self.terms
         drawn: dict[Feeder, int] = {}
         for lane in (self, *others):
             taken, lane.drawn = lane.drawn, {}
             for feeder, count in taken.items():
                 drawn[feeder] = drawn.get(feeder, 0) + count
+        kept = self.others
         self.forget()
+        self.losses.extend(kept)
         return losses, terms, drawn
 
     def forget(self) -> None:
         """Losses that are left belong to no step."""
         self.losses.clear()
-        self.leaves.clear()
-        self.before, self.terms = [], []
+        self.before, self.others, self.terms = [], [], []

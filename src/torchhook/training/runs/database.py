@@ -21,7 +21,15 @@ from torchhook.stats.reading import Place, Row
 from torchhook.training.runs.groups import Group, settings_of, text
 from torchhook.training.runs.owners import this_process
 from torchhook.training.runs.ranks import as_columns
-from torchhook.training.runs.schema import APPLICATION, RANKS, VERSION, can_log_ahead, create, require_tables
+from torchhook.training.runs.schema import (
+    APPLICATION,
+    RANKS,
+    VERSION,
+    can_log_ahead,
+    create,
+    require_own_files,
+    require_tables,
+)
 
 _PATIENCE = 1.0  # seconds to wait for other writers and readers
 _AT_ONCE = 50  # steps that are deleted in one transaction, so that its log stays small
@@ -41,6 +49,7 @@ class Database:
     def __init__(self, file: Path, log_bytes: int) -> None:
         self.file = file
         self.log_bytes = log_bytes
+        require_own_files(file)  # a run that is continued may be that of a stranger
         if not file.exists():
             create(file)
         self._db = sqlite3.connect(file, timeout=_PATIENCE, isolation_level=None, check_same_thread=False)
@@ -51,7 +60,7 @@ class Database:
             raise
 
     def _prepare(self) -> None:
-        self._db.execute("PRAGMA trusted_schema = OFF")  # a run that is continued may be that of a stranger
+        self._db.execute("PRAGMA trusted_schema = OFF")
         version = self._number("PRAGMA user_version")
         if self._number("PRAGMA application_id") != APPLICATION or version > VERSION:
             raise RunError(f"cannot write to {str(self.file)!r}: another program or a newer torchhook wrote it")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torchhook.core.errors import RunError
 from torchhook.core.text import warn
-from torchhook.training.runs.location import is_file
+from torchhook.training.runs.location import is_file, unwritten
 from torchhook.training.runs.owners import is_running
 from torchhook.training.runs.run import Run
 from torchhook.training.runs.schema import DRAFT, FILE, SAMPLES, UNWRITTEN, remove
@@ -59,12 +59,12 @@ def new_folder(root: str | os.PathLike[str], name: str) -> Path:
 
 def find(root: str | os.PathLike[str]) -> list[Path]:
     """The runs in a folder, newest first."""
-    return sorted(_runs_below(_folder(root)), key=lambda folder: (_started(folder), folder.name), reverse=True)
+    return _newest_first(_runs_below(_folder(root)))
 
 
 def summaries(root: str | os.PathLike[str]) -> list[Summary]:
-    """The summaries of the runs in a folder, newest first."""
-    return sorted(map(summarize, _runs_below(_folder(root))), key=lambda run: (run.started, run.name), reverse=True)
+    """The summaries of the runs in a folder, newest first, and of those that could not be written at all."""
+    return sorted(map(summarize, _begun_below(_folder(root))), key=lambda run: (run.started, run.name), reverse=True)
 
 
 def leftovers(root: str | os.PathLike[str]) -> list[Path]:
@@ -79,7 +79,7 @@ def leftovers(root: str | os.PathLike[str]) -> list[Path]:
 def latest(path: str | os.PathLike[str], tell: Callable[[str], None] = warn) -> Path:
     """The run at `path`, or the newest in it if it is a folder of runs.
 
-    Runs that cannot be read are passed over, each with a line for `tell`, unless there are no others.
+    Runs that cannot be read are skipped, each with a line for `tell`, unless there are no others.
     """
     path = Path(path)
     if path.name == FILE or is_file(path / FILE):
@@ -87,14 +87,16 @@ def latest(path: str | os.PathLike[str], tell: Callable[[str], None] = warn) -> 
     named = path / (path / LATEST).resolve().name
     if is_file(named / FILE) and not summarize(named).error:  # else there are no links here, or the run is gone
         return named
-    found = find(path)
+    if unwritten(path) is not None:
+        return path
+    found = _newest_first(_begun_below(_folder(path)))
     if not found:
         raise RunError(f"there are no runs in {str(path)!r}; `torchhook run SCRIPT` or a `Monitor` writes one")
     for folder in found:
         broken = summarize(folder).error
         if not broken:
             return folder
-        tell(f"passed over {str(folder)!r}, which cannot be read: {broken}")
+        tell(f"skipped {str(folder)!r}: {broken}")
     return found[0]
 
 
@@ -121,8 +123,8 @@ def delete(folder: Path) -> bool:
     _remove_empty(folder / SAMPLES)
     for left in filter(_is_left, _listed(folder)):
         remove(left)
-    if _is_mark(mark := folder / UNWRITTEN):
-        mark.unlink()
+    if unwritten(folder) is not None:
+        (folder / UNWRITTEN).unlink()
     remove(folder / FILE)
     return _remove_empty(folder)
 
@@ -155,20 +157,20 @@ def _listed(folder: Path) -> list[Path]:
 def _is_left(file: Path) -> bool:
     """Whether a file is left of a start that did not end: the draft of a run or of a link, or a mark without a run."""
     if file.name == UNWRITTEN:
-        return _is_mark(file) and not is_file(file.with_name(FILE))
+        return unwritten(file.parent) is not None and not is_file(file.with_name(FILE))
     process = _DRAFT.fullmatch(file.name)
     is_ours = file.is_symlink() or is_file(file)  # a folder of that name is not
     return process is not None and is_ours and not is_running(int(process[1]))
 
 
-def _is_mark(file: Path) -> bool:
-    """Whether it says that a run could not be written. Such a file is empty; others may have one of the same name."""
-    return not file.is_symlink() and is_file(file) and not file.stat().st_size
-
-
 def _runs_below(folder: Path) -> list[Path]:
     """The runs in a folder, except those that are links to elsewhere."""
     return [below for below in _folders_in(folder) if is_file(below / FILE)]
+
+
+def _begun_below(folder: Path) -> list[Path]:
+    """The same, and those that could not be written at all."""
+    return [below for below in _folders_in(folder) if is_file(below / FILE) or unwritten(below) is not None]
 
 
 def _pictures(folder: Path) -> Iterator[Path]:
@@ -201,15 +203,19 @@ def _lead_to(folder: Path) -> None:
     draft.replace(latest)
 
 
+def _newest_first(runs: list[Path]) -> list[Path]:
+    return sorted(runs, key=lambda folder: (_started(folder), folder.name), reverse=True)
+
+
 def _started(folder: Path) -> float:
     try:
         with Run(folder) as run:
             return run.started
     except RunError:
-        try:
-            return (folder / FILE).stat().st_mtime
-        except OSError:  # it was deleted meanwhile
-            return 0.0
+        for file in (FILE, UNWRITTEN):
+            with suppress(OSError):
+                return (folder / file).stat().st_mtime
+        return 0.0  # it was deleted meanwhile
 
 
 def _ended(folder: Path) -> float | None:

@@ -14,13 +14,27 @@ from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 from torchhook.core.errors import RunError
-from torchhook.core.text import in_units
-from torchhook.training.runs.schema import APPLICATION, BESIDE, FILE, VERSION, require_tables
+from torchhook.core.text import in_units, printable
+from torchhook.training.runs.schema import (
+    APPLICATION,
+    BESIDE,
+    FILE,
+    UNWRITTEN,
+    VERSION,
+    require_own_files,
+    require_tables,
+)
 
 _PATIENCE = 10.0  # seconds to wait for a writer
 _MOST = 10.0  # seconds that SQLite may take for one reading
 _OPERATIONS = 10_000  # of SQLite, between two looks at the clock
-_LARGEST = 2**31  # bytes that are copied to recover a run
+_LARGEST = 2**29  # bytes that are copied to recover a run
+_SPARSE = 8  # times what it takes on disk: a file that claims more than this is made of holes
+_SMALL = 2**24  # bytes that are copied in any case
+
+_LONGEST = 1000  # bytes of a reason
+MARK = "torchhook: "
+"""What the file begins with that says why a run could not be written, unless it is empty."""
 
 Result = TypeVar("Result")
 
@@ -29,10 +43,27 @@ def located(path: Path) -> Path:
     """The file of the run at `path`, which is its folder or the file itself."""
     file = path if path.name == FILE else path / FILE
     if not is_file(file):
+        if (reason := unwritten(file.parent)) is not None:
+            raise RunError(f"the run in {str(file.parent)!r} could not be written{reason and f' {reason}'}")
         raise RunError(
             f"there is no run in {str(path)!r} (no {FILE}); `torchhook runs list FOLDER` lists the runs in a folder"
         )
     return file
+
+
+def unwritten(folder: Path) -> str | None:
+    """Since when and why the run in a folder could not be written, as far as there was room to say so; None if nothing
+    says that. Others may have a file of the same name.
+    """
+    mark = folder / UNWRITTEN
+    if mark.is_symlink() or not is_file(mark):
+        return None
+    try:
+        with mark.open("rb") as opened:
+            said = printable(opened.read(_LONGEST).decode(errors="replace")).strip()
+    except OSError:
+        return None
+    return said.removeprefix(MARK) if not said or said.startswith(MARK) else None
 
 
 def is_file(path: Path) -> bool:
@@ -103,9 +134,7 @@ class Source:
                 self._db.execute("ROLLBACK")
 
     def _opened(self) -> sqlite3.Connection:
-        for file in map(self._beside, ("", *BESIDE)):
-            if file.is_symlink():
-                raise RunError(f"{str(self.file)!r} is refused: {file.name!r} is a link, which may lead anywhere")
+        require_own_files(self.file)
         # A writer always has other files next to the first. Without them, SQLite is told not to create any, since it
         # may not even have the permission; and it would create the second file of a write-ahead log.
         beside = self._beside_then = self._suffixes()
@@ -129,8 +158,8 @@ class Source:
     def _mended(self) -> sqlite3.Connection:
         """Recover what a crash left behind, in a copy."""
         files = [file for suffix in ("", *BESIDE) if suffix != "-shm" and (file := self._beside(suffix)).exists()]
-        size = sum(file.stat().st_size for file in files)  # which a file may claim without having it
-        if size > _LARGEST:
+        size = sum(file.stat().st_size for file in files)
+        if size > _LARGEST or (size > _SMALL and size > _SPARSE * sum(map(_on_disk, files))):
             raise RunError(
                 f"{str(self.file)!r} was not closed, and takes {in_units(size)}, which is too much to recover it in a"
                 f" copy; `sqlite3 {quote(str(self.file))} .tables` recovers it in place"
@@ -138,10 +167,18 @@ class Source:
         self._copy = TemporaryDirectory(prefix="torchhook-run-")
         for file in files:
             shutil.copyfile(file, Path(self._copy.name, file.name))
-        return _connected(Path(self._copy.name, FILE), "mode=rw")
+        copied = Path(self._copy.name, FILE)
+        require_own_files(copied)  # the journal may have changed meanwhile
+        return _connected(copied, "mode=rw")
 
     def _beside(self, suffix: str) -> Path:
         return self.file.with_name(FILE + suffix)
+
+
+def _on_disk(file: Path) -> int:
+    """The bytes that a file takes: it may claim more, which are holes."""
+    found = file.stat()
+    return 512 * found.st_blocks if hasattr(found, "st_blocks") else found.st_size
 
 
 class _Clock:

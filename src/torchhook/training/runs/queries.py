@@ -20,11 +20,13 @@ from torchhook.stats.reading import Place, Row, Snapshot
 from torchhook.training.runs.blobs import unpacked
 from torchhook.training.runs.fields import WIDTH, field_of
 from torchhook.training.runs.groups import Group, row_of
+from torchhook.training.runs.schema import UNWRITTEN
 from torchhook.training.runs.tables import BYTES, MAYBE_NUMBER, NUMBER, TEXT, WHOLE, moment, rows
 
 AT_ONCE = 128  # steps that are unpacked together
 _LAST = 2**63 - 1  # the largest step that SQLite can store
 _DEEPEST, _LONGEST = 300, 10_000  # levels and characters of a path: Python itself calls no model that is deeper
+_STORED = ("running", "ended", "failed", "interrupted", UNWRITTEN)  # states of a run
 _STATES = "states CROSS JOIN layouts ON layouts.id = states.layout"  # in this order: there may be many layouts
 
 
@@ -49,6 +51,8 @@ def life(db: sqlite3.Connection) -> Life:
     """The life of the run."""
     query = "SELECT state, started, ended, owner FROM life"
     ((state, started, ended, owner),) = rows(db, query, (TEXT, NUMBER, MAYBE_NUMBER, TEXT))
+    if state not in _STORED:
+        raise ValueError(f"{state!r:.80} is not a state")
     return Life(state, moment(started), None if ended is None else moment(ended), {**json_of(owner)})
 
 

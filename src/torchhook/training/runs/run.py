@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sqlite3
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -198,11 +199,18 @@ class Run:
         )
 
     @property
+    def current_findings(self) -> list[Finding]:
+        """Those of the report, as of the last check; all so far if there is none that can be read."""
+        found = self.findings  # a run in which they are broken is corrupt, and says so
+        with suppress(RunError):
+            if (report := self._stored()) is not None:
+                return list(report.findings)
+        return found
+
+    @property
     def report(self) -> Report | None:
         """The report as of the last check; None if there was no check yet."""
-        report = self._source.read(
-            lambda db: next((from_json(data) for (data,) in rows(db, "SELECT data FROM report", (TEXT,))), None)
-        )
+        report = self._stored()
         return report and replace(report, losses=self.losses)
 
     def judged(self) -> Report:
@@ -312,6 +320,12 @@ class Run:
         return (
             f"{printable(self.model)}, {printable(self.state)}, {len(steps):,} measured steps{until},"
             f" {findings} finding{'' if findings == 1 else 's'}, {in_units(self.size)}"
+        )
+
+    def _stored(self) -> Report | None:
+        """The report without the losses, of which there may be many."""
+        return self._source.read(
+            lambda db: next((from_json(data) for (data,) in rows(db, "SELECT data FROM report", (TEXT,))), None)
         )
 
     def _unchecked(self) -> Report:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -19,6 +20,7 @@ SAMPLES = "samples"
 UNWRITTEN = "unwritten"  # a state, and the file that says so where the tables could not
 APPLICATION = 0x74687275  # "thru": identifies the file, in its header
 VERSION = 1  # of the tables; it grows when an older reader would fail
+_JOURNAL = bytes.fromhex("d9d505f920a163d7")  # begins a journal of SQLite, and ends one that names another
 _PAGE = 8192  # bytes: the blobs of most models fill such pages well
 
 BESIDE = ("-wal", "-shm", "-journal")
@@ -74,6 +76,26 @@ def can_log_ahead(file: Path) -> bool:
         return True
 
 
+def require_own_files(file: Path) -> None:
+    """Raise if SQLite, when it opens the run, would read, change or delete other files than those of the run.
+
+    It follows links, waits for pipes, and deletes the file that a journal of several databases names.
+    """
+    for beside in (file.with_name(file.name + suffix) for suffix in ("", *BESIDE)):
+        try:
+            found = beside.lstat()
+        except FileNotFoundError:
+            continue
+        if stat.S_ISLNK(found.st_mode):
+            raise RunError(f"{str(file)!r} is refused: {beside.name!r} is a link, which may lead anywhere")
+        if not stat.S_ISREG(found.st_mode):
+            raise RunError(f"{str(file)!r} is refused: {beside.name!r} is not a plain file")
+        if beside != file and found.st_nlink > 1:
+            raise RunError(f"{str(file)!r} is refused: {beside.name!r} is also a file elsewhere (a hard link)")
+    if _end(file.with_name(f"{file.name}-journal")) == _JOURNAL:
+        raise RunError(f"{str(file)!r} is refused: its journal names another file, which SQLite would delete")
+
+
 def require_tables(db: sqlite3.Connection, file: Path) -> None:
     """Raise if the file has anything but plain tables and indexes: views, triggers and columns that are computed would
     run as programs.
@@ -91,6 +113,15 @@ def remove(file: Path) -> None:
     """Delete a database, and the files that SQLite puts next to it."""
     for suffix in ("", *BESIDE):
         file.with_name(file.name + suffix).unlink(missing_ok=True)
+
+
+def _end(journal: Path) -> bytes:
+    """The last bytes of a journal."""
+    if not journal.exists():
+        return b""
+    with journal.open("rb") as opened:
+        opened.seek(max(0, journal.stat().st_size - len(_JOURNAL)))
+        return opened.read(len(_JOURNAL))
 
 
 @contextmanager

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from torchhook.core.errors import RunError
 from torchhook.core.findings import Finding, Severity
+from torchhook.training.runs.location import is_file, unwritten
 from torchhook.training.runs.run import Run
-from torchhook.training.runs.schema import FILE
+from torchhook.training.runs.schema import FILE, UNWRITTEN
 
 POINTS = 60  # of the loss curve
 
@@ -66,11 +67,13 @@ def summarize(folder: str | os.PathLike[str]) -> Summary:
         with Run(folder) as run:
             return _summary(run, folder.name)
     except RunError as error:
-        return Summary(folder.name, _written(folder / FILE), error=str(error).replace(f"{folder}{os.sep}", ""))
+        is_lost = not is_file(folder / FILE) and unwritten(folder) is not None
+        state, file = (UNWRITTEN, UNWRITTEN) if is_lost else (UNREADABLE, FILE)
+        return Summary(folder.name, _written(folder / file), state, error=str(error).replace(f"{folder}{os.sep}", ""))
 
 
 def _summary(run: Run, name: str) -> Summary:
-    findings, state, started = run.findings, run.state, run.started
+    findings, state, started = run.current_findings, run.state, run.started
     end = time.time() if state == "running" else run.ended or next(reversed(run.times.values()), None)
     return Summary(
         name,

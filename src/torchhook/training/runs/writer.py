@@ -22,6 +22,7 @@ from torchhook.training.logs import Entry, Log
 from torchhook.training.runs.blobs import packed
 from torchhook.training.runs.database import Database
 from torchhook.training.runs.groups import Group, grouped
+from torchhook.training.runs.location import MARK
 from torchhook.training.runs.schema import FILE, SAMPLES, UNWRITTEN
 
 _MOST_LOSSES = 200_000
@@ -73,7 +74,7 @@ class RunLog(Log):
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            self._is_open, self.unwritten = False, f"at all: {_reason(error)}"
+            self._is_open, self.unwritten = False, _reason(error)
             where = short(str(self.folder), 200)
             warn(f"no run is recorded: cannot create {where!r} ({_reason(error)}); the training goes on")
             return
@@ -115,8 +116,10 @@ class RunLog(Log):
         self.keep(report, self._step)
         ended = self._do("the end", lambda database: database.end(UNWRITTEN if self.unwritten else state))
         if self._is_open and not ended:
+            mark = self.folder / UNWRITTEN
             with suppress(OSError):  # an empty file takes no room on a full disk
-                (self.folder / UNWRITTEN).touch()
+                mark.touch()
+                mark.write_text(f"{MARK}{self.unwritten}\n", encoding="utf-8")
         self._is_open = False
         self._close()
 
