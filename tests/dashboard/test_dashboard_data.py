@@ -325,7 +325,7 @@ def test_a_run_in_which_an_error_was_found_did_not_end_well(tmp_path):
     assert summarize(tmp_path / "net").errors == 0
     for finding in findings:
         log.found(finding)
-    log.end(Report(), "ended")
+    log.end(Report(tuple(findings)), "ended")
     known = summarize(tmp_path / "net")
     assert state_of(known.state, known.errors) == ("error", "ended with 1 error")
     assert [state_of(state, 0)[0] for state in ("running", "ended", "failed", "interrupted", "killed")] == [
