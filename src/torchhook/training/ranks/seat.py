@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import socket
 import sys
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed, nn
 
+from torchhook.core.instances import instances
 from torchhook.core.selection import unwrapped
 from torchhook.core.shards import is_sharded, shards_of_gathered
 from torchhook.core.torch_internals import fsdp_parameters, layout_before_ddp, trains_in_join
@@ -165,21 +165,22 @@ def _team(mesh: Any, dims: frozenset[int]) -> tuple[int, ...]:
 
 def _around(model: nn.Module) -> tuple[bool, int | None, int]:
     """Whether DistributedDataParallel has the model; which stage of torch's pipelining it is, and of how many."""
-    kind = getattr(sys.modules.get("torch.distributed.pipelining"), "PipelineStage", ())
-    wrapped, stage, stages = False, None, 1
-    for known in gc.get_objects() if distributed.is_initialized() else ():
-        if type(known) is nn.parallel.DistributedDataParallel:
-            wrapped |= known.module is model
-        elif kind and isinstance(known, kind) and known.submod is model:
-            stage, stages = known.stage_index, known.group_size
-    return wrapped, stage, stages
+    if not distributed.is_initialized():
+        return False, None, 1
+    kind = getattr(sys.modules.get("torch.distributed.pipelining"), "PipelineStage", None)
+    for stage in instances(kind) if kind else ():
+        if stage.submod is model:
+            return bool(_wrappers(model)), stage.stage_index, stage.group_size
+    return bool(_wrappers(model)), None, 1
 
 
 def may_end_apart(model: nn.Module) -> bool:
     """Whether DistributedDataParallel trains the model inside ``join()``, so that ranks may end apart."""
-    inside = unwrapped(model)
-    wrappers = (known for known in gc.get_objects() if type(known) is nn.parallel.DistributedDataParallel)
-    return any(wrapper.module is inside and trains_in_join(wrapper) for wrapper in wrappers)
+    return any(map(trains_in_join, _wrappers(unwrapped(model))))
+
+
+def _wrappers(model: nn.Module) -> list[nn.parallel.DistributedDataParallel]:
+    return [wrapper for wrapper in instances(nn.parallel.DistributedDataParallel) if wrapper.module is model]
 
 
 def checksum(tensor: torch.Tensor, ordered: bool = False) -> torch.Tensor:
