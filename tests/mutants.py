@@ -677,7 +677,7 @@ MUTANTS = [
     ),
     Mutant(
         "cli/diff.py",
-        "raise typer.Exit(0 if found.same else 1)",
+        "raise typer.Exit(1 if not found.same else 0 if found.complete else 2)",
         "raise typer.Exit(1 if found.same else 0)",
         "cli/test_diff_command.py::test_ends_with_0_if_they_are_the_same",
     ),

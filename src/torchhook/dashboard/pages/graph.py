@@ -115,6 +115,7 @@ def register(app: Dash, library: Library) -> None:
         Input("graph-fold", "n_clicks"),
         Input("graph-picture", "tapNode"),
         State("graph-shown", "data"),
+        running=[(Output("graph-tick", "disabled"), True, False)],  # else a tick takes the place of a click before it
         prevent_initial_call=True,
     )
     def _(_: int, colour: str, _all: int, _none: int, tapped: dict[str, Any] | None, shown: dict[str, Any]) -> Any:
