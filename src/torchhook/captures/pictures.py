@@ -43,8 +43,8 @@ def png(maps: Tensor, odd: str | None = None) -> bytes:
     b'\\x89PNG'
     """
     grid, kind, palette = picture(maps), _GREY, b""
-    if odd is not None:
-        is_odd = _grid((~_smaller(maps[:_MOST]).isfinite()).to(torch.uint8)) > 0
+    is_odd = _grid((~_smaller(maps[:_MOST]).isfinite()).to(torch.uint8)) > 0
+    if odd is not None and is_odd.any():
         grid, kind = grid.clamp(min=1).masked_fill(is_odd, 0), _NUMBERED  # black is the second colour
         palette = bytes.fromhex(odd[1:]) + bytes(grey for grey in [0, *range(2, 256)] for _ in range(3))
     height, width = grid.shape

@@ -164,7 +164,7 @@ def _shown_step(roots: Iterable[Finding], history: History) -> int | None:
 
 def _gradients(
     history: History, layers: Sequence[Mapping[str, Any]], shown: int | None
-) -> dict[int, list[float | None]]:
+) -> dict[int, tuple[float | None, ...]]:
     """The gradients of the layers at some steps, among them the one that is shown; none if there is only that."""
     sizes: dict[str, dict[int, float]] = {}
     for port, size in _GRADIENTS.items():
@@ -175,7 +175,7 @@ def _gradients(
     if shown is None or len(steps) < 2:
         return {}
     chosen = sorted({shown, *spread(steps, max(1, min(_STEPS, _NUMBERS // len(layers)) - 1))})
-    return {step: [by_step.get(step) for by_step in known] for step in chosen}
+    return {step: tuple(by_step.get(step) for by_step in known) for step in chosen}
 
 
 def _missing(history: History) -> Iterator[tuple[Place, str, str]]:
