@@ -741,8 +741,7 @@ MUTANTS = [
         "rules/contracts/samples.py",
         "for number in reversed(range(count)):",
         "for number in (count - 1,):",
-        "rules/contracts/test_planted.py"
-        "::test_what_is_planted_is_found_at_its_module[all_get_something_of_the_last_sample]",
+        "rules/contracts/test_verify.py::test_every_sample_is_compared_and_the_reverse_order[both_of_the_middle]",
     ),
     Mutant(
         "rules/contracts/parameters.py",
@@ -791,7 +790,7 @@ MUTANTS = [
         "compare/diff/updates.py",
         "explained = _SLACK * (epsilon + gap(before, start).error) * size + _SIGNS * math.sqrt(max(gradient, epsilon))",
         "explained = _SLACK * (epsilon + gap(before, start).error) * size",
-        "compare/recordings/test_recorded_steps.py::test_rounding_that_grows_from_step_to_step_is_no_difference[all]",
+        "compare/recordings/test_recorded_steps.py::test_rounding_that_grows_from_step_to_step_is_no_difference[sketch]",
     ),
     Mutant(
         "captures/agreement/file_judge.py",

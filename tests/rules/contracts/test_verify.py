@@ -463,7 +463,13 @@ def by_first_feature(x):
     return x[x[:, 0].argsort()]
 
 
-@pytest.mark.parametrize("change", [second_for_third, by_first_feature])
+def both_of_the_middle(x):
+    y = x.clone()
+    y[1:3] = x[1:3].mean(0)
+    return y
+
+
+@pytest.mark.parametrize("change", [second_for_third, by_first_feature, both_of_the_middle])
 def test_every_sample_is_compared_and_the_reverse_order(change):
     model, x = nn.Sequential(nn.Linear(4, 4), Rows(change)), by_first_feature(torch.randn(4, 4))
     with torch.no_grad():
