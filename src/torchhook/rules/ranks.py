@@ -62,7 +62,7 @@ class RankStep:
     checked: frozenset[str] = frozenset()  # what was compared by checksums
     parameters: int = 0  # that were compared
     averages: bool = False  # whether gradients are averaged over the ranks, so that these should be copies
-    split: bool = False  # whether the script says that it splits parameters itself, so that some are no copies
+    split: bool = False  # whether the script says that it splits parameters itself, so that not all are copies
 
     @property
     def is_by_hand(self) -> bool:

@@ -75,7 +75,7 @@ class Agreement:
 
 
 class UnsuitedError(ValueError):
-    """A variant cannot be made of this model, which is no fault of it."""
+    """This variant cannot be made of the model, through no fault of the model."""
 
 
 class SecondRunError(RuntimeError):
