@@ -26,17 +26,26 @@ class Block:
         self.stat = stat
         self.empty = empty
         self.room = max(1, min(_MOST, _BLOCK // max(1, empty.nbytes)))
-        self.states = empty.expand(self.room, *empty.shape).clone()
+        self.states = empty.new_empty(self.room, *empty.shape)  # only what is used costs time, and memory on the host
         self.used = 0
+        self._is_new = True  # whether nothing was merged into the states since they were empty
 
-    def add(self, states: Tensor) -> None:
-        """Merge other states into these, one by one."""
-        mine = self.states[: self.used]
-        mine.copy_(self.stat.merge(torch.stack([mine, states[: self.used]])))
+    def take(self) -> int:
+        """Reserve the next state, which is empty; returns its number."""
+        self.states[self.used].copy_(self.empty)
+        self.used += 1
+        return self.used - 1
+
+    def merge(self, states: Tensor, start: int = 0) -> None:
+        """Merge other states into these, one by one, from the number `start` on. Only this may write to the block."""
+        mine = self.states[start : start + len(states)]
+        mine.copy_(states if self._is_new else self.stat.merge(torch.stack([mine, states])))
+        self._is_new = False
 
     def reset(self) -> None:
         """Make all states empty."""
-        self.states.copy_(self.empty)
+        self.states[: self.used].copy_(self.empty)
+        self._is_new = True
 
 
 class Shelf:
@@ -54,8 +63,7 @@ class Shelf:
             blocks = self._blocks.setdefault((stat.key, empty.device, empty.shape), [])
             if not blocks or blocks[-1].used == blocks[-1].room:
                 blocks.append(Block(stat, empty))
-        blocks[-1].used += 1
-        return blocks[-1], blocks[-1].used - 1
+            return blocks[-1], blocks[-1].take()
 
     def __iter__(self) -> Iterator[Block]:
         for blocks in self._blocks.values():

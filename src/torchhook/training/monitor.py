@@ -496,7 +496,7 @@ def _kept(loss: Tensor) -> Tensor | float:
     """A loss as it is now. One on the host is read; for any other, nothing waits."""
     if loss.numel() != 1:
         loss = loss.detach().double().mean()
-    return loss.item() if loss.device.type == "cpu" else loss.detach().clone().reshape(())
+    return loss.item() if loss.is_cpu else loss.detach().clone().reshape(())
 
 
 def _faulted(monitor: weakref.ref[Monitor], error: Exception) -> None:

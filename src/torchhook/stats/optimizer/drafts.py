@@ -72,7 +72,7 @@ class Drafts(Sink):
             draft.seen = False
         for block, final in zip(self.shelf, self.whole, strict=True):
             if keep:
-                final.add(block.states)
+                final.merge(block.states[: block.used])
             block.reset()
         return norms
 

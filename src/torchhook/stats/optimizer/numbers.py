@@ -8,7 +8,7 @@ from torch import Tensor
 from torchhook.core.torch_internals import norms_of_each
 from torchhook.stats import Moments
 from torchhook.stats.cell import Cell
-from torchhook.stats.kernels.plain import empty_moments, merged_moments, moments_of_each
+from torchhook.stats.kernels.plain import empty_moments, moments_of_each
 from torchhook.stats.optimizer.notes import NOTES
 from torchhook.stats.shelf import Block, Shelf
 
@@ -37,11 +37,11 @@ class Numbers:
             found = self.cells[path, port] = Cell(self.shelf, [_OVER], f"the {port} of {path!r}", note=NOTES[port])
         return found
 
-    def measure(self, port: str, values: dict[str, Tensor]) -> None:
-        """Add the numbers of one step, by path."""
+    def measure(self, values: dict[tuple[str, str], Tensor]) -> None:
+        """Add the numbers of one step, by path and port: all together, since each operation costs about the same."""
         by_block: dict[Block, dict[int, Tensor]] = {}
-        for path, value in values.items():
-            cell = self.cell(path, port)
+        for place, value in values.items():
+            cell = self.cell(*place)
             if value.device not in cell.places:
                 cell.turn_to(value)
             cell.seen = True
@@ -49,9 +49,7 @@ class Numbers:
             by_block.setdefault(block, {})[number] = value
         for block, found in by_block.items():
             for numbers in _runs(sorted(found)):
-                rows = moments_of_each(torch.stack([found[number] for number in numbers]))
-                states = block.states[numbers.start : numbers.stop]
-                states.copy_(merged_moments(torch.stack([states, rows])))
+                block.merge(moments_of_each(torch.stack([found[number] for number in numbers])), numbers.start)
 
 
 def norms_of(tensors: dict[str, Tensor], quick: bool = False) -> dict[str, Tensor]:

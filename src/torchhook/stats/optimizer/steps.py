@@ -58,6 +58,7 @@ class Steps:
         self.seldom = seldom or reduce.clock
         self.drafts = Drafts(self)
         self.numbers = Numbers()
+        self._noted: dict[tuple[str, str], Tensor] = {}  # numbers of the step that runs now, by path and port
         self.parameters: dict[str, nn.Parameter] = {}
         self.before: dict[str, Tensor] = {}  # the parameters before the step
         self._scaler: GradScaler | None = None  # that multiplies the loss, as far as is known
@@ -91,7 +92,7 @@ class Steps:
         """Remove the hooks from the optimizer."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self.before, self._scaler, self._knows_scaler = [], {}, None, True
+        self._handles, self.before, self._noted, self._scaler, self._knows_scaler = [], {}, {}, None, True
 
     def begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """The optimizer is about to step."""
@@ -130,7 +131,7 @@ class Steps:
                 look()
         except Exception as error:
             self.params = self.param_grads = self.updates = False
-            self.before = {}
+            self.before, self._noted = {}, {}
             warn(f"stopped measuring the optimizer: {type(error).__name__}: {error}")
 
     def _look_before(self) -> None:
@@ -157,9 +158,11 @@ class Steps:
                 for path, update in updates.items():
                     self._cell(path, "update").update(update)
             changes = self._norms(updates)
-            self.numbers.measure("param_norm", norms)
-            self.numbers.measure("update_norm", changes)
-            self.numbers.measure("update_ratio", {path: changes[path] / norms[path] for path in norms})
+            self._note("param_norm", norms)
+            self._note("update_norm", changes)
+            self._note("update_ratio", {path: changes[path] / norms[path] for path in norms})
+        self.numbers.measure(self._noted)
+        self._noted = {}
 
     def _look_at_gradients(self) -> None:
         left = getattr(self.optimizer, "grad_scale", None)  # a fused optimizer removes the scale itself
@@ -172,11 +175,15 @@ class Steps:
             for path, gradient in found.items() if self.norms_alone else ():
                 self.drafts.measure(path, gradient)
         self._scaler, self._knows_scaler = scaler, True
-        self.numbers.measure("param_grad_norm", self.drafts.finish(keep=True))
+        self._note("param_grad_norm", self.drafts.finish(keep=True))
         if not self.norms_alone:
             for path, gradient in found.items():
                 self._cell(path, "step_grad").update(gradient)
-        self.numbers.measure("step_grad_norm", self._norms(found))
+        self._note("step_grad_norm", self._norms(found))
+
+    def _note(self, port: str, values: dict[str, Tensor]) -> None:
+        """Keep numbers until the step has ended."""
+        self._noted.update({(path, port): value for path, value in values.items()})
 
     def _norms(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return norms_of(tensors, quick=self.norms_alone)
