@@ -24,6 +24,7 @@ from torchhook.compare.measures import u_centred, widened
 GROUP_LEAST, GROUP_MOST = 32, 256  # samples in a group
 LEAST = 4  # samples that an unbiased estimate needs at least
 _HELD = 2**26  # bytes of features that wait to be multiplied together
+_STRIP = 32  # rows of inner products at a time: fewer take longer, since they are no longer computed together
 _ROWS = 256  # samples to collect first: adding to large moments costs as much for one as for many
 
 
@@ -134,7 +135,7 @@ class Products:
             first = centred[0]
             together = first.as_strided((len(centred), count, width), (count * width, width, 1))
             with in_full(first.device):
-                products = together @ together.mT
+                products = _inner_products(together)
             for found, gram in zip(grams, products.unbind(), strict=True):
                 found.append(gram)
         self._waiting.clear()
@@ -239,6 +240,19 @@ def in_full(device: torch.device) -> Iterator[None]:
             yield
     finally:
         backend.fp32_precision = before
+
+
+def _inner_products(x: Tensor) -> Tensor:
+    """`x @ x.mT`. It is symmetric, so that a CPU computes little more than the half above the diagonal."""
+    count = x.shape[1]
+    if x.device.type != "cpu":
+        return x @ x.mT
+    products = x.new_empty(len(x), count, count)
+    for start in range(0, count, _STRIP):
+        stop = min(start + _STRIP, count)
+        products[:, start:stop, start:] = x[:, start:stop] @ x[:, start:].mT
+        products[:, stop:, start:stop] = products[:, start:stop, stop:].mT
+    return products
 
 
 def _computed(dtype: torch.dtype) -> torch.dtype:

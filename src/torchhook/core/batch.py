@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +50,7 @@ class Batch(NamedTuple):
 
 def on_device(data: Any, model: nn.Module) -> Any:
     """A copy of `data` on the model's device, since models may overwrite their inputs and leave gradients in them."""
-    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), None)
+    device = next((tensor.device for tensor in chain(model.parameters(), model.buffers())), None)
 
     def moved(tensor: Tensor) -> Tensor:
         return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
