@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from contents import CONTENTS, KINDS, SEEDS, SIZES, filled, rows_agree, same_bins
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -107,6 +107,7 @@ def check(gpu, parts):
 
 
 @settings(max_examples=30, deadline=None)
+@example(["subnormal"], torch.bfloat16, 3, 0, 0)  # whose squares are zero in single precision
 @given(st.lists(KINDS, min_size=1, max_size=3), st.sampled_from(list(_KINDS)), SIZES, st.integers(0, 9), SEEDS)
 def test_moments_and_bins_are_those_of_plain_torch(gpu, kinds, dtype, size, skipped, seed):
     parts = [filled(kind, dtype, size + skipped, seed)[skipped:] for kind in kinds]
@@ -116,7 +117,7 @@ def test_moments_and_bins_are_those_of_plain_torch(gpu, kinds, dtype, size, skip
 @pytest.mark.parametrize("kind", CONTENTS)
 def test_blocks_that_read_many_vectors(gpu, kind):
     for dtype in _KINDS:
-        check(gpu, [filled(kind, dtype, 150_001, 0), filled(kind, dtype, 70_000, 1)[1:]])
+        check(gpu, [filled(kind, dtype, 70_001, 0), filled(kind, dtype, 9_000, 1)[1:]])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

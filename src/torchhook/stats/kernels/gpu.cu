@@ -308,7 +308,7 @@ template <Kind kind, class F> __device__ bool quickly(const Values<kind>& x, Pla
   t1 = all.sums[0], t2 = all.sums[1], t3 = all.sums[2], t4 = all.sums[3], sizes = all.sums[4];
   double m = t1 / n, mean_of_squares = t2 / n, variance = mean_of_squares - m * m;
   bool finite = sizes < INFINITE && t4 < INFINITE;
-  bool constant = t1 == 0 && t2 == 0;
+  bool constant = t1 == 0 && t2 == 0 && all.least[0] == -all.least[1];  // else squares have vanished
   bool is_near = m * m <= 4 * variance, in_range = mean_of_squares > 1e-12 && mean_of_squares < 1e12;
   if (!finite || !(constant || (is_near && in_range))) return false;
   row = from_powers(n, from.centre, from.scale, t1, t2, t3, t4);
