@@ -1,5 +1,5 @@
-// What gpu.cu needs of CUDA, for a CPU. The threads of a block take turns: each runs until the next barrier, where it waits
-// until the others have come to it, too. Blocks run one after the other.
+// What gpu.cu needs of CUDA, for a CPU. The threads of a block take turns: each runs until the next barrier, where it
+// waits until the others have come to it, too. Blocks run one after the other.
 #include <ucontext.h>
 
 #include <cmath>
@@ -15,7 +15,6 @@
 #define __device__
 #define __global__
 #define __shared__ static
-#define __align__(bytes) __attribute__((aligned(bytes)))
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
 
@@ -125,7 +124,7 @@ static float half_of(unsigned pair, int i, bool is_bfloat) {
   return is_bfloat ? __uint_as_float(unsigned(bits) << 16) : half_to_float(bits);
 }
 
-// Which half of two pairs `better` prefers; a number is preferred to NaN.
+// The halves of two pairs that `better` prefers; a number is preferred to NaN.
 template <class F> static unsigned better_of(unsigned a, unsigned b, bool is_bfloat, F better) {
   unsigned found = 0;
   for (int i = 0; i < 2; i++) {

@@ -78,6 +78,7 @@ class Emulated(GPU):
         self.library = built(architecture)
 
     def _launch(self, name, grid, *numbers, threads=256):
+        assert grid[0] <= self.rows or not name.startswith("moments"), "each block needs a row"
         self.library.run(name.encode(), *grid, threads, (ctypes.c_int64 * len(numbers))(*numbers))
 
 

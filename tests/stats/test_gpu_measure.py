@@ -53,6 +53,40 @@ def test_the_kernel_agrees_with_the_oracle(dtype, name, n):
     assert torch.equal(bins, truth)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "name", ["normal", "relu", "some not finite", "jumps", "tiny", "large", "zeros", "not a number", "far"]
+)
+@pytest.mark.parametrize("n", [0, 1, 7, 4099, 3_000_017])
+def test_both_in_one_read_agree_with_the_oracle(dtype, name, n):
+    x = contents(name, n).to(dtype)
+    state, bins = Moments().empty(x), torch.zeros(BINS, device="cuda").double()
+    truth = bins.clone()
+    for part in (x, x[1:], x, x[1:]):
+        assert kernels(x.device).moments_and_histogram(state, bins, part)
+        Plain().histogram(truth, part)
+    rows_agree(state, torch.cat([x, x[1:], x, x[1:]]))
+    assert torch.equal(bins, truth)
+
+
+@pytest.mark.parametrize("dtype, kernel", [(torch.bfloat16, "moments_and_histogram<BFLOAT16>"), (torch.float64, None)])
+def test_a_measurement_reads_the_values_once(monkeypatch, dtype, kernel):
+    compiled, launched = kernels(torch.device("cuda", 0)), []
+    real = compiled._launch
+
+    def launch(name, *args, **settings):
+        launched.append(name)
+        real(name, *args, **settings)
+
+    monkeypatch.setattr(compiled, "_launch", launch)
+    model, x = nn.Sequential(nn.Identity()), torch.randn(64, 5, device="cuda", dtype=dtype)
+    with measure(model, stats=("moments", "histogram", "quantiles")) as stats:
+        model(x)
+        model(x)
+        assert launched == ([kernel, kernel] if kernel else [])
+    assert stats["0"].count == int(stats["0"].histogram().counts.sum()) == 640
+
+
 def test_what_a_block_saw_before_may_be_far_off():
     state, x = None, torch.randn(1_000_003, device="cuda")
     seen = [x, x + 1e6, x * 1e-9, x * 1e9, torch.zeros_like(x), x]

@@ -128,8 +128,8 @@ template <Kind kind> struct Extremes {
 };
 
 #if __CUDA_ARCH__ >= 900
-// Two at a time, as they are in memory. For each zero, all bits of its half of `equal` are set: that is 65535 for the lower
-// half, and -65536 for the upper one. So -counts is the zeros below plus 65536 times how many more there are above.
+// Two at a time, as they are in memory. For a zero, all bits of its half of `equal` are set: this is 65535 for the lower
+// half, and -65536 for the upper one. So -counts is the zeros below, plus 65536 times how many more there are above.
 template <Kind kind> struct Pairs {
   float low = INFINITE, high = -INFINITE;
   unsigned zeros = 0;
@@ -350,23 +350,23 @@ __global__ void settle(const Row* rows, Index each, Row* settled) {
   if (threadIdx.x == 0) settled[blockIdx.x] = parts[0];
 }
 
-// The bin of a value is given by its first eleven bits as a float. The block counts in shared memory, where lanes of a warp
-// that add one to the same count do so together.
+// How many values of a block are in each bin, which is given by the first eleven bits of a value as a float. That many
+// values are zero does no harm: lanes of a warp that add one to the same count in shared memory do so together.
 constexpr int BINS = 2048, A_COUNT = sizeof(unsigned);
 
 struct Tally {
   unsigned* counts;
-  unsigned first;  // the address of the first count; the others differ from it in bits that are zero here
+  unsigned first;  // the address of the first count; those of the others have more bits set
 
   __device__ Tally() {
-    __shared__ __align__(BINS * A_COUNT) unsigned memory[BINS];
+    alignas(BINS * A_COUNT) __shared__ unsigned memory[BINS];
     counts = memory;
     first = __cvta_generic_to_shared(memory);
     for (int i = threadIdx.x; i < BINS; i += THREADS) counts[i] = 0;
     __syncthreads();
   }
 
-  // In assembler, since atomicAdd would take another instruction for the address.
+  // In assembler, because atomicAdd takes one more instruction for the address.
   __device__ void add(float v) {
     unsigned place = (__float_as_uint(v) >> 21) * A_COUNT | first;
     asm volatile("red.shared.add.u32 [%0], 1;" : : "r"(place) : "memory");

@@ -18,7 +18,8 @@ _THREADS = 256
 _LANES = 32
 _WARPS = _THREADS // _LANES
 _A_BLOCK = _THREADS * 4 * 16  # bytes that a block reads at a time
-_BLOCKS = {"moments": 2, "histogram": 4, "moments_and_histogram": 2}  # per multiprocessor: the fastest numbers
+# Per multiprocessor: the fastest numbers for each alone; both together need the rows of the moments.
+_BLOCKS = {"moments": 2, "histogram": 4, "moments_and_histogram": 2}
 _WAVES = 32  # the same for channels, whose blocks are small
 _PLACES = 4096
 _A_PLACE = 8  # bytes
@@ -44,7 +45,7 @@ class GPU(Compiled):
         self._kernel("moments<FLOAT32>")  # fail now rather than later
 
     def has_run(self, kernel: str, state: Tensor, x: Tensor, dim: int | None = None) -> bool:
-        if self.failed or x.dtype not in _KINDS or type(x) is not Tensor:
+        if not self._takes(x):
             return False
         try:
             x = dense(x)
@@ -59,7 +60,7 @@ class GPU(Compiled):
         return True
 
     def moments_and_histogram(self, moments: Tensor, bins: Tensor, x: Tensor) -> bool:
-        if self.failed or x.dtype not in _KINDS or type(x) is not Tensor:
+        if not self._takes(x):
             return False
         try:
             places = moments.data_ptr(), self._place(moments), bins.data_ptr()
@@ -80,6 +81,9 @@ class GPU(Compiled):
             self.give_up(error)
             return super().settled(states)
         return rows
+
+    def _takes(self, x: Tensor) -> bool:
+        return not self.failed and x.dtype in _KINDS and type(x) is Tensor
 
     def _run_channels(self, state: Tensor, x: Tensor, dim: int) -> None:
         """Add up the values of each unit, then merge the sums into `state`."""
