@@ -33,13 +33,6 @@ static unsigned __float_as_uint(float value) { return same_bits<unsigned>(value)
 static double __longlong_as_double(long long bits) { return same_bits<double>(bits); }
 template <class T> static void atomicAdd(T* to, T value) { *to += value; }
 
-// Addresses in shared memory have 32 bits. These are the lower ones; all have the same upper ones.
-static uint64_t upper_bits;
-static size_t __cvta_generic_to_shared(const void* there) {
-  upper_bits = uint64_t(there) & ~0xffffffffull;
-  return uint64_t(there) & 0xffffffffu;
-}
-
 // --- threads and barriers
 
 constexpr int MOST_THREADS = 256, STACK = 1 << 16;
@@ -136,7 +129,6 @@ template <class F> static unsigned better_of(unsigned a, unsigned b, bool is_bfl
 }
 
 static void ptx(const std::string&, float& to, unsigned short from) { to = half_to_float(from); }
-static void ptx(const std::string&, unsigned address) { ++*reinterpret_cast<unsigned*>(upper_bits | address); }
 static void ptx(const std::string& name, unsigned& to, unsigned from) {
   bool is_bfloat = name.find("bf16") != std::string::npos, is_min = name.find("min") == 0;
   to = better_of(to, from, is_bfloat, [&](float a, float b) { return is_min ? a < b : a > b; });

@@ -352,25 +352,19 @@ __global__ void settle(const Row* rows, Index each, Row* settled) {
 
 // How many values of a block are in each bin, which is given by the first eleven bits of a value as a float. That many
 // values are zero does no harm: lanes of a warp that add one to the same count in shared memory do so together.
-constexpr int BINS = 2048, A_COUNT = sizeof(unsigned);
+constexpr int BINS = 2048;
 
 struct Tally {
   unsigned* counts;
-  unsigned first;  // the address of the first count; those of the others have more bits set
 
   __device__ Tally() {
-    alignas(BINS * A_COUNT) __shared__ unsigned memory[BINS];
+    __shared__ unsigned memory[BINS];
     counts = memory;
-    first = __cvta_generic_to_shared(memory);
     for (int i = threadIdx.x; i < BINS; i += THREADS) counts[i] = 0;
     __syncthreads();
   }
 
-  // In assembler, because atomicAdd takes one more instruction for the address.
-  __device__ void add(float v) {
-    unsigned place = (__float_as_uint(v) >> 21) * A_COUNT | first;
-    asm volatile("red.shared.add.u32 [%0], 1;" : : "r"(place) : "memory");
-  }
+  __device__ void add(float v) { atomicAdd(&counts[__float_as_uint(v) >> 21], 1u); }
 
   __device__ void add_to(double* bins) const {
     __syncthreads();
