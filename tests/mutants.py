@@ -159,6 +159,24 @@ MUTANTS = [
         "stats/test_moments_property.py::test_however_it_is_split_and_merged",
     ),
     Mutant(
+        "stats/kernels/gpu.cu",
+        "zeros += 2 * below + (int(-counts) >> 16);",
+        "zeros += 2 * below;",
+        "stats/test_gpu_kernels_emulated.py::test_every_number_of_half_precision",
+    ),
+    Mutant(
+        "stats/kernels/gpu.cu",
+        "if (!quickly(x, places[blockIdx.x], found, also)) found = carefully(x);",
+        "if (!quickly(x, places[blockIdx.x], found, also)) found = carefully(x), x.each(also);",
+        "stats/test_gpu_kernels_emulated.py::test_every_number_of_half_precision",
+    ),
+    Mutant(
+        "stats/cell.py",
+        "for stat, state in self._others if done else self._pairs:",
+        "for stat, state in self._pairs:",
+        "stats/test_moments_with_bins.py::test_one_read_in_any_order_and_among_others",
+    ),
+    Mutant(
         "stats/channels.py",
         "(m2 / (n - 1)).sqrt().masked_fill(n < 2, torch.nan),",
         "(m2 / n).sqrt().masked_fill(n < 2, torch.nan),",

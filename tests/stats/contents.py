@@ -6,6 +6,8 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+from torchhook.stats.kernels.plain import BINS, FIELDS, empty_moments, merged_moments, moments_of
+
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
 DTYPES = [*FLOATS, *INTS, torch.bool]
@@ -134,3 +136,32 @@ def check_moments(reading, *tensors):
     }
     found = {name: getattr(reading, name) for name in expected}
     assert found == expected, f"{reading!r}: {found} is not {expected}"
+
+
+EXACT = ("count", "nan", "posinf", "neginf", "zeros", "min", "max")
+
+
+def rows_agree(got, x):
+    """Check rows of moments that a GPU kernel has made of the values in `x`."""
+    truth = moments_of(x) if x.numel() else empty_moments(x.device)
+    truth = dict(zip(FIELDS, truth.tolist(), strict=True))
+    got = dict(zip(FIELDS, merged_moments(got).tolist(), strict=True))
+    for name in EXACT:
+        assert got[name] == truth[name], name
+    n = truth["count"] - truth["nan"] - truth["posinf"] - truth["neginf"]
+    if not n:
+        return
+    finite = x.double()[x.isfinite()]
+    d = finite - finite.mean()
+    std = float(d.square().mean().sqrt())
+    assert abs(got["mean"] - truth["mean"]) <= 1e-5 * std + 1e-12 * abs(truth["mean"])
+    assert got["m2"] == pytest.approx(truth["m2"], rel=2e-5, abs=1e-12 * float(finite.square().sum()))
+    assert got["abs_sum"] == pytest.approx(truth["abs_sum"], rel=1e-5)
+    for power, name in ((3, "m3"), (4, "m4")):
+        assert abs(got[name] - truth[name]) <= 1e-4 * float((d.abs() ** power).sum()) + 1e-300, name
+
+
+def same_bins(state, expected):
+    """Whether all bins are equal; those of NaN together, for torch makes different ones of one float16."""
+    [a, b] = torch.stack([state, expected]).view(2, 2, BINS // 2).split([1021, 3], -1)
+    return torch.equal(*a) and bool(b[0].sum() == b[1].sum())

@@ -6,18 +6,18 @@ import warnings
 
 import pytest
 import torch
+from contents import rows_agree
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 from torchhook import Moments, measure
 from torchhook.stats.kernels import kernels
-from torchhook.stats.kernels.plain import BINS, FIELDS, Plain, merged_moments, moments_of
+from torchhook.stats.kernels.plain import BINS, Plain
 
 pytestmark = pytest.mark.gpu
 
 ALL = ("moments", "histogram", "channels", "covariance", "topk")
-EXACT = ("count", "nan", "posinf", "neginf", "zeros", "min", "max")
 
 
 def contents(name, n):
@@ -32,24 +32,6 @@ def contents(name, n):
         return torch.cat([x[: n // 2], x[n // 2 :] * 1e-3 + 1e3])
     scales = {"normal": 1.0, "tiny": 1e-12, "large": 1e4, "zeros": 0.0, "not a number": math.nan}
     return x + 1e6 if name == "far" else x * scales[name]
-
-
-def rows_agree(got, x):
-    truth = dict(zip(FIELDS, moments_of(x).tolist() if x.numel() else Moments().empty(x)[0].tolist(), strict=True))
-    got = dict(zip(FIELDS, merged_moments(got).tolist(), strict=True))
-    for name in EXACT:
-        assert got[name] == truth[name], name
-    n = truth["count"] - truth["nan"] - truth["posinf"] - truth["neginf"]
-    if not n:
-        return
-    finite = x.double()[x.isfinite()]
-    d = finite - finite.mean()
-    std = float(d.square().mean().sqrt())
-    assert abs(got["mean"] - truth["mean"]) <= 1e-5 * std + 1e-12 * abs(truth["mean"])
-    assert got["m2"] == pytest.approx(truth["m2"], rel=2e-5, abs=1e-12 * float(finite.square().sum()))
-    assert got["abs_sum"] == pytest.approx(truth["abs_sum"], rel=1e-5)
-    for power, name in ((3, "m3"), (4, "m4")):
-        assert abs(got[name] - truth[name]) <= 1e-4 * float((d.abs() ** power).sum()) + 1e-300, name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -69,6 +51,40 @@ def test_the_kernel_agrees_with_the_oracle(dtype, name, n):
     fast.histogram(bins, x)
     Plain().histogram(truth, x)
     assert torch.equal(bins, truth)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "name", ["normal", "relu", "some not finite", "jumps", "tiny", "large", "zeros", "not a number", "far"]
+)
+@pytest.mark.parametrize("n", [0, 1, 7, 4099, 3_000_017])
+def test_both_in_one_read_agree_with_the_oracle(dtype, name, n):
+    x = contents(name, n).to(dtype)
+    state, bins = Moments().empty(x), torch.zeros(BINS, device="cuda").double()
+    truth = bins.clone()
+    for part in (x, x[1:], x, x[1:]):
+        assert kernels(x.device).moments_and_histogram(state, bins, part)
+        Plain().histogram(truth, part)
+    rows_agree(state, torch.cat([x, x[1:], x, x[1:]]))
+    assert torch.equal(bins, truth)
+
+
+@pytest.mark.parametrize("dtype, kernel", [(torch.bfloat16, "moments_and_histogram<BFLOAT16>"), (torch.float64, None)])
+def test_a_measurement_reads_the_values_once(monkeypatch, dtype, kernel):
+    compiled, launched = kernels(torch.device("cuda", 0)), []
+    real = compiled._launch
+
+    def launch(name, *args, **settings):
+        launched.append(name)
+        real(name, *args, **settings)
+
+    monkeypatch.setattr(compiled, "_launch", launch)
+    model, x = nn.Sequential(nn.Identity()), torch.randn(64, 5, device="cuda", dtype=dtype)
+    with measure(model, stats=("moments", "histogram", "quantiles")) as stats:
+        model(x)
+        model(x)
+        assert launched == ([kernel, kernel] if kernel else [])
+    assert stats["0"].count == int(stats["0"].histogram().counts.sum()) == 640
 
 
 def test_what_a_block_saw_before_may_be_far_off():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import permutations
 
 import torch
 from torch import Tensor
@@ -27,7 +28,9 @@ class Cell:
     __slots__ = (
         "_device",
         "_lock",
+        "_others",
         "_pairs",
+        "_together",
         "failed",
         "label",
         "name",
@@ -52,6 +55,8 @@ class Cell:
         self._lock = threading.Lock()  # threads may share a session
         self._device: torch.device | None = None
         self._pairs: list[tuple[Stat, Tensor]] = []
+        self._together: Callable[[Tensor], bool] | None = None  # updates two of the pairs at once
+        self._others = self._pairs  # without these two
 
     def update(self, x: Tensor) -> None:
         """Add the values in `x`."""
@@ -63,7 +68,8 @@ class Cell:
             if x.device != self._device:
                 self.turn_to(x)
             self.seen = True
-            for stat, state in self._pairs:
+            done = self._together is not None and self._together(x)
+            for stat, state in self._others if done else self._pairs:
                 try:
                     if stat.update(state, x) is not None:  # a mistake in a Stat of the user
                         raise TypeError("update returned something; it has to write into the state instead")
@@ -82,7 +88,7 @@ class Cell:
                         self._give_up(stat, error)
             by_key = {stat.key: stat for stat in self.stats}  # some share a state
             found = [(stat, *places[key]) for key, stat in by_key.items()]
-            self._pairs = [(stat, block.states[number]) for stat, block, number in found]
+            self._update_with([(stat, block.states[number]) for stat, block, number in found])
             self._device = x.device
 
     def row(self, readers: dict[Block, Callable[[], tuple[Tensor, ...]]]) -> Row:
@@ -94,11 +100,21 @@ class Cell:
                 states[key].append(partial(_nth, readers[block], number))
         return Row(self.stats, self.label, self.note, states, self.failed, self.shape)
 
+    def _update_with(self, pairs: list[tuple[Stat, Tensor]]) -> None:
+        """Update these states from now on: two of them together, if there is a way to do that."""
+        self._pairs = self._others = pairs
+        self._together = None
+        for one, other in permutations(pairs, 2):
+            self._together = one[0].together(one[1], *other)
+            if self._together is not None:
+                self._others = [pair for pair in pairs if pair is not one and pair is not other]
+                break
+
     def _give_up(self, stat: Stat, error: Exception) -> None:
         reason = f"{type(error).__name__}: {error}"
         given_up = [known.name for known in self.stats if known.key == stat.key]
         self.stats = tuple(known for known in self.stats if known.key != stat.key)
-        self._pairs = [pair for pair in self._pairs if pair[0].key != stat.key]
+        self._update_with([pair for pair in self._pairs if pair[0].key != stat.key])
         self.failed = {**self.failed, **dict.fromkeys(given_up, reason)}
         if not isinstance(error, UnlikeError):
             warn(f"could not collect {stat.name!r} for {self.name}: {reason:.300}")

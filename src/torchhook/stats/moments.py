@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
+from torchhook.stats.histogram import Binned
 from torchhook.stats.kernels import kernels
 from torchhook.stats.kernels.plain import FIELDS, empty_moments, merged_moments
 from torchhook.stats.stat import Stat
@@ -53,6 +56,11 @@ class Moments(Stat):
 
     def update(self, state: Tensor, x: Tensor) -> None:
         kernels(x.device).moments(state, x)
+
+    def together(self, state: Tensor, other: Stat, its: Tensor) -> Callable[[Tensor], bool] | None:
+        if type(self).update is not Moments.update or type(other).update is not Binned.update:
+            return None
+        return partial(kernels(state.device).moments_and_histogram, state, its)
 
     def merge(self, states: Tensor) -> Tensor:
         return merged_moments(states)

@@ -7,6 +7,7 @@ side by side, copied at once, and merged over batches, threads, ranks and machin
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -59,6 +60,13 @@ class Stat(ABC):
     @abstractmethod
     def update(self, state: Tensor, x: Tensor) -> None:
         """Add the values in `x` to `state`, in place."""
+
+    def together(self, state: Tensor, other: Stat, its: Tensor) -> Callable[[Tensor], bool] | None:
+        """What updates this statistic's `state` and that of `other` in one read of the values, if anything does.
+
+        It returns whether it has updated them. If not, neither has changed, and each is updated by itself.
+        """
+        return None
 
     @abstractmethod
     def compute(self, state: Tensor) -> Any:

@@ -128,7 +128,8 @@ template <Kind kind> struct Extremes {
 };
 
 #if __CUDA_ARCH__ >= 900
-// Two at a time, as they are in memory. The counts of zeros are half precision as well, and exact while they are small.
+// Two at a time, as they are in memory. For a zero, all bits of its half of `equal` are set: this is 65535 for the lower
+// half, and -65536 for the upper one. So -counts is the zeros below, plus 65536 times how many more there are above.
 template <Kind kind> struct Pairs {
   float low = INFINITE, high = -INFINITE;
   unsigned zeros = 0;
@@ -144,21 +145,21 @@ template <Kind kind> struct Pairs {
     if (kind == BFLOAT16) {
       asm("min.bf16x2 %0, %0, %1;" : "+r"(lows) : "r"(pair));
       asm("max.bf16x2 %0, %0, %1;" : "+r"(highs) : "r"(pair));
-      asm("set.eq.bf16x2.bf16x2 %0, %1, %2;" : "=r"(equal) : "r"(pair), "r"(0u));
-      asm("add.rn.bf16x2 %0, %0, %1;" : "+r"(counts) : "r"(equal));
+      asm("set.eq.u32.bf16x2 %0, %1, %2;" : "=r"(equal) : "r"(pair), "r"(0u));
     } else {
       asm("min.f16x2 %0, %0, %1;" : "+r"(lows) : "r"(pair));
       asm("max.f16x2 %0, %0, %1;" : "+r"(highs) : "r"(pair));
-      asm("set.eq.f16x2.f16x2 %0, %1, %2;" : "=r"(equal) : "r"(pair), "r"(0u));
-      asm("add.f16x2 %0, %0, %1;" : "+r"(counts) : "r"(equal));
+      asm("set.eq.u32.f16x2 %0, %1, %2;" : "=r"(equal) : "r"(pair), "r"(0u));
     }
+    counts += equal;
   }
   __device__ void add(const uint4& v) { add(v.x), add(v.y), add(v.z), add(v.w); }
   __device__ void flush() {
-    const uint4 found = {lows, highs, counts, 0};
+    const uint4 found = {lows, highs, 0, 0};
     low = fminf(low, fminf(Values<kind>::lane(found, 0), Values<kind>::lane(found, 1)));
     high = fmaxf(high, fmaxf(Values<kind>::lane(found, 2), Values<kind>::lane(found, 3)));
-    zeros += unsigned(Values<kind>::lane(found, 4) + Values<kind>::lane(found, 5));
+    unsigned below = -counts & 0xffffu;
+    zeros += 2 * below + (int(-counts) >> 16);
     counts = 0;
   }
 };
@@ -266,13 +267,14 @@ template <Kind kind> __device__ Row glance(const Values<kind>& x) {
   return n > 0 ? from_powers(n, 0, 1, all.sums[1], all.sums[2], 0, 0) : nothing();
 }
 
-// In single precision, in one pass; false if that is not good enough.
-template <Kind kind> __device__ bool quickly(const Values<kind>& x, Place from, Row& row) {
+// In single precision, in one pass, in which `also` gets each value once; false if that is not good enough.
+template <Kind kind, class F> __device__ bool quickly(const Values<kind>& x, Place from, Row& row, F also) {
   float s1 = 0, s2 = 0, s3 = 0, s4 = 0, size = 0;
   double t1 = 0, t2 = 0, t3 = 0, t4 = 0, sizes = 0;
   float shift;
   Extremes<kind> extremes;
   auto add = [&](float v) {
+    also(v);
     float d = fmaf(v, from.scale, shift), q = d * d;
     s1 += d;
     s2 += q;
@@ -306,7 +308,7 @@ template <Kind kind> __device__ bool quickly(const Values<kind>& x, Place from, 
   t1 = all.sums[0], t2 = all.sums[1], t3 = all.sums[2], t4 = all.sums[3], sizes = all.sums[4];
   double m = t1 / n, mean_of_squares = t2 / n, variance = mean_of_squares - m * m;
   bool finite = sizes < INFINITE && t4 < INFINITE;
-  bool constant = t1 == 0 && t2 == 0;
+  bool constant = t1 == 0 && t2 == 0 && all.least[0] == -all.least[1];  // else squares have vanished
   bool is_near = m * m <= 4 * variance, in_range = mean_of_squares > 1e-12 && mean_of_squares < 1e12;
   if (!finite || !(constant || (is_near && in_range))) return false;
   row = from_powers(n, from.centre, from.scale, t1, t2, t3, t4);
@@ -317,17 +319,21 @@ template <Kind kind> __device__ bool quickly(const Values<kind>& x, Place from, 
   return true;
 }
 
-// `places` outlast the rows: these are reset again and again, while the values do not change much.
-template <Kind kind>
-__global__ void __launch_bounds__(THREADS, 2) moments(const void* data, Index n, Row* rows, Place* places) {
-  Values<kind> x(data, n);
+// Adds to the row of this block; `also` gets each value once.
+template <Kind kind, class F> __device__ void add_moments(const Values<kind>& x, Row* rows, Place* places, F also) {
   Row known = rows[blockIdx.x], found;
-  if (!quickly(x, places[blockIdx.x], found)) found = carefully(x);
+  if (!quickly(x, places[blockIdx.x], found, also)) found = carefully(x);
   if (threadIdx.x == 0) {
     if (finite(found) > 0) places[blockIdx.x] = near(found);
     merge(known, found);
     rows[blockIdx.x] = known;
   }
+}
+
+// `places` outlast the rows: these are reset again and again, while the values do not change much.
+template <Kind kind>
+__global__ void __launch_bounds__(THREADS, 2) moments(const void* data, Index n, Row* rows, Place* places) {
+  add_moments(Values<kind>(data, n), rows, places, [](float) {});
 }
 
 // Merges the rows of each state into one.
@@ -344,26 +350,42 @@ __global__ void settle(const Row* rows, Index each, Row* settled) {
   if (threadIdx.x == 0) settled[blockIdx.x] = parts[0];
 }
 
-// The bin of a value is given by its first eleven bits as a float. Zeros are so common that they are counted apart.
+// How many values of a block are in each bin, which is given by the first eleven bits of a value as a float. That many
+// values are zero does no harm: lanes of a warp that add one to the same count in shared memory do so together.
 constexpr int BINS = 2048;
 
+struct Tally {
+  unsigned* counts;
+
+  __device__ Tally() {
+    __shared__ unsigned memory[BINS];
+    counts = memory;
+    for (int i = threadIdx.x; i < BINS; i += THREADS) counts[i] = 0;
+    __syncthreads();
+  }
+
+  __device__ void add(float v) { atomicAdd(&counts[__float_as_uint(v) >> 21], 1u); }
+
+  __device__ void add_to(double* bins) const {
+    __syncthreads();
+    for (int i = threadIdx.x; i < BINS; i += THREADS)
+      if (counts[i]) atomicAdd(&bins[i], double(counts[i]));
+  }
+};
+
 template <Kind kind> __global__ void __launch_bounds__(THREADS, 4) histogram(const void* data, Index n, double* bins) {
-  __shared__ unsigned found[BINS];
-  for (int i = threadIdx.x; i < BINS; i += THREADS) found[i] = 0;
-  __syncthreads();
-  Values<kind> x(data, n);
-  unsigned zeros = 0;
-  x.each([&](float v) {
-    unsigned bits = __float_as_uint(v);
-    if (bits == 0)
-      zeros++;
-    else
-      atomicAdd(&found[bits >> 21], 1u);
-  });
-  atomicAdd(&found[0], zeros);
-  __syncthreads();
-  for (int i = threadIdx.x; i < BINS; i += THREADS)
-    if (found[i]) atomicAdd(&bins[i], double(found[i]));
+  Tally tally;
+  Values<kind>(data, n).each([&](float v) { tally.add(v); });
+  tally.add_to(bins);
+}
+
+// Both in one pass.
+template <Kind kind>
+__global__ void __launch_bounds__(THREADS, 2)
+    moments_and_histogram(const void* data, Index n, Row* rows, Place* places, double* bins) {
+  Tally tally;
+  add_moments(Values<kind>(data, n), rows, places, [&](float v) { tally.add(v); });
+  tally.add_to(bins);
 }
 
 // Statistics of units. In memory a tensor is rows, in which every unit has `inner` values side by side. Sums are of the

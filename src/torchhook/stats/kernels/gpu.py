@@ -18,7 +18,8 @@ _THREADS = 256
 _LANES = 32
 _WARPS = _THREADS // _LANES
 _A_BLOCK = _THREADS * 4 * 16  # bytes that a block reads at a time
-_BLOCKS = {"moments": 2, "histogram": 4}  # per multiprocessor: the fastest numbers
+# Per multiprocessor: the fastest numbers for each alone; both together need the rows of the moments.
+_BLOCKS = {"moments": 2, "histogram": 4, "moments_and_histogram": 2}
 _WAVES = 32  # the same for channels, whose blocks are small
 _PLACES = 4096
 _A_PLACE = 8  # bytes
@@ -44,17 +45,26 @@ class GPU(Compiled):
         self._kernel("moments<FLOAT32>")  # fail now rather than later
 
     def has_run(self, kernel: str, state: Tensor, x: Tensor, dim: int | None = None) -> bool:
-        if self.failed or x.dtype not in _KINDS or type(x) is not Tensor:
+        if not self._takes(x):
             return False
         try:
             x = dense(x)
             if dim is not None:
                 self._run_channels(state, x, dim)
             elif kernel == "moments":
-                slot = self.slots.setdefault(state.data_ptr(), len(self.slots) % _PLACES)
-                self._run_over_all(kernel, state, x, self.places.data_ptr() + slot * self.rows * _A_PLACE)
+                self._run_over_all(kernel, x, state.data_ptr(), self._place(state))
             else:
-                self._run_over_all(kernel, state, x)
+                self._run_over_all(kernel, x, state.data_ptr())
+        except Exception as error:
+            return self.give_up(error)
+        return True
+
+    def moments_and_histogram(self, moments: Tensor, bins: Tensor, x: Tensor) -> bool:
+        if not self._takes(x):
+            return False
+        try:
+            places = moments.data_ptr(), self._place(moments), bins.data_ptr()
+            self._run_over_all("moments_and_histogram", dense(x), *places)
         except Exception as error:
             return self.give_up(error)
         return True
@@ -72,6 +82,9 @@ class GPU(Compiled):
             return super().settled(states)
         return rows
 
+    def _takes(self, x: Tensor) -> bool:
+        return not self.failed and x.dtype in _KINDS and type(x) is Tensor
+
     def _run_channels(self, state: Tensor, x: Tensor, dim: int) -> None:
         """Add up the values of each unit, then merge the sums into `state`."""
         rows, units, inner = laid_out(x, dim)
@@ -84,10 +97,15 @@ class GPU(Compiled):
         places = data, units, inner, sums.data_ptr(), state.data_ptr()
         self._launch(f"merge_units<{kind}>", (-(-units // _THREADS), 1), *places)
 
-    def _run_over_all(self, name: str, state: Tensor, x: Tensor, *more: int) -> None:
+    def _place(self, state: Tensor) -> int:
+        """The address of the places of a state of moments."""
+        slot = self.slots.setdefault(state.data_ptr(), len(self.slots) % _PLACES)
+        return int(self.places.data_ptr()) + slot * self.rows * _A_PLACE
+
+    def _run_over_all(self, name: str, x: Tensor, *addresses: int) -> None:
         """Run a kernel that visits all values of a dense `x`, in any order."""
         blocks = min(self.processors * _BLOCKS[name], -(-x.nbytes // _A_BLOCK)) or 1
-        self._launch(f"{name}<{_KINDS[x.dtype]}>", (blocks, 1), address(x), x.numel(), state.data_ptr(), *more)
+        self._launch(f"{name}<{_KINDS[x.dtype]}>", (blocks, 1), address(x), x.numel(), *addresses)
 
     def _launch(self, name: str, grid: tuple[int, int], *numbers: int, threads: int = _THREADS) -> None:
         """Launch a kernel. All its arguments are numbers of eight bytes."""

@@ -211,15 +211,14 @@ template <> inline uint32_t bin<int32_t>(int32_t x) { return bin(double(x)); }
 template <> inline uint32_t bin<int64_t>(int64_t x) { return bin(double(x)); }
 
 template <class T> static void count(const T* x, int64_t n, double* bins) {
-  std::vector<uint32_t> found(2048 * WAYS);  // several copies, so that a write need not wait for the last
   for (int64_t begin = 0; begin < n; begin += 1 << 30) {
-    int64_t end = n - begin < 1 << 30 ? n : begin + (1 << 30);
-    for (int64_t i = begin; i < end; i++) found[(i % WAYS) * 2048 + bin(x[i])]++;
-    for (int i = 0; i < 2048; i++)
-      for (int way = 0; way < WAYS; way++) {
-        bins[i] += found[way * 2048 + i];
-        found[way * 2048 + i] = 0;
-      }
+    uint32_t found[WAYS][2048] = {};  // several copies, so that a write need not wait for the last
+    int64_t i = begin, end = n - begin < 1 << 30 ? n : begin + (1 << 30);
+    for (; i + WAYS <= end; i += WAYS)
+      for (int way = 0; way < WAYS; way++) found[way][bin(x[i + way])]++;
+    for (; i < end; i++) found[0][bin(x[i])]++;
+    for (int number = 0; number < 2048; number++)
+      for (int way = 0; way < WAYS; way++) bins[number] += found[way][number];
   }
 }
 

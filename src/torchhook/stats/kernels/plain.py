@@ -40,6 +40,10 @@ class Plain:
         for piece in x.reshape(-1).split(_PIECE):
             state.scatter_add_(0, bins_of(piece), state.new_ones(()).expand(piece.numel()))
 
+    def moments_and_histogram(self, moments: Tensor, bins: Tensor, x: Tensor) -> bool:
+        """Add the values in `x` to both states, if that takes only one read of them; says whether it was done."""
+        return False
+
     def channels(self, state: Tensor, x: Tensor, dim: int) -> None:
         """Add the values in `x` to the units in `state`, which are in dimension `dim`."""
         state.copy_(merged_channels(torch.stack([state, channels_of(x.movedim(dim, 0).flatten(1))])))
