@@ -260,11 +260,11 @@ def measured(model, optimizer):
 
 @pytest.mark.parametrize("watch", [watched_by_monitor, measured])
 def test_what_was_watched_is_freed_without_the_garbage_collector(watch):
+    model, _, _ = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)  # the first of a process leaves its frames in a cycle
     gc.collect()
     gc.disable()
     try:
-        model, _, _ = mlp()
-        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
         result = watch(model, optimizer)
         gone = [weakref.ref(thing) for thing in (model, optimizer, model[0].weight, model[0].weight.grad)]
         if watch is measured:  # a result that can still be read knows its model

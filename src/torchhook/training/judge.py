@@ -100,7 +100,7 @@ class Judge:
         was_finite, self._finite = self._finite, is_finite
         if was_finite and not is_finite:
             return True
-        elapsed = time.monotonic() - self._begun
+        elapsed = time.monotonic() - self._begun if self._price is None else self._price.elapsed
         share = _PRICE if self._price is None else self._price.share
         has_time = self._spent + (self._last or _GUESS) < _SHARE * share * elapsed
         has_grown = self._prompt and self._windows >= _MORE * self._looked

@@ -25,7 +25,7 @@ _AHEAD = (
 )
 _OVERDRAFT = 0.7  # seconds that a training of under a minute may be overdrawn by; with what is not known yet, 1
 _SHORT = 60.0
-_FREE = 0.05  # seconds of that for measuring as often as asked for, unless findings are waited for
+_FREE = 0.02  # seconds of that for measuring as often as asked for, unless findings are waited for
 _FIRST = 6  # measurements as often as asked for, whatever they cost: rules need about as many
 _GROWTH = 2  # beyond that, each of the first measurements is at this many times the step of the one before
 _STEPS = 48  # that the usual length of a step is the median of
