@@ -206,6 +206,8 @@ forward_pre_hooks = _hooks("_forward_pre_hooks")
 backward_hooks = _hooks("_backward_hooks")
 backward_pre_hooks = _hooks("_backward_pre_hooks")
 
+can_place_hooks = "module._forward_hooks" not in FALLBACKS
+
 _BY_HOOKS = "passes are followed with hooks, and stop=True is refused"
 call_impl: Callable[[nn.Module], Callable[..., Any]] = _attribute(
     "module", "_call_impl", _module, _refusal("module._call_impl", "wrapping a model's call"), _BY_HOOKS

@@ -23,7 +23,7 @@ from torchhook.core.errors import NonfiniteError
 from torchhook.core.event import recomputing
 from torchhook.core.hooks.gradients import InputViews, catching, hooked
 from torchhook.core.hooks.outputs import Hook, InputHook, KeepHook, OutputHook, PairedOutputHook, ParamGradHook
-from torchhook.core.hooks.registration import Removable, registering
+from torchhook.core.hooks.registration import Removable, after_forward, registering
 from torchhook.core.hooks.replay import Awaited, repeatable
 from torchhook.core.hooks.tensors import watched
 from torchhook.core.page import NEVER, Keep
@@ -107,7 +107,7 @@ class Point(Defaults):
         if self.scope.options.full:  # run before the hooks of others, which may take the value apart
             self.handles += (target.register_forward_hook(hook, prepend=True),)
         else:
-            self.handles += (target.register_forward_hook(hook),)
+            self.handles += (after_forward(target, hook),)
 
     def remove(self) -> None:
         """Remove this point's hooks."""
