@@ -81,7 +81,7 @@ class Ring(Store):
         with self._lock:
             self._count = 0
             for page in self._pages:
-                page.clear()
+                page.kept.clear()
 
     def page(self, number: int, outside: bool) -> Page:
         """Begin the page of a pass, or of the calls outside after it, and drop pages that are now too old."""
@@ -95,7 +95,7 @@ class Ring(Store):
             while self._passes > limit:  # calls outside are dropped with the pass before them
                 old = self._pages.popleft()
                 self._passes -= not old.outside
-                self._count -= len(old)
+                self._count -= len(old.kept)
         return page
 
     def takes_anything(self) -> bool:
@@ -114,9 +114,9 @@ class Ring(Store):
                 page.listed = True
                 self._pages.append(page)
                 self._passes += not page.outside
-            before = len(page)
+            before = len(page.kept)
             page.put(site, call, value)
-            self._count += len(page) - before
+            self._count += len(page.kept) - before
             while self.max_entries is not None and self._count > self.max_entries:
                 self._drop_oldest()
 
@@ -133,11 +133,11 @@ class Ring(Store):
             self._at_most += size
 
     def _drop_oldest(self) -> None:
-        while not self._pages[0]:
+        while not self._pages[0].kept:
             empty = self._pages.popleft()
             empty.listed = False
             self._passes -= not empty.outside
-        self._pages[0].popleft()
+        del self._pages[0].kept[0]
         self._count -= 1
 
     def _budget_error(self, site: int, size: int) -> BudgetError:
