@@ -235,7 +235,45 @@ def _code_of(name: str) -> CodeType | None:
 
 
 WRAPPED_CALL_CODE = _code_of("_wrapped_call_impl")
-CALL_CODE = _code_of("_call_impl")
+
+_OWN_HOOKS = ("_forward_pre_hooks", "_backward_pre_hooks", "_backward_hooks")
+_HOOKS_ON_ALL = tuple(f"_global{name}" for name in ("_forward_hooks", *_OWN_HOOKS))
+
+
+def _where_hooks_on_all_are() -> Any:
+    """The module of torch that has the hooks on all modules; AttributeError if a call has other kinds than we know."""
+    kinds = {name for name in nn.Module._call_impl.__code__.co_names if name.endswith("_hooks")}
+    if kinds != {"_forward_hooks", *_OWN_HOOKS, *_HOOKS_ON_ALL}:
+        raise AttributeError("_call_impl")
+    return nn.modules.module
+
+
+_all_modules: Any = _found("module._call_impl.__code__", _where_hooks_on_all_are, "calls take a longer way to our hooks")
+_knows_calls = _all_modules is not _MISSING and can_wrap_calls and can_place_hooks and WRAPPED_CALL_CODE is not None
+_call, _impl = nn.Module.__call__, getattr(nn.Module, "_call_impl", None)
+
+
+def is_called_by_torch(module: nn.Module) -> bool:
+    """Whether torch itself calls the forward and the hooks of `module`, in the way that we know."""
+    kind: Any = type(module)
+    return _knows_calls and kind.__call__ is _call and kind._call_impl is _impl
+
+
+def calls_only(module: nn.Module, number: int) -> bool:
+    """Whether a call of `module` consists of its forward and the forward hook with this number."""
+    own = module.__dict__
+    hooks = own["_forward_hooks"]
+    if len(hooks) != 1 or number not in hooks or is_jit_tracing():
+        return False
+    if own["_forward_pre_hooks"] or own["_backward_pre_hooks"] or own["_backward_hooks"]:
+        return False
+    every = _all_modules
+    return not (
+        every._global_forward_hooks
+        or every._global_forward_pre_hooks
+        or every._global_backward_pre_hooks
+        or every._global_backward_hooks
+    )
 
 
 _marks_replicas = _late("module._is_replica", "replicas of DataParallel are taken for copies of the model")

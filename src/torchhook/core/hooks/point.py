@@ -25,6 +25,7 @@ from torchhook.core.hooks.gradients import InputViews, catching, hooked
 from torchhook.core.hooks.outputs import Hook, InputHook, KeepHook, OutputHook, PairedOutputHook, ParamGradHook
 from torchhook.core.hooks.registration import Removable, after_forward, registering
 from torchhook.core.hooks.replay import Awaited, repeatable
+from torchhook.core.hooks.shortcut import shortcut
 from torchhook.core.hooks.tensors import watched
 from torchhook.core.page import NEVER, Keep
 from torchhook.core.passes import Pass, StopForward
@@ -108,6 +109,8 @@ class Point(Defaults):
             self.handles += (target.register_forward_hook(hook, prepend=True),)
         else:
             self.handles += (after_forward(target, hook),)
+        if isinstance(hook, KeepHook):
+            self.handles += shortcut(target, hook, self.handles[-1])
 
     def remove(self) -> None:
         """Remove this point's hooks."""

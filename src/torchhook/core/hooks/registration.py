@@ -27,17 +27,23 @@ class Removable(Protocol):
 
 
 class Placed:
-    """The handle of a hook that was put into its place directly."""
+    """The handle of something that was put into one of a module's dictionaries directly."""
 
-    __slots__ = ("hooks", "number")
+    __slots__ = ("key", "place", "thing")
 
-    def __init__(self, hooks: dict[int, Any], number: int) -> None:
-        self.hooks = hooks
-        self.number = number
+    def __init__(self, place: dict[Any, Any], key: Any, thing: Any) -> None:
+        self.place = place
+        self.key = key
+        self.thing = thing
+
+    def is_there(self) -> bool:
+        """Whether nothing else has taken its place, and nobody has removed it."""
+        return self.place.get(self.key) is self.thing
 
     def remove(self) -> None:
-        """Remove the hook."""
-        self.hooks.pop(self.number, None)
+        """Remove it, if it is there."""
+        if self.place.get(self.key) is self.thing:
+            del self.place[self.key]
 
 
 _register = nn.Module.register_forward_hook
@@ -50,7 +56,7 @@ def after_forward(module: nn.Module, hook: Callable[..., Any]) -> Removable:
         return module.register_forward_hook(hook)
     hooks, number = forward_hooks(module), next(_numbers)
     hooks[number] = hook
-    return Placed(hooks, number)
+    return Placed(hooks, number, hook)
 
 
 def taken_out(handles: Iterable[Any]) -> Callable[[], None]:
@@ -60,15 +66,15 @@ def taken_out(handles: Iterable[Any]) -> Callable[[], None]:
 
     def put_back() -> None:
         for hooks, number, hook in taken:
-            hooks[number] = hook
+            hooks.setdefault(number, hook)
 
     return put_back
 
 
-def _places(handle: Any) -> list[tuple[dict[int, Any] | None, int]]:
+def _places(handle: Any) -> list[tuple[dict[Any, Any] | None, Any]]:
     """Where the hook of a handle is, and what torch notes about it."""
     if isinstance(handle, Placed):
-        return [(handle.hooks, handle.number)]
+        return [(handle.place, handle.key)] if handle.is_there() else []
     return [(ref(), handle.id) for ref in (handle.hooks_dict_ref, *handle.extra_dict_ref)]
 
 
