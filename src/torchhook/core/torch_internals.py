@@ -248,31 +248,30 @@ def _where_hooks_on_all_are() -> Any:
     return nn.modules.module
 
 
-_all_modules: Any = _found("module._call_impl.__code__", _where_hooks_on_all_are, "calls take a longer way to our hooks")
-_knows_calls = _all_modules is not _MISSING and can_wrap_calls and can_place_hooks and WRAPPED_CALL_CODE is not None
-_call, _impl = nn.Module.__call__, getattr(nn.Module, "_call_impl", None)
+_every: Any = _found("module._call_impl.__code__", _where_hooks_on_all_are, "calls take a longer way to our hooks")
+_knows_calls = _every is not _MISSING and can_wrap_calls and can_place_hooks and WRAPPED_CALL_CODE is not None
+_impl = getattr(nn.Module, "_call_impl", None)
 
 
 def is_called_by_torch(module: nn.Module) -> bool:
     """Whether torch itself calls the forward and the hooks of `module`, in the way that we know."""
     kind: Any = type(module)
-    return _knows_calls and kind.__call__ is _call and kind._call_impl is _impl
+    return _knows_calls and kind._call_impl is _impl
 
 
 def calls_only(module: nn.Module, number: int) -> bool:
     """Whether a call of `module` consists of its forward and the forward hook with this number."""
     own = module.__dict__
     hooks = own["_forward_hooks"]
-    if len(hooks) != 1 or number not in hooks or is_jit_tracing():
+    if len(hooks) != 1 or number not in hooks or is_jit_tracing() or not is_called_by_torch(module):
         return False
     if own["_forward_pre_hooks"] or own["_backward_pre_hooks"] or own["_backward_hooks"]:
         return False
-    every = _all_modules
     return not (
-        every._global_forward_hooks
-        or every._global_forward_pre_hooks
-        or every._global_backward_pre_hooks
-        or every._global_backward_hooks
+        _every._global_forward_hooks
+        or _every._global_forward_pre_hooks
+        or _every._global_backward_pre_hooks
+        or _every._global_backward_hooks
     )
 
 

@@ -25,7 +25,7 @@ from torchhook.core.hooks.gradients import InputViews, catching, hooked
 from torchhook.core.hooks.outputs import Hook, InputHook, KeepHook, OutputHook, PairedOutputHook, ParamGradHook
 from torchhook.core.hooks.registration import Removable, after_forward, registering
 from torchhook.core.hooks.replay import Awaited, repeatable
-from torchhook.core.hooks.shortcut import shortcut
+from torchhook.core.hooks.shortcut import keeping
 from torchhook.core.hooks.tensors import watched
 from torchhook.core.page import NEVER, Keep
 from torchhook.core.passes import Pass, StopForward
@@ -107,10 +107,10 @@ class Point(Defaults):
             hook = self.hook = self._installed_before(target)
         if self.scope.options.full:  # run before the hooks of others, which may take the value apart
             self.handles += (target.register_forward_hook(hook, prepend=True),)
+        elif isinstance(hook, KeepHook):
+            self.handles = (keeping(target, hook),)
         else:
             self.handles += (after_forward(target, hook),)
-        if isinstance(hook, KeepHook):
-            self.handles += shortcut(target, hook, self.handles[-1])
 
     def remove(self) -> None:
         """Remove this point's hooks."""

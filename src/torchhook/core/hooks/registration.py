@@ -27,23 +27,21 @@ class Removable(Protocol):
 
 
 class Placed:
-    """The handle of something that was put into one of a module's dictionaries directly."""
+    """The handle of a hook that was put into its place directly."""
 
-    __slots__ = ("key", "place", "thing")
+    __slots__ = ("hooks", "number")
 
-    def __init__(self, place: dict[Any, Any], key: Any, thing: Any) -> None:
-        self.place = place
-        self.key = key
-        self.thing = thing
-
-    def is_there(self) -> bool:
-        """Whether nothing else has taken its place, and nobody has removed it."""
-        return self.place.get(self.key) is self.thing
+    def __init__(self, hooks: dict[int, Any], number: int) -> None:
+        self.hooks = hooks
+        self.number = number
 
     def remove(self) -> None:
-        """Remove it, if it is there."""
-        if self.place.get(self.key) is self.thing:
-            del self.place[self.key]
+        """Remove the hook."""
+        self.hooks.pop(self.number, None)
+
+    def places(self) -> list[tuple[dict[Any, Any], Any]]:
+        """Where the hook is: a dictionary and a key."""
+        return [(self.hooks, self.number)]
 
 
 _register = nn.Module.register_forward_hook
@@ -56,12 +54,12 @@ def after_forward(module: nn.Module, hook: Callable[..., Any]) -> Removable:
         return module.register_forward_hook(hook)
     hooks, number = forward_hooks(module), next(_numbers)
     hooks[number] = hook
-    return Placed(hooks, number, hook)
+    return Placed(hooks, number)
 
 
 def taken_out(handles: Iterable[Any]) -> Callable[[], None]:
     """Take hooks out of their places, which then are as fast as without; returns a function that puts them back."""
-    places = [place for handle in handles for place in _places(handle)]
+    places = [place for handle in handles for place in _places_of(handle)]
     taken = [(hooks, number, hooks.pop(number)) for hooks, number in places if hooks and number in hooks]
 
     def put_back() -> None:
@@ -71,10 +69,10 @@ def taken_out(handles: Iterable[Any]) -> Callable[[], None]:
     return put_back
 
 
-def _places(handle: Any) -> list[tuple[dict[Any, Any] | None, Any]]:
-    """Where the hook of a handle is, and what torch notes about it."""
-    if isinstance(handle, Placed):
-        return [(handle.place, handle.key)] if handle.is_there() else []
+def _places_of(handle: Any) -> list[tuple[dict[Any, Any] | None, Any]]:
+    """Where the hook of a handle is; for one of torch's, also what torch notes about the hook."""
+    if hasattr(handle, "places"):
+        return list(handle.places())
     return [(ref(), handle.id) for ref in (handle.hooks_dict_ref, *handle.extra_dict_ref)]
 
 
