@@ -37,6 +37,18 @@ MUTANTS = [
         "seeds/test_capture_rows.py::test_c14_registration_in_bulk_by_type_glob_regex_and_predicate",
     ),
     Mutant(
+        "core/hooks/shortcut.py",
+        'module = frame.f_locals["self"] if frame.f_code is WRAPPED_CALL_CODE else self.module',
+        "module = self.module",
+        "core/test_shortcut.py::test_a_copy_by_hand_runs_its_own_forward",
+    ),
+    Mutant(
+        "core/torch_internals.py",
+        "if len(hooks) != 1 or number not in hooks or is_jit_tracing() or not is_called_by_torch(module):",
+        "if number not in hooks or is_jit_tracing() or not is_called_by_torch(module):",
+        "core/test_shortcut.py::test_hooks_that_come_later_run_after_the_capture",
+    ),
+    Mutant(
         "core/hooks/gradients.py",
         "if version_of(view) == version:",
         "if version_of(view) >= version:",

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any, Literal
 
 import torch
@@ -64,6 +65,7 @@ class Ring(Store):
         self.max_bytes = max_bytes
         self._pages: deque[Page] = deque()
         self._sites: dict[Site, int] = {}
+        self._numbers = count()
         self._passes = 0  # pages of passes, without those of calls outside
         self._count = 0  # entries that `put` has added
         self._at_most = 0  # an upper bound of the bytes that are kept
@@ -71,17 +73,17 @@ class Ring(Store):
 
     def entries(self) -> Iterator[StoredValue]:
         """Everything that is kept, in execution order, each value with its address."""
-        sites = list(self._sites)
-        for page in list(self._pages):
-            for site, call, value in page.entries():
-                yield StoredValue(page.number, sites[site], call, value, page.recomputed)
+        found = [(page, entry) for page in list(self._pages) for entry in page.entries()]
+        sites = self._named()  # after the entries: another thread may be adding both
+        for page, (site, call, value) in found:
+            yield StoredValue(page.number, sites[site], call, value, page.recomputed)
 
     def clear(self) -> None:
         """Drop everything that is kept."""
         with self._lock:
             self._count = 0
             for page in self._pages:
-                page.clear()
+                page.kept.clear()
 
     def page(self, number: int, outside: bool) -> Page:
         """Begin the page of a pass, or of the calls outside after it, and drop pages that are now too old."""
@@ -95,7 +97,7 @@ class Ring(Store):
             while self._passes > limit:  # calls outside are dropped with the pass before them
                 old = self._pages.popleft()
                 self._passes -= not old.outside
-                self._count -= len(old)
+                self._count -= len(old.kept)
         return page
 
     def takes_anything(self) -> bool:
@@ -104,7 +106,7 @@ class Ring(Store):
 
     def site_number(self, site: Site) -> int:
         """The number that stands for `site` on the pages."""
-        return self._sites.setdefault(site, len(self._sites))
+        return self._sites.setdefault(site, next(self._numbers))  # without a lock: both are one step for other threads
 
     def put(self, page: Page, site: int, call: int, value: Any) -> None:
         """Keep `value`, within the limits."""
@@ -114,9 +116,9 @@ class Ring(Store):
                 page.listed = True
                 self._pages.append(page)
                 self._passes += not page.outside
-            before = len(page)
+            before = len(page.kept)
             page.put(site, call, value)
-            self._count += len(page) - before
+            self._count += len(page.kept) - before
             while self.max_entries is not None and self._count > self.max_entries:
                 self._drop_oldest()
 
@@ -132,12 +134,15 @@ class Ring(Store):
                     raise self._budget_error(site, size)
             self._at_most += size
 
+    def _named(self) -> dict[int, Site]:
+        return {number: site for site, number in self._sites.copy().items()}
+
     def _drop_oldest(self) -> None:
-        while not self._pages[0]:
+        while not self._pages[0].kept:
             empty = self._pages.popleft()
             empty.listed = False
             self._passes -= not empty.outside
-        self._pages[0].popleft()
+        del self._pages[0].kept[0]
         self._count -= 1
 
     def _budget_error(self, site: int, size: int) -> BudgetError:
@@ -147,7 +152,7 @@ class Ring(Store):
         largest = sorted(by_site.items(), key=lambda item: -item[1])[:3]
         used = "; ".join(f"{in_units(held)} by the {place}" for place, held in largest) or "nothing yet"
         return BudgetError(
-            f"keeping {in_units(size)} more for the {list(self._sites)[site]} would exceed"
+            f"keeping {in_units(size)} more for the {self._named()[site]} would exceed"
             f" max_bytes={self.max_bytes} ({in_units(self._at_most)} in use: {used}); select fewer sites,"
             " keep fewer passes, shrink values with transform= or dtype=, or raise max_bytes"
         )

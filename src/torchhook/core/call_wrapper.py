@@ -25,6 +25,7 @@ from torchhook.core.compiled import begin, end, fresh, tracing
 from torchhook.core.edit import latest_refusal
 from torchhook.core.errors import SessionError, TapError, TorchhookError
 from torchhook.core.hooks.registration import Removable, Sentinel, armed, on_call
+from torchhook.core.hooks.shortcut import Shortcut
 from torchhook.core.lifetime import Attaching
 from torchhook.core.passes import StopForward
 from torchhook.core.renamed import old_method
@@ -70,7 +71,8 @@ class CallWrapper:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.inner: Callable[..., Any] | None = vars(model).get(CALL_SLOT)
+        held = vars(model).get(CALL_SLOT)
+        self.inner: Callable[..., Any] | None = None if isinstance(held, Shortcut) else held
         self.scopes: tuple[Scope, ...] = ()
         self.keys: tuple[int, ...] = ()  # those of the scopes, for compiled graphs
 

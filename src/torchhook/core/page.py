@@ -6,19 +6,19 @@ one site itself and has the attributes `site` and `value`. A call of None is fou
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from typing import Any, Protocol
 
 from torchhook.core.snapshot import Held, snapshot
 
 
-class Page(deque[Any]):
+class Page:
     """What is kept of one pass, in execution order."""
 
-    __slots__ = ("listed", "number", "outside", "recomputed")
+    __slots__ = ("kept", "listed", "number", "outside", "recomputed")
 
     def __init__(self, number: int, outside: bool, listed: bool) -> None:
+        self.kept: list[Any] = []
         self.number = number
         self.recomputed = False  # whether a checkpoint repeated its calls in the backward
         self.outside = outside  # whether it has calls of submodules outside of any forward of the model
@@ -26,12 +26,12 @@ class Page(deque[Any]):
 
     def put(self, site: int, call: int | None, value: Any) -> None:
         """Keep one value."""
-        self.append((site, call, value))
+        self.kept.append((site, call, value))
 
     def entries(self) -> Iterator[tuple[int, int, Any]]:
         """The number of the site, the call and the value of every entry, oldest first."""
         calls: dict[int, int] = {}
-        for entry in list(self):
+        for entry in list(self.kept):
             site, call, value = entry if isinstance(entry, tuple) else (entry.site, None, entry.value)
             calls[site] = calls.get(site, -1) + 1
             if isinstance(value, Held) and not value.came():
@@ -51,9 +51,9 @@ class OutsidePage(Page):
     def put(self, site: int, call: int | None, value: Any) -> None:
         """Keep one value, and drop the oldest at its site if there are too many."""
         super().put(site, call, value)
-        same = [position for position, entry in enumerate(self) if entry[0] == site]
+        same = [position for position, entry in enumerate(self.kept) if entry[0] == site]
         if len(same) > self.limit:
-            del self[same[0]]
+            del self.kept[same[0]]
 
 
 class Keeper(Protocol):

@@ -24,7 +24,6 @@ class Pass:
         "device",
         "grad_enabled",
         "in_graph",
-        "keep_newest",
         "number",
         "open_ended",
         "outside",
@@ -44,12 +43,6 @@ class Pass:
         self.stack: list[tuple[int, int, Any, Any]] = []  # calls under way: index, call, views of inputs, arguments
         self.device: torch.device | None = None  # of a DataParallel replica
         self.grad_enabled = torch.is_grad_enabled()  # whether tensors in it may require gradients
-        if pages:
-            self.bind_first_page()
-
-    def bind_first_page(self) -> None:
-        """Look up once what `KeepHook` calls every time: it puts itself onto the first page."""
-        self.keep_newest = self.pages[0].append
 
     def next_call(self, index: int) -> int:
         """Count one more call of the module with this `index`; returns its number, from 0."""

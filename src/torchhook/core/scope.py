@@ -188,7 +188,6 @@ class Scope:
         self.keepers.append(keeper)
         for pass_ in self._known_passes():
             pass_.pages.append(keeper.page(pass_.number, pass_.outside))
-            pass_.bind_first_page()
         return len(self.keepers) - 1
 
     def begin_pass(self, module: nn.Module, args: tuple[Any, ...]) -> bool:

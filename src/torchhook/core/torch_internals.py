@@ -206,6 +206,8 @@ forward_pre_hooks = _hooks("_forward_pre_hooks")
 backward_hooks = _hooks("_backward_hooks")
 backward_pre_hooks = _hooks("_backward_pre_hooks")
 
+can_place_hooks = "module._forward_hooks" not in FALLBACKS
+
 _BY_HOOKS = "passes are followed with hooks, and stop=True is refused"
 call_impl: Callable[[nn.Module], Callable[..., Any]] = _attribute(
     "module", "_call_impl", _module, _refusal("module._call_impl", "wrapping a model's call"), _BY_HOOKS
@@ -233,7 +235,44 @@ def _code_of(name: str) -> CodeType | None:
 
 
 WRAPPED_CALL_CODE = _code_of("_wrapped_call_impl")
-CALL_CODE = _code_of("_call_impl")
+
+_OWN_HOOKS = ("_forward_pre_hooks", "_backward_pre_hooks", "_backward_hooks")
+_HOOKS_ON_ALL = tuple(f"_global{name}" for name in ("_forward_hooks", *_OWN_HOOKS))
+
+
+def _where_hooks_on_all_are() -> Any:
+    """The module of torch that has the hooks on all modules; AttributeError if a call has other kinds than we know."""
+    kinds = {name for name in nn.Module._call_impl.__code__.co_names if name.endswith("_hooks")}
+    if kinds != {"_forward_hooks", *_OWN_HOOKS, *_HOOKS_ON_ALL}:
+        raise AttributeError("_call_impl")
+    return nn.modules.module
+
+
+_every: Any = _found("module._call_impl.__code__", _where_hooks_on_all_are, "calls take a longer way to our hooks")
+_knows_calls = _every is not _MISSING and can_wrap_calls and can_place_hooks and WRAPPED_CALL_CODE is not None
+_impl = getattr(nn.Module, "_call_impl", None)
+
+
+def is_called_by_torch(module: nn.Module) -> bool:
+    """Whether torch itself calls the forward and the hooks of `module`, in the way that we know."""
+    kind: Any = type(module)
+    return _knows_calls and kind._call_impl is _impl
+
+
+def calls_only(module: nn.Module, number: int) -> bool:
+    """Whether a call of `module` consists of its forward and the forward hook with this number."""
+    own = module.__dict__
+    hooks = own["_forward_hooks"]
+    if len(hooks) != 1 or number not in hooks or is_jit_tracing() or not is_called_by_torch(module):
+        return False
+    if own["_forward_pre_hooks"] or own["_backward_pre_hooks"] or own["_backward_hooks"]:
+        return False
+    return not (
+        _every._global_forward_hooks
+        or _every._global_forward_pre_hooks
+        or _every._global_backward_pre_hooks
+        or _every._global_backward_hooks
+    )
 
 
 _marks_replicas = _late("module._is_replica", "replicas of DataParallel are taken for copies of the model")

@@ -118,7 +118,7 @@ class KeepHook(Newest, Hook):
         else:
             self.number = pass_.number
             self.value = value
-            pass_.keep_newest(self)
+            pass_.pages[0].kept.append(self)
 
 
 class InputHook(ActHook):

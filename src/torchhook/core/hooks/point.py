@@ -23,8 +23,9 @@ from torchhook.core.errors import NonfiniteError
 from torchhook.core.event import recomputing
 from torchhook.core.hooks.gradients import InputViews, catching, hooked
 from torchhook.core.hooks.outputs import Hook, InputHook, KeepHook, OutputHook, PairedOutputHook, ParamGradHook
-from torchhook.core.hooks.registration import Removable, registering
+from torchhook.core.hooks.registration import Removable, after_forward, registering
 from torchhook.core.hooks.replay import Awaited, repeatable
+from torchhook.core.hooks.shortcut import keeping
 from torchhook.core.hooks.tensors import watched
 from torchhook.core.page import NEVER, Keep
 from torchhook.core.passes import Pass, StopForward
@@ -106,8 +107,10 @@ class Point(Defaults):
             hook = self.hook = self._installed_before(target)
         if self.scope.options.full:  # run before the hooks of others, which may take the value apart
             self.handles += (target.register_forward_hook(hook, prepend=True),)
+        elif isinstance(hook, KeepHook):
+            self.handles = (keeping(target, hook),)
         else:
-            self.handles += (target.register_forward_hook(hook),)
+            self.handles += (after_forward(target, hook),)
 
     def remove(self) -> None:
         """Remove this point's hooks."""

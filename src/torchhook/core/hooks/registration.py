@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from itertools import count
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from torchhook.core.torch_internals import can_place_hooks, forward_hooks
 
 # torch numbers its handles without a lock. Reentrant, since the garbage collector may release a session at any time.
 registering = threading.RLock()
@@ -23,16 +26,54 @@ class Removable(Protocol):
         """Remove the hook."""
 
 
+class Placed:
+    """The handle of a hook that was put into its place directly."""
+
+    __slots__ = ("hooks", "number")
+
+    def __init__(self, hooks: dict[int, Any], number: int) -> None:
+        self.hooks = hooks
+        self.number = number
+
+    def remove(self) -> None:
+        """Remove the hook."""
+        self.hooks.pop(self.number, None)
+
+    def places(self) -> list[tuple[dict[Any, Any], Any]]:
+        """Where the hook is: a dictionary and a key."""
+        return [(self.hooks, self.number)]
+
+
+_register = nn.Module.register_forward_hook
+_numbers = count(-1, -1)  # torch's own are not negative
+
+
+def after_forward(module: nn.Module, hook: Callable[..., Any]) -> Removable:
+    """The same as ``module.register_forward_hook(hook)``, whose handle takes longer to make than all the rest."""
+    if not can_place_hooks or type(module).register_forward_hook is not _register:
+        return module.register_forward_hook(hook)
+    hooks, number = forward_hooks(module), next(_numbers)
+    hooks[number] = hook
+    return Placed(hooks, number)
+
+
 def taken_out(handles: Iterable[Any]) -> Callable[[], None]:
     """Take hooks out of their places, which then are as fast as without; returns a function that puts them back."""
-    places = [(ref(), handle.id) for handle in handles for ref in (handle.hooks_dict_ref, *handle.extra_dict_ref)]
+    places = [place for handle in handles for place in _places_of(handle)]
     taken = [(hooks, number, hooks.pop(number)) for hooks, number in places if hooks and number in hooks]
 
     def put_back() -> None:
         for hooks, number, hook in taken:
-            hooks[number] = hook
+            hooks.setdefault(number, hook)
 
     return put_back
+
+
+def _places_of(handle: Any) -> list[tuple[dict[Any, Any] | None, Any]]:
+    """Where the hook of a handle is; for one of torch's, also what torch notes about the hook."""
+    if hasattr(handle, "places"):
+        return list(handle.places())
+    return [(ref(), handle.id) for ref in (handle.hooks_dict_ref, *handle.extra_dict_ref)]
 
 
 def inert_copy() -> tuple[Any, ...]:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from torchhook.core.torch_internals import (
-    CALL_CODE,
+    WRAPPED_CALL_CODE,
     DispatchMode,
     current_node,
     is_in_place,
@@ -173,7 +173,7 @@ class Tracer(DispatchMode):
         frames: list[FrameType] = []
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
-            if frame.f_code is CALL_CODE and id(frame.f_locals["self"]) in self.originals:
+            if frame.f_code is WRAPPED_CALL_CODE and id(frame.f_locals["self"]) in self.originals:
                 frames.insert(0, frame)
             frame = frame.f_back
         known = {id(frame): (module, number) for frame, module, number in self.stack}
