@@ -25,7 +25,6 @@ from torchhook.core.hooks.gradients import InputViews, catching, hooked
 from torchhook.core.hooks.outputs import Hook, InputHook, KeepHook, OutputHook, PairedOutputHook, ParamGradHook
 from torchhook.core.hooks.registration import Removable, registering
 from torchhook.core.hooks.replay import Awaited, repeatable
-from torchhook.core.hooks.tensors import watched
 from torchhook.core.page import NEVER, Keep
 from torchhook.core.passes import Pass, StopForward
 from torchhook.core.shards import is_sharded
@@ -201,7 +200,7 @@ class Point(Defaults):
     def observer(self, number: int) -> ObserveStep:
         """The observer that a compiled graph knows by this number."""
         if not self.observers:  # a `KeepHook` has made none
-            self.observers = (ObserveStep(self, 0, self._acts("output"), [], of_inputs=False),)
+            self.observers = (ObserveStep(self, 0, self._acts("output"), []),)
         return self.observers[number]
 
     def _repeats(self) -> bool:
@@ -256,7 +255,7 @@ class Point(Defaults):
         return name
 
     def _observe_step(self, acts: list[Act], catches: list[Act], grad_port: Port) -> ObserveStep:
-        step = ObserveStep(self, len(self.observers), acts, catches, watched, grad_port == "grad_input")
+        step = ObserveStep(self, len(self.observers), acts, catches, grad_port == "grad_input")
         self.observers += (step,)
         return step
 
