@@ -1,10 +1,12 @@
 """Taps inside the graphs that ``torch.compile`` makes.
 
 A hook that is traced must not touch anything that changes: a list that grows, or a counter, would cause a recompilation
-at every call. Whatever else it touches is checked again at every call, which takes time. So a hook knows numbers and
-a name alone, and what these stand for are constants of the graph. It leaves steps in the graph. A value that is only kept is handed out by the graph (`graph_values`),
-any other observer becomes an op (`graph_ops`), an edit is traced like the model itself, and a gradient is seen by a
-hook that leaves such an op in the graph of the backward.
+at every call. And torch checks again at every call whatever else it touched, so a hook has only numbers and a name,
+and what these stand for are constants of the graph.
+
+A hook leaves steps in the graph. A value that is only kept is handed out by the graph (`graph_values`), any other
+observer becomes an op (`graph_ops`), an edit is traced like the model itself, and a gradient is seen by a hook that
+leaves such an op in the graph of the backward.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchhook.core.container_text import rebuilt, tensors_in
+from torchhook.core.container_text import are_plain, rebuilt, tensors_in
 from torchhook.core.edit import Editing, refused
 from torchhook.core.graph_ops import announce_op, begin_op, end_op, fill_op, see_op
 from torchhook.core.graph_values import (
@@ -55,9 +57,7 @@ class ObserveStep:
     __slots__ = ("acts", "catches", "index", "key", "number", "of_inputs", "path", "point", "wants_gradients")
     kind = "observe"
 
-    def __init__(
-        self, point: Point, number: int, acts: list[Act], catches: list[Act], of_inputs: bool = False
-    ) -> None:
+    def __init__(self, point: Point, number: int, acts: list[Act], catches: list[Act], of_inputs: bool = False) -> None:
         self.point = point
         self.path = point.path
         self.key, self.index, self.number = point.scope.key, point.index, number  # how the graph refers to it
@@ -101,23 +101,15 @@ class Receivers(NamedTuple):
 class EditStep:
     """An edit as a step of a compiled graph."""
 
-    __slots__ = ("edit", "name", "site")
+    __slots__ = ("by_call", "edit", "known_as", "name", "site")
     kind = "edit"
 
     def __init__(self, editing: Editing) -> None:
         self.edit = editing.edit
+        self.by_call = self.edit.by_call
+        self.known_as = f"edit_{id(self.edit)}"  # among the steps
         self.name = editing.name
         self.site = editing.site
-
-    @property
-    def by_call(self) -> bool:
-        """Whether the edit differs from call to call."""
-        return self.edit.by_call
-
-    @property
-    def known_as(self) -> str:
-        """The name of the edit among the steps."""
-        return f"edit_{id(self.edit)}"
 
 
 class GradientEditStep:
@@ -166,8 +158,7 @@ def leave(value: Any, key: int, index: int, observer: int) -> tuple[Tensor, int]
         raise refused(_NO_ORDER)
     tensors: list[Tensor] = []
     text = tensors_in(value, tensors)
-    is_plain = len(tensors) > 0 and all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
-    graph = graph_of(key) if is_plain else -1
+    graph = graph_of(key) if are_plain(tensors) else -1
     by_op = graph < 0 or in_body()
     if graph < 0 or (by_op and not is_announced(key, graph)):
         return see_op(text, tensors, key, index, observer), 0
