@@ -12,6 +12,7 @@ leaves such an op in the graph of the backward.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from itertools import count
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -201,14 +202,18 @@ class StepsByName:
 
 _steps = StepsByName()
 _uses: Counter[str] = Counter()  # in how many steps an edit is
-traced_names: set[str] = set()  # names of steps that are part of a graph
+_makers: dict[str, Callable[[], tuple[GraphStep, ...]]] = {}  # by name: most steps are never part of a graph
 
 
 @marked_constant
 def _note(name: str) -> int:
     """Note that the steps called `name` became part of a graph; returns how many they are."""
-    traced_names.add(name)
     torch.compiler.allow_in_graph(watched)  # only now, since it imports the compiler
+    if not hasattr(_steps, name):
+        setattr(_steps, name, _makers[name]())
+        for step in edits_in(name):
+            setattr(_steps, step.known_as, step.edit)
+            _uses[step.known_as] += 1
     return len(getattr(_steps, name))
 
 
@@ -218,15 +223,21 @@ def _fact(name: str, number: int, attribute: str) -> Any:
     return getattr(getattr(_steps, name)[number], attribute)
 
 
-def entered(steps: tuple[GraphStep, ...]) -> str:
-    """Make `steps` known to graphs; returns their name."""
+def entered(make: Callable[[], tuple[GraphStep, ...]]) -> str:
+    """Let graphs know the steps that `make` makes, once they need them; returns their name."""
     name = f"steps_{next(_numbers)}"
-    setattr(_steps, name, steps)
-    for step in steps:
-        if isinstance(step, EditStep):
-            setattr(_steps, step.known_as, step.edit)
-            _uses[step.known_as] += 1
+    _makers[name] = make
     return name
+
+
+def steps_in_graphs(name: str) -> tuple[GraphStep, ...]:
+    """The steps called `name`; none if no graph has them."""
+    return getattr(_steps, name, ())
+
+
+def edits_in(name: str) -> list[EditStep]:
+    """Those of them that are edits."""
+    return [step for step in steps_in_graphs(name) if isinstance(step, EditStep)]
 
 
 def returned(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -303,14 +314,14 @@ def recomputable(value: Any) -> Any:
 
 def forget(name: str) -> None:
     """Drop the steps called `name`, and the edits that no others share."""
-    for step in getattr(_steps, name):
-        if isinstance(step, EditStep):
-            _uses[step.known_as] -= 1
-            if not _uses[step.known_as]:
-                del _uses[step.known_as]
-                delattr(_steps, step.known_as)
-    delattr(_steps, name)
-    traced_names.discard(name)
+    for step in edits_in(name):
+        _uses[step.known_as] -= 1
+        if not _uses[step.known_as]:
+            del _uses[step.known_as]
+            delattr(_steps, step.known_as)
+    if hasattr(_steps, name):
+        delattr(_steps, name)
+    del _makers[name]
 
 
 class _Edited(torch.autograd.Function):

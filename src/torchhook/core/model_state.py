@@ -31,7 +31,8 @@ def parts(model: nn.Module) -> list[nn.Module]:
         for child in submodules(waiting.pop()).values():
             if child is not None and child not in found:
                 found.add(child)
-                waiting.append(child)
+                if submodules(child):  # most have none
+                    waiting.append(child)
     return list(found)
 
 

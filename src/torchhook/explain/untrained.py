@@ -27,7 +27,7 @@ _UNIFORM = 2.1  # kurtosis: 1.8 of a uniform distribution, 2.37 of a normal one 
 _HEAVY = 4.0  # kurtosis that no initialisation has
 _SIGMAS = 6.0  # by which chance may explain a deviation
 
-_LOOKED_AT = 32  # modules of a trained model that show whether it was made untrained since
+_LOOKED_AT = 16  # modules of a trained model that show whether it was made untrained since
 
 State = tuple[tuple[int, ...], tuple[int, ...], list[float]]
 _judged: WeakKeyDictionary[nn.Module, tuple[State, bool]] = WeakKeyDictionary()  # since it takes longer than a forward

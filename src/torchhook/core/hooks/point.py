@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from torchhook.core.compiled import (
     RefusedStep,
     entered,
     forget,
-    traced_names,
+    steps_in_graphs,
 )
 from torchhook.core.edit import Editing, GradientEditing
 from torchhook.core.errors import NonfiniteError
@@ -44,7 +45,7 @@ class Defaults:
     """What most points never set. A model has many points, and attaching must be fast."""
 
     observers: tuple[ObserveStep, ...] = ()
-    steps: Mapping[str, tuple[GraphStep, ...]] = {}
+    steps: tuple[str, ...] = ()
     fired = False  # unless the hook itself knows
     saw_gradient = False
     awaited: Awaited
@@ -119,11 +120,11 @@ class Point(Defaults):
         if self.steps:
             for name in self.steps:
                 forget(name)
-            self.steps = {}
+            self.steps = ()
 
     def is_traced(self) -> bool:
         """Whether a compiled graph has the steps of this point."""
-        return any(name in traced_names for name in self.steps)
+        return any(map(steps_in_graphs, self.steps))
 
     def mark_act(self) -> Act | None:
         """For a mark, which is an identity: the acts on its input, then those on its output."""
@@ -191,7 +192,7 @@ class Point(Defaults):
         """The sites here that saw nothing."""
         fired = self.fired
         if not fired or not self.saw_gradient:
-            inside = [step for name in self.steps if name in traced_names for step in self.steps[name]]
+            inside = [step for name in self.steps for step in steps_in_graphs(name)]
             fired = fired or any(isinstance(step, EditStep) for step in inside)
             self.saw_gradient = self.saw_gradient or any(isinstance(step, GradientEditStep) for step in inside)
         seen = {"grad_input": self.saw_gradient, "grad_output": self.saw_gradient, "param_grad": self.saw_gradient}
@@ -214,7 +215,7 @@ class Point(Defaults):
     def _installed_before(self, module: nn.Module) -> Hook:
         """For any mixture of ports: register the hook before the forward; returns the one for after it."""
         self.awaited, self.input_awaited = Awaited(), Awaited()
-        self.observers, self.steps = (), {}
+        self.observers, self.steps = (), ()
         before = any(site.port in InputHook.ports for _, site, _ in self.bound)
         if before:
             act = chained(self._acts("param") + self._acts("input"))
@@ -228,7 +229,13 @@ class Point(Defaults):
         return [act for _, site, act in self.bound if site.port == port]
 
     def _steps(self, ports: tuple[Port, ...], grad_port: Port) -> str:
-        """The name of the steps for a compiled graph: the acts at `ports`, then those on gradients at `grad_port`."""
+        """The name of the steps for a compiled graph."""
+        name = entered(partial(self._made, ports, grad_port))
+        self.steps += (name,)
+        return name
+
+    def _made(self, ports: tuple[Port, ...], grad_port: Port) -> tuple[GraphStep, ...]:
+        """The steps for a compiled graph: the acts at `ports`, then those on gradients at `grad_port`."""
         steps: list[GraphStep] = []
         observing: list[Act] = []  # consecutive observers become one op
         for tap, site, act in self.bound:
@@ -250,9 +257,7 @@ class Point(Defaults):
         if observing or catches:
             steps.append(self._observe_step(observing, catches, grad_port))
         steps += [GradientEditStep(act.editing) for act in self._acts(grad_port) if isinstance(act, GradientEditing)]
-        name = entered(tuple(steps))
-        self.steps = {**self.steps, name: tuple(steps)}
-        return name
+        return tuple(steps)
 
     def _observe_step(self, acts: list[Act], catches: list[Act], grad_port: Port) -> ObserveStep:
         step = ObserveStep(self, len(self.observers), acts, catches, grad_port == "grad_input")
