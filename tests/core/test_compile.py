@@ -540,6 +540,18 @@ def test_an_edit_that_uses_what_changes_is_compiled_anew_when_it_does():
             torch.testing.assert_close(run(x), plain * FACTOR)
 
 
+def test_a_number_that_an_edit_of_many_sites_uses_may_change():
+    net, x, scale = Blocks(), torch.randn(2, 8), edits.scale(1.0)
+    run, plain, expected = torch.compile(net, backend="aot_eager", fullgraph=True), net(x), {}
+    for factor in (1.0, 3.0, 0.5):
+        with edit(net, {nn.Linear: edits.scale(factor)}):
+            expected[factor] = net(x)
+    with edit(run, {nn.Linear: scale}):
+        for scale.operand, output in expected.items():
+            torch.testing.assert_close(run(x), output)
+    torch.testing.assert_close(run(x), plain)
+
+
 def test_blocks_that_overlap_in_two_threads_leave_the_compiler_on():
     """torch has one stance for all threads: a block that restored what it found would restore the other's."""
     graphs = []

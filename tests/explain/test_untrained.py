@@ -181,6 +181,18 @@ def test_weights_that_were_looked_at_are_looked_at_again_once_they_changed(load,
         assert is_warned_of(model) and len(looked_at) == 3
 
 
+def test_a_trained_model_that_is_drawn_anew_is_noticed():
+    model = torchvision.models.resnet50()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.pow_(3)
+    assert not is_warned_of(model)
+    for layer in model.modules():
+        if hasattr(layer, "reset_parameters"):
+            layer.reset_parameters()
+    assert is_warned_of(model)
+
+
 def test_batches_that_a_norm_has_seen_after_the_first_look_count():
     model = torchvision.models.resnet18()
     assert is_warned_of(model)

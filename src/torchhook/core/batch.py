@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -182,8 +183,11 @@ class InputBatches:
         self.loader = [data] if single else data
         self.argument = argument
         self._model, self._to_inputs = model, batch_to_inputs
-        self._keywords = Keywords.of(model)
         self._required = _required(model) if targets else 0
+
+    @cached_property
+    def _keywords(self) -> Keywords:
+        return Keywords.of(self._model)
 
     def __iter__(self) -> Iterator[Any]:
         return map(self._usable, self.loader)

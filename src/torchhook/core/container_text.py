@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 
 
 def tensors_in(value: Any, found: list[Tensor]) -> str:
@@ -34,6 +35,11 @@ def tensors_in(value: Any, found: list[Tensor]) -> str:
     else:
         return "None"
     return f"('{type(value).__module__}:{type(value).__qualname__}', [{', '.join(items)}])"
+
+
+def are_plain(tensors: Sequence[Tensor]) -> bool:
+    """Whether there are any, and all are of torch's own class: here, since a graph checks where it finds a class."""
+    return len(tensors) > 0 and all(type(tensor) in (Tensor, Parameter) for tensor in tensors)
 
 
 def rebuilt(text: str, tensors: Sequence[Any]) -> Any:

@@ -60,10 +60,15 @@ class Editing:
 
     __slots__ = ("edit", "name", "site")
 
-    def __init__(self, edit: Edit, site: Site, module: nn.Module) -> None:
-        self.edit = edit.bound(site, module)
+    def __init__(self, edit: Edit, site: str, name: str) -> None:
+        self.edit = edit
         self.site = site
-        self.name = f"the edit {edit} at the {site}"  # made now, since objects have other names inside a compiler
+        self.name = name
+
+    @staticmethod
+    def at(edit: Edit, site: Site, module: nn.Module) -> Editing:
+        """The act of `edit` at `site`. Its name is made now, since objects have other names inside a compiler."""
+        return Editing(edit.bound(site, module), str(site), f"the edit {edit} at the {site}")
 
     def __call__(self, pass_: Pass | None, call: int, value: Any, args: tuple[Any, ...]) -> Any:
         """The value to continue with."""

@@ -87,6 +87,9 @@ _define("begin(Tensor near, int key, int graph, bool grad_enabled)", _begin)
 _define("announce(Tensor near, int key, int graph)", _announce)
 _define("end(Tensor near, int key)", _end)
 
+see_op, fill_op = torch.ops.torchhook.see, torch.ops.torchhook.fill
+begin_op, announce_op, end_op = torch.ops.torchhook.begin, torch.ops.torchhook.announce, torch.ops.torchhook.end
+
 # A compiler cannot trace a random generator, and need not trace a pure function of a seed.
 _ops.define("noise(Tensor like, int seed) -> Tensor")
 _ops.impl("noise", _noise, "CompositeExplicitAutograd")

@@ -1,6 +1,6 @@
 """Values that a compiled graph hands out as further results of its own, so that keeping them costs no op.
 
-The hooks of a session that only keeps values assign them to attributes of a `Box`. The compiler makes them outputs of
+The hooks of a session that only keeps values assign them to an attribute of a `Box`. The compiler makes them outputs of
 the graph, and assigns them when the graph has run. When it begins to run, an op puts a `Promise` for each value onto
 the page of the pass, in execution order; the promise looks into the box when it is read. Before the graph runs once
 more, what is still in the box goes to the promises that wait for it. If it raises, it hands out nothing.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Box:
-    """Takes what one graph hands out, each value as an attribute."""
+    """Takes what one graph hands out: `values`, each with its position, and the `ticket` of their gradients."""
 
 
 class Boxes:
@@ -109,6 +109,8 @@ class Graph:
         self.name = f"box_{next(_numbers)}"
         self.box = Box()
         self.is_announced = False  # whether the op that begins a run is in it
+        self.has_values = False  # whether it hands out any
+        self.has_run = False
         self.handed_out: list[HandedOut] = []
         self.promises: list[weakref.ref[Promise]] = []  # those of the newest run
         self.ticket = -1  # of the newest run
@@ -117,13 +119,19 @@ class Graph:
     def begin(self, scope: Scope, pass_: Pass) -> int:
         """A run begins: promise its values; returns the ticket of the gradients to come, -1 for none."""
         self.settle(for_good=True)
-        promises = [Promise(self, each.text) for each in self.handed_out]
-        self.promises = [weakref.ref(promise) for promise in promises]
-        gradients = [each.promise(pass_, promise) for each, promise in zip(self.handed_out, promises, strict=True)]
-        points = [scope.points[each.point] for each in self.handed_out]
-        for point in points:
-            point.fired = True
-        self.ticket = scope.ticket_for(AwaitingRun(points, gradients)) if any(gradients) else -1
+        gradients: list[list[weakref.ref[KeptGradients]]] = []
+        for each in self.handed_out:
+            promise = Promise(self, each.text)
+            self.promises.append(weakref.ref(promise))
+            gradients.append(each.promise(pass_, promise))
+        if not self.has_run:
+            self.has_run = True
+            for each in self.handed_out:
+                scope.points[each.point].fired = True
+        self.ticket = -1
+        if any(gradients):
+            points = [scope.points[each.point] for each in self.handed_out]
+            self.ticket = scope.ticket_for(AwaitingRun(points, gradients))
         return self.ticket
 
     def take(self, position: int, tensors: list[Tensor]) -> int:
@@ -135,21 +143,25 @@ class Graph:
 
     def settle(self, for_good: bool = False) -> None:
         """Hand what is in the box to the promises; `for_good` if nothing more will come."""
-        held = vars(self.box)
-        for position, reference in enumerate(self.promises):
-            tensors, promise = held.pop(attribute(position), None), reference()
-            if promise is not None and promise.graph is not None and (tensors is not None or for_good):
+        values = vars(self.box).pop("values", ())
+        for position, tensors in values:
+            if (promise := self.promises[position]()) is not None:
                 promise.take(tensors)
+        if for_good:
+            if len(values) < len(self.promises):
+                self.give_up()
+            self.promises.clear()
+
+    def give_up(self) -> None:
+        """Tell the promises that still wait that nothing will come."""
+        for promise in (reference() for reference in self.promises):
+            if promise is not None and promise.graph is not None:
+                promise.take(None)
 
     def close(self) -> None:
         """The session has ended: the graph must not run any more."""
         self.settle(for_good=True)
         delattr(boxes, self.name)
-
-
-def attribute(position: int) -> str:
-    """The name of a value in the box."""
-    return f"value_{position}"
 
 
 def begin(key: int, number: int) -> int:
@@ -200,6 +212,14 @@ def is_announced(key: int, number: int) -> bool:
 def announce(key: int, number: int) -> None:
     """The op that begins a run is put into the graph now."""
     scopes[key].graphs[number].is_announced = True
+
+
+@marked_constant
+def is_first_value(key: int, number: int) -> bool:
+    """Whether the graph hands out nothing so far; from now on it does."""
+    graph = scopes[key].graphs[number]
+    had_values, graph.has_values = graph.has_values, True
+    return not had_values
 
 
 @marked_constant

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -41,7 +42,7 @@ class KeptGradients(Held):
     @staticmethod
     def in_graph(text: str, count: int) -> KeptGradients:
         """Those of a value that is still to flow, of which only its structure is known."""
-        return KeptGradients(rebuilt(text, [Place(number) for number in range(count)]), count)
+        return KeptGradients(_shape(text, count), count)
 
     def peek(self) -> Any:
         return mapped(lambda place: peek(self.found[place.number]), self.shape, kind=Place)
@@ -58,6 +59,11 @@ class Place:
 
     def __init__(self, number: int) -> None:
         self.number = number
+
+
+@cache
+def _shape(text: str, count: int) -> Any:
+    return rebuilt(text, [Place(number) for number in range(count)])
 
 
 class KeepGradient:

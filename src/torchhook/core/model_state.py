@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -31,13 +31,14 @@ def parts(model: nn.Module) -> list[nn.Module]:
         for child in submodules(waiting.pop()).values():
             if child is not None and child not in found:
                 found.add(child)
-                waiting.append(child)
+                if submodules(child):  # most have none
+                    waiting.append(child)
     return list(found)
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put every module into eval mode inside the block, and restore each one's mode after it.
+def evaluating(model: nn.Module) -> Iterator[list[nn.Module]]:
+    """Put every module into eval mode inside the block, and restore each one's mode after it; yields the modules.
 
     >>> model = nn.Sequential(nn.Dropout().eval(), nn.Dropout())
     >>> with evaluating(model):
@@ -46,11 +47,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     >>> [module.training for module in model]
     [False, True]
     """
-    training = [module for module in parts(model) if module.training]
+    modules = parts(model)
+    training = [module for module in modules if module.training]
     try:
         for module in training:  # not .eval(), which some models override
             module.training = False
-        yield
+        yield modules
     finally:
         for module in training:
             module.training = True
@@ -196,13 +198,13 @@ def state_kept(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def inference(model: nn.Module) -> Iterator[None]:
-    """Run `model` in eval mode, eagerly and without autograd, which may be switched on inside the block."""
+def inference(model: nn.Module) -> Iterator[list[nn.Module]]:
+    """Run `model` in eval mode, eagerly and without autograd, which may be switched on inside the block.
+
+    Yields all its modules, in any order: a model has many, and finding them takes time.
+    """
     require_module(model)
-    with ExitStack() as stack:
-        stack.enter_context(evaluating(model))
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.no_grad())
-        if is_dynamo_loaded():  # autograd cannot be switched on halfway through a compiled graph
-            stack.enter_context(eagerly())
-        yield
+    # Autograd cannot be switched on halfway through a compiled graph.
+    uncompiled = eagerly() if is_dynamo_loaded() else nullcontext()
+    with evaluating(model) as modules, torch.inference_mode(False), torch.no_grad(), uncompiled:
+        yield modules

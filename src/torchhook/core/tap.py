@@ -156,7 +156,7 @@ def require_count(value: Any, argument: str) -> None:
 
 
 def _editing(edit: Edit, site: Site, module: nn.Module) -> Act:
-    editing = Editing(edit, site, module)
+    editing = Editing.at(edit, site, module)
     return GradientEditing(editing) if site.port in GRADIENT_PORTS else editing
 
 

@@ -79,13 +79,14 @@ def by_gradient(formula: Formula) -> Cam:
         fold: Fold | None = None,
     ) -> Heat:
         given, target = inputs_of(x, model), classes_as_list(target)
-        warn_of_untrained(model)
-        with inference(model):
-            reached = reach_layer(model, given, choose_layer(model, given, target, sites, call, fold), fold)
+        with inference(model) as modules:
+            layer = choose_layer(model, given, target, sites, call, fold)
+            reached = reach_layer(model, given, layer, fold, modules=modules)
             score = Score.of(target, reached.output, reached.layout.samples)
             gradient = reached.gradient(score)
             maps = formula(reached.maps, gradient)
             heat = heat_of(formula.__name__, reached, maps, score.explained(len(maps)))
+            warn_of_untrained(model, modules)  # now, while an accelerator is still at work
             _warn_of_zeros(gradient, heat)
             return heat
 
@@ -221,10 +222,10 @@ def eigen_cam(
     (eigen_cam of '0' (Softplus): 1×8×8, (2, 5))
     """
     given = inputs_of(x, model)
-    warn_of_untrained(model)
-    with inference(model):
+    with inference(model) as modules:
         chosen = choose_layer(model, given, target, sites, call, fold, scored=False)
-        reached = reach_layer(model, given, chosen, fold, graph=False)
+        reached = reach_layer(model, given, chosen, fold, graph=False, modules=modules)
+        warn_of_untrained(model, modules)
         maps = _principal(reached.maps)
     return heat_of("eigen_cam", reached, maps, [None] * len(maps))
 

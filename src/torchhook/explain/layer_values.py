@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from torchhook.core.edit import Edit
 from torchhook.core.errors import SilentError
+from torchhook.core.model_state import parts
 from torchhook.core.session import Session
 from torchhook.core.site import Site
 from torchhook.core.snapshot import frozen, lazily_copied
@@ -71,13 +72,23 @@ class ReachedLayer(NamedTuple):
 
 
 def reach_layer(
-    model: nn.Module, given: Arguments, layer: LayerCall, fold: Fold | None = None, *, graph: bool = True
+    model: nn.Module,
+    given: Arguments,
+    layer: LayerCall,
+    fold: Fold | None = None,
+    *,
+    graph: bool = True,
+    modules: list[nn.Module] | None = None,
 ) -> ReachedLayer:
-    """Run `model` once, with a graph from the layer on unless `graph` is False; called inside `inference`."""
-    reached = _run(model, given, layer, graph, autograd=False)
+    """Run `model` once, with a graph from the layer on unless `graph` is False; called inside `inference`.
+
+    `modules` are those of the model, if they are known already.
+    """
+    modules = parts(model) if modules is None else modules
+    reached = _run(model, modules, given, layer, graph, autograd=False)
     if graph and not any(tensor.requires_grad for _, tensor in leaves(reached.output)):
         # The layer is inside a block that switched autograd off, and whose end restored "off": restore "on" instead.
-        reached = _run(model, given, layer, graph, autograd=True)
+        reached = _run(model, modules, given, layer, graph, autograd=True)
     layout = reached.layout
     found = fold_for(reached.value, layer.module, layout) if fold is None else checked_fold(fold, layout.samples)
     if found is None:
@@ -127,10 +138,12 @@ class _GraphStart(Edit):
         return "edit of explain"
 
 
-def _run(model: nn.Module, given: Arguments, layer: LayerCall, graph: bool, *, autograd: bool) -> ReachedLayer:
+def _run(
+    model: nn.Module, modules: list[nn.Module], given: Arguments, layer: LayerCall, graph: bool, *, autograd: bool
+) -> ReachedLayer:
     """Run the model once and keep the value of the layer, not folded yet."""
     start, grids = _GraphStart(layer, graph), list[Grid]()
-    taps = [*patch_grid_taps(model, grids), Tap(layer.path, start)]
+    taps = [*patch_grid_taps(model, modules, grids), Tap(layer.path, start)]
     given = mapped(Tensor.clone, given)  # since models may overwrite their inputs
     with torch.set_grad_enabled(autograd), Session(model, taps, on_silent="ignore") as session:
         output = model(*given.args, **given.kwargs)

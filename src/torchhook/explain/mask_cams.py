@@ -108,11 +108,10 @@ def _by_masking(weigh: Callable[[_Runner], Tensor]) -> BatchedCam:
         if batch is not None:
             require_count(batch, "batch")
         given, target = inputs_of(x, model), classes_as_list(target)
-        warn_of_untrained(model)
-        with inference(model):
-            reached = reach_layer(
-                model, given, choose_layer(model, given, target, sites, call, fold), fold, graph=False
-            )
+        with inference(model) as modules:
+            warn_of_untrained(model, modules)
+            layer = choose_layer(model, given, target, sites, call, fold)
+            reached = reach_layer(model, given, layer, fold, graph=False, modules=modules)
             score = Score.of(target, reached.output, reached.layout.samples)
             maps = weighted(reached.maps, weigh(_Runner(model, given, reached, score, batch)))
             heat = heat_of(weigh.__name__, reached, maps, score.explained(len(maps)))

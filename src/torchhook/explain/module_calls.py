@@ -42,7 +42,7 @@ def trial_run(model: nn.Module, given: Arguments) -> tuple[Any, list[ModuleCall]
     """Run the model with autograd on throughout: its output, and all module calls in the order in which they end."""
     calls, grids, batched = list[ModuleCall](), list[Grid](), BatchedArguments.of(given)
     recorder = Tap(_is_not_parametrization, _CallRecorder(calls, batched.layout(), grids))
-    session = Session(model, [*patch_grid_taps(model, grids), recorder])
+    session = Session(model, [*patch_grid_taps(model, parts(model), grids), recorder])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about fast paths, which a run with autograd does not take anyway
         session.open()
@@ -69,9 +69,9 @@ def on_first_sample(run: Callable[[Arguments], Result], given: Arguments) -> Res
     return run(given)
 
 
-def patch_grid_taps(model: nn.Module, grids: list[Grid]) -> list[Tap]:
-    """Taps that append to `grids` the grid of each convolution that cuts an image into patches."""
-    if not any(map(_cuts_patches, parts(model))):
+def patch_grid_taps(model: nn.Module, modules: list[nn.Module], grids: list[Grid]) -> list[Tap]:
+    """Taps that append to `grids` the grid of each of the `modules` that cuts an image into patches."""
+    if not any(map(_cuts_patches, modules)):
         return []
 
     def note(event: Event) -> None:

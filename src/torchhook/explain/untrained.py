@@ -27,12 +27,14 @@ _UNIFORM = 2.1  # kurtosis: 1.8 of a uniform distribution, 2.37 of a normal one 
 _HEAVY = 4.0  # kurtosis that no initialisation has
 _SIGMAS = 6.0  # by which chance may explain a deviation
 
+_LOOKED_AT = 16  # modules of a trained model that show whether it was made untrained since
+
 State = tuple[tuple[int, ...], tuple[int, ...], list[float]]
 _judged: WeakKeyDictionary[nn.Module, tuple[State, bool]] = WeakKeyDictionary()  # since it takes longer than a forward
 
 
-def warn_of_untrained(model: nn.Module) -> None:
-    """Warn if the weights of `model` are as they were drawn at its creation.
+def warn_of_untrained(model: nn.Module, modules: list[nn.Module] | None = None) -> None:
+    """Warn if the weights of `model`, which has these `modules`, are as they were drawn at its creation.
 
     >>> import warnings
     >>> with warnings.catch_warnings(record=True) as said:
@@ -41,9 +43,10 @@ def warn_of_untrained(model: nn.Module) -> None:
     the weights of this Linear look untrained (nearly every layer is as it was initialised), so the result explains \
 noise; load trained weights first (torchhook explain takes --weights FILE)
     """
-    state, known = _state_of(model), _judged.get(model)
-    if known is None or known[0] != state:
-        known = _judged[model] = state, is_untrained(model)
+    modules, known = parts(model) if modules is None else modules, _judged.get(model)
+    if known is None or known[0] != _state_of(_telling(modules, known[1])):
+        verdict = is_untrained(model)
+        known = _judged[model] = _state_of(_telling(modules, verdict)), verdict
     if known[1]:
         warn(
             f"the weights of this {type(model).__name__} look untrained (nearly every layer is as it was initialised),"
@@ -51,12 +54,17 @@ noise; load trained weights first (torchhook explain takes --weights FILE)
         )
 
 
-def _state_of(model: nn.Module) -> State:
+def _telling(modules: list[nn.Module], verdict: bool) -> list[nn.Module]:
+    """The modules to look at: some of a trained model, in which nearly all would have to change, else all."""
+    return modules if verdict else modules[:: 1 + len(modules) // _LOOKED_AT]
+
+
+def _state_of(modules: list[nn.Module]) -> State:
     """What differs once weights were loaded or trained: which tensors they are, how often each was written to, a value.
 
     The value is for writes that are not counted: through ``.data``, and to tensors made in inference_mode.
     """
-    own = [tensors for part in parts(model) for tensors in (own_parameters(part), own_buffers(part))]
+    own = [tensors for part in modules for tensors in (own_parameters(part), own_buffers(part))]
     tensors = [tensor for some in own for tensor in some.values() if tensor is not None]
     try:
         writes = tuple(map(version_of, tensors))

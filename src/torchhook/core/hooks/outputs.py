@@ -83,7 +83,7 @@ class KeepHook(Newest, Hook):
     pass replaces the one before.
     """
 
-    __slots__ = ("index", "scope")
+    __slots__ = ("index", "key", "scope")
     ports = ("output",)
 
     def __init__(self, point: Point, act: Keep) -> None:
@@ -91,6 +91,7 @@ class KeepHook(Newest, Hook):
         self.number = NEVER
         self.index = point.index
         self.scope = point.scope
+        self.key = self.scope.key  # here, too: a graph would check at every run whose scope it is
 
     @property
     def point(self) -> Point:  # type: ignore[override]  # not kept: what the page keeps must not lead back to it
@@ -99,7 +100,7 @@ class KeepHook(Newest, Hook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if tracing():
-            leave(output, self.scope.key, self.index, 0)
+            leave(output, self.key, self.index, 0)
             return
         scope = self.scope
         pass_ = scope.current

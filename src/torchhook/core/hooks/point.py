@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from torchhook.core.compiled import (
     RefusedStep,
     entered,
     forget,
-    traced_names,
+    steps_in_graphs,
 )
 from torchhook.core.edit import Editing, GradientEditing
 from torchhook.core.errors import NonfiniteError
@@ -26,7 +27,6 @@ from torchhook.core.hooks.outputs import Hook, InputHook, KeepHook, OutputHook, 
 from torchhook.core.hooks.registration import Removable, after_forward, registering
 from torchhook.core.hooks.replay import Awaited, repeatable
 from torchhook.core.hooks.shortcut import keeping
-from torchhook.core.hooks.tensors import watched
 from torchhook.core.page import NEVER, Keep
 from torchhook.core.passes import Pass, StopForward
 from torchhook.core.shards import is_sharded
@@ -46,7 +46,7 @@ class Defaults:
     """What most points never set. A model has many points, and attaching must be fast."""
 
     observers: tuple[ObserveStep, ...] = ()
-    steps: Mapping[str, tuple[GraphStep, ...]] = {}
+    steps: tuple[str, ...] = ()
     fired = False  # unless the hook itself knows
     saw_gradient = False
     awaited: Awaited
@@ -123,11 +123,11 @@ class Point(Defaults):
         if self.steps:
             for name in self.steps:
                 forget(name)
-            self.steps = {}
+            self.steps = ()
 
     def is_traced(self) -> bool:
         """Whether a compiled graph has the steps of this point."""
-        return any(name in traced_names for name in self.steps)
+        return any(map(steps_in_graphs, self.steps))
 
     def mark_act(self) -> Act | None:
         """For a mark, which is an identity: the acts on its input, then those on its output."""
@@ -195,7 +195,7 @@ class Point(Defaults):
         """The sites here that saw nothing."""
         fired = self.fired
         if not fired or not self.saw_gradient:
-            inside = [step for name in self.steps if name in traced_names for step in self.steps[name]]
+            inside = [step for name in self.steps for step in steps_in_graphs(name)]
             fired = fired or any(isinstance(step, EditStep) for step in inside)
             self.saw_gradient = self.saw_gradient or any(isinstance(step, GradientEditStep) for step in inside)
         seen = {"grad_input": self.saw_gradient, "grad_output": self.saw_gradient, "param_grad": self.saw_gradient}
@@ -204,7 +204,7 @@ class Point(Defaults):
     def observer(self, number: int) -> ObserveStep:
         """The observer that a compiled graph knows by this number."""
         if not self.observers:  # a `KeepHook` has made none
-            self.observers = (ObserveStep(self, 0, self._acts("output"), [], of_inputs=False),)
+            self.observers = (ObserveStep(self, 0, self._acts("output"), []),)
         return self.observers[number]
 
     def _repeats(self) -> bool:
@@ -218,7 +218,7 @@ class Point(Defaults):
     def _installed_before(self, module: nn.Module) -> Hook:
         """For any mixture of ports: register the hook before the forward; returns the one for after it."""
         self.awaited, self.input_awaited = Awaited(), Awaited()
-        self.observers, self.steps = (), {}
+        self.observers, self.steps = (), ()
         before = any(site.port in InputHook.ports for _, site, _ in self.bound)
         if before:
             act = chained(self._acts("param") + self._acts("input"))
@@ -232,7 +232,13 @@ class Point(Defaults):
         return [act for _, site, act in self.bound if site.port == port]
 
     def _steps(self, ports: tuple[Port, ...], grad_port: Port) -> str:
-        """The name of the steps for a compiled graph: the acts at `ports`, then those on gradients at `grad_port`."""
+        """The name of the steps for a compiled graph."""
+        name = entered(partial(self._made, ports, grad_port))
+        self.steps += (name,)
+        return name
+
+    def _made(self, ports: tuple[Port, ...], grad_port: Port) -> tuple[GraphStep, ...]:
+        """The steps for a compiled graph: the acts at `ports`, then those on gradients at `grad_port`."""
         steps: list[GraphStep] = []
         observing: list[Act] = []  # consecutive observers become one op
         for tap, site, act in self.bound:
@@ -254,12 +260,10 @@ class Point(Defaults):
         if observing or catches:
             steps.append(self._observe_step(observing, catches, grad_port))
         steps += [GradientEditStep(act.editing) for act in self._acts(grad_port) if isinstance(act, GradientEditing)]
-        name = entered(tuple(steps))
-        self.steps = {**self.steps, name: tuple(steps)}
-        return name
+        return tuple(steps)
 
     def _observe_step(self, acts: list[Act], catches: list[Act], grad_port: Port) -> ObserveStep:
-        step = ObserveStep(self, len(self.observers), acts, catches, watched, grad_port == "grad_input")
+        step = ObserveStep(self, len(self.observers), acts, catches, grad_port == "grad_input")
         self.observers += (step,)
         return step
 
