@@ -256,16 +256,19 @@ _impl = getattr(nn.Module, "_call_impl", None)
 def is_called_by_torch(module: nn.Module) -> bool:
     """Whether torch itself calls the forward and the hooks of `module`, in the way that we know."""
     kind: Any = type(module)
-    return _knows_calls and kind._call_impl is _impl
+    return _knows_calls and kind._call_impl is _impl and "_call_impl" not in module.__dict__
 
 
 def calls_only(module: nn.Module, number: int) -> bool:
     """Whether a call of `module` consists of its forward and the forward hook with this number."""
     own = module.__dict__
-    hooks = own["_forward_hooks"]
-    if len(hooks) != 1 or number not in hooks or is_jit_tracing() or not is_called_by_torch(module):
+    try:
+        hooks = own["_forward_hooks"]
+        if own["_forward_pre_hooks"] or own["_backward_pre_hooks"] or own["_backward_hooks"]:
+            return False
+    except KeyError:  # its class keeps them in a place of its own
         return False
-    if own["_forward_pre_hooks"] or own["_backward_pre_hooks"] or own["_backward_hooks"]:
+    if len(hooks) != 1 or number not in hooks or is_jit_tracing() or not is_called_by_torch(module):
         return False
     return not (
         _every._global_forward_hooks
