@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from importlib import import_module
 from operator import attrgetter, methodcaller
 from types import CodeType
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -443,6 +443,22 @@ def marked_constant(function: Callable[..., Any]) -> Callable[..., Any]:
     if not _marks_constants:
         return cast("Callable[..., Any]", torch.compiler.assume_constant_result(function))
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # functions take attributes
+    return function
+
+
+_EVAL_FRAME = "torch._C._dynamo.eval_frame"
+_ALONE = "where a compiler gives up a frame around modules, it compiles their hooks alone, which then miss values"
+_set_strategy: Any = _of_torch(f"{_EVAL_FRAME}.set_code_exec_strategy", None, _ALONE)
+_Strategy: Any = _of_torch(f"{_EVAL_FRAME}._FrameExecStrategy", None, _ALONE)
+_Action: Any = _of_torch(f"{_EVAL_FRAME}._FrameAction", None, _ALONE)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def not_alone(function: _Function, but_inside: bool = False) -> _Function:
+    """Let a compiler trace `function` only as a part of a larger graph; what it calls, too, unless `but_inside`."""
+    if None not in (_set_strategy, _Strategy, _Action):
+        code = cast("Any", function).__code__
+        _set_strategy(code, _Strategy(_Action.SKIP, _Action.DEFAULT if but_inside else _Action.SKIP))
     return function
 
 
