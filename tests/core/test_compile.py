@@ -347,6 +347,34 @@ def test_a_graph_break_changes_nothing():
         torch.testing.assert_close(acts[path].grads, eager[path].grads)
 
 
+class Loop(nn.Module):
+    """A model whose forward the compiler gives up, so that torch itself calls the layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(12))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+            torch._dynamo.graph_break()
+        return x
+
+
+@pytest.mark.parametrize("graphs", [0, 1])  # without graphs, there are shortcuts
+@pytest.mark.parametrize("options", [{}, {"grads": True}, {"inputs": True}])
+def test_a_graph_break_in_a_loop_changes_nothing(monkeypatch, options, graphs):
+    monkeypatch.setattr("torchhook.core.hooks.shortcut.graph_count", lambda: graphs)
+    net, x = Loop(), torch.ones(1, 3, requires_grad=True)
+    run = torch.compile(net, backend="eager")
+    run(x)
+    for _ in range(2):
+        with capture(net, nn.Linear, **options) as acts:
+            out = run(x)
+            out.sum().backward()
+        assert len(acts) == 12 and acts["layers.11"].output.equal(out)
+
+
 class Checkpointed(Blocks):
     def forward(self, x):
         x = checkpoint(self.blocks[0], self.head(x).repeat(1, 2), use_reentrant=False)

@@ -153,6 +153,39 @@ def test_classes_that_call_in_their_own_way_keep_it():
     assert not any(layer._forward_hooks for layer in model)
 
 
+@pytest.mark.parametrize("replaced", ["before", "meanwhile"])
+def test_a_single_layer_whose_call_was_replaced_keeps_it(replaced):
+    model, x, seen = net(), torch.ones(1, 3), []
+
+    def replace(layer):
+        usual = layer._call_impl
+        layer._call_impl = lambda *args: (seen.append(replaced), usual(*args))[1]
+
+    if replaced == "before":
+        replace(model[2])
+    with capture(model) as acts:
+        if replaced == "meanwhile":
+            replace(model[2])
+        assert model(x).equal(acts["2"].output)
+    assert seen == [replaced]
+
+
+def test_a_class_may_keep_its_hooks_in_a_place_of_its_own():
+    class Elsewhere(nn.Linear):
+        @property
+        def _forward_hooks(self):
+            return vars(self)["elsewhere"]
+
+        @_forward_hooks.setter
+        def _forward_hooks(self, hooks):
+            vars(self)["elsewhere"] = hooks
+
+    model, x = nn.Sequential(Elsewhere(3, 3)), torch.ones(1, 3)
+    with capture(model) as acts:
+        assert model(x).equal(acts["0"].output)
+    assert not model[0]._forward_hooks
+
+
 def test_a_call_that_another_library_replaces_meanwhile_is_the_one_that_runs(monkeypatch):
     model, x = net(), torch.ones(1, 3)
     with capture(model, on_silent="ignore"):

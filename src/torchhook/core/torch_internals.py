@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from importlib import import_module
 from operator import attrgetter, methodcaller
 from types import CodeType
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -256,16 +256,19 @@ _impl = getattr(nn.Module, "_call_impl", None)
 def is_called_by_torch(module: nn.Module) -> bool:
     """Whether torch itself calls the forward and the hooks of `module`, in the way that we know."""
     kind: Any = type(module)
-    return _knows_calls and kind._call_impl is _impl
+    return _knows_calls and kind._call_impl is _impl and "_call_impl" not in module.__dict__
 
 
 def calls_only(module: nn.Module, number: int) -> bool:
     """Whether a call of `module` consists of its forward and the forward hook with this number."""
     own = module.__dict__
-    hooks = own["_forward_hooks"]
-    if len(hooks) != 1 or number not in hooks or is_jit_tracing() or not is_called_by_torch(module):
+    try:
+        hooks = own["_forward_hooks"]
+        if own["_forward_pre_hooks"] or own["_backward_pre_hooks"] or own["_backward_hooks"]:
+            return False
+    except KeyError:  # its class keeps them in a place of its own
         return False
-    if own["_forward_pre_hooks"] or own["_backward_pre_hooks"] or own["_backward_hooks"]:
+    if len(hooks) != 1 or number not in hooks or is_jit_tracing() or not is_called_by_torch(module):
         return False
     return not (
         _every._global_forward_hooks
@@ -440,6 +443,22 @@ def marked_constant(function: Callable[..., Any]) -> Callable[..., Any]:
     if not _marks_constants:
         return cast("Callable[..., Any]", torch.compiler.assume_constant_result(function))
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # functions take attributes
+    return function
+
+
+_EVAL_FRAME = "torch._C._dynamo.eval_frame"
+_ALONE = "where a compiler gives up a frame around modules, it compiles their hooks alone, which then miss values"
+_set_strategy: Any = _of_torch(f"{_EVAL_FRAME}.set_code_exec_strategy", None, _ALONE)
+_Strategy: Any = _of_torch(f"{_EVAL_FRAME}._FrameExecStrategy", None, _ALONE)
+_Action: Any = _of_torch(f"{_EVAL_FRAME}._FrameAction", None, _ALONE)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def not_alone(function: _Function, but_inside: bool = False) -> _Function:
+    """Let a compiler trace `function` only as a part of a larger graph; what it calls, too, unless `but_inside`."""
+    if None not in (_set_strategy, _Strategy, _Action):
+        code = cast("Any", function).__code__
+        _set_strategy(code, _Strategy(_Action.SKIP, _Action.DEFAULT if but_inside else _Action.SKIP))
     return function
 
 

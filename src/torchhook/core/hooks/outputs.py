@@ -17,7 +17,7 @@ from torchhook.core.scope import Scope
 from torchhook.core.sink import Act
 from torchhook.core.site import Port
 from torchhook.core.snapshot import snapshot
-from torchhook.core.torch_internals import lazy_clone, tensor_data
+from torchhook.core.torch_internals import lazy_clone, not_alone, tensor_data
 from torchhook.core.trees import Arguments
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ class OutputHook(ActHook):
     __slots__ = ()
     ports = ("output", "grad_output")
 
+    @not_alone
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if tracing():
             return followed_by(self.steps, module, args, output)
@@ -98,6 +99,7 @@ class KeepHook(Newest, Hook):
         """The point that this hook is of, while the session is open."""
         return self.scope.points[self.index]
 
+    @not_alone
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if tracing():
             leave(output, self.key, self.index, 0)
@@ -132,6 +134,7 @@ class InputHook(ActHook):
         super().__init__(point, act, steps)
         self.catches = catches
 
+    @not_alone
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
         if kwargs is None:  # another thread calls while torch still registers this hook as one that takes keywords
             return None
@@ -177,6 +180,7 @@ class PairedOutputHook(ActHook):
     __slots__ = ()
     ports = ("output", "grad_output")
 
+    @not_alone
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if tracing():
             return followed_by(self.steps, module, args, output)

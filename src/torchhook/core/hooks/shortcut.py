@@ -23,6 +23,7 @@ from torchhook.core.torch_internals import (
     calls_only,
     graph_count,
     is_called_by_torch,
+    not_alone,
     submodules,
     traced_call,
 )
@@ -65,6 +66,10 @@ class Shortcut:
         own = self.module.__dict__
         slot = [(own, CALL_SLOT)] if own.get(CALL_SLOT) is self else []
         return [*self.placed.places(), *slot]
+
+
+not_alone(Shortcut.__call__, but_inside=True)  # where the forward is
+not_alone(calls_only)
 
 
 def keeping(module: nn.Module, hook: Callable[..., None]) -> Removable:
