@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchhook.core.compiled import begin, end, fresh, tracing
+from torchhook.core.compiled import as_number, begin, end, fresh, tracing
 from torchhook.core.edit import latest_refusal
 from torchhook.core.errors import SessionError, TapError, TorchhookError
 from torchhook.core.hooks.registration import Removable, Sentinel, armed, on_call
@@ -74,7 +74,7 @@ class CallWrapper:
         held = vars(model).get(CALL_SLOT)
         self.inner: Callable[..., Any] | None = None if isinstance(held, Shortcut) else held
         self.scopes: tuple[Scope, ...] = ()
-        self.keys: tuple[int, ...] = ()  # those of the scopes, for compiled graphs
+        self.keys: tuple[str, ...] = ()  # those of the scopes, as text: a compiler takes changing numbers for variables
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # for modules that copy or pickle all of their __dict__
@@ -123,10 +123,10 @@ class CallWrapper:
     def traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call inside a graph that is being compiled: the graph itself reports when a pass begins and ends."""
         for key in self.keys:
-            begin(_some_tensor((args, kwargs)), key)
+            begin(_some_tensor((args, kwargs)), as_number(key))
         result = traced_call(self.model, args, kwargs)
         for key in self.keys:
-            end(_some_tensor(result), key)
+            end(_some_tensor(result), as_number(key))
         return result
 
     @staticmethod
@@ -164,7 +164,7 @@ class CallWrapper:
                 vars(model)[CALL_SLOT] = wrapper.inner
 
     def _set(self, scopes: tuple[Scope, ...]) -> None:
-        self.scopes, self.keys = scopes, tuple(scope.key for scope in scopes)
+        self.scopes, self.keys = scopes, tuple(str(scope.key) for scope in scopes)
 
 
 class PassHooks:

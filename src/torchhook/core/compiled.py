@@ -175,6 +175,12 @@ def leave(value: Any, key: int, index: int, observer: int) -> tuple[Tensor, int]
     return box.ticket, position
 
 
+@marked_constant
+def as_number(text: str) -> int:
+    """A number as a constant of the graph."""
+    return int(text)
+
+
 def begin(near: Tensor, key: int) -> None:
     """Let the graph that is being made say that a pass begins. Edits alone need none."""
     if not observes(key):
