@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from torchhook import Activations, HarvestError, harvest
-from torchhook.activations.collector import Positions, Tokens, rows_of
+from torchhook.activations.collector import Collector, Positions, Tokens, Wanted, rows_of
 
 quiet = partial(harvest, progress=False, dtype=None)
 
@@ -233,3 +233,11 @@ def test_the_estimate_counts_reading(tmp_path, capsys):
     assert "8 samples to go" in told and " free on disk, 64.0 MiB of them in reserve\n" in told
     milliseconds = float(told.split("in about ")[1].split(" ms")[0])
     assert milliseconds > 300
+
+
+def test_no_copy_on_write_goes_to_the_writing_thread():
+    """torch may hang if two threads let go of copies on write of one tensor at the same moment."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Identity()), torch.ones(3, 4)
+    with Collector(model, Wanted(["0", "1"])) as collector:
+        sent = collector.collect(x, 3)
+    assert not any(torch._C._is_cow_tensor(rows.values()) for rows in sent.values())

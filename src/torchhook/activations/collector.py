@@ -25,7 +25,7 @@ from torchhook.core.session import Session
 from torchhook.core.silent import OnSilent
 from torchhook.core.sink import Sink
 from torchhook.core.site import Site
-from torchhook.core.snapshot import Held, lazily_copied
+from torchhook.core.snapshot import Held
 from torchhook.core.tap import Tap
 from torchhook.core.text import shape_of
 from torchhook.core.transfer import Transfer, sent_home
@@ -165,9 +165,8 @@ class Collector(Sink):
         given = rows.values
         dtype = dtype if dtype is not None and given.is_floating_point() else given.dtype
         stored = given.to(dtype).contiguous()
-        if stored is given:  # the model may overwrite it, and a view would keep all of its storage
-            whole = stored.device == _CPU and stored.untyped_storage().nbytes() == stored.nbytes
-            stored = lazily_copied(stored) if whole else stored.clone()
+        if stored is given:  # the model may overwrite it; not a copy on write, since another thread lets go of it
+            stored = stored.clone()
         pending = self._fetch(stored)
         return SentRows(
             values=pending.read if isinstance(pending, Held) else lambda: pending,

@@ -17,6 +17,7 @@ from torch import nn
 
 from specimens import hooks_of
 from torchhook import FileError, NotRecordedError, Recording, SelectionError, diff, record
+from torchhook.compare.recordings.files import plain_values
 
 
 def net(**options):
@@ -496,3 +497,16 @@ def test_parts_of_sketches_have_no_values_to_show(tmp_path):
     files = [record(model, x, to=tmp_path / f"{name}.th", keep="sketch") for name, model in models.items()]
     found = diff(*files)
     assert found.module == "k" and "nan" not in found.verdict, found.verdict
+
+
+def test_no_copy_on_write_goes_to_the_writing_thread(tmp_path, monkeypatch):
+    """torch may hang if two threads let go of copies on write of one tensor at the same moment."""
+    written = []
+
+    def noted(tensor):
+        written.append(torch._C._is_cow_tensor(tensor))
+        return plain_values(tensor)
+
+    monkeypatch.setattr("torchhook.compare.recordings.writer.plain_values", noted)
+    record(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.ones(3, 4), to=tmp_path / "a.th", keep="all")
+    assert written and not any(written)

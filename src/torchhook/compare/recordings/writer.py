@@ -114,7 +114,7 @@ class RecordingWriter:
         shape = tuple(tensor.shape)
         tensor = tensor if tensor.layout == torch.strided else tensor.to_dense()
         if whole or is_small(tensor):
-            arriving = self._transfer(tensor)
+            arriving = self._transfer(tensor.clone())  # not a copy on write, since another thread lets go of it
             self._readers.append(lambda: {key: plain_values(read(arriving))})
             self._bytes += tensor.nbytes
             return StoredTensor(shape, dtype, self._files, key)
