@@ -33,7 +33,7 @@ QUOTED = {
     "8.1": "grad_cam",
     "8.2": "grad_cam",
     "33.4": "grad_cam",
-    "0.88": "pytorch-cka 1.1.3",
+    "0.98": "pytorch-cka 1.1.3",
     "0.06": "pytorch-cka 1.1.3",
     "0.01": "torchhook",
 }
