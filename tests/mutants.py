@@ -626,9 +626,15 @@ MUTANTS = [
     ),
     Mutant(
         "activations/collector.py",
-        "stored = lazily_copied(stored) if whole else stored.clone()",
+        "stored = stored.clone()",
         "pass",
         "activations/test_harvest_whole.py::test_what_a_later_layer_overwrites_is_kept_as_it_flowed",
+    ),
+    Mutant(
+        "compare/recordings/writer.py",
+        "arriving = self._transfer(tensor.clone())",
+        "arriving = self._transfer(tensor)",
+        "compare/recordings/test_record.py::test_no_copy_on_write_goes_to_the_writing_thread",
     ),
     # dashboard: runs in the browser
     Mutant(

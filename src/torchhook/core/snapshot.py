@@ -3,8 +3,8 @@
 torch's copy on write (`lazy_clone`) takes about a microsecond, and memory only once the original or the copy is written
 to. Tensors that it does not support (sparse, nested, shared or foreign memory) are cloned.
 
-In torch 2.11 to 2.13, two threads that let go of copies of the same tensor at the same moment may hang. What a thread of ours
-lets go of has to be cloned.
+In torch 2.11 to 2.13, two threads may hang if they let go of copies of the same tensor at the same moment. What a
+thread of ours lets go of has to be cloned.
 """
 
 from __future__ import annotations
