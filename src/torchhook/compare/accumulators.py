@@ -24,7 +24,7 @@ from torchhook.compare.measures import u_centred, widened
 GROUP_LEAST, GROUP_MOST = 32, 256  # samples in a group
 LEAST = 4  # samples that an unbiased estimate needs at least
 _HELD = 2**26  # bytes of features that wait to be multiplied together
-_STRIP = 32  # rows of inner products at a time: fewer take longer, since they are no longer computed together
+_STRIP = 32  # rows of inner products that a CPU computes together; with fewer, its products are slower
 _ROWS = 256  # samples to collect first: adding to large moments costs as much for one as for many
 
 
